@@ -1,0 +1,242 @@
+"""Frozen configs of tables, initial values, policies and optimizers, checked where they are made.
+
+One class per choice, never a string that selects an algorithm. Storage configs live with their tiers in `storage/`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from tieredemb.errors import ConfigError
+
+Mode = Literal["sum", "mean", "max"]
+MODES: tuple[Mode, ...] = ("sum", "mean", "max")
+Capacity = int | float | str
+MAX_ROWS = 2**48  # of one key space: a key takes 48 bits of the hash, see hash/slot_map.py
+MAX_SLOTS = 2**31 - 2**16  # slots are int32; the lowest int32 values are sentinels
+
+
+def _finite(name: str, value: float, *, low: float = -math.inf, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value) or value < low or (open_low and value == low):
+        bound = "" if low == -math.inf else f" {'above' if open_low else 'of at least'} {low:g}"
+        raise ConfigError(f"{name} must be a finite number{bound}, got {value!r}")
+
+
+def _whole(name: str, value: int, *, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+
+# --- initial values -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normal:
+    """Rows start as independent normal values, as `torch.nn.EmbeddingBag`'s do."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __post_init__(self) -> None:
+        _finite("mean", self.mean)
+        _finite("std", self.std, low=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uniform:
+    """Rows start as independent uniform values in [low, high); DLRM takes ±1/√num_embeddings."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        _finite("low", self.low)
+        _finite("high", self.high)
+        if self.high < self.low:
+            raise ConfigError(f"high must not be below low, got low={self.low!r}, high={self.high!r}")
+
+
+Init = Normal | Uniform
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableConfig:
+    """One embedding table of a collection.
+
+    `padding_idx`: an id that adds nothing to a bag and is never trained; negative values count from the end.
+    `init`: the rows' initial values (default: `Normal()`).
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    mode: Mode = "sum"
+    padding_idx: int | None = None
+    init: Init = Normal()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"a table's name must be a non-empty string, got {self.name!r}")
+        _whole(f"num_embeddings of table {self.name!r}", self.num_embeddings, low=1)
+        _whole(f"embedding_dim of table {self.name!r}", self.embedding_dim, low=1)
+        if self.mode not in MODES:
+            raise ConfigError(f"mode of table {self.name!r} must be one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.num_embeddings > MAX_ROWS:
+            raise ConfigError(f"table {self.name!r} has {self.num_embeddings} rows; at most {MAX_ROWS} are supported")
+        if not isinstance(self.init, (Normal, Uniform)):
+            raise ConfigError(f"init of table {self.name!r} must be Normal(…) or Uniform(…), got {self.init!r}")
+        if self.padding_idx is not None:
+            rows = self.num_embeddings
+            if isinstance(self.padding_idx, bool) or not isinstance(self.padding_idx, int):
+                raise ConfigError(f"padding_idx of table {self.name!r} must be an integer, got {self.padding_idx!r}")
+            if not -rows <= self.padding_idx < rows:
+                raise ConfigError(
+                    f"padding_idx {self.padding_idx} of table {self.name!r} is out of range ({-rows} … {rows - 1})"
+                )
+            object.__setattr__(self, "padding_idx", self.padding_idx % rows)
+
+
+# --- policies -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LFU:
+    """Keeps the rows that were used in most batches, a use losing half its weight every `half_life_batches`.
+
+    LRFU (Lee et al., IEEE ToC 2001). `half_life_batches=math.inf` counts exactly. With `remember_evicted` (default)
+    the score leaves and returns with the row; without it an evicted row starts again, as in classic LFU caches.
+    """
+
+    half_life_batches: float = 300.0
+    remember_evicted: bool = True
+
+    def __post_init__(self) -> None:
+        half_life = self.half_life_batches
+        if isinstance(half_life, bool) or not isinstance(half_life, (int, float)) or not half_life >= 1:
+            raise ConfigError(f"half_life_batches must be a number of at least 1, or math.inf, got {half_life!r}")
+        if math.isfinite(half_life) and half_life > 2**26:
+            raise ConfigError(f"half_life_batches of {half_life:g} is not told apart from math.inf; pass math.inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRU:
+    """Keeps the rows that were used last."""
+
+
+Policy = LFU | LRU
+
+
+# --- optimizers -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD:
+    """`torch.optim.SGD`: w ← w - lr · g. No state."""
+
+    lr: float
+
+    def __post_init__(self) -> None:
+        _finite("lr", self.lr, low=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adagrad:
+    """`torch.optim.Adagrad`: state D words a row (sum of squared gradients)."""
+
+    lr: float = 0.01
+    lr_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "lr_decay", "initial_accumulator_value", "eps"):
+            _finite(name, getattr(self, name), low=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowWiseAdagrad:
+    """Adagrad with one accumulator a row, the mean of the squared gradients over the row (as FBGEMM's): 1 word."""
+
+    lr: float = 0.01
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "initial_accumulator_value", "eps"):
+            _finite(name, getattr(self, name), low=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """`torch.optim.SparseAdam`: only rows in the batch move; one step counter a table; state 2 D words a row."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _finite("lr", self.lr, low=0.0)
+        _finite("eps", self.eps, low=0.0, open_low=True)
+        if not isinstance(self.betas, tuple) or len(self.betas) != 2:
+            raise ConfigError(f"betas must be a pair of numbers, got {self.betas!r}")
+        for beta in self.betas:
+            _finite("betas", beta, low=0.0)
+            if beta >= 1:
+                raise ConfigError(f"betas must lie in [0, 1), got {self.betas!r}")
+
+
+OptimizerConfig = SGD | Adagrad | RowWiseAdagrad | Adam
+
+
+# --- capacity -------------------------------------------------------------------------------------------------------
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*")
+_UNIT_BYTES = {"B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in a size such as `"512MiB"`, `"1.5 GB"`, `"4096B"`. Raises `ConfigError`."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{text!r} is no size; write a number and a unit, as in '512MiB', '1.5GB' or '4096B'")
+    return int(float(match[1]) * _UNIT_BYTES[match[2]])
+
+
+def slots_for(capacity: Capacity, *, rows: int, slot_bytes: int) -> int:
+    """Slots that `capacity` buys for a key space of `rows` rows.
+
+    `capacity`: rows as an int, a share of the rows as a float in (0, 1], or bytes as a string, of which a slot takes
+    `slot_bytes`. Never more than `rows`, never less than 1. Raises `ConfigError`.
+    """
+    if isinstance(capacity, str):
+        budget = parse_bytes(capacity)
+        if budget < slot_bytes:
+            raise ConfigError(f"capacity {capacity!r} holds no row; one takes {slot_bytes} bytes in the cache")
+        slots = budget // slot_bytes
+    elif isinstance(capacity, float):
+        if not 0 < capacity <= 1:
+            raise ConfigError(f"capacity as a share of the rows must lie in (0, 1], got {capacity!r}")
+        slots = math.ceil(rows * capacity)
+    elif isinstance(capacity, int) and not isinstance(capacity, bool) and capacity >= 1:
+        slots = capacity
+    else:
+        raise ConfigError(
+            f"capacity must be rows (an int of at least 1), a share (a float in (0, 1]) or bytes ('512MiB'), "
+            f"got {capacity!r}"
+        )
+    slots = max(1, min(slots, rows))
+    if slots > MAX_SLOTS:
+        raise ConfigError(f"capacity {capacity!r} means {slots} slots; at most {MAX_SLOTS} are supported")
+    return slots

@@ -1,0 +1,62 @@
+"""One family of errors. Every message says what was given, what is allowed, and what to do.
+
+Each class also derives from the builtin that a caller would expect, so that `except ValueError` goes on working.
+"""
+
+from __future__ import annotations
+
+
+class TieredEmbError(Exception):
+    """Base class of all errors that tieredemb raises on purpose."""
+
+
+class ConfigError(TieredEmbError, ValueError):
+    """A constructor argument or a config value is not allowed."""
+
+
+class UnsupportedError(TieredEmbError, NotImplementedError):
+    """Something that `torch` offers and tieredemb refuses, or a device without its kernels."""
+
+
+class InvalidInputError(TieredEmbError, ValueError):
+    """A batch is malformed: an offset, a shape, a dtype, a device. Nothing was changed."""
+
+
+class IdOutOfRangeError(InvalidInputError, IndexError):
+    """An id lies outside its table. The batch updated nothing."""
+
+
+class BackwardError(TieredEmbError, RuntimeError):
+    """A backward that cannot be honoured: no optimizer, a second pass through one forward."""
+
+
+class StorageError(TieredEmbError, OSError):
+    """A cold storage failed to open, read or write. The cause is chained."""
+
+
+class StorageFullError(StorageError):
+    """No space is left for a row that has to be written; nothing was lost."""
+
+
+class StorageFormatError(StorageError):
+    """A file is foreign, truncated, damaged, newer than this library, or of another shape."""
+
+
+class StorageLockedError(StorageError):
+    """Another process (its pid is in the message) holds the file."""
+
+
+class UncleanFileError(StorageError):
+    """The file was not closed by its last owner, so rows of its hot cache are missing."""
+
+
+class CheckpointError(TieredEmbError, OSError):
+    """A checkpoint is incomplete, damaged, or of another shape. Nothing was changed."""
+
+
+class ForkedError(TieredEmbError, RuntimeError):
+    """A cache was used in a forked child, where its threads and locks do not exist."""
+
+
+class MissingDependencyError(TieredEmbError, ImportError):
+    """An optional library is absent; the message names the install command."""

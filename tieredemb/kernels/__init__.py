@@ -1,0 +1,31 @@
+"""The only place that compiles: numba for the CPU (`cpu`), CUDA for the GPU (`compiler`, loaded where there is one).
+
+`twin` finds the implementation of an op for a device: the module `<op>_cpu` or `<op>_cuda` beside the op's contract.
+Twins take the same arguments. They load on first use, so that `import tieredemb` stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+
+from tieredemb.errors import UnsupportedError
+
+DEVICES = ("cpu",)
+
+
+def check_device(device: torch.device) -> torch.device:
+    """Returns `device` if it has kernels; raises `UnsupportedError` otherwise."""
+    if device.type not in DEVICES:
+        raise UnsupportedError(
+            f"device {str(device)!r} has no kernels in this version of tieredemb (available: {', '.join(DEVICES)}); "
+            f"pass device='cpu', or move the cache with .to('cpu')"
+        )
+    return device
+
+
+def twin(op: str, device: torch.device) -> ModuleType:
+    """The implementation of `op` (a dotted module name such as `tieredemb.hash.slot_map`) for `device`."""
+    return importlib.import_module(f"{op}_{check_device(device).type}")

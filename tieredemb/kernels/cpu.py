@@ -1,0 +1,205 @@
+"""CPU kernels: numba functions that release the GIL, and the threads that run them.
+
+A kernel takes a half-open range `(lo, hi, …)` and owns its outputs there, so results do not depend on the number of
+threads. Our own threads rather than numba's: its OpenMP layer dies after a fork and its workqueue layer aborts when
+two Python threads enter it, and prefetching needs both. Compiled code is cached on disk by numba; the first process
+says that it compiles.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import event, types
+from numba.extending import intrinsic, overload
+
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+
+def jit(function: Kernel) -> Kernel:
+    """Compiles a kernel: no GIL, no reassociation, no contraction that the source does not ask for, cached on disk."""
+    compiled: Kernel = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    return compiled
+
+
+inline = numba.njit(nogil=True, error_model="numpy", inline="never")
+"""Decorator of a device function: compiled into each kernel that calls it."""
+
+
+class _CompileNotice(event.Listener):  # type: ignore[misc]
+    """Says once that kernels are being compiled: a second of silence per kernel looks like a hang."""
+
+    def __init__(self) -> None:
+        self.said = False
+
+    def on_start(self, notice: Any) -> None:
+        module = getattr(notice.data["dispatcher"].py_func, "__module__", "")
+        if not self.said and module.startswith("tieredemb"):
+            self.said = True
+            print("tieredemb: compiling CPU kernels (once; they are cached on disk)", file=sys.stderr, flush=True)
+
+    def on_end(self, notice: Any) -> None:
+        pass
+
+
+event.register("numba:compile", _CompileNotice())
+
+_POOL: tuple[int, int, ThreadPoolExecutor] | None = None  # (pid, threads, pool): a fork leaves its threads behind
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    global _POOL
+    if _POOL is None or _POOL[0] != os.getpid() or _POOL[1] < threads:
+        _POOL = (os.getpid(), threads, ThreadPoolExecutor(threads, thread_name_prefix="tieredemb"))
+    return _POOL[2]
+
+
+def num_threads() -> int:
+    """Threads that kernels may use: those of torch (`torch.set_num_threads`)."""
+    return torch.get_num_threads()
+
+
+def parallel_for(kernel: Callable[..., Any], bounds: list[int], *args: Any) -> list[Any]:
+    """Runs `kernel(lo, hi, *args)` over the consecutive ranges that `bounds` cuts, one thread each.
+
+    Waits for all of them; returns their results in order. The last range runs on the calling thread.
+    """
+    ranges = [(lo, hi) for lo, hi in zip(bounds[:-1], bounds[1:], strict=True) if hi > lo]
+    if not ranges:
+        return []
+    futures = []
+    if len(ranges) > 1:
+        pool = _pool(len(ranges) - 1)
+        futures = [pool.submit(kernel, lo, hi, *args) for lo, hi in ranges[:-1]]
+    try:
+        last = kernel(*ranges[-1], *args)
+    finally:
+        results = [future.result() for future in futures]
+    return [*results, last]
+
+
+def even_bounds(n: int, grain: int) -> list[int]:
+    """Cuts 0 … n into at most `num_threads()` even ranges of at least `grain`: below it a thread costs more than
+    it brings (a hand-over takes about 20 microseconds)."""
+    parts = max(1, min(num_threads(), n // max(1, grain)))
+    return [n * part // parts for part in range(parts + 1)]
+
+
+@intrinsic
+def fma(typingctx, a, b, c):  # type: ignore[no-untyped-def]
+    """`a * b + c` rounded once, in float32."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+@intrinsic
+def prefetch(typingctx, array, index):  # type: ignore[no-untyped-def]
+    """Asks for the cache line of `array.ravel()[index]` (C-contiguous). Never faults."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        array_type = signature.args[0]
+        view = context.make_array(array_type)(context, builder, args[0])
+        pointer = builder.gep(view.data, [args[1]])
+        byte_pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [byte_pointer.type] + [ir.IntType(32)] * 3)
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer.type], kind)
+        builder.call(function, [byte_pointer, *(ir.IntType(32)(v) for v in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), codegen
+
+
+@intrinsic
+def _half_to_float(typingctx, bits):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), codegen
+
+
+@intrinsic
+def _float_to_half(typingctx, value):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
+@intrinsic
+def float_bits(typingctx, value):  # type: ignore[no-untyped-def]
+    """The bits of a float32 as uint32."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def bits_float(typingctx, value):  # type: ignore[no-untyped-def]
+    """The float32 whose bits are the given uint32."""
+
+    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), codegen
+
+
+def load(array: Any, row: int, column: int) -> float:
+    """`array[row, column]` as float32, whatever carries it (`storage.base.CARRIERS`). Inside kernels only."""
+    raise RuntimeError("a kernel function")
+
+
+@overload(load, inline="always")
+def _load(array, row, column):  # type: ignore[no-untyped-def]
+    if array.dtype == types.float32:
+        return lambda array, row, column: array[row, column]
+    if array.dtype == types.uint16:
+        return lambda array, row, column: _half_to_float(array[row, column])
+    return lambda array, row, column: bits_float(np.uint32(np.uint16(array[row, column])) << np.uint32(16))
+
+
+def store(array: Any, row: int, column: int, value: float) -> None:
+    """Rounds the float32 `value` to nearest even into `array[row, column]`. Inside kernels only."""
+    raise RuntimeError("a kernel function")
+
+
+@inline
+def _bfloat16_bits(value):  # type: ignore[no-untyped-def]
+    bits = float_bits(value)
+    if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
+        return np.int16(np.uint16((bits >> np.uint32(16)) | np.uint32(0x40)))  # a NaN stays a NaN
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return np.int16(np.uint16(rounded >> np.uint32(16)))
+
+
+@overload(store, inline="always")
+def _store(array, row, column, value):  # type: ignore[no-untyped-def]
+    if array.dtype == types.float32:
+
+        def store_float(array, row, column, value):  # type: ignore[no-untyped-def]
+            array[row, column] = value
+
+        return store_float
+    if array.dtype == types.uint16:
+
+        def store_half(array, row, column, value):  # type: ignore[no-untyped-def]
+            array[row, column] = _float_to_half(value)
+
+        return store_half
+
+    def store_bfloat16(array, row, column, value):  # type: ignore[no-untyped-def]
+        array[row, column] = _bfloat16_bits(value)
+
+    return store_bfloat16

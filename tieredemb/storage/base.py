@@ -1,0 +1,133 @@
+"""Cold storage: where every row of a key space lives, and the contract of a tier.
+
+A tier is a frozen config (`HostMemory`, `File`, `Pmem`) whose `open` returns a `ColdRows`. Rows are two arrays, so
+that weights stay aligned: `weight (rows, D)` in the dtype's carrier and `state (rows, S + 1)` in 32-bit words, of
+which the last is the row's score. A row whose score is zero was never written: its content is whatever the table's
+initialiser generates. A storage moves rows; it knows neither map nor policy.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tieredemb.errors import ConfigError
+
+# numba has neither half nor bfloat16: such rows travel as the 16-bit integers that carry their bits. The two carriers
+# differ, so that a kernel can tell the formats apart by type.
+CARRIERS: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.float16: np.dtype(np.uint16),
+    torch.bfloat16: np.dtype(np.int16),
+}
+STATE_DTYPE = np.dtype(np.uint32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLayout:
+    """Shape of a key space. `rows`: rows of all its tables; `width`: D; `state_width`: S, 32-bit words of optimizer
+    state a row, without the score."""
+
+    rows: int
+    width: int
+    dtype: torch.dtype = torch.float32
+    state_width: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in CARRIERS:
+            raise ConfigError(
+                f"dtype {self.dtype} is not supported for rows; use one of {', '.join(map(str, CARRIERS))}"
+            )
+        if self.rows < 0 or self.width < 0 or self.state_width < 0:
+            raise ConfigError(f"a row layout needs sizes of 0 or more, got {self}")
+
+    @property
+    def carrier(self) -> np.dtype[Any]:
+        return CARRIERS[self.dtype]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights."""
+        return self.rows * self.width * self.carrier.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all row states, scores included."""
+        return self.rows * (self.state_width + 1) * STATE_DTYPE.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one cold row: weights, state and score."""
+        return self.width * self.carrier.itemsize + (self.state_width + 1) * STATE_DTYPE.itemsize
+
+
+class Storage(abc.ABC):
+    """Config of a tier: frozen, picklable, opened once for each key space."""
+
+    @abc.abstractmethod
+    def open(self, layout: RowLayout, *, name: str, identity: dict[str, Any]) -> ColdRows:
+        """Opens the rows of one key space.
+
+        `name` tells the key spaces of one collection apart (a collection with widths 32 and 64 opens two) and is ""
+        for the only one. `identity` is a JSON-able dict that says what the rows mean (tables, seed, initialisers,
+        optimizer); a tier that outlives the process stores it and refuses to reopen under another one.
+        """
+
+
+@dataclass
+class Metadata:
+    """What a key space has to remember beside its rows: `batch`, the number of the last planned batch (scores are
+    relative to it); `steps`, the optimizer's step count for each table; `policy`, the unit of the scores."""
+
+    batch: int = 0
+    steps: list[int] = field(default_factory=list)
+    policy: str = ""
+
+
+class ColdRows(abc.ABC):
+    """An open tier. `weight`: carrier (rows, D); `state`: uint32 (rows, S + 1), both readable in place.
+
+    The caller serialises calls, passes keys in range, and writes a key only after `reserve(keys)` succeeded.
+    Calls are synchronous.
+    """
+
+    kind: str  # the tier's name in reports: "host", "file", "pmem"
+    in_memory: bool  # whether deepcopy and pickling may copy it
+
+    def __init__(self, layout: RowLayout, weight: np.ndarray[Any, Any], state: np.ndarray[Any, Any]) -> None:
+        self.layout = layout
+        self.weight = weight
+        self.state = state
+        self.metadata = Metadata()
+
+    def reserve(self, keys: np.ndarray[Any, Any]) -> None:  # noqa: B027 - memory needs no reservation
+        """Makes sure that writing the rows `keys` (int64 (K,), any order, duplicates allowed) cannot fail for want
+        of space. Raises `StorageFullError` and leaves every row as it was."""
+
+    def reserve_range(self, start: int, stop: int) -> None:  # noqa: B027
+        """`reserve` for the rows start … stop - 1."""
+
+    def used_ranges(self) -> Iterator[tuple[int, int]]:
+        """Ranges (start, stop) of rows outside which no row was ever written."""
+        if self.layout.rows:
+            yield 0, self.layout.rows
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Makes every row untouched again (all-zero state) and clears the metadata."""
+
+    def flush(self) -> None:  # noqa: B027 - memory has nothing behind it
+        """Makes rows and metadata durable where the tier outlives the process."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Flushes, marks the tier clean and releases it. A second call does nothing."""
+
+    @abc.abstractmethod
+    def size_bytes(self) -> dict[str, int]:
+        """Bytes by purpose for `memory_report()`: `{"weight": …, "state": …}`, plus what the tier itself needs."""
