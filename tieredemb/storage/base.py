@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -89,6 +89,24 @@ class Metadata:
     policy: str = ""
 
 
+class HotArrays(Protocol):
+    """What moving rows needs of a hot cache: C slots, the rows in the cold carrier's bits.
+
+    `weight`: carrier (C, D); `state`: uint32 (C, S); `score`: uint32 (C,); `dirty`: bool or uint8 (C,). All of
+    them C-contiguous numpy arrays.
+    """
+
+    weight: np.ndarray[Any, Any]
+    state: np.ndarray[Any, Any]
+    score: np.ndarray[Any, Any]
+    dirty: np.ndarray[Any, Any]
+
+
+_ROWS_PER_THREAD = (
+    1024  # fewer are moved sooner than a second thread has started (256-byte rows: 30 microseconds)
+)
+
+
 class ColdRows(abc.ABC):
     """An open tier. `weight`: carrier (rows, D); `state`: uint32 (rows, S + 1), both readable in place.
 
@@ -111,6 +129,40 @@ class ColdRows(abc.ABC):
 
     def reserve_range(self, start: int, stop: int) -> None:  # noqa: B027
         """`reserve` for the rows start … stop - 1."""
+
+    def read(
+        self, keys: np.ndarray[Any, Any], slots: np.ndarray[Any, Any], hot: HotArrays
+    ) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Fills the hot slots `slots` (int32 (M,), distinct) with the rows `keys` (int64 (M,)): weights, state
+        and score.
+
+        Returns bool (M,): the rows never written. Of those only the score (zero) was moved; the caller
+        generates them. May raise `StorageFullError` where a score needs space to come back to.
+        """
+        from tieredemb.kernels.cpu import even_bounds, parallel_for
+        from tieredemb.storage.rows_cpu import rows_read
+
+        untouched = np.empty(len(keys), np.bool_)
+        cold, home = (self.weight, self.state), (hot.weight, hot.state, hot.score)
+        parallel_for(
+            rows_read, even_bounds(len(keys), _ROWS_PER_THREAD), keys, slots, *cold, *home, untouched
+        )
+        return untouched
+
+    def write(self, keys: np.ndarray[Any, Any], slots: np.ndarray[Any, Any], hot: HotArrays) -> None:
+        """Writes the hot slots `slots` (int32 (M,)) back to the rows `keys` (int64 (M,), distinct).
+
+        A dirty row moves whole, of a clean one only the score. Reserves first: raises `StorageFullError` with
+        every cold row as it was. `hot.dirty` is left to the caller; until this returns the slots are the rows'
+        home.
+        """
+        from tieredemb.kernels.cpu import even_bounds, parallel_for
+        from tieredemb.storage.rows_cpu import rows_write
+
+        self.reserve(keys[hot.dirty[slots] != 0])
+        cold, home = (self.weight, self.state), (hot.weight, hot.state, hot.score)
+        bounds = even_bounds(len(keys), _ROWS_PER_THREAD)
+        parallel_for(rows_write, bounds, keys, slots, hot.dirty, *cold, *home)
 
     def used_ranges(self) -> Iterator[tuple[int, int]]:
         """Ranges (start, stop) of rows outside which no row was ever written."""

@@ -1,0 +1,105 @@
+"""CPU kernels that move rows between a cold storage and the slots of a hot cache.
+
+A row is about 300 random bytes on either side, so the time goes into cache misses: each kernel asks for the
+rows a few iterations ahead. Weights travel as their carrier's bits, so moving never rounds. A kernel moves 2
+· (D · itemsize + 4 · (S + 1)) bytes a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tieredemb.kernels.cpu import inline, jit, prefetch
+
+_AHEAD = (
+    6  # rows in flight: 4–8 measured best (20 % over none where the hot side is random), 16 and more lose
+)
+_LINE_BYTES = 64
+
+
+@inline
+def _prefetch_row(array: Any, row: int) -> None:
+    """Asks for every cache line of `array[row]`; `array` is C-contiguous."""
+    width = array.shape[1]
+    step = max(1, _LINE_BYTES // array.itemsize)
+    first = row * width
+    for column in range(0, width, step):
+        prefetch(array, first + column)
+
+
+@inline
+def _copy_row(source: Any, target: Any, width: int) -> None:
+    for column in range(width):
+        target[column] = source[column]
+
+
+@jit
+def rows_read(
+    lo: int,
+    hi: int,
+    keys: Any,
+    slots: Any,
+    cold_weight: Any,
+    cold_state: Any,
+    hot_weight: Any,
+    hot_state: Any,
+    hot_score: Any,
+    untouched: Any,
+) -> None:
+    """Fills slot `slots[i]` with cold row `keys[i]` for i in lo … hi - 1; the slots are distinct.
+
+    `keys`: int64 (M,); `slots`: integers (M,); `cold_state`: uint32 (rows, S + 1), its last word the score;
+    `untouched`: bool (M,), set where the score is zero: such a row has no content yet and its weights stay
+    unread.
+    """
+    width = cold_weight.shape[1]
+    state_width = cold_state.shape[1] - 1
+    for i in range(lo, hi):
+        ahead = i + _AHEAD
+        if ahead < hi:
+            _prefetch_row(cold_weight, keys[ahead])
+            _prefetch_row(cold_state, keys[ahead])
+            _prefetch_row(hot_weight, slots[ahead])
+        key = keys[i]
+        slot = slots[i]
+        score = cold_state[key, state_width]
+        hot_score[slot] = score
+        untouched[i] = score == 0
+        if score != 0:
+            _copy_row(cold_weight[key], hot_weight[slot], width)
+            _copy_row(cold_state[key], hot_state[slot], state_width)
+
+
+@jit
+def rows_write(
+    lo: int,
+    hi: int,
+    keys: Any,
+    slots: Any,
+    dirty: Any,
+    cold_weight: Any,
+    cold_state: Any,
+    hot_weight: Any,
+    hot_state: Any,
+    hot_score: Any,
+) -> None:
+    """Writes slot `slots[i]` back to cold row `keys[i]` for i in lo … hi - 1; the keys are distinct.
+
+    Of a slot that is not dirty only the score is written. The score comes last: a row whose writing is
+    interrupted before it was ever written stays untouched.
+    """
+    width = cold_weight.shape[1]
+    state_width = cold_state.shape[1] - 1
+    for i in range(lo, hi):
+        ahead = i + _AHEAD
+        if ahead < hi:
+            _prefetch_row(cold_state, keys[ahead])
+            if dirty[slots[ahead]]:
+                _prefetch_row(cold_weight, keys[ahead])
+                _prefetch_row(hot_weight, slots[ahead])
+        key = keys[i]
+        slot = slots[i]
+        if dirty[slot]:
+            _copy_row(hot_weight[slot], cold_weight[key], width)
+            _copy_row(hot_state[slot], cold_state[key], state_width)
+        cold_state[key, state_width] = hot_score[slot]
