@@ -49,7 +49,7 @@ class Normal:
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform:
-    """Rows start as independent uniform values in [low, high); DLRM takes ±1/√num_embeddings."""
+    """Rows start as independent uniform values between low and high; DLRM takes ±1/√num_embeddings."""
 
     low: float
     high: float

@@ -1,0 +1,35 @@
+"""Embedding tables larger than memory, behind a hot cache: bit for bit the results of a table held whole."""
+
+from tieredemb.config import LFU, LRU, SGD, Adagrad, Adam, Normal, RowWiseAdagrad, TableConfig, Uniform
+from tieredemb.errors import TieredEmbError
+from tieredemb.modules.collection import TieredEmbeddingBagCollection
+from tieredemb.modules.embedding import TieredEmbedding
+from tieredemb.modules.embedding_bag import TieredEmbeddingBag
+from tieredemb.modules.replace import replace_embedding_bags
+from tieredemb.stats import CacheStats
+from tieredemb.storage.file import File
+from tieredemb.storage.host import HostMemory
+from tieredemb.storage.pmem import Pmem
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LFU",
+    "LRU",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "CacheStats",
+    "File",
+    "HostMemory",
+    "Normal",
+    "Pmem",
+    "RowWiseAdagrad",
+    "TableConfig",
+    "TieredEmbError",
+    "TieredEmbedding",
+    "TieredEmbeddingBag",
+    "TieredEmbeddingBagCollection",
+    "Uniform",
+    "replace_embedding_bags",
+]

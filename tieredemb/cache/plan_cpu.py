@@ -1,0 +1,96 @@
+"""CPU twin of the plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tieredemb.cache.plan import DROPPED, Numbering
+from tieredemb.kernels.cpu import even_bounds, jit, parallel_for, prefetch
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+RESOLVE_GRAIN = 32768
+AHEAD = 16  # iterations whose cache lines are requested early
+
+
+def number(keys: Array, slots: Array, last_batch: Array, unique_of_slot: Array, batch: int) -> Numbering:
+    inverse = np.empty(len(keys), np.int32)
+    unique_keys = np.empty(len(keys), np.int64)
+    unique_slots = np.empty(len(keys), np.int32)
+    missed = np.empty(len(keys), np.int32)
+    unique, misses, lookups, hits = keys_number(
+        keys, slots, last_batch, unique_of_slot, np.int32(batch), inverse, unique_keys, unique_slots, missed
+    )
+    # copies, because a ticket may live long and the buffers are as long as the batch
+    return Numbering(
+        inverse, unique_keys[:unique].copy(), unique_slots[:unique].copy(), missed[:misses].copy(), lookups, hits
+    )
+
+
+def resolve(inverse: Array, unique_slots: Array) -> Array:
+    homes = np.empty(len(inverse), np.int32)
+    parallel_for(homes_resolve, even_bounds(len(inverse), RESOLVE_GRAIN), inverse, unique_slots, homes)
+    return homes
+
+
+@jit
+def keys_number(  # type: ignore[no-untyped-def]
+    keys, slots, last_batch, unique_of_slot, batch, inverse, unique_keys, unique_slots, missed
+):
+    """Numbers unique keys by first occurrence; see `plan.number`. The claim table holds at most half its cells."""
+    n = keys.shape[0]
+    absent = 0
+    for i in range(n):
+        absent += np.int64(slots[i] < 0)
+    cells = 2
+    while cells < 2 * absent:
+        cells *= 2
+    claim_key = np.zeros(cells, np.int64)  # key + 1; 0 is free
+    claim_unique = np.empty(cells, np.int32)
+    unique = 0
+    misses = 0
+    lookups = 0
+    for i in range(n):
+        if i + AHEAD < n:
+            ahead = slots[i + AHEAD]
+            if ahead >= 0:
+                prefetch(last_batch, ahead)
+                prefetch(unique_of_slot, ahead)
+        key = keys[i]
+        if key < 0:
+            inverse[i] = -1
+            continue
+        lookups += 1
+        s = slots[i]
+        if s >= 0:
+            if last_batch[s] != batch:
+                last_batch[s] = batch
+                unique_of_slot[s] = unique
+                unique_keys[unique] = key
+                unique_slots[unique] = s
+                unique += 1
+            inverse[i] = unique_of_slot[s]
+            continue
+        cell = np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & (cells - 1)
+        while claim_key[cell] != 0 and claim_key[cell] != key + 1:
+            cell = (cell + 1) & (cells - 1)
+        if claim_key[cell] == 0:
+            claim_key[cell] = key + 1
+            claim_unique[cell] = unique
+            unique_keys[unique] = key
+            unique_slots[unique] = -1
+            missed[misses] = unique
+            misses += 1
+            unique += 1
+        inverse[i] = claim_unique[cell]
+    return unique, misses, lookups, n - absent
+
+
+@jit
+def homes_resolve(lo, hi, inverse, unique_slots, homes):  # type: ignore[no-untyped-def]
+    for i in range(lo, hi):
+        u = inverse[i]
+        homes[i] = unique_slots[u] if u >= 0 else DROPPED

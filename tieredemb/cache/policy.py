@@ -1,0 +1,82 @@
+"""Which rows stay: LRFU in forward-decay form, and the choice of victims.
+
+LRFU (Lee et al., "LRFU: a spectrum of policies", IEEE ToC 2001) weighs a use t batches ago by 2^(-t/h). Kept as
+`s = log2(sum of 2^(t_i / h))` over the uses at batches t_i, scores of all rows compare at any time without a sweep,
+and a use at batch t costs `s ← max(s, t/h) + log2(1 + 2^-|s - t/h|)`. Scores are unsigned 32-bit fixed point with two
+to four units a batch, so a frequent row still gains by each use; the range lasts 10^9 batches. A score of zero means
+never used, so the clock starts at one unit.
+
+The policy knows scores and locks; it moves no rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from tieredemb import config
+from tieredemb.kernels import twin
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+MIN_SCORE = 1  # of a row that was written but never used
+MAX_SCORE = 2**32 - 1
+AGED, COUNT, CLOCK = 0, 1, 2  # how a use changes a score: LRFU, exact LFU, LRU
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """A policy in the terms of its kernel. `unit`: score units in one doubling of weight; `units_per_batch`: what the
+    clock gains by a batch; `remember`: whether a fetched row brings its score along; `name`: the unit's identity, by
+    which stored scores are recognised."""
+
+    kind: int
+    unit: float
+    units_per_batch: float
+    remember: bool
+    name: str
+
+    def now(self, batch: int) -> int:
+        """The clock of `batch` (1, 2, …) as a score."""
+        return min(MAX_SCORE, MIN_SCORE + int(batch * self.units_per_batch))
+
+
+def scoring(policy: config.Policy) -> Scoring:
+    """The kernel terms of a policy config."""
+    if isinstance(policy, config.LRU):
+        return Scoring(kind=CLOCK, unit=1.0, units_per_batch=1.0, remember=True, name="clock")
+    half_life = policy.half_life_batches
+    if math.isinf(half_life):
+        return Scoring(kind=COUNT, unit=1.0, units_per_batch=0.0, remember=policy.remember_evicted, name="count")
+    unit = 2.0 ** math.ceil(math.log2(2 * half_life))
+    return Scoring(
+        kind=AGED,
+        unit=unit,
+        units_per_batch=unit / half_life,
+        remember=policy.remember_evicted,
+        name=f"aged:{half_life!r}",
+    )
+
+
+class PolicyKernels(Protocol):
+    """What a twin provides. Arrays over slots: `score` uint32 (C,), `last_batch` int32 (C,), `key` int64 (C,)."""
+
+    def raise_scores(self, slots: Array, score: Array, now: int, scoring: Scoring) -> None:
+        """One use of each slot in `slots` (int32 (U,), distinct) at clock `now`."""
+
+    def choose_victims(
+        self, count: int, key: Array, score: Array, last_batch: Array, oldest: int, used: int
+    ) -> Array:
+        """Up to `count` slots below `used` (int32), those of the lowest (score, last batch) among the occupied
+        ones (key ≥ 0) whose last batch is before `oldest`, by signed 32-bit difference."""
+
+
+def policy_kernels(device: torch.device) -> PolicyKernels:
+    kernels: PolicyKernels = twin(__name__, device)  # type: ignore[assignment]
+    return kernels

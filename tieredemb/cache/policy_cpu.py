@@ -1,0 +1,101 @@
+"""CPU twin of the policy: scores raised over unique slots, victims chosen by a radix select that narrows as it goes."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tieredemb.cache.policy import AGED, CLOCK, MAX_SCORE, MIN_SCORE, Scoring
+from tieredemb.kernels.cpu import even_bounds, jit, parallel_for, prefetch
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+RAISE_GRAIN = 4096
+BINS = 1024
+
+
+def raise_scores(slots: Array, score: Array, now: int, scoring: Scoring) -> None:
+    bounds = even_bounds(len(slots), RAISE_GRAIN)
+    parallel_for(score_raise, bounds, slots, score, now, scoring.kind, scoring.unit)
+
+
+def choose_victims(count: int, key: Array, score: Array, last_batch: Array, oldest: int, used: int) -> Array:
+    ranks = np.empty(used, np.uint64)
+    slots = np.empty(used, np.int32)
+    found = candidates_collect(key, score, last_batch, np.int32(oldest), used, ranks, slots)
+    return slots[:found] if found <= count else lowest_select(count, ranks[:found], slots[:found])
+
+
+@jit
+def score_raise(lo, hi, slots, score, now, kind, unit):  # type: ignore[no-untyped-def]
+    """score[s] after one more use at clock `now`, for each s in slots[lo:hi]."""
+    for i in range(lo, hi):
+        if i + 16 < hi:
+            prefetch(score, slots[i + 16])
+        s = slots[i]
+        old = np.int64(score[s])
+        if kind == AGED:
+            high = max(old, now)
+            new = high
+            if old > MIN_SCORE:
+                distance = (high - min(old, now)) / unit
+                new = high + np.int64(unit * math.log2(1.0 + np.exp2(-distance)) + 0.5)
+        elif kind == CLOCK:
+            new = now
+        else:
+            new = max(old, MIN_SCORE) + 1
+        score[s] = np.uint32(min(new, MAX_SCORE))
+
+
+@jit
+def candidates_collect(key, score, last_batch, oldest, used, ranks, slots):  # type: ignore[no-untyped-def]
+    """Ranks (score, age) and slots of the occupied, unlocked slots; returns how many. Moves 28 bytes a slot."""
+    n = 0
+    for s in range(used):
+        behind = np.int32(last_batch[s] - oldest)
+        ranks[n] = (np.uint64(score[s]) << np.uint64(32)) | np.uint64(np.int64(behind) + np.int64(2147483648))
+        slots[n] = s
+        n += np.int64(key[s] >= 0) & np.int64(behind < 0)
+    return n
+
+
+@jit
+def lowest_select(count, ranks, slots):  # type: ignore[no-untyped-def]
+    """The `count` slots of lowest rank, equal ranks by slot: a histogram over the range of what is left, keep what
+    lies below the bin that holds the threshold, go on inside that bin. Needs count < len(ranks); overwrites both."""
+    chosen = np.empty(count, np.int32)
+    bins = np.empty(BINS, np.int64)
+    done = 0
+    left = ranks.shape[0]
+    while done < count:
+        low = ranks[0]
+        high = ranks[0]
+        for i in range(left):
+            low = min(low, ranks[i])
+            high = max(high, ranks[i])
+        shift = np.uint64(0)
+        while ((high - low) >> shift) >= np.uint64(BINS):
+            shift += np.uint64(1)
+        bins[:] = 0
+        for i in range(left):
+            bins[np.int64((ranks[i] - low) >> shift)] += 1
+        threshold = 0
+        below = 0
+        while below + bins[threshold] <= count - done:
+            below += bins[threshold]
+            threshold += 1
+        kept = 0
+        for i in range(left):
+            bin_of = np.int64((ranks[i] - low) >> shift)
+            if bin_of < threshold or (low == high and done < count):
+                chosen[done] = slots[i]
+                done += 1
+            elif bin_of == threshold:
+                ranks[kept] = ranks[i]
+                slots[kept] = slots[i]
+                kept += 1
+        left = kept
+    return chosen

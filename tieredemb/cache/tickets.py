@@ -1,0 +1,81 @@
+"""Tickets: batches in flight. A slot is locked while the last batch that used it is not older than the oldest ticket.
+
+There are no reference counts, so nothing leaks: a ticket that is dropped (its autograd node died without a backward)
+is released by its finaliser. Releases may come from the garbage collector at any point, in any thread, so they only
+append to a queue that the book reads under the cache's lock.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tieredemb.kernels.segments import Segments, segments_of
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+
+class Ticket:
+    """A planned batch in flight, and what was planned for it.
+
+    `homes`: int32 (N,), the slot of each occurrence, or `DROPPED` for padding · `inverse`: int32 (N,), the position of
+    each occurrence among the unique keys, −1 for padding · `unique_keys`: int64 (U,) · `unique_slots`: int32 (U,).
+    """
+
+    def __init__(
+        self, batch: int, homes: Array, inverse: Array, unique_keys: Array, unique_slots: Array, book: TicketBook
+    ) -> None:
+        self.batch = batch
+        self.homes = homes
+        self.inverse = inverse
+        self.unique_keys = unique_keys
+        self.unique_slots = unique_slots
+        self._finalizer = weakref.finalize(self, book.released.append, batch)
+        self._finalizer.atexit = False
+        self._segments: dict[int | None, Segments] = {}
+
+    def release(self) -> None:
+        """Ends the flight: the batch's rows may be evicted. A second call does nothing."""
+        self._finalizer()
+
+    @property
+    def in_flight(self) -> bool:
+        return self._finalizer.alive
+
+    def segments(self, untrained_key: int | None = None) -> Segments:
+        """The occurrences sorted by unique key, in order within each; those of `untrained_key` are left out."""
+        if untrained_key not in self._segments:
+            inverse = self.inverse
+            if untrained_key is not None:
+                skipped = np.flatnonzero(self.unique_keys == untrained_key)
+                if len(skipped):
+                    inverse = np.where(inverse == skipped[0], np.int32(-1), inverse)
+            self._segments[untrained_key] = segments_of(inverse, self.unique_slots)
+        return self._segments[untrained_key]
+
+
+class TicketBook:
+    """The tickets of one cache."""
+
+    def __init__(self) -> None:
+        self.released: deque[int] = deque()
+        self._live: set[int] = set()
+
+    def open(self, ticket: Ticket) -> None:
+        self._live.add(ticket.batch)
+
+    def oldest(self, default: int) -> int:
+        """Batch of the oldest ticket in flight, or `default`. Rows used at or after it are locked."""
+        while self.released:
+            self._live.discard(self.released.popleft())
+        return min(self._live, default=default)
+
+    @property
+    def live(self) -> int:
+        """Tickets in flight."""
+        self.oldest(0)
+        return len(self._live)

@@ -1,0 +1,60 @@
+"""CPU twin of the segments: one pass of a counting sort, since the plan has numbered the unique keys already."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tieredemb.kernels.cpu import jit
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+
+def group(inverse: Array, segments: int) -> tuple[Array, Array]:
+    starts = np.zeros(segments + 1, np.int64)
+    order = np.empty(len(inverse), np.int32)
+    kept = occurrences_sort(inverse, starts, order)
+    return starts, order[:kept]
+
+
+def number_homes(homes: Array, slots: int) -> tuple[Array, Array]:
+    inverse = np.empty(len(homes), np.int32)
+    unique = np.empty(len(homes), np.int32)
+    count = homes_number(homes, np.full(slots, -1, np.int32), inverse, unique)
+    return inverse, unique[:count].copy()
+
+
+@jit
+def homes_number(homes, unique_of_slot, inverse, unique):  # type: ignore[no-untyped-def]
+    """Numbers the distinct homes in order of first occurrence; returns how many. `unique_of_slot` comes as −1."""
+    count = 0
+    for i in range(homes.shape[0]):
+        home = homes[i]
+        inverse[i] = -1
+        if home >= 0:
+            if unique_of_slot[home] < 0:
+                unique_of_slot[home] = count
+                unique[count] = home
+                count += 1
+            inverse[i] = unique_of_slot[home]
+    return count
+
+
+@jit
+def occurrences_sort(inverse, starts, order):  # type: ignore[no-untyped-def]
+    """Stable counting sort of the occurrences by `inverse`; returns how many are kept. `starts` comes zeroed."""
+    segments = starts.shape[0] - 1
+    for i in range(inverse.shape[0]):
+        if inverse[i] >= 0:
+            starts[inverse[i] + 1] += 1
+    for u in range(segments):
+        starts[u + 1] += starts[u]
+    place = starts[:segments].copy()
+    for i in range(inverse.shape[0]):
+        u = inverse[i]
+        if u >= 0:
+            order[place[u]] = i
+            place[u] += 1
+    return starts[segments]

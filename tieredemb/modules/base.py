@@ -1,0 +1,299 @@
+"""What all tiered modules share: their tables, the forward, saving, copying, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tieredemb.config import LFU, LRU, Adagrad, Adam, OptimizerConfig, RowWiseAdagrad, SGD, Capacity, Policy, TableConfig
+from tieredemb.errors import BackwardError, ConfigError, InvalidInputError, UnsupportedError
+from tieredemb.lookup.bags import check_offsets
+from tieredemb.modules.call import BackwardPass, Call, GroupCall, Lookup, apply_update, inside_backward
+from tieredemb.modules.optimizer import FusedOptimizer
+from tieredemb.modules.table_set import TableSet, TableSetConfig
+from tieredemb.stats import CacheStats
+from tieredemb.storage.base import Storage
+from tieredemb.storage.host import HostMemory
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+INTEGER_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupOptions:
+    """How lookups treat rows. `max_norm`: rows are scaled down to it when looked up · `scale_grad_by_freq`: a row's
+    gradient is divided by its occurrences in the call · `padding_is_dropped`: padding adds nothing to its bag (bags),
+    rather than being read without gradient (`TieredEmbedding`)."""
+
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    scale_grad_by_freq: bool = False
+    padding_is_dropped: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None and not (self.max_norm >= 0 and math.isfinite(self.max_norm)):
+            raise ConfigError(f"max_norm must be None or a finite number of 0 or more, got {self.max_norm!r}")
+        if not self.norm_type > 0:
+            raise ConfigError(f"norm_type must be above 0 (2 is Euclid's norm), got {self.norm_type!r}")
+
+
+def table_set_config(
+    tables: tuple[TableConfig, ...],
+    *,
+    capacity: Capacity,
+    policy: Policy | None,
+    storage: Storage | None,
+    optimizer: OptimizerConfig | None,
+    seed: int,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> TableSetConfig:
+    """Fills in the defaults: `LFU()`, `HostMemory()`, torch's default dtype, the CPU."""
+    if policy is not None and not isinstance(policy, (LFU, LRU)):
+        raise ConfigError(f"policy must be LFU(…) or LRU(), got {policy!r}")
+    if optimizer is not None and not isinstance(optimizer, (SGD, Adagrad, RowWiseAdagrad, Adam)):
+        raise ConfigError(
+            f"optimizer must be one of tieredemb.SGD, Adagrad, RowWiseAdagrad, Adam (it is fused into backward; "
+            f"torch.optim instances cannot reach the rows), got {optimizer!r}"
+        )
+    return TableSetConfig(
+        tables=tables,
+        capacity=capacity,
+        policy=policy or LFU(),
+        storage=storage or HostMemory(),
+        optimizer=optimizer,
+        seed=seed,
+        dtype=dtype or torch.get_default_dtype(),
+        device=torch.device(device or "cpu"),
+    )
+
+
+class TieredModule(nn.Module):
+    """Base of the public modules. Its tables are no parameters: `parameters()` holds nothing of them."""
+
+    def __init__(self, config: TableSetConfig, options: LookupOptions) -> None:
+        super().__init__()
+        self.tables = TableSet(config)
+        self.options = options
+        self._frozen = False
+        self._fused = None if config.optimizer is None else FusedOptimizer(self.tables, config.optimizer)
+        self._connect()
+
+    def _connect(self) -> None:
+        self.backward_pass = BackwardPass(self._apply_updates)
+        # a plain tensor, no Parameter: it only makes autograd ask for a gradient
+        self._hook = torch.zeros(0, requires_grad=not self._frozen)
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The optimizer that backward applies. Raises `ConfigError` where the module was built without one."""
+        if self._fused is None:
+            raise ConfigError(
+                "this module has no optimizer; pass optimizer=tieredemb.Adagrad(lr=…) (or SGD, RowWiseAdagrad, Adam) "
+                "to its constructor to train it"
+            )
+        return self._fused
+
+    # --- forward and backward ---------------------------------------------------------------------------------------
+
+    def _lookup(self, ids: Array, offsets: Array, batch: int, weights: torch.Tensor | None) -> torch.Tensor:
+        """Pools checked arrays: `ids` int32 or int64 (N,), `offsets` int64 (T·B + 1,), `weights` (N,)."""
+        if inside_backward():
+            self.backward_pass.touch()
+        grad = torch.is_grad_enabled()
+        if grad and not self._frozen:
+            self._check_world_size()
+        if grad and (not self._frozen or (weights is not None and weights.requires_grad)):
+            out: torch.Tensor = Lookup.apply(self._hook, weights, lambda: Call(self, ids, offsets, batch))
+            return out
+        call = Call(self, ids, offsets, batch)
+        try:
+            return call.pool(weights, differentiable=False)
+        finally:
+            call.release()
+
+    def _apply_updates(self, collected: list[tuple[Call, torch.Tensor]]) -> None:
+        optimizer = self.check_trainable()
+        todo = []
+        for g, group in enumerate(self.tables.groups):
+            parts: list[tuple[GroupCall, torch.Tensor]] = [(call.parts[g], grad) for call, grad in collected]
+            numbers = optimizer.numbers(group, [grad for _, grad in parts])
+            if numbers is None:
+                return
+            todo.append((group, parts, numbers))
+        for group, parts, numbers in todo:
+            apply_update(group, parts, numbers, self)
+            group.steps[:] = [step + 1 for step in group.steps]
+
+    def check_trainable(self) -> FusedOptimizer:
+        """The optimizer; raises `BackwardError` without one (never a silent default learning rate)."""
+        if self._fused is None:
+            raise BackwardError(
+                "backward reached a module that was built without an optimizer, so it cannot update its rows; pass "
+                "optimizer=tieredemb.Adagrad(lr=…), or call requires_grad_(False) on the module to keep it as it is"
+            )
+        return self._fused
+
+    def _check_world_size(self) -> None:
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+            raise UnsupportedError(
+                f"training in a world of {distributed.get_world_size()} processes is not supported: each would update "
+                f"its own copy of the rows and they would drift apart; train in one process, or serve under no_grad()"
+            )
+
+    def requires_grad_(self, requires_grad: bool = True) -> TieredModule:
+        """Freezes the tables (False): outputs need no gradient and rows stay; or thaws them."""
+        self._frozen = not requires_grad
+        self._hook = torch.zeros(0, requires_grad=requires_grad)
+        return self
+
+    # --- reports and saving -----------------------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """Counters since the module was built (`CacheStats`); subtract two snapshots to measure a stretch of work."""
+        return self.tables.stats()
+
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes of every allocation, by width and purpose."""
+        return self.tables.memory_report()
+
+    def flush(self) -> None:
+        """Writes all hot rows back: afterwards cold storage alone holds the truth."""
+        self.tables.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the cold storage; the module is unusable afterwards. Runs by itself at exit."""
+        self.tables.close()
+
+    def save_checkpoint(self, directory: str, *, extra: dict[str, Any] | None = None) -> None:
+        """Saves rows, optimizer state, scores and counters to `directory`, replacing its last checkpoint atomically.
+
+        Written in chunks, so tables may exceed memory; verified and fsynced before the old one is replaced: killed at
+        any moment, the last complete checkpoint loads. `extra`: JSON-able, returned by `load_checkpoint`.
+        """
+        from tieredemb.modules.checkpoint import save
+
+        save(self.tables, self._fused, directory, extra or {})
+
+    def load_checkpoint(self, directory: str) -> dict[str, Any]:
+        """Replaces all rows by those of a checkpoint, at any capacity, tier and policy; returns its `extra`.
+
+        Raises `CheckpointError` before anything changes where it is incomplete, damaged or of other tables.
+        """
+        from tieredemb.modules.checkpoint import load
+
+        return load(self.tables, self._fused, directory)
+
+    def _weight_key(self, table: int) -> str:
+        """Name of a table's weights in `state_dict()`."""
+        return f"tables.{self.tables.config.tables[table].name}.weight"
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for table in range(len(self.tables.config.tables)):
+            destination[prefix + self._weight_key(table)] = self.tables.weight(table)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for table, config in enumerate(self.tables.config.tables):
+            key = prefix + self._weight_key(table)
+            weight = state_dict.get(key)
+            if weight is None:
+                missing_keys.append(key)
+            elif tuple(weight.shape) != (config.num_embeddings, config.embedding_dim):
+                error_msgs.append(
+                    f"{key} has shape {tuple(weight.shape)}, the table has "
+                    f"{(config.num_embeddings, config.embedding_dim)}"
+                )
+            else:
+                self.tables.set_weight(table, weight)
+        if strict:
+            known = {prefix + self._weight_key(table) for table in range(len(self.tables.config.tables))}
+            unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
+
+    # --- what nn.Module would do to parameters ------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TieredModule:
+        probe = fn(torch.zeros(1, dtype=torch.float32))
+        if probe.dtype != torch.float32:
+            raise UnsupportedError(
+                f"rows cannot be converted to {probe.dtype} in place; build the module with dtype={probe.dtype}, or use "
+                f"autocast for the dense part"
+            )
+        if probe.device.type != self.tables.config.device.type:
+            raise UnsupportedError(
+                f"the tables live on {self.tables.config.device} and cannot move to {probe.device} in this version"
+            )
+        if probe.is_shared():
+            raise UnsupportedError("rows cannot be shared between processes; train in one process")
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                "a tiered table has no weight tensor: its rows live in several places; use state_dict() for a copy of "
+                "the whole table, load_state_dict() to set it, or call the module to look rows up"
+            )
+        return super().__getattr__(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        del state["backward_pass"], state["_hook"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._connect()
+
+
+def as_ids(name: str, value: torch.Tensor, module: TieredModule) -> Array:
+    """A CPU int32 or int64 tensor as a flat numpy array. Raises `InvalidInputError`."""
+    if not isinstance(value, torch.Tensor):
+        raise InvalidInputError(f"{name} must be a tensor, got {type(value).__name__}")
+    if value.dtype not in INTEGER_DTYPES:
+        raise InvalidInputError(f"{name} must be int32 or int64, got {value.dtype}; use {name}.long()")
+    if value.device.type != module.tables.config.device.type:
+        raise InvalidInputError(
+            f"{name} is on {value.device}, the tables are on {module.tables.config.device}; move one of them"
+        )
+    return value.detach().contiguous().reshape(-1).numpy()
+
+
+def as_offsets(offsets: torch.Tensor, ids: int, module: TieredModule) -> Array:
+    """Checked offsets as int64. Raises `InvalidInputError`."""
+    if isinstance(offsets, torch.Tensor) and offsets.dim() != 1:
+        raise InvalidInputError(f"offsets must have one dimension, got shape {tuple(offsets.shape)}")
+    array = as_ids("offsets", offsets, module).astype(np.int64, copy=False)
+    if len(array):
+        check_offsets(array, ids)
+    return array
+
+
+def check_weights(weights: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
+    """Per-sample weights that fit `ids`, flat. Raises `InvalidInputError`."""
+    if weights is None:
+        return None
+    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point():
+        raise InvalidInputError("per_sample_weights must be a floating-point tensor")
+    if weights.shape != ids.shape:
+        raise InvalidInputError(
+            f"per_sample_weights must have the ids' shape {tuple(ids.shape)}, got {tuple(weights.shape)}"
+        )
+    return weights.reshape(-1)

@@ -1,0 +1,96 @@
+"""`TieredEmbeddingBagCollection`: many tables behind one cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tieredemb.config import Capacity, OptimizerConfig, Policy, TableConfig
+from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.modules.base import LookupOptions, TieredModule, as_ids, as_offsets, check_weights, table_set_config
+from tieredemb.storage.base import Storage
+
+
+class TieredEmbeddingBagCollection(TieredModule):
+    """Tables that are looked up together, in one cache for each width: pooling the capacity beats splitting it.
+
+    `tables`: one `TableConfig` each, with distinct names. `max_norm`, `norm_type`, `scale_grad_by_freq` as in
+    `torch.nn.EmbeddingBag`, for all tables; the other keywords are those of `TieredEmbeddingBag`. With several widths a
+    capacity in rows is divided by the tables' rows, one in bytes by their weights.
+
+    >>> tables = [TableConfig(name=n, num_embeddings=100, embedding_dim=4) for n in ("user", "item")]
+    >>> collection = TieredEmbeddingBagCollection(tables, capacity=0.5)
+    >>> ids = torch.tensor([7, 8, 9, 50])          # user bags [7], [8, 9]; item bags [50], []
+    >>> collection(ids, torch.tensor([0, 1, 3, 4, 4])).shape
+    torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        *,
+        capacity: Capacity = 0.01,
+        policy: Policy | None = None,
+        storage: Storage | None = None,
+        optimizer: OptimizerConfig | None = None,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+    ) -> None:
+        tables = tuple(tables)
+        for table in tables:
+            if not isinstance(table, TableConfig):
+                raise ConfigError(f"tables must hold TableConfig instances, got {table!r}")
+            if scale_grad_by_freq and table.mode == "max":
+                raise ConfigError(f"scale_grad_by_freq is not supported with mode='max' of table {table.name!r}")
+        config = table_set_config(
+            tables, capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
+            device=device,
+        )  # fmt: skip
+        options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
+        super().__init__(config, options)
+
+    def forward(
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Pools the bags of all tables: (B, ΣD), the tables' outputs side by side in their order.
+
+        `indices`: int32 or int64 (N,), table-major: all bags of the first table, then all of the second, … ·
+        `offsets`: (T·B + 1,), the last element N · `per_sample_weights`: floats (N,), for mode "sum". As FBGEMM and
+        TorchRec's `KeyedJaggedTensor.values()` and `.offsets()` lay them out. Raises `InvalidInputError` or
+        `IdOutOfRangeError` and changes nothing.
+        """
+        ids = as_ids("indices", indices, self)
+        if indices.dim() != 1:
+            raise InvalidInputError(f"indices must have one dimension, got shape {tuple(indices.shape)}")
+        configs = self.tables.config.tables
+        if per_sample_weights is not None and any(table.mode != "sum" for table in configs):
+            other = next(table for table in configs if table.mode != "sum")
+            raise InvalidInputError(f"per_sample_weights needs mode='sum'; table {other.name!r} has {other.mode!r}")
+        weights = check_weights(per_sample_weights, indices)
+        edges = as_offsets(offsets, len(ids), self)
+        batch, rest = divmod(len(edges) - 1, len(configs))
+        if len(edges) == 0 or rest:
+            raise InvalidInputError(
+                f"offsets has {len(edges)} elements; {len(configs)} tables need {len(configs)} · B + 1 of them"
+            )
+        if edges[-1] != len(ids):
+            raise InvalidInputError(
+                f"the last offset is {edges[-1]} but there are {len(ids)} ids; it must be their number"
+            )
+        return self._lookup(ids, edges, batch, weights)
+
+    def extra_repr(self) -> str:
+        config = self.tables.config
+        lines = [
+            f"({table.name}): {table.num_embeddings}, {table.embedding_dim}, mode={table.mode!r}"
+            for table in config.tables
+        ]
+        return "\n".join([*lines, f"capacity={config.capacity!r}, policy={config.policy}, storage={config.storage}"])

@@ -1,0 +1,111 @@
+"""`TieredEmbedding`: one table in place of `torch.nn.Embedding`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tieredemb.config import Capacity, Init, Normal, OptimizerConfig, Policy, TableConfig
+from tieredemb.errors import ConfigError
+from tieredemb.modules.base import LookupOptions, TieredModule, as_ids, table_set_config
+from tieredemb.storage.base import Storage
+
+
+class TieredEmbedding(TieredModule):
+    """Drop-in for `torch.nn.Embedding` whose table lives in cold storage behind a hot cache.
+
+    The arguments up to `dtype` are those of `torch.nn.Embedding`; the keywords are those of `TieredEmbeddingBag`. The
+    row of `padding_idx` is looked up (zeros unless set) and never trained.
+
+    >>> embedding = TieredEmbedding(1000, 4, capacity=100)
+    >>> embedding(torch.tensor([[1, 2], [3, 3]])).shape
+    torch.Size([2, 2, 4])
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: torch.Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        capacity: Capacity = 0.01,
+        policy: Policy | None = None,
+        storage: Storage | None = None,
+        optimizer: OptimizerConfig | None = None,
+        seed: int = 0,
+        init: Init | None = None,
+    ) -> None:
+        table = TableConfig(
+            name="weight",
+            num_embeddings=num_embeddings,
+            embedding_dim=embedding_dim,
+            padding_idx=padding_idx,
+            init=init or Normal(),
+        )
+        if _weight is not None and tuple(_weight.shape) != (num_embeddings, embedding_dim):
+            raise ConfigError(
+                f"_weight has shape {tuple(_weight.shape)}, the arguments say {(num_embeddings, embedding_dim)}"
+            )
+        dtype = dtype or (None if _weight is None else _weight.dtype)
+        config = table_set_config(
+            (table,), capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
+            device=device,
+        )  # fmt: skip
+        options = LookupOptions(
+            max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, padding_is_dropped=False
+        )
+        super().__init__(config, options)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = table.padding_idx
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.sparse = sparse
+        if _weight is not None:
+            self.tables.set_weight(0, _weight)
+        self.requires_grad_(not _freeze)
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: torch.Tensor, freeze: bool = True, *args: Any, **kwargs: Any
+    ) -> TieredEmbedding:
+        """A module with the given rows (num_embeddings, embedding_dim). Further arguments as `torch.nn.Embedding.
+        from_pretrained` takes them (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse), and the keywords of
+        the constructor. To train it pass `freeze=False` and an `optimizer`."""
+        if embeddings.dim() != 2:
+            raise ConfigError(f"embeddings must have two dimensions, got shape {tuple(embeddings.shape)}")
+        if freeze and kwargs.get("optimizer") is not None:
+            raise ConfigError("an optimizer was given for frozen embeddings; pass freeze=False to train them")
+        names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+        if len(args) > len(names):
+            raise ConfigError(f"from_pretrained takes at most {len(names) + 2} positional arguments")
+        options = dict(zip(names, args, strict=False)) | kwargs
+        return cls(*embeddings.shape, _weight=embeddings, _freeze=freeze, **options)
+
+    def _weight_key(self, table: int) -> str:
+        return "weight"
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Rows of `input` (ids, int32 or int64, any shape): (*input.shape, D). Raises `InvalidInputError` or
+        `IdOutOfRangeError` and changes nothing."""
+        ids = as_ids("input", input, self)
+        edges = np.arange(len(ids) + 1, dtype=np.int64)
+        return self._lookup(ids, edges, len(ids), None).reshape(*input.shape, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        config = self.tables.config
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, capacity={config.capacity!r}, policy={config.policy}, "
+            f"storage={config.storage}"
+        )

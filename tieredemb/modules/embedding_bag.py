@@ -1,0 +1,155 @@
+"""`TieredEmbeddingBag`: one table in place of `torch.nn.EmbeddingBag`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tieredemb.config import Capacity, Init, Mode, Normal, OptimizerConfig, Policy, TableConfig
+from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.modules.base import LookupOptions, TieredModule, as_ids, as_offsets, check_weights, table_set_config
+from tieredemb.storage.base import Storage
+
+
+class TieredEmbeddingBag(TieredModule):
+    """Drop-in for `torch.nn.EmbeddingBag` whose table lives in cold storage behind a hot cache.
+
+    The arguments up to `dtype` are those of `torch.nn.EmbeddingBag`. `sparse` is accepted and changes nothing: the
+    gradient is never a tensor, backward applies it. The others, by keyword:
+
+    - `capacity`: rows of the hot cache (int), their share of the table (float in (0, 1]) or its bytes (`"512MiB"`).
+    - `policy`: `LFU(half_life_batches=300)` or `LRU()`.
+    - `storage`: `HostMemory()`, `File(path)` or `Pmem(directory)`.
+    - `optimizer`: `SGD(lr=…)`, `Adagrad(…)`, `RowWiseAdagrad(…)` or `Adam(…)`, applied in backward. Without one the
+      module serves, and a backward through it raises `BackwardError`.
+    - `seed`, `init`: what the rows start as; a row is generated when it is first used.
+
+    Raises `ConfigError` for an argument that is not allowed. Nothing on the CPU synchronises with anything.
+
+    >>> bag = TieredEmbeddingBag(1000, 4, mode="sum", capacity=100, optimizer=SGD(lr=0.1))
+    >>> out = bag(torch.tensor([1, 2, 2, 999]), torch.tensor([0, 1]))
+    >>> out.sum().backward()      # updates rows 1, 2 and 999
+    >>> out.shape, bag.stats().lookups
+    (torch.Size([2, 4]), 4)
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: Mode = "mean",
+        sparse: bool = False,
+        _weight: torch.Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        capacity: Capacity = 0.01,
+        policy: Policy | None = None,
+        storage: Storage | None = None,
+        optimizer: OptimizerConfig | None = None,
+        seed: int = 0,
+        init: Init | None = None,
+    ) -> None:
+        table = TableConfig(
+            name="weight",
+            num_embeddings=num_embeddings,
+            embedding_dim=embedding_dim,
+            mode=mode,
+            padding_idx=padding_idx,
+            init=init or Normal(),
+        )
+        if scale_grad_by_freq and mode == "max":
+            raise ConfigError("scale_grad_by_freq is not supported with mode='max'; use 'sum' or 'mean'")
+        if _weight is not None and tuple(_weight.shape) != (num_embeddings, embedding_dim):
+            raise ConfigError(
+                f"_weight has shape {tuple(_weight.shape)}, the arguments say {(num_embeddings, embedding_dim)}"
+            )
+        dtype = dtype or (None if _weight is None else _weight.dtype)
+        config = table_set_config(
+            (table,), capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
+            device=device,
+        )  # fmt: skip
+        options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
+        super().__init__(config, options)
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.mode = mode
+        self.sparse = sparse
+        self.include_last_offset = include_last_offset
+        self.padding_idx = table.padding_idx
+        if _weight is not None:
+            self.tables.set_weight(0, _weight)
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: torch.Tensor, freeze: bool = True, *args: Any, **kwargs: Any
+    ) -> TieredEmbeddingBag:
+        """A module with the given rows (num_embeddings, embedding_dim). Further arguments as `torch.nn.EmbeddingBag.
+        from_pretrained` takes them (max_norm, norm_type, scale_grad_by_freq, mode, sparse, include_last_offset,
+        padding_idx), and the keywords of the constructor. To train it pass `freeze=False` and an `optimizer`."""
+        if embeddings.dim() != 2:
+            raise ConfigError(f"embeddings must have two dimensions, got shape {tuple(embeddings.shape)}")
+        if freeze and kwargs.get("optimizer") is not None:
+            raise ConfigError("an optimizer was given for frozen embeddings; pass freeze=False to train them")
+        names = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse", "include_last_offset", "padding_idx")
+        if len(args) > len(names):
+            raise ConfigError(f"from_pretrained takes at most {len(names) + 2} positional arguments")
+        options = dict(zip(names, args, strict=False)) | kwargs
+        module = cls(*embeddings.shape, _weight=embeddings, **options)
+        module.requires_grad_(not freeze)
+        return module
+
+    def _weight_key(self, table: int) -> str:
+        return "weight"
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Pools bags of rows: (B, D).
+
+        `input`: ids, int32 or int64, (N,) with `offsets` (B,) (or (B + 1,) with `include_last_offset`), or (B, L) for
+        bags of equal length · `per_sample_weights`: floats of the ids' shape, for mode "sum". Raises
+        `InvalidInputError` or `IdOutOfRangeError` and changes nothing.
+        """
+        ids = as_ids("input", input, self)
+        if per_sample_weights is not None and self.mode != "sum":
+            raise InvalidInputError(f"per_sample_weights needs mode='sum', this module has mode={self.mode!r}")
+        weights = check_weights(per_sample_weights, input)
+        if input.dim() == 2:
+            if offsets is not None:
+                raise InvalidInputError("offsets must be None for 2-D input, whose rows are the bags")
+            edges = np.arange(input.shape[0] + 1, dtype=np.int64) * input.shape[1]
+        elif input.dim() == 1:
+            edges = self._edges(ids, offsets)
+        else:
+            raise InvalidInputError(f"input must have one or two dimensions, got shape {tuple(input.shape)}")
+        return self._lookup(ids[: edges[-1]], edges, len(edges) - 1, None if weights is None else weights[: edges[-1]])
+
+    def _edges(self, ids: np.ndarray[Any, Any], offsets: torch.Tensor | None) -> np.ndarray[Any, Any]:
+        """Offsets with the end of the last bag, int64 (B + 1,)."""
+        if offsets is None:
+            raise InvalidInputError("offsets is missing: 1-D input needs the start of each bag; or pass 2-D input")
+        starts = as_offsets(offsets, len(ids), self)
+        if self.include_last_offset:
+            if len(starts) == 0:
+                raise InvalidInputError("with include_last_offset offsets has at least one element, got none")
+            return starts
+        return np.append(starts, len(ids)) if len(starts) else np.zeros(1, np.int64)
+
+    def extra_repr(self) -> str:
+        parts = f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}"
+        config = self.tables.config
+        return f"{parts}, capacity={config.capacity!r}, policy={config.policy}, storage={config.storage}"

@@ -1,0 +1,131 @@
+"""The fused optimizer as a `torch.optim.Optimizer`: it holds the learning rate, backward has applied the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tieredemb.config import OptimizerConfig
+from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters, state_names
+from tieredemb.modules.table_set import Group, TableSet
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Settings and state of the update that a module's backward applies.
+
+    Schedulers change `param_groups[0]["lr"]` as usual. `step()` does nothing, because the rows are up to date when
+    `backward()` returns. The params are one empty stand-in a table: no dense optimizer can reach a row.
+    `state_dict()` holds the row states as torch's optimizer of the same name would: `{"state": {table: {"step", "sum",
+    …}}, "param_groups": […]}`.
+    """
+
+    def __init__(self, tables: TableSet, config: OptimizerConfig) -> None:
+        stand_ins = [torch.nn.Parameter(torch.zeros(())) for _ in tables.config.tables]
+        super().__init__(stand_ins, asdict(config))
+        self._tables = tables
+        self._config = config
+        self._scaler: torch.amp.GradScaler | None = None
+        self.found_inf = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Does nothing but call `closure`: backward has applied the step."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def attach_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Makes the backward divide by the scale of `scaler`.
+
+        A backward whose gradient is not finite then updates nothing and sets `found_inf`; pass this optimizer to
+        `scaler.step()` beside the dense one, so that `scaler.update()` lowers the scale. Infinities found only in the
+        dense part cannot hold back rows that backward has updated already.
+        """
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise ConfigError(f"attach_grad_scaler needs a torch.amp.GradScaler, got {scaler!r}")
+        self._scaler = scaler
+
+    def numbers(self, group: Group, grads: list[torch.Tensor]) -> Hyperparameters | None:
+        """The numbers of the next step of `group`, or None where a scaler is attached and `grads` are not finite."""
+        scale = 1.0
+        if self._scaler is not None and self._scaler.is_enabled():
+            scale = 1.0 / self._scaler.get_scale()
+            self.found_inf = not all(bool(torch.isfinite(grad).all()) for grad in grads)
+            for param in self.param_groups[0]["params"]:  # what scaler.step() looks for infinities in
+                param.grad = torch.full_like(param, float("inf") if self.found_inf else 0.0)
+            if self.found_inf:
+                return None
+        steps = np.array(group.steps, np.int64) + 1
+        return hyperparameters(self._config, self.param_groups[0], steps, scale)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction: the tables are the parameters."""
+        if getattr(self, "_tables", None) is not None:
+            raise ConfigError("a fused optimizer has one param group, its module's tables; make another module instead")
+        super().add_param_group(param_group)
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Copies of all row states, and the param group. Raises `StorageFullError` where memory cannot hold them."""
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for table in range(len(self._tables.config.tables)):
+            group, position, _ = self._tables.locate(table)
+            entry = {"step": torch.tensor(float(group.steps[position]))}
+            names = state_names(self._config)
+            if names:
+                words = self._tables.state(table)
+                entry |= {name: part.clone() for name, part in zip(names, words.chunk(len(names), 1), strict=True)}
+            state[table] = entry
+        options = {k: v for k, v in self.param_groups[0].items() if k != "params"}
+        return {"state": state, "param_groups": [options | {"params": list(state)}]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` returned, or what torch's optimizer of the same name did for these tables.
+
+        Raises `InvalidInputError` before anything changes.
+        """
+        tables = self._tables.config.tables
+        groups = state_dict.get("param_groups", [])
+        if len(groups) != 1 or len(groups[0]["params"]) != len(tables):
+            raise InvalidInputError(f"the state dict must have one param group of {len(tables)} tables")
+        loaded: list[tuple[int, float, torch.Tensor | None]] = []
+        for table, key in enumerate(groups[0]["params"]):
+            entry = state_dict["state"].get(key, {})
+            loaded.append((table, float(entry.get("step", 0)), self._words(table, entry)))
+        for table, step, words in loaded:
+            group, position, _ = self._tables.locate(table)
+            group.steps[position] = int(step)
+            if words is not None:
+                self._tables.set_state(table, words)
+        known = set(self.param_groups[0]) - {"params"}
+        options = {k: v for k, v in groups[0].items() if k in known or k == "initial_lr"}
+        self.param_groups[0].update(options)
+
+    def _words(self, table: int, entry: dict[str, Any]) -> torch.Tensor | None:
+        names = [name for name in state_names(self._config) if name in entry]
+        if not names:
+            return None
+        config = self._tables.config.tables[table]
+        group, _, _ = self._tables.locate(table)
+        width = group.cache.cold.layout.state_width // len(state_names(self._config))
+        for name in state_names(self._config):
+            shape = tuple(entry[name].shape) if name in entry else None
+            if shape != (config.num_embeddings, width):
+                raise InvalidInputError(
+                    f"{name!r} of table {config.name!r} must have shape {(config.num_embeddings, width)}, got {shape}"
+                )
+        return torch.cat([entry[name].to(torch.float32) for name in names], dim=1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_tables": self._tables, "_config": self._config, "_scaler": None, "found_inf": self.found_inf}
+        return {**super().__getstate__(), **own}

@@ -1,0 +1,282 @@
+"""The tables of one module: grouped by width, each group a key space with one cache over one cold storage."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tieredemb.cache.tiered_cache import TieredCache, cache_bytes_per_slot
+from tieredemb.config import Capacity, OptimizerConfig, Policy, TableConfig, slots_for
+from tieredemb.errors import ConfigError, StorageFullError
+from tieredemb.kernels import check_device
+from tieredemb.lookup.bags import KeySpace
+from tieredemb.lookup.optimizer import state_start, state_width
+from tieredemb.stats import CacheStats
+from tieredemb.storage.base import RowLayout, Storage
+from tieredemb.storage.initial import InitialRows, InitialTable
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+COPY_ROWS = 1 << 18  # rows copied at once by whole-table calls: bounds their memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSetConfig:
+    """All that a set of tables is built from; see the modules for the meaning of each field."""
+
+    tables: tuple[TableConfig, ...]
+    capacity: Capacity
+    policy: Policy
+    storage: Storage
+    optimizer: OptimizerConfig | None
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
+        if not self.tables:
+            raise ConfigError("tables is empty; give at least one TableConfig")
+        names = [table.name for table in self.tables]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(f"table names must differ, but {', '.join(map(repr, twice))} occur more than once")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed must be an integer in [0, 2^64), got {self.seed!r}")
+        if not isinstance(self.storage, Storage):
+            raise ConfigError(
+                f"storage must be HostMemory(), File(path) or Pmem(directory), got {self.storage!r}; pass an instance"
+            )
+
+
+class Group:
+    """The tables of one width: their key space and cache."""
+
+    def __init__(self, config: TableSetConfig, space: KeySpace, capacity: Capacity, name: str) -> None:
+        self.space = space
+        tables = [config.tables[t] for t in space.tables]
+        layout = RowLayout(
+            rows=space.rows,
+            width=space.width,
+            dtype=config.dtype,
+            state_width=state_width(config.optimizer, space.width),
+        )
+        slots = slots_for(capacity, rows=layout.rows, slot_bytes=cache_bytes_per_slot(layout))
+        initial = InitialRows(
+            [
+                InitialTable(start=int(start), number=int(number), init=table.init, padding_idx=table.padding_idx)
+                for start, number, table in zip(space.start[:-1], space.tables, tables, strict=True)
+            ],
+            seed=config.seed,
+            state_value=state_start(config.optimizer),
+            device=config.device,
+        )
+        cold = config.storage.open(layout, name=name, identity=_identity(config, tables))
+        if not cold.metadata.steps:
+            cold.metadata.steps = [0] * len(tables)
+        try:
+            self.cache = TieredCache(cold, slots=slots, policy=config.policy, initial=initial, device=config.device)
+        except BaseException:
+            cold.close()
+            raise
+
+    @property
+    def steps(self) -> list[int]:
+        """Optimizer steps that each table has taken."""
+        return self.cache.cold.metadata.steps
+
+
+def _identity(config: TableSetConfig, tables: Sequence[TableConfig]) -> dict[str, Any]:
+    """What the rows of a key space mean, as JSON: another meaning must not open the same file."""
+    optimizer = None if config.optimizer is None else type(config.optimizer).__name__
+    described = [asdict(table) | {"init": repr(table.init), "mode": None} for table in tables]
+    identity: dict[str, Any] = {"tables": described, "seed": config.seed, "optimizer": optimizer}
+    identity["state_start"] = state_start(config.optimizer)
+    result: dict[str, Any] = json.loads(json.dumps(identity))
+    return result
+
+
+class TableSet:
+    """Opens the tables of `config`. Closes (flushes) them when it is collected or the process exits."""
+
+    def __init__(self, config: TableSetConfig) -> None:
+        self.config = config
+        self.columns = np.concatenate([[0], np.cumsum([t.embedding_dim for t in config.tables])]).astype(np.int64)
+        widths = sorted({table.embedding_dim for table in config.tables})
+        total = sum(table.num_embeddings * table.embedding_dim for table in config.tables)
+        self.groups: list[Group] = []
+        self._finalizer = weakref.finalize(self, _close_groups, self.groups)
+        for width in widths:
+            members = [t for t, table in enumerate(config.tables) if table.embedding_dim == width]
+            space = KeySpace(config.tables, members, list(self.columns))
+            capacity = _share(config.capacity, space, config, total) if len(widths) > 1 else config.capacity
+            try:
+                self.groups.append(Group(config, space, capacity, f"width{width}" if len(widths) > 1 else ""))
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def output_width(self) -> int:
+        """ΣD, columns of a pooled output."""
+        return int(self.columns[-1])
+
+    def locate(self, table: int) -> tuple[Group, int, int]:
+        """Group of a table, its position there, and its first key."""
+        for group in self.groups:
+            found = np.flatnonzero(group.space.tables == table)
+            if len(found):
+                return group, int(found[0]), int(group.space.start[found[0]])
+        raise IndexError(table)
+
+    # --- tables as tensors ------------------------------------------------------------------------------------------
+
+    def weight(self, table: int) -> torch.Tensor:
+        """A copy of a table's weights (rows, D). Raises `StorageFullError` where memory cannot hold it."""
+        config = self.config.tables[table]
+        out = self._empty(table, config.embedding_dim, self.config.dtype)
+        group, _, first = self.locate(table)
+        for start, stop in _chunks(config.num_embeddings):
+            rows = carrier_view(out[start:stop])
+            group.cache.export_rows(first + start, first + stop, rows, np.empty((stop - start, 0), np.uint32))
+        return out
+
+    def set_weight(self, table: int, weight: torch.Tensor) -> None:
+        """Overwrites a table's weights with `weight` (rows, D), rounded to the rows' dtype."""
+        group, _, first = self.locate(table)
+        for start, stop in _chunks(len(weight)):
+            rows = weight[start:stop].detach().to(device="cpu", dtype=self.config.dtype).contiguous()
+            group.cache.import_rows(first + start, carrier_view(rows), None)
+
+    def state(self, table: int) -> torch.Tensor:
+        """A copy of a table's optimizer state, float32 (rows, S)."""
+        group, _, first = self.locate(table)
+        out = self._empty(table, group.cache.cold.layout.state_width, torch.float32)
+        for start, stop in _chunks(len(out)):
+            no_weight = np.empty((stop - start, 0), group.cache.cold.layout.carrier)
+            group.cache.export_rows(first + start, first + stop, no_weight, out[start:stop].numpy().view(np.uint32))
+        return out
+
+    def set_state(self, table: int, state: torch.Tensor) -> None:
+        """Overwrites a table's optimizer state with `state`, float32 (rows, S)."""
+        group, _, first = self.locate(table)
+        for start, stop in _chunks(len(state)):
+            rows = state[start:stop].detach().to(device="cpu", dtype=torch.float32).contiguous()
+            group.cache.import_rows(first + start, None, rows.numpy().view(np.uint32))
+
+    def _empty(self, table: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        rows = self.config.tables[table].num_embeddings
+        needed, available = rows * width * dtype.itemsize, available_memory_bytes()
+        if needed > available:
+            raise StorageFullError(
+                f"table {self.config.tables[table].name!r} as one tensor needs {needed / 2**30:.1f} GiB, "
+                f"{available / 2**30:.1f} GiB of memory are available; use save_checkpoint(directory), which writes "
+                f"tables larger than memory"
+            )
+        return torch.empty((rows, width), dtype=dtype)
+
+    # --- whole-set calls --------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Writes all hot rows back: afterwards cold storage alone holds the truth."""
+        for group in self.groups:
+            group.cache.flush()
+
+    def close(self) -> None:
+        """Flushes and closes. A second call does nothing."""
+        self._finalizer()
+
+    def stats(self) -> CacheStats:
+        """Totals of all groups."""
+        return sum((group.cache.stats() for group in self.groups), CacheStats())
+
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes of every allocation, for each width."""
+        return {f"width {group.space.width}": group.cache.memory_report() for group in self.groups}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles take the rows along, which only memory tiers can."""
+        for group in self.groups:
+            group.cache.check_idle("copy or pickle the tables")
+            if not group.cache.cold.in_memory:
+                raise ConfigError(
+                    f"tables on the {group.cache.cold.kind} tier cannot be copied or pickled (two owners would write "
+                    f"one storage); use save_checkpoint(directory) and load_checkpoint(directory)"
+                )
+        self.flush()
+        parts = [
+            [(start, stop, g.cache.cold.weight[start:stop].copy(), g.cache.cold.state[start:stop].copy())
+             for start, stop in _used_chunks(g)]
+            for g in self.groups
+        ]  # fmt: skip
+        return _rebuild, (self.config, parts, [g.cache.cold.metadata for g in self.groups])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableSet:
+        rebuild, args = self.__reduce__()
+        copied: TableSet = rebuild(*args)
+        memo[id(self)] = copied
+        return copied
+
+
+def _rebuild(config: TableSetConfig, parts: list[Any], metadata: list[Any]) -> TableSet:
+    tables = TableSet(config)
+    for group, rows, remembered in zip(tables.groups, parts, metadata, strict=True):
+        cold = group.cache.cold
+        for start, stop, weight, state in rows:
+            cold.weight[start:stop] = weight
+            cold.state[start:stop] = state
+        cold.metadata.__dict__.update(json.loads(json.dumps(asdict(remembered))))
+    return tables
+
+
+def _used_chunks(group: Group) -> Iterator[tuple[int, int]]:
+    for start, stop in _chunks(group.space.rows):
+        if group.cache.cold.state[start:stop, -1].any():
+            yield start, stop
+
+
+def _chunks(rows: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + COPY_ROWS, rows)) for start in range(0, rows, COPY_ROWS))
+
+
+def _close_groups(groups: list[Group]) -> None:
+    for group in groups:
+        group.cache.close()
+
+
+def _share(capacity: Capacity, space: KeySpace, config: TableSetConfig, total: int) -> Capacity:
+    """The part of a capacity that one of several widths gets: by rows for rows, by weights for bytes."""
+    if isinstance(capacity, float):
+        return capacity
+    if isinstance(capacity, str):
+        from tieredemb.config import parse_bytes
+
+        return f"{parse_bytes(capacity) * space.rows * space.width // total}B"
+    rows = sum(table.num_embeddings for table in config.tables)
+    return max(1, capacity * space.rows // rows) if isinstance(capacity, int) and capacity >= 1 else capacity
+
+
+def carrier_view(rows: torch.Tensor) -> Array:
+    """A contiguous CPU tensor of rows as the numpy array that carries it (`storage.base.CARRIERS`)."""
+    carriers = {torch.float16: torch.uint16, torch.bfloat16: torch.int16}
+    return rows.view(carriers[rows.dtype]).numpy() if rows.dtype in carriers else rows.numpy()
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be allocated without swapping."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

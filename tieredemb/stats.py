@@ -1,0 +1,46 @@
+"""Counters of a cache. One snapshot; differences of snapshots measure a stretch of work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStats:
+    """Totals since the cache was built.
+
+    `lookups`: occurrences of ids, padding excluded · `hits`: those whose row was resident when their batch was planned
+    · `unique`: rows used, summed over batches · `rows_filled`, `bytes_filled`: cold → slot · `evictions`: rows that
+    left the cache · `rows_written_back`, `bytes_written_back`: slot → cold, of evictions and flushes · `rows_overflow`:
+    rows of batches larger than the cache, served beyond its capacity · `batches`: batches planned.
+    """
+
+    batches: int = 0
+    lookups: int = 0
+    hits: int = 0
+    unique: int = 0
+    rows_filled: int = 0
+    bytes_filled: int = 0
+    evictions: int = 0
+    rows_written_back: int = 0
+    bytes_written_back: int = 0
+    rows_overflow: int = 0
+
+    @property
+    def misses(self) -> int:
+        """Lookups whose row was not resident."""
+        return self.lookups - self.hits
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the lookups that hit; NaN without lookups."""
+        return self.hits / self.lookups if self.lookups else float("nan")
+
+    def __sub__(self, earlier: CacheStats) -> CacheStats:
+        return self._combine(earlier, -1)
+
+    def __add__(self, other: CacheStats) -> CacheStats:
+        return self._combine(other, 1)
+
+    def _combine(self, other: CacheStats, sign: int) -> CacheStats:
+        return CacheStats(**{f.name: getattr(self, f.name) + sign * getattr(other, f.name) for f in fields(self)})

@@ -1,0 +1,61 @@
+"""Initial values: a row that was never written is generated from (seed, table, id) when it is first needed.
+
+Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), counter (id, block of four
+columns, table), key seed. Normal values come from Wichura's AS 241 (PPND7, 1988) in float32. Only integer operations
+and correctly rounded float operations are used, in a fixed order, so CPU and GPU generate the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tieredemb.config import Init, Normal
+from tieredemb.kernels import twin
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+NORMAL, UNIFORM = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialTable:
+    """One table of a key space. `start`: its first key · `number`: what the generator calls it · `padding_idx`: an id
+    that starts as zeros."""
+
+    start: int
+    number: int
+    init: Init
+    padding_idx: int | None
+
+
+class InitialRows:
+    """Generates rows of one key space. `state_value`: what every word of optimizer state starts as, a float."""
+
+    def __init__(
+        self, tables: Sequence[InitialTable], *, seed: int, state_value: float, device: torch.device
+    ) -> None:
+        self._kernels: Any = twin(__name__, device)
+        self._start = np.array([t.start for t in tables], np.int64)
+        self._number = np.array([t.number for t in tables], np.uint32)
+        self._kind = np.array([NORMAL if isinstance(t.init, Normal) else UNIFORM for t in tables], np.int32)
+        pairs = [
+            (t.init.mean, t.init.std) if isinstance(t.init, Normal) else (t.init.low, t.init.high)
+            for t in tables
+        ]
+        self._params = np.array(pairs, np.float32).reshape(-1, 2)
+        padding = [-1 if t.padding_idx is None else t.start + t.padding_idx for t in tables]
+        self._padding_key = np.array(padding, np.int64)
+        self._seed = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32)
+        self._state_word = np.float32(state_value).view(np.uint32)
+
+    def generate(self, keys: Array, rows: Array, weight: Array, state: Array, state_width: int) -> None:
+        """Writes the initial row of keys[i] to weight[rows[i]] (carrier (·, D)) and to the first `state_width` words
+        of state[rows[i]] (uint32). Synchronous."""
+        tables = (self._start, self._number, self._kind, self._params, self._padding_key)
+        self._kernels.generate(keys, rows, weight, state, state_width, self._state_word, self._seed, tables)
