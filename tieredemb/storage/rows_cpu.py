@@ -18,7 +18,7 @@ _LINE_BYTES = 64
 
 
 @inline
-def _prefetch_row(array: Any, row: int) -> None:
+def _prefetch_row(array, row):
     """Asks for every cache line of `array[row]`; `array` is C-contiguous."""
     width = array.shape[1]
     step = max(1, _LINE_BYTES // array.itemsize)
@@ -28,7 +28,7 @@ def _prefetch_row(array: Any, row: int) -> None:
 
 
 @inline
-def _copy_row(source: Any, target: Any, width: int) -> None:
+def _copy_row(source, target, width):
     for column in range(width):
         target[column] = source[column]
 

@@ -1,0 +1,215 @@
+"""What every cold storage does, on every cold storage. A new tier adds one line to `TIERS`."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tieredemb.errors import ConfigError, MissingDependencyError, StorageFullError
+from tieredemb.storage.base import CARRIERS, ColdRows, Metadata, RowLayout
+from tieredemb.storage.file import File
+from tieredemb.storage.host import HostMemory
+from tieredemb.storage.pmem import Pmem
+
+TIERS = {
+    "host": lambda directory: HostMemory(),
+    "file": lambda directory: File(directory / "rows.bin"),
+    "pmem": lambda directory: Pmem(directory),
+}
+LAYOUTS = [
+    RowLayout(rows=0, width=0),
+    RowLayout(rows=0, width=8, state_width=1),
+    RowLayout(rows=1, width=1),
+    RowLayout(rows=9, width=0, state_width=2),
+    RowLayout(rows=1001, width=7, dtype=torch.bfloat16, state_width=3),
+    RowLayout(rows=1000, width=64, dtype=torch.float16, state_width=1),
+    RowLayout(rows=333, width=1025, state_width=1025),
+]
+
+
+@pytest.fixture(params=TIERS)
+def storage(request, tmp_path):
+    return TIERS[request.param](tmp_path)
+
+
+@pytest.fixture
+def opened(storage):
+    cold = open_rows(storage, RowLayout(rows=5000, width=12, state_width=2))
+    yield cold
+    cold.close()
+
+
+def open_rows(storage, layout: RowLayout) -> ColdRows:
+    try:
+        return storage.open(layout, name="", identity={"seed": 1})
+    except MissingDependencyError as error:
+        pytest.skip(str(error))
+
+
+def hot_rows(layout: RowLayout, slots: int, seed: int = 0) -> SimpleNamespace:
+    """A hot cache of random bits, NaNs among them: moving must keep every bit."""
+    random = np.random.default_rng(seed)
+    weight = random.integers(0, 256, (slots, layout.width * layout.carrier.itemsize), np.uint8)
+    return SimpleNamespace(
+        weight=weight.view(layout.carrier) if layout.width else np.empty((slots, 0), layout.carrier),
+        state=random.integers(0, 2**32, (slots, layout.state_width), np.uint32),
+        score=random.integers(1, 2**32, slots, np.uint32),
+        dirty=np.ones(slots, np.uint8),
+    )
+
+
+def bits(array):
+    return array.tobytes()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rows_start_untouched_with_the_shape_of_their_layout(storage, layout):
+    cold = open_rows(storage, layout)
+    assert cold.weight.shape == (layout.rows, layout.width)
+    assert cold.weight.dtype == CARRIERS[layout.dtype]
+    assert cold.state.shape == (layout.rows, layout.state_width + 1)
+    assert cold.state.dtype == np.uint32
+    assert not cold.state.any()
+    if layout.weight_bytes:
+        assert cold.weight.ctypes.data % 4096 == 0
+    assert cold.metadata == Metadata()
+    cold.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rows_come_back_bit_for_bit(storage, layout):
+    cold = open_rows(storage, layout)
+    keys = np.random.default_rng(1).permutation(layout.rows)[: layout.rows * 2 // 3 + 1].astype(np.int64)
+    slots = np.random.default_rng(2).permutation(len(keys) + 3)[: len(keys)].astype(np.int32)
+    source, target = hot_rows(layout, len(keys) + 3), hot_rows(layout, len(keys) + 3, seed=9)
+    cold.write(keys, slots, source)
+    untouched = cold.read(keys[::-1].copy(), slots[::-1].copy(), target)
+    assert untouched.dtype == np.bool_
+    assert not untouched.any()
+    for name in ("weight", "state", "score"):
+        assert bits(getattr(source, name)[slots]) == bits(getattr(target, name)[slots])
+    others = np.setdiff1d(np.arange(layout.rows), keys)
+    assert not cold.state[others].any()
+    cold.close()
+
+
+def test_read_marks_rows_that_were_never_written_and_leaves_their_slots(opened):
+    hot = hot_rows(opened.layout, 8)
+    opened.write(np.array([3, 4999]), np.array([0, 1], np.int32), hot)
+    before = hot.weight.copy()
+    untouched = opened.read(np.array([4, 3, 5, 4999]), np.array([2, 3, 4, 5], np.int32), hot)
+    assert untouched.tolist() == [True, False, True, False]
+    assert bits(hot.weight[[2, 4]]) == bits(before[[2, 4]])
+    assert hot.score[[2, 4]].tolist() == [0, 0]
+
+
+def test_write_moves_only_the_score_of_a_clean_row(opened):
+    hot = hot_rows(opened.layout, 2)
+    keys, slots = np.array([7, 8]), np.array([0, 1], np.int32)
+    opened.write(keys, slots, hot)
+    weight, state = opened.weight[keys].copy(), opened.state[keys].copy()
+    hot.weight[:], hot.state[:], hot.score[:], hot.dirty[:] = 1, 2, [33, 44], [0, 1]
+    opened.write(keys, slots, hot)
+    assert bits(opened.weight[7]) == bits(weight[0])
+    assert opened.state[7].tolist() == [*state[0, :-1], 33]
+    assert (opened.weight[8] == 1).all()
+    assert opened.state[8].tolist() == [2, 2, 44]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_rows_move_alike_on_any_number_of_threads(opened, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        hot, back = hot_rows(opened.layout, 5000), hot_rows(opened.layout, 5000, seed=3)
+        keys = np.random.default_rng(0).permutation(5000).astype(np.int64)
+        slots = np.arange(5000, dtype=np.int32)
+        opened.write(keys, slots, hot)
+        opened.read(keys, slots, back)
+    finally:
+        torch.set_num_threads(before)
+    assert bits(opened.weight[keys]) == bits(hot.weight) == bits(back.weight)
+    assert bits(opened.state[keys, -1]) == bits(hot.score) == bits(back.score)
+
+
+def test_write_that_finds_no_space_changes_no_row(opened, monkeypatch):
+    def full(keys):
+        raise StorageFullError("full")
+
+    hot = hot_rows(opened.layout, 3)
+    monkeypatch.setattr(opened, "reserve", full)
+    with pytest.raises(StorageFullError):
+        opened.write(np.array([1, 2, 3]), np.arange(3, dtype=np.int32), hot)
+    assert not opened.state.any()
+
+
+def test_used_ranges_cover_every_written_row_once(opened):
+    keys = np.array([0, 1, 17, 2500, 4999])
+    opened.write(keys, np.arange(5, dtype=np.int32), hot_rows(opened.layout, 5))
+    ranges = list(opened.used_ranges())
+    assert all(0 <= start < stop <= 5000 for start, stop in ranges)
+    assert all(one[1] <= other[0] for one, other in pairwise(ranges))
+    assert all(any(start <= key < stop for start, stop in ranges) for key in keys)
+
+
+def test_reset_makes_rows_untouched_in_the_same_arrays(opened):
+    weight, state = opened.weight, opened.state
+    opened.write(np.arange(5000), np.arange(5000, dtype=np.int32), hot_rows(opened.layout, 5000))
+    opened.metadata.batch = 5
+    opened.reset()
+    assert opened.weight is weight
+    assert opened.state is state
+    assert not state.any()
+    assert opened.metadata == Metadata()
+    opened.write(np.array([9]), np.array([0], np.int32), hot_rows(opened.layout, 1))
+    assert np.flatnonzero(state[:, -1]).tolist() == [9]
+
+
+def test_close_works_twice_and_spares_arrays_that_are_still_held(storage):
+    cold = open_rows(storage, RowLayout(rows=10, width=4))
+    cold.flush()
+    row = cold.state[3:4]
+    cold.close()
+    cold.close()
+    assert not row.any()
+
+
+def test_size_bytes_names_weights_and_state(opened):
+    sizes = opened.size_bytes()
+    assert sizes["weight"] == 5000 * 12 * 4
+    assert sizes["state"] == 5000 * 3 * 4
+
+
+def test_config_is_frozen_picklable_and_comparable(storage):
+    assert pickle.loads(pickle.dumps(storage)) == storage
+    with pytest.raises(AttributeError):
+        storage.path = "x"
+
+
+def test_host_memory_refuses_a_table_beyond_physical_memory():
+    with pytest.raises(StorageFullError, match=r"use File\(path\)"):
+        HostMemory().open(RowLayout(rows=2**40, width=64), name="", identity={})
+
+
+@pytest.mark.parametrize("path", ["", 3, None, b"x", "a\0b"])
+def test_paths_are_checked(path):
+    with pytest.raises(ConfigError, match="path"):
+        File(path)
+    with pytest.raises(ConfigError, match="directory of Pmem"):
+        Pmem(path)
+
+
+def test_importing_storages_compiles_nothing():
+    code = (
+        "import sys\n"
+        "from tieredemb.storage import base, host, file, pmem, checkpoint\n"
+        "sys.exit('numba' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
