@@ -177,8 +177,8 @@ def _accept(
         )
     if not header.clean and not recover:
         raise UncleanFileError(
-            f"{path!r} was not closed by its last owner (pid {header.pid}), so the last updates of some "
-            "rows are missing; open it with File(path, fresh=True) and load a checkpoint, or take the rows as "
-            "they are with File(path, recover=True)"
+            f"{path!r} was not closed by its last owner (pid {header.pid}), so the last updates of "
+            "some rows are missing; open it with File(path, fresh=True) and load a checkpoint, or take "
+            "the rows as they are with File(path, recover=True)"
         )
     return slots, replace(header, clean=False, pid=os.getpid())

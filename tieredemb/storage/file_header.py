@@ -41,6 +41,11 @@ class Header:
     pid: int
 
 
+def plain_metadata(metadata: Metadata) -> Metadata:
+    """A copy that JSON can hold: counters may have become numpy integers."""
+    return Metadata(int(metadata.batch), [int(step) for step in metadata.steps], metadata.policy)
+
+
 def layout_fields(layout: RowLayout) -> dict[str, Any]:
     """The layout as it is stored and compared."""
     fields = {"rows": layout.rows, "width": layout.width, "state_width": layout.state_width}
@@ -55,26 +60,24 @@ def jsonable(value: Any, what: str) -> Any:
         raise ConfigError(f"{what} must hold only what JSON can store: {error}") from error
 
 
-def difference(stored: Any, wanted: Any, name: str) -> str | None:
+def difference(stored: Any, wanted: Any, name: str, *, stored_in: str = "the file") -> str | None:
     """The first field in which two JSON values differ, in words; None when they are equal."""
     if isinstance(stored, dict) and isinstance(wanted, dict):
         for key in sorted({*stored, *wanted}):
-            if key not in stored or key not in wanted:
-                has, lacks = (
-                    ("the file has", "this model lacks")
-                    if key in stored
-                    else ("this model has", "the file lacks")
-                )
-                return f"{has} {name}.{key}, which {lacks}"
-            if found := difference(stored[key], wanted[key], f"{name}.{key}"):
+            if key not in stored:
+                return f"this model has {name}.{key}, which {stored_in} lacks"
+            if key not in wanted:
+                return f"{stored_in} has {name}.{key}, which this model lacks"
+            if found := difference(stored[key], wanted[key], f"{name}.{key}", stored_in=stored_in):
                 return found
         return None
     if isinstance(stored, list) and isinstance(wanted, list) and len(stored) == len(wanted):
-        pairs = enumerate(zip(stored, wanted, strict=True))
-        found_all = (difference(one, other, f"{name}[{i}]") for i, (one, other) in pairs)
-        return next((found for found in found_all if found), None)
+        for i, (one, other) in enumerate(zip(stored, wanted, strict=True)):
+            if found := difference(one, other, f"{name}[{i}]", stored_in=stored_in):
+                return found
+        return None
     if type(stored) is not type(wanted) or stored != wanted:
-        return f"{name} is {stored!r} in the file and {wanted!r} in this model"
+        return f"{name} is {stored!r} in {stored_in} and {wanted!r} in this model"
     return None
 
 
@@ -134,6 +137,7 @@ class HeaderSlots:
 
 
 def _payload(header: Header) -> bytes:
+    header = dataclasses.replace(header, metadata=plain_metadata(header.metadata))
     return json.dumps(dataclasses.asdict(header), sort_keys=True).encode()
 
 

@@ -1,0 +1,119 @@
+"""Row files of a checkpoint: chunks of keys (int64), weights and states, each with a checksum in the
+manifest.
+
+    chunk: keys (n,) int64 | weight (n, D) carrier | state (n, S + 1) uint32        only rows whose score is
+    not zero
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tieredemb.errors import CheckpointError
+from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout
+from tieredemb.storage.file_io import pread_all, pwrite_all
+
+Array = np.ndarray[Any, Any]
+_CHUNK_BYTES = 16 << 20  # large enough to stream, small enough to hold a few
+_SCAN_ROWS = 1 << 20
+_KEY_BYTES = 8
+
+
+class Chunk(NamedTuple):
+    """`rows` rows at byte `offset` of the file, with the CRC-32 of their bytes."""
+
+    offset: int
+    rows: int
+    crc32: int
+
+
+def _bytes_of(rows: int, layout: RowLayout) -> int:
+    return rows * (_KEY_BYTES + layout.row_bytes)
+
+
+def used_keys(cold: ColdRows, chunk_rows: int) -> Iterator[Array]:
+    """The keys of all written rows, ascending, in arrays of `chunk_rows` (the last may be shorter)."""
+    held: list[Array] = []
+    count = 0
+    for start, stop in cold.used_ranges():
+        for lo in range(start, stop, _SCAN_ROWS):
+            found = lo + np.flatnonzero(cold.state[lo : min(lo + _SCAN_ROWS, stop), -1])
+            held.append(found)
+            count += len(found)
+            if count >= chunk_rows:
+                keys = np.concatenate(held)
+                whole = count // chunk_rows * chunk_rows
+                yield from np.split(keys[:whole], whole // chunk_rows)
+                held, count = [keys[whole:]], count - whole
+    if count:
+        yield np.concatenate(held)
+
+
+def write_rows(path: str, cold: ColdRows) -> list[Chunk]:
+    """Writes all written rows of `cold` to the new file `path` and syncs it. Raises `OSError`."""
+    chunk_rows = max(1, _CHUNK_BYTES // (_KEY_BYTES + cold.layout.row_bytes))
+    chunks: list[Chunk] = []
+    offset = 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        for keys in used_keys(cold, chunk_rows):
+            crc, start = 0, offset
+            for part in (keys.astype(np.int64, copy=False), cold.weight[keys], cold.state[keys]):
+                data = memoryview(part.reshape(-1).view(np.uint8).data)
+                crc = zlib.crc32(data, crc)
+                pwrite_all(fd, data, offset)
+                offset += data.nbytes
+            chunks.append(Chunk(start, len(keys), crc))
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that verifying reads what the disk has
+    finally:
+        os.close(fd)
+    return chunks
+
+
+def verify_rows(path: str, chunks: list[Chunk], layout: RowLayout) -> None:
+    """Reads the whole file: size, checksums, keys in range and ascending. Raises `CheckpointError`."""
+    expected = sum(_bytes_of(chunk.rows, layout) for chunk in chunks)
+    try:
+        size = os.stat(path).st_size
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path!r} is missing from the checkpoint; use another checkpoint") from error
+    if size != expected:
+        raise CheckpointError(
+            f"{path!r} has {size} bytes and the manifest says {expected}; use another checkpoint"
+        )
+    last = -1
+    for keys, _, _ in read_chunks(path, chunks, layout):
+        if len(keys) and (keys[0] <= last or keys[-1] >= layout.rows or (np.diff(keys) <= 0).any()):
+            raise CheckpointError(f"{path!r} holds keys out of order or range; use another checkpoint")
+        last = int(keys[-1]) if len(keys) else last
+
+
+def read_chunks(path: str, chunks: list[Chunk], layout: RowLayout) -> Iterator[tuple[Array, Array, Array]]:
+    """Yields keys (n,), weight (n, D) and state (n, S + 1) of each chunk, read-only, with its checksum
+    verified."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        for chunk in chunks:
+            data = pread_all(fd, _bytes_of(chunk.rows, layout), chunk.offset)
+            if zlib.crc32(data) != chunk.crc32:
+                raise CheckpointError(
+                    f"{path!r} is damaged: the checksum of the {chunk.rows} rows at byte {chunk.offset} "
+                    "differs; use another checkpoint"
+                )
+            weights_at = chunk.rows * _KEY_BYTES
+            state_at = weights_at + chunk.rows * layout.width * layout.carrier.itemsize
+            yield (
+                np.frombuffer(data, np.int64, chunk.rows),
+                np.frombuffer(data, layout.carrier, chunk.rows * layout.width, weights_at).reshape(
+                    chunk.rows, layout.width
+                ),
+                np.frombuffer(data, STATE_DTYPE, offset=state_at).reshape(chunk.rows, -1),
+            )
+    finally:
+        os.close(fd)
