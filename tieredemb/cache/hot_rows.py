@@ -134,4 +134,7 @@ class HotRows:
             for name in ("weight", "state", "key", "score", "last_batch", "dirty")
         }
         scratch = self.unique_of_slot[: self.capacity].nbytes
-        return own | {"plan_scratch": scratch, "transient": (len(self) - self.capacity) * slot_bytes(self.layout)}
+        return own | {
+            "plan_scratch": scratch,
+            "transient": (len(self) - self.capacity) * slot_bytes(self.layout),
+        }

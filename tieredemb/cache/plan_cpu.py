@@ -26,7 +26,12 @@ def number(keys: Array, slots: Array, last_batch: Array, unique_of_slot: Array, 
     )
     # copies, because a ticket may live long and the buffers are as long as the batch
     return Numbering(
-        inverse, unique_keys[:unique].copy(), unique_slots[:unique].copy(), missed[:misses].copy(), lookups, hits
+        inverse,
+        unique_keys[:unique].copy(),
+        unique_slots[:unique].copy(),
+        missed[:misses].copy(),
+        lookups,
+        hits,
     )
 
 
@@ -37,9 +42,7 @@ def resolve(inverse: Array, unique_slots: Array) -> Array:
 
 
 @jit
-def keys_number(  # type: ignore[no-untyped-def]
-    keys, slots, last_batch, unique_of_slot, batch, inverse, unique_keys, unique_slots, missed
-):
+def keys_number(keys, slots, last_batch, unique_of_slot, batch, inverse, unique_keys, unique_slots, missed):
     """Numbers unique keys by first occurrence; see `plan.number`. The claim table holds at most half its cells."""
     n = keys.shape[0]
     absent = 0
@@ -90,7 +93,7 @@ def keys_number(  # type: ignore[no-untyped-def]
 
 
 @jit
-def homes_resolve(lo, hi, inverse, unique_slots, homes):  # type: ignore[no-untyped-def]
+def homes_resolve(lo, hi, inverse, unique_slots, homes):
     for i in range(lo, hi):
         u = inverse[i]
         homes[i] = unique_slots[u] if u >= 0 else DROPPED

@@ -30,7 +30,7 @@ def choose_victims(count: int, key: Array, score: Array, last_batch: Array, olde
 
 
 @jit
-def score_raise(lo, hi, slots, score, now, kind, unit):  # type: ignore[no-untyped-def]
+def score_raise(lo, hi, slots, score, now, kind, unit):
     """score[s] after one more use at clock `now`, for each s in slots[lo:hi]."""
     for i in range(lo, hi):
         if i + 16 < hi:
@@ -51,7 +51,7 @@ def score_raise(lo, hi, slots, score, now, kind, unit):  # type: ignore[no-untyp
 
 
 @jit
-def candidates_collect(key, score, last_batch, oldest, used, ranks, slots):  # type: ignore[no-untyped-def]
+def candidates_collect(key, score, last_batch, oldest, used, ranks, slots):
     """Ranks (score, age) and slots of the occupied, unlocked slots; returns how many. Moves 28 bytes a slot."""
     n = 0
     for s in range(used):
@@ -63,7 +63,7 @@ def candidates_collect(key, score, last_batch, oldest, used, ranks, slots):  # t
 
 
 @jit
-def lowest_select(count, ranks, slots):  # type: ignore[no-untyped-def]
+def lowest_select(count, ranks, slots):
     """The `count` slots of lowest rank, equal ranks by slot: a histogram over the range of what is left, keep what
     lies below the bin that holds the threshold, go on inside that bin. Needs count < len(ranks); overwrites both."""
     chosen = np.empty(count, np.int32)

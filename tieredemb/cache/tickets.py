@@ -27,7 +27,13 @@ class Ticket:
     """
 
     def __init__(
-        self, batch: int, homes: Array, inverse: Array, unique_keys: Array, unique_slots: Array, book: TicketBook
+        self,
+        batch: int,
+        homes: Array,
+        inverse: Array,
+        unique_keys: Array,
+        unique_slots: Array,
+        book: TicketBook,
     ) -> None:
         self.batch = batch
         self.homes = homes

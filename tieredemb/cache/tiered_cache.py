@@ -98,7 +98,10 @@ class TieredCache:
             if score:
                 self._kernels.raise_scores(unique_slots, self.hot.score, self._scoring.now(batch), self._scoring)
                 self._count(
-                    batches=1, lookups=numbering.lookups, hits=numbering.hits, unique=len(numbering.unique_keys)
+                    batches=1,
+                    lookups=numbering.lookups,
+                    hits=numbering.hits,
+                    unique=len(numbering.unique_keys),
                 )
             homes = resolve(numbering.inverse, unique_slots, self.device)
             ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, self._book)
@@ -238,11 +241,12 @@ class TieredCache:
             )
 
     def close(self) -> None:
-        """Flushes and closes the cold storage. A second call does nothing."""
+        """Flushes a durable cold storage and closes it. A second call does nothing."""
         with self.lock:
             if self._closed or os.getpid() != self._pid:
                 return
-            self.flush()
+            if self.cold.durable:
+                self.flush()
             self._closed = True
             self.cold.close()
 
@@ -278,7 +282,7 @@ class TieredCache:
         if metadata.policy not in ("", self._scoring.name):
             for start, stop in self.cold.used_ranges():
                 scores = self.cold.state[start:stop, -1]
-                np.minimum(scores, MIN_SCORE, out=scores)
+                scores[np.flatnonzero(scores > MIN_SCORE)] = MIN_SCORE  # pages of untouched rows stay unwritten
         metadata.policy = self._scoring.name
 
     def _count(self, **more: int) -> None:

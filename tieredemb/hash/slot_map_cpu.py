@@ -39,7 +39,7 @@ class SlotMap:
 
 
 @inline
-def first_cell(key, cells):  # type: ignore[no-untyped-def]
+def first_cell(key, cells):
     """Home cell of `key` among `cells`: murmur3's finaliser, its high half scaled to the range."""
     h = np.uint64(key)
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
@@ -48,7 +48,7 @@ def first_cell(key, cells):  # type: ignore[no-untyped-def]
 
 
 @jit
-def slot_map_find(lo, hi, cells, keys, slots):  # type: ignore[no-untyped-def]
+def slot_map_find(lo, hi, cells, keys, slots):
     """slots[i] = slot of keys[i] for lo ≤ i < hi. Moves 16 + 12 bytes a key, one of them a random cache line."""
     n = cells.shape[0]
     first = np.empty(FIND_BLOCK, np.int64)
@@ -76,7 +76,7 @@ def slot_map_find(lo, hi, cells, keys, slots):  # type: ignore[no-untyped-def]
 
 
 @jit
-def slot_map_insert(cells, keys, slots):  # type: ignore[no-untyped-def]
+def slot_map_insert(cells, keys, slots):
     """Adds absent keys at the first empty cell in probe order."""
     n = cells.shape[0]
     for i in range(keys.shape[0]):
@@ -92,7 +92,7 @@ def slot_map_insert(cells, keys, slots):  # type: ignore[no-untyped-def]
 
 
 @jit
-def slot_map_erase(cells, keys):  # type: ignore[no-untyped-def]
+def slot_map_erase(cells, keys):
     """Removes keys; the cells behind each move back over the hole unless that would put them before their home."""
     n = cells.shape[0]
     for i in range(keys.shape[0]):

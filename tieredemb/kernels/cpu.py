@@ -8,30 +8,35 @@ says that it compiles.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import numba
 import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import event, types
-from numba.extending import intrinsic, overload
-
-Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+from numba.extending import overload
 
 
-def jit(function: Kernel) -> Kernel:
+def jit(function: Callable[..., Any]) -> Any:
     """Compiles a kernel: no GIL, no reassociation, no contraction that the source does not ask for, cached on disk."""
-    compiled: Kernel = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
-    return compiled
+    return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
 
 
-inline = numba.njit(nogil=True, error_model="numpy", inline="never")
-"""Decorator of a device function: compiled into each kernel that calls it."""
+def inline(function: Callable[..., Any]) -> Any:
+    """Decorator of a device function: compiled into each kernel that calls it."""
+    return numba.njit(nogil=True, error_model="numpy")(function)
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """numba's `intrinsic`: a device function that is one LLVM instruction."""
+    return numba.extending.intrinsic(function)
 
 
 class _CompileNotice(event.Listener):  # type: ignore[misc]
@@ -44,7 +49,11 @@ class _CompileNotice(event.Listener):  # type: ignore[misc]
         module = getattr(notice.data["dispatcher"].py_func, "__module__", "")
         if not self.said and module.startswith("tieredemb"):
             self.said = True
-            print("tieredemb: compiling CPU kernels (once; they are cached on disk)", file=sys.stderr, flush=True)
+            print(
+                "tieredemb: compiling CPU kernels (once; they are cached on disk)",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def on_end(self, notice: Any) -> None:
         pass
@@ -72,13 +81,13 @@ def parallel_for(kernel: Callable[..., Any], bounds: list[int], *args: Any) -> l
 
     Waits for all of them; returns their results in order. The last range runs on the calling thread.
     """
-    ranges = [(lo, hi) for lo, hi in zip(bounds[:-1], bounds[1:], strict=True) if hi > lo]
+    ranges = [(lo, hi) for lo, hi in itertools.pairwise(bounds) if hi > lo]
     if not ranges:
         return []
-    futures = []
-    if len(ranges) > 1:
-        pool = _pool(len(ranges) - 1)
-        futures = [pool.submit(kernel, lo, hi, *args) for lo, hi in ranges[:-1]]
+    if len(ranges) == 1 or not threading.main_thread().is_alive():  # no new threads once the interpreter shuts down
+        return [kernel(lo, hi, *args) for lo, hi in ranges]
+    pool = _pool(len(ranges) - 1)
+    futures = [pool.submit(kernel, lo, hi, *args) for lo, hi in ranges[:-1]]
     try:
         last = kernel(*ranges[-1], *args)
     finally:
@@ -94,20 +103,20 @@ def even_bounds(n: int, grain: int) -> list[int]:
 
 
 @intrinsic
-def fma(typingctx, a, b, c):  # type: ignore[no-untyped-def]
+def fma(typingctx, a, b, c):
     """`a * b + c` rounded once, in float32."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return builder.fma(*args)
 
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
 @intrinsic
-def prefetch(typingctx, array, index):  # type: ignore[no-untyped-def]
+def prefetch(typingctx, array, index):
     """Asks for the cache line of `array.ravel()[index]` (C-contiguous). Never faults."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         array_type = signature.args[0]
         view = context.make_array(array_type)(context, builder, args[0])
         pointer = builder.gep(view.data, [args[1]])
@@ -121,36 +130,36 @@ def prefetch(typingctx, array, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _half_to_float(typingctx, bits):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def _half_to_float(typingctx, bits):
+    def codegen(context, builder, signature, args):
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
 
     return types.float32(types.uint16), codegen
 
 
 @intrinsic
-def _float_to_half(typingctx, value):  # type: ignore[no-untyped-def]
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def _float_to_half(typingctx, value):
+    def codegen(context, builder, signature, args):
         return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
 
     return types.uint16(types.float32), codegen
 
 
 @intrinsic
-def float_bits(typingctx, value):  # type: ignore[no-untyped-def]
+def float_bits(typingctx, value):
     """The bits of a float32 as uint32."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return builder.bitcast(args[0], ir.IntType(32))
 
     return types.uint32(types.float32), codegen
 
 
 @intrinsic
-def bits_float(typingctx, value):  # type: ignore[no-untyped-def]
+def bits_float(typingctx, value):
     """The float32 whose bits are the given uint32."""
 
-    def codegen(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, args):
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.uint32), codegen
@@ -162,7 +171,7 @@ def load(array: Any, row: int, column: int) -> float:
 
 
 @overload(load, inline="always")
-def _load(array, row, column):  # type: ignore[no-untyped-def]
+def _load(array, row, column):
     if array.dtype == types.float32:
         return lambda array, row, column: array[row, column]
     if array.dtype == types.uint16:
@@ -176,7 +185,7 @@ def store(array: Any, row: int, column: int, value: float) -> None:
 
 
 @inline
-def _bfloat16_bits(value):  # type: ignore[no-untyped-def]
+def _bfloat16_bits(value):
     bits = float_bits(value)
     if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
         return np.int16(np.uint16((bits >> np.uint32(16)) | np.uint32(0x40)))  # a NaN stays a NaN
@@ -185,21 +194,21 @@ def _bfloat16_bits(value):  # type: ignore[no-untyped-def]
 
 
 @overload(store, inline="always")
-def _store(array, row, column, value):  # type: ignore[no-untyped-def]
+def _store(array, row, column, value):
     if array.dtype == types.float32:
 
-        def store_float(array, row, column, value):  # type: ignore[no-untyped-def]
+        def store_float(array, row, column, value):
             array[row, column] = value
 
         return store_float
     if array.dtype == types.uint16:
 
-        def store_half(array, row, column, value):  # type: ignore[no-untyped-def]
+        def store_half(array, row, column, value):
             array[row, column] = _float_to_half(value)
 
         return store_half
 
-    def store_bfloat16(array, row, column, value):  # type: ignore[no-untyped-def]
+    def store_bfloat16(array, row, column, value):
         array[row, column] = _bfloat16_bits(value)
 
     return store_bfloat16

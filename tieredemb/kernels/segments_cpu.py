@@ -27,7 +27,7 @@ def number_homes(homes: Array, slots: int) -> tuple[Array, Array]:
 
 
 @jit
-def homes_number(homes, unique_of_slot, inverse, unique):  # type: ignore[no-untyped-def]
+def homes_number(homes, unique_of_slot, inverse, unique):
     """Numbers the distinct homes in order of first occurrence; returns how many. `unique_of_slot` comes as −1."""
     count = 0
     for i in range(homes.shape[0]):
@@ -43,7 +43,7 @@ def homes_number(homes, unique_of_slot, inverse, unique):  # type: ignore[no-unt
 
 
 @jit
-def occurrences_sort(inverse, starts, order):  # type: ignore[no-untyped-def]
+def occurrences_sort(inverse, starts, order):
     """Stable counting sort of the occurrences by `inverse`; returns how many are kept. `starts` comes zeroed."""
     segments = starts.shape[0] - 1
     for i in range(inverse.shape[0]):

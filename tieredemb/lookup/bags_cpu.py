@@ -34,9 +34,7 @@ def fill(ids: Array, offsets: Array, space: KeySpace, padding: Array, bags: Bags
 
 
 @jit
-def bags_fill(  # type: ignore[no-untyped-def]
-    lo, hi, ids, offsets, local, tables, start, padding, batch, keys, sample, table, position
-):
+def bags_fill(lo, hi, ids, offsets, local, tables, start, padding, batch, keys, sample, table, position):
     """Bags lo … hi − 1 of the key space. Moves 8 + 16 bytes an occurrence."""
     bad = ALL_VALID
     for bag in range(lo, hi):

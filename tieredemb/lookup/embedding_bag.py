@@ -22,7 +22,13 @@ NO_ARGMAX = np.empty((0, 0), np.int32)
 
 
 def pool(
-    weight: Array, homes: Array, bags: Bags, space: KeySpace, weights: Array | None, out: Array, argmax: Array | None
+    weight: Array,
+    homes: Array,
+    bags: Bags,
+    space: KeySpace,
+    weights: Array | None,
+    out: Array,
+    argmax: Array | None,
 ) -> None:
     """Writes the pooled rows of `bags` to columns `space.column` of `out` (carrier (B, ΣD)).
 

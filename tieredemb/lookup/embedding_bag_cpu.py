@@ -27,9 +27,7 @@ def _bounds(bags: Bags, width: int) -> list[int]:
     return [0, *(int(cut) for cut in cuts), len(bags.offsets) - 1]
 
 
-def pool(
-    weight: Array, homes: Array, bags: Bags, space: KeySpace, weights: Array, out: Array, argmax: Array
-) -> None:
+def pool(weight: Array, homes: Array, bags: Bags, space: KeySpace, weights: Array, out: Array, argmax: Array) -> None:
     args = (weight, homes, bags.offsets, bags.batch, space.mode, space.column, weights, out, argmax)
     parallel_for(bags_pool, _bounds(bags, space.width), *args)
 
@@ -48,7 +46,7 @@ def weights_gradient(weight: Array, homes: Array, bags: Bags, space: KeySpace, g
 
 
 @inline
-def row_prefetch(array, row):  # type: ignore[no-untyped-def]
+def row_prefetch(array, row):
     """Asks for all lines of `array[row]` unless the row is negative (padding)."""
     if row >= 0:
         width = array.shape[1]
@@ -57,7 +55,7 @@ def row_prefetch(array, row):  # type: ignore[no-untyped-def]
 
 
 @jit
-def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out, argmax):  # type: ignore[no-untyped-def]
+def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out, argmax):
     """Bags lo … hi − 1. Moves D · itemsize bytes an occurrence, at random, and as many a bag, in order."""
     width = weight.shape[1]
     weighted = weights.shape[0] > 0
@@ -102,7 +100,7 @@ def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out,
 
 
 @jit
-def bags_mean_scale(homes, offsets, batch, mode, scale):  # type: ignore[no-untyped-def]
+def bags_mean_scale(homes, offsets, batch, mode, scale):
     for bag in range(offsets.shape[0] - 1):
         count = 0
         if mode[bag // batch] == MEAN:
@@ -114,7 +112,7 @@ def bags_mean_scale(homes, offsets, batch, mode, scale):  # type: ignore[no-unty
 
 
 @jit
-def bags_weights_gradient(lo, hi, weight, homes, offsets, batch, column, grad, gradient):  # type: ignore[no-untyped-def]
+def bags_weights_gradient(lo, hi, weight, homes, offsets, batch, column, grad, gradient):
     width = weight.shape[1]
     for bag in range(lo, hi):
         table = bag // batch

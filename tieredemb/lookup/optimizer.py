@@ -93,8 +93,8 @@ def _f32(values: Array) -> Array:
 class Gradient:
     """The upstream gradient of a batch and how occurrences share in it.
 
-    `grad`: float32 (B, ΣD) · `sample`, `table`: int32 (N,), row of `grad` and table of each occurrence · `scale`: float32 (N,) or empty for
-    ones · `argmax`: int32 (B, ΣD), the winning occurrence of each maximum, or empty.
+    `grad`: float32 (B, ΣD) · `sample`, `table`: int32 (N,), row of `grad` and table of each occurrence · `scale`:
+    float32 (N,) or empty for ones · `argmax`: int32 (B, ΣD), the winning occurrence of each maximum, or empty.
     """
 
     grad: Array
@@ -104,9 +104,7 @@ class Gradient:
     argmax: Array
 
 
-def update(
-    hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, numbers: Hyperparameters
-) -> None:
+def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, numbers: Hyperparameters) -> None:
     """Applies one optimizer step to the rows of `segments` in `hot` (`weight`, `state`, `dirty`) and marks them dirty.
     A segment without occurrences changes nothing."""
     kernels: Any = twin(__name__, torch.device("cpu"))

@@ -23,9 +23,7 @@ AHEAD = 4  # segments whose rows are requested early
 F = np.float32
 
 
-def update(
-    hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, numbers: Hyperparameters
-) -> None:
+def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, numbers: Hyperparameters) -> None:
     parts = len(even_bounds(len(segments.order) * space.width, UPDATE_GRAIN)) - 1
     cuts = np.searchsorted(segments.starts, [len(segments.order) * part // parts for part in range(1, parts)])
     bounds = [0, *(int(cut) for cut in cuts), len(segments.homes)]
@@ -57,7 +55,7 @@ def limit_norms(hot: Any, slots: Array, max_norm: float, norm_type: float) -> No
 
 
 @inline
-def occurrences_add(acc, order, lo, hi, grad, sample, scale, argmax, first, is_max):  # type: ignore[no-untyped-def]
+def occurrences_add(acc, order, lo, hi, grad, sample, scale, argmax, first, is_max):
     """acc += the gradients of occurrences order[lo:hi], in that order."""
     width = acc.shape[0]
     for k in range(lo, hi):
@@ -81,7 +79,7 @@ def occurrences_add(acc, order, lo, hi, grad, sample, scale, argmax, first, is_m
 
 
 @inline
-def row_update(weight, state, home, g, kind, rate, hyper):  # type: ignore[no-untyped-def]
+def row_update(weight, state, home, g, kind, rate, hyper):
     """One optimizer step of the row at `home` with gradient `g` (float32 (D,)); weights are rounded once."""
     width = g.shape[0]
     eps = hyper[0]
@@ -114,7 +112,7 @@ def row_update(weight, state, home, g, kind, rate, hyper):  # type: ignore[no-un
 
 
 @jit
-def segments_update(  # type: ignore[no-untyped-def]
+def segments_update(
     lo, hi, homes, starts, order, mode, column, grad, sample, tables, scale, argmax, weight, state, dirty, kind, rate,
     hyper,
 ):  # fmt: skip
@@ -154,7 +152,7 @@ def segments_update(  # type: ignore[no-untyped-def]
 
 
 @jit
-def rows_limit_norm(lo, hi, slots, weight, dirty, max_norm, norm_type):  # type: ignore[no-untyped-def]
+def rows_limit_norm(lo, hi, slots, weight, dirty, max_norm, norm_type):
     for i in range(lo, hi):
         s = slots[i]
         norm = 0.0

@@ -11,7 +11,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from tieredemb.config import LFU, LRU, Adagrad, Adam, OptimizerConfig, RowWiseAdagrad, SGD, Capacity, Policy, TableConfig
+from tieredemb.config import (
+    LFU,
+    LRU,
+    SGD,
+    Adagrad,
+    Adam,
+    Capacity,
+    OptimizerConfig,
+    Policy,
+    RowWiseAdagrad,
+    TableConfig,
+)
 from tieredemb.errors import BackwardError, ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.lookup.bags import check_offsets
 from tieredemb.modules.call import BackwardPass, Call, GroupCall, Lookup, apply_update, inside_backward
@@ -112,8 +123,7 @@ class TieredModule(nn.Module):
         if grad and not self._frozen:
             self._check_world_size()
         if grad and (not self._frozen or (weights is not None and weights.requires_grad)):
-            out: torch.Tensor = Lookup.apply(self._hook, weights, lambda: Call(self, ids, offsets, batch))
-            return out
+            return Lookup.apply(self._hook, weights, lambda: Call(self, ids, offsets, batch))  # type: ignore[no-any-return, no-untyped-call]
         call = Call(self, ids, offsets, batch)
         try:
             return call.pool(weights, differentiable=False)
@@ -191,7 +201,8 @@ class TieredModule(nn.Module):
         """
         from tieredemb.modules.checkpoint import load
 
-        return load(self.tables, self._fused, directory)
+        extra: dict[str, Any] = load(self.tables, self._fused, directory)
+        return extra
 
     def _weight_key(self, table: int) -> str:
         """Name of a table's weights in `state_dict()`."""
@@ -234,14 +245,14 @@ class TieredModule(nn.Module):
         probe = fn(torch.zeros(1, dtype=torch.float32))
         if probe.dtype != torch.float32:
             raise UnsupportedError(
-                f"rows cannot be converted to {probe.dtype} in place; build the module with dtype={probe.dtype}, or use "
-                f"autocast for the dense part"
+                f"rows cannot be converted to {probe.dtype} in place; build the module with dtype={probe.dtype}, or "
+                f"use autocast for the dense part"
             )
         if probe.device.type != self.tables.config.device.type:
             raise UnsupportedError(
                 f"the tables live on {self.tables.config.device} and cannot move to {probe.device} in this version"
             )
-        if probe.is_shared():
+        if probe.is_shared():  # type: ignore[no-untyped-call]
             raise UnsupportedError("rows cannot be shared between processes; train in one process")
         return self
 
@@ -259,7 +270,7 @@ class TieredModule(nn.Module):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._connect()
 
 

@@ -8,7 +8,14 @@ import torch
 
 from tieredemb.config import Capacity, OptimizerConfig, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError
-from tieredemb.modules.base import LookupOptions, TieredModule, as_ids, as_offsets, check_weights, table_set_config
+from tieredemb.modules.base import (
+    LookupOptions,
+    TieredModule,
+    as_ids,
+    as_offsets,
+    check_weights,
+    table_set_config,
+)
 from tieredemb.storage.base import Storage
 
 

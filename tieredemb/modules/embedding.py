@@ -62,7 +62,10 @@ class TieredEmbedding(TieredModule):
             device=device,
         )  # fmt: skip
         options = LookupOptions(
-            max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, padding_is_dropped=False
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
+            padding_is_dropped=False,
         )
         super().__init__(config, options)
         self.num_embeddings = num_embeddings
@@ -91,7 +94,8 @@ class TieredEmbedding(TieredModule):
         if len(args) > len(names):
             raise ConfigError(f"from_pretrained takes at most {len(names) + 2} positional arguments")
         options = dict(zip(names, args, strict=False)) | kwargs
-        return cls(*embeddings.shape, _weight=embeddings, _freeze=freeze, **options)
+        rows, width = embeddings.shape
+        return cls(rows, width, _weight=embeddings, _freeze=freeze, **options)
 
     def _weight_key(self, table: int) -> str:
         return "weight"

@@ -9,7 +9,14 @@ import torch
 
 from tieredemb.config import Capacity, Init, Mode, Normal, OptimizerConfig, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError
-from tieredemb.modules.base import LookupOptions, TieredModule, as_ids, as_offsets, check_weights, table_set_config
+from tieredemb.modules.base import (
+    LookupOptions,
+    TieredModule,
+    as_ids,
+    as_offsets,
+    check_weights,
+    table_set_config,
+)
 from tieredemb.storage.base import Storage
 
 
@@ -101,11 +108,20 @@ class TieredEmbeddingBag(TieredModule):
             raise ConfigError(f"embeddings must have two dimensions, got shape {tuple(embeddings.shape)}")
         if freeze and kwargs.get("optimizer") is not None:
             raise ConfigError("an optimizer was given for frozen embeddings; pass freeze=False to train them")
-        names = ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse", "include_last_offset", "padding_idx")
+        names = (
+            "max_norm",
+            "norm_type",
+            "scale_grad_by_freq",
+            "mode",
+            "sparse",
+            "include_last_offset",
+            "padding_idx",
+        )
         if len(args) > len(names):
             raise ConfigError(f"from_pretrained takes at most {len(names) + 2} positional arguments")
         options = dict(zip(names, args, strict=False)) | kwargs
-        module = cls(*embeddings.shape, _weight=embeddings, **options)
+        rows, width = embeddings.shape
+        module = cls(rows, width, _weight=embeddings, **options)
         module.requires_grad_(not freeze)
         return module
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -86,8 +86,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 words = self._tables.state(table)
                 entry |= {name: part.clone() for name, part in zip(names, words.chunk(len(names), 1), strict=True)}
             state[table] = entry
-        options = {k: v for k, v in self.param_groups[0].items() if k != "params"}
-        return {"state": state, "param_groups": [options | {"params": list(state)}]}
+        return {"state": state, "param_groups": [self.options() | {"params": list(state)}]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned, or what torch's optimizer of the same name did for these tables.
@@ -107,9 +106,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             group.steps[position] = int(step)
             if words is not None:
                 self._tables.set_state(table, words)
-        known = set(self.param_groups[0]) - {"params"}
-        options = {k: v for k, v in groups[0].items() if k in known or k == "initial_lr"}
-        self.param_groups[0].update(options)
+        self.set_options(groups[0])
+
+    def options(self) -> dict[str, Any]:
+        """lr, eps, … as the param group holds them, without its params; tensors as numbers."""
+        group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
+        return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Takes over the options that this optimizer knows, and what schedulers keep beside them."""
+        known = {*self.options(), "initial_lr"}
+        for name, value in options.items():
+            if name in known:
+                self.param_groups[0][name] = tuple(value) if isinstance(value, list) else value
 
     def _words(self, table: int, entry: dict[str, Any]) -> torch.Tensor | None:
         names = [name for name in state_names(self._config) if name in entry]

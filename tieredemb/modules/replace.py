@@ -29,12 +29,13 @@ def replace_embedding_bags(model: nn.Module, capacity: Capacity = 0.01, **keywor
     >>> type(replace_embedding_bags(model, capacity=0.1)[0]).__name__
     'TieredEmbeddingBag'
     """
-    found = {name: module for name, module in model.named_modules() if isinstance(module, (nn.EmbeddingBag, nn.Embedding))}
+    kinds = (nn.EmbeddingBag, nn.Embedding)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     for name, module in found.items():
-        if type(module) not in (nn.EmbeddingBag, nn.Embedding):
+        if type(module) not in kinds:
             raise ConfigError(
-                f"{name or 'the model'} is a {type(module).__name__}, a subclass whose own behaviour a tiered twin would "
-                f"lose; replace it by hand"
+                f"{name or 'the model'} is a {type(module).__name__}, a subclass whose own behaviour a tiered "
+                f"twin would lose; replace it by hand"
             )
     twins = {name: _twin(name, module, capacity, keywords) for name, module in found.items()}
     if "" in twins:
@@ -47,21 +48,23 @@ def replace_embedding_bags(model: nn.Module, capacity: Capacity = 0.01, **keywor
     return model
 
 
-def _twin(name: str, module: nn.EmbeddingBag | nn.Embedding, capacity: Capacity, keywords: dict[str, Any]) -> TieredModule:
+def _twin(
+    name: str, module: nn.EmbeddingBag | nn.Embedding, capacity: Capacity, keywords: dict[str, Any]
+) -> TieredModule:
     keywords = dict(keywords, capacity=capacity)
     storage = keywords.get("storage")
     if isinstance(storage, File) and name:
         keywords["storage"] = replace_fields(storage, path=f"{storage.path}.{name}")
     if not module.weight.requires_grad:
         keywords.pop("optimizer", None)
-    shared: dict[str, Any] = dict(
-        max_norm=module.max_norm,
-        norm_type=module.norm_type,
-        scale_grad_by_freq=module.scale_grad_by_freq,
-        padding_idx=module.padding_idx,
-        sparse=module.sparse,
-        _weight=module.weight.detach(),
-    )
+    shared: dict[str, Any] = {
+        "max_norm": module.max_norm,
+        "norm_type": module.norm_type,
+        "scale_grad_by_freq": module.scale_grad_by_freq,
+        "padding_idx": module.padding_idx,
+        "sparse": module.sparse,
+        "_weight": module.weight.detach(),
+    }
     make: Callable[..., TieredModule] = TieredEmbedding
     if isinstance(module, nn.EmbeddingBag):
         make = TieredEmbeddingBag

@@ -79,7 +79,8 @@ class Group:
             state_value=state_start(config.optimizer),
             device=config.device,
         )
-        cold = config.storage.open(layout, name=name, identity=_identity(config, tables))
+        self.identity = _identity(config, tables)
+        cold = config.storage.open(layout, name=name, identity=self.identity)
         if not cold.metadata.steps:
             cold.metadata.steps = [0] * len(tables)
         try:

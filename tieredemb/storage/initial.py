@@ -37,17 +37,12 @@ class InitialTable:
 class InitialRows:
     """Generates rows of one key space. `state_value`: what every word of optimizer state starts as, a float."""
 
-    def __init__(
-        self, tables: Sequence[InitialTable], *, seed: int, state_value: float, device: torch.device
-    ) -> None:
+    def __init__(self, tables: Sequence[InitialTable], *, seed: int, state_value: float, device: torch.device) -> None:
         self._kernels: Any = twin(__name__, device)
         self._start = np.array([t.start for t in tables], np.int64)
         self._number = np.array([t.number for t in tables], np.uint32)
         self._kind = np.array([NORMAL if isinstance(t.init, Normal) else UNIFORM for t in tables], np.int32)
-        pairs = [
-            (t.init.mean, t.init.std) if isinstance(t.init, Normal) else (t.init.low, t.init.high)
-            for t in tables
-        ]
+        pairs = [(t.init.mean, t.init.std) if isinstance(t.init, Normal) else (t.init.low, t.init.high) for t in tables]
         self._params = np.array(pairs, np.float32).reshape(-1, 2)
         padding = [-1 if t.padding_idx is None else t.start + t.padding_idx for t in tables]
         self._padding_key = np.array(padding, np.int64)

@@ -31,7 +31,7 @@ def generate(
 
 
 @inline
-def philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
+def philox(c0, c1, c2, c3, k0, k1):
     """Ten rounds of Philox4x32 on uint32 counters and keys; four uint32."""
     mask = np.uint64(0xFFFFFFFF)
     half = np.uint64(32)
@@ -48,7 +48,7 @@ def philox(c0, c1, c2, c3, k0, k1):  # type: ignore[no-untyped-def]
 
 
 @inline
-def log_of(x):  # type: ignore[no-untyped-def]
+def log_of(x):
     """Natural logarithm of a normal positive float32 to 2 ulp (Cephes logf), the same bits on every device."""
     bits = float_bits(x)
     exponent = np.int32(bits >> np.uint32(23)) - np.int32(126)
@@ -75,7 +75,7 @@ def log_of(x):  # type: ignore[no-untyped-def]
 
 
 @inline
-def normal_of(bits):  # type: ignore[no-untyped-def]
+def normal_of(bits):
     """Standard normal value of 32 random bits: the sign from the highest, a tail probability from the others."""
     tail = fma(F(bits & np.uint32(0x7FFFFFFF)), F(2.0**-32), F(2.0**-33))  # (0, 0.5]
     q = F(0.5) - tail
@@ -92,16 +92,14 @@ def normal_of(bits):  # type: ignore[no-untyped-def]
             d = fma(fma(F(1.2021132975e-1), r, F(7.3700164250e-1)), r, F(1.0))
         else:
             r = r - F(5.0)
-            n = fma(
-                fma(fma(F(1.7337203997e-2), r, F(4.2868294337e-1)), r, F(3.0812263860)), r, F(6.6579051150)
-            )
+            n = fma(fma(fma(F(1.7337203997e-2), r, F(4.2868294337e-1)), r, F(3.0812263860)), r, F(6.6579051150))
             d = fma(fma(F(1.2258202635e-2), r, F(2.4197894225e-1)), r, F(1.0))
         value = n / d
     return -value if bits >> np.uint32(31) else value
 
 
 @inline
-def value_of(bits, kind, a, b):  # type: ignore[no-untyped-def]
+def value_of(bits, kind, a, b):
     """The initial value that 32 random bits stand for: normal (mean a, deviation b), or uniform in [a, b)."""
     if kind == NORMAL:
         return fma(normal_of(bits), b, a)
@@ -109,7 +107,7 @@ def value_of(bits, kind, a, b):  # type: ignore[no-untyped-def]
 
 
 @jit
-def rows_generate(  # type: ignore[no-untyped-def]
+def rows_generate(
     lo, hi, keys, rows, weight, state, state_width, state_word, seed, start, number, kind, params, padding_key
 ):
     width = weight.shape[1]

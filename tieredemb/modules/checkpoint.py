@@ -1,0 +1,52 @@
+"""Checkpoints of a module: rows of all its key spaces, and what its optimizer and its user want remembered."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tieredemb.errors import CheckpointError
+from tieredemb.modules.optimizer import FusedOptimizer
+from tieredemb.modules.table_set import Group, TableSet
+from tieredemb.storage import checkpoint
+from tieredemb.storage.base import ColdRows
+
+
+def save(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str], extra: Any) -> None:
+    """See `TieredModule.save_checkpoint`."""
+    tables.flush()
+    group_options = None if optimizer is None else optimizer.options()
+    noted = {"extra": extra, "param_group": group_options}
+    checkpoint.save(directory, _spaces(tables), identities=_identities(tables), extra=noted)
+
+
+def load(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str]) -> Any:
+    """See `TieredModule.load_checkpoint`."""
+    for group in tables.groups:
+        group.cache.check_idle("load a checkpoint")
+    try:
+        noted = checkpoint.load(directory, _spaces(tables), identities=_identities(tables))
+    except CheckpointError:
+        raise  # nothing was changed, so the hot rows are still the newest
+    except BaseException:
+        _forget(tables.groups)  # cold storage was reset under them
+        raise
+    _forget(tables.groups)
+    if optimizer is not None and noted["param_group"] is not None:
+        optimizer.set_options(noted["param_group"])
+    return noted["extra"]
+
+
+def _forget(groups: list[Group]) -> None:
+    for group in groups:
+        group.cache.forget()
+        if not group.steps:
+            group.cache.cold.metadata.steps = [0] * len(group.space)
+
+
+def _spaces(tables: TableSet) -> dict[str, ColdRows]:
+    return {f"width{group.space.width}": group.cache.cold for group in tables.groups}
+
+
+def _identities(tables: TableSet) -> dict[str, dict[str, Any]]:
+    return {f"width{group.space.width}": group.identity for group in tables.groups}
