@@ -1,0 +1,111 @@
+"""What all tests share: the device they run on, the real logs, a deterministic hypothesis, and fresh kernels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from source_imports import import_closure, modules_of
+
+REPOSITORY = Path(__file__).parents[1]
+REQUIRE_CUDA = os.environ.get("TIEREDEMB_REQUIRE_CUDA", "0") not in ("", "0")
+
+# CI must not fail by luck: examples are the same in every run. `pytest --hypothesis-profile=explore` seeks new ones.
+settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.register_profile("explore", deadline=None, max_examples=1000, print_blob=True)
+settings.load_profile("deterministic")
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def drop_stale_kernels(*packages: Path) -> list[Path]:
+    """Removes numba's cached kernels whose sources changed since the last call; returns what was removed.
+
+    numba looks at the kernel's own file alone: it would go on using a device function or a constant that another file
+    no longer holds. A kernel's sources are its module and all that it imports of `packages`; as with numba, a new
+    modification time is a change.
+    """
+    modules: dict[str, Path] = {}
+    for package in packages:
+        modules |= modules_of(package)
+    digests = {
+        name: hashlib.sha256(path.read_bytes() + str(path.stat().st_mtime_ns).encode()).hexdigest()
+        for name, path in modules.items()
+    }
+    stamp = packages[0] / "__pycache__" / "kernel-sources.json"
+    try:
+        known = json.loads(stamp.read_text())
+    except (OSError, ValueError):
+        known = {}
+    current, removed = {}, []
+    for name, path in modules.items():
+        cached = [*path.parent.glob(f"__pycache__/{path.stem}.*.nb[ic]")]
+        if cached or path.stem.endswith("_cpu"):
+            closure = "".join(digests[module] for module in sorted(import_closure(name, modules)))
+            current[name] = hashlib.sha256(closure.encode()).hexdigest()
+        if cached and known.get(name) != current[name]:
+            removed += cached
+    for path in removed:
+        path.unlink(missing_ok=True)
+    stamp.parent.mkdir(exist_ok=True)
+    unique = stamp.with_suffix(f".{os.getpid()}")
+    unique.write_text(json.dumps(current, indent=1))
+    unique.replace(stamp)
+    return removed
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # xdist's workers start after the controller has cleaned up
+        drop_stale_kernels(REPOSITORY / "tieredemb", REPOSITORY / "examples", REPOSITORY / "benchmarks")
+
+
+# --- fixtures ---------------------------------------------------------------------------------------------------------
+
+
+def _devices() -> tuple[str, ...]:
+    from tieredemb.kernels import DEVICES
+
+    return tuple(dict.fromkeys((*DEVICES, "cuda") if REQUIRE_CUDA else DEVICES))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", _devices(), indirect=True)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    """Every device that has kernels. Without a GPU "cuda" skips, or fails under TIEREDEMB_REQUIRE_CUDA=1."""
+    import torch
+
+    from tieredemb.kernels import DEVICES
+
+    name: str = request.param
+    if name == "cuda" and "cuda" not in DEVICES:
+        pytest.fail("TIEREDEMB_REQUIRE_CUDA=1, but this version of tieredemb has no CUDA kernels")
+    if name == "cuda" and not torch.cuda.is_available():
+        (pytest.fail if REQUIRE_CUDA else pytest.skip)("no GPU: torch.cuda.is_available() is false")
+    return name
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Directory of the real logs (never part of the repository): TIEREDEMB_DATA, or `../shared/data`."""
+    given = os.environ.get("TIEREDEMB_DATA")
+    path = Path(given) if given else REPOSITORY.parent / "shared" / "data"
+    if given and not path.is_dir():
+        pytest.fail(f"TIEREDEMB_DATA={given} is no directory")
+    if not path.is_dir():
+        pytest.skip(f"no real logs at {path}; set TIEREDEMB_DATA to their directory")
+    return path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "data_dir" in getattr(item, "fixturenames", ()):
+            item.add_marker("data")

@@ -1,0 +1,74 @@
+"""The reader of imports, and the removal of stale kernels that rests on it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from conftest import drop_stale_kernels
+from source_imports import import_closure, imports_of, modules_of
+
+
+@pytest.fixture
+def package(tmp_path):
+    root = tmp_path / "pkg"
+    (root / "sub").mkdir(parents=True)
+    for name in ("__init__", "sub/__init__", "config", "device"):
+        (root / f"{name}.py").write_text("")
+    (root / "sub" / "op_cpu.py").write_text("from pkg.device import fma\n")
+    (root / "sub" / "other_cpu.py").write_text("import numpy\n")
+    return root
+
+
+def test_imports_of_type_checking_functions_and_importlib(package):
+    (package / "sub" / "op.py").write_text(
+        "import importlib\n"
+        "from typing import TYPE_CHECKING\n"
+        "from . import other_cpu\n"
+        "from ..config import X\n"
+        "if TYPE_CHECKING:\n"
+        "    from pkg.device import fma\n"
+        "def late():\n"
+        "    import numba.core\n"
+        "    return importlib.import_module('cupy')\n"
+    )
+    modules = modules_of(package)
+    found = [target for _, target in imports_of("pkg.sub.op", modules["pkg.sub.op"])]
+    assert found == [
+        "importlib",
+        "typing.TYPE_CHECKING",
+        "pkg.sub.other_cpu",
+        "pkg.config.X",
+        "pkg.device.fma",
+        "numba.core",
+        "cupy",
+    ]
+
+
+def test_import_closure_follows_imports_of_the_package_only(package):
+    (package / "device.py").write_text("import numba\nfrom pkg import config\n")
+    modules = modules_of(package)
+    assert import_closure("pkg.sub.op_cpu", modules) == {"pkg.sub.op_cpu", "pkg.device", "pkg.config"}
+
+
+def test_stale_kernels_are_those_that_import_what_changed(package):
+    cache = package / "sub" / "__pycache__"
+    cache.mkdir()
+    kernels = [
+        cache / f"{module}.run-1.py311.{suffix}" for module in ("op_cpu", "other_cpu") for suffix in ("nbi", "nbc")
+    ]
+
+    def compile_all():
+        for kernel in kernels:
+            kernel.write_text("")
+
+    compile_all()
+    assert sorted(drop_stale_kernels(package)) == sorted(kernels)  # of unknown sources
+    compile_all()
+    assert drop_stale_kernels(package) == []
+    (package / "device.py").write_text("fma = 1\n")
+    assert sorted(drop_stale_kernels(package)) == sorted(kernels[:2])
+    assert [kernel.exists() for kernel in kernels] == [False, False, True, True]
+    compile_all()
+    os.utime(package / "device.py", (1, 1))
+    assert sorted(drop_stale_kernels(package)) == sorted(kernels[:2])
