@@ -1,0 +1,44 @@
+"""`import tieredemb` stays quick: what only some users or some calls need is loaded there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+LATE = ("numba", "llvmlite", "matplotlib", "tabulate", "cupy", "scipy", "sklearn", "tqdm", "zstandard", "pandas")
+
+
+def loaded_after(statement: str) -> set[str]:
+    """Top-level packages in `sys.modules` of a fresh interpreter that ran `statement`."""
+    code = f"import sys, json; {statement}; print(json.dumps(sorted({{m.partition('.')[0] for m in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    return set(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def loaded_with_torch():
+    return loaded_after("import torch")
+
+
+def test_import_loads_no_compiler_and_no_extras(loaded_with_torch):
+    assert loaded_after("import tieredemb").intersection(LATE) - loaded_with_torch == set()
+
+
+def test_import_of_command_line_loads_no_compiler_and_no_extras(loaded_with_torch):
+    assert loaded_after("import tieredemb.__main__").intersection(LATE) - loaded_with_torch == set()
+
+
+def test_import_check_sees_what_a_statement_loads(loaded_with_torch):
+    assert "numba" in loaded_after("import tieredemb.kernels.cpu") - loaded_with_torch
+
+
+def test_version_is_that_of_the_project():
+    import tieredemb
+
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["version"] == tieredemb.__version__
