@@ -1,0 +1,208 @@
+"""Command line: `python -m examples.dlrm train`, `generate` and `fit`, from the root of the repository."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from examples.dlrm import locality, report, synthetic
+from examples.dlrm.config import CacheConfig, CheckpointConfig, ModelConfig, TrainConfig
+from examples.dlrm.criteo import CriteoFile, Log, LogError
+from examples.dlrm.optional import require
+from examples.dlrm.trainer import Trainer
+from tieredemb import LFU, LRU, SGD, Adagrad, Adam, File, HostMemory, Pmem, RowWiseAdagrad
+from tieredemb.config import Capacity
+from tieredemb.errors import ConfigError, TieredEmbError
+from tieredemb.storage.base import Storage
+
+_OPTIMIZERS = {"sgd": SGD, "adagrad": Adagrad, "rowwise-adagrad": RowWiseAdagrad, "adam": Adam}
+_GENERATED_ROWS = 200_000  # under a minute of training on two cores
+
+
+def _capacity(text: str) -> Capacity:
+    """Rows ("5000"), a share ("0.01", "1%") or bytes ("512MiB")."""
+    try:
+        if text.endswith("%"):
+            return float(text[:-1]) / 100
+        return int(text) if text.isdecimal() else float(text)
+    except ValueError:
+        return text
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    return tuple(int(width) for width in text.split(",") if width)
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m examples.dlrm", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="train a DLRM on a click log", formatter_class=defaults)
+    _add_data(train.add_argument_group("data"))
+    _add_model(train.add_argument_group("model"))
+    _add_tables(train.add_argument_group("tables"))
+    _add_run(train.add_argument_group("run"))
+    generate = commands.add_parser("generate", help="write a generated click log", formatter_class=defaults)
+    generate.add_argument("--rows", type=int, default=_GENERATED_ROWS, help="rows to write")
+    generate.add_argument("--seed", type=int, default=0, help="seed of the rows")
+    generate.add_argument("--out", type=Path, required=True, help="file: .tsv, .tsv.gz or .tsv.xz")
+    fit = commands.add_parser("fit", help="fit the law of the generated ids to Meta's published statistics")
+    fit.add_argument("path", type=Path, help="meta_locality_stats_2022.txt of facebookresearch/dlrm_datasets")
+    return parser
+
+
+def _add_data(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--data", type=Path, help="log in Criteo's format (.tsv, .gz, .xz); without it one is generated")
+    group.add_argument("--rows", type=int, help=f"rows to use (all), or to generate ({_GENERATED_ROWS})")
+    group.add_argument("--test-share", type=float, default=0.2, help="part at the log's end that is held out")
+    group.add_argument("--rows-per-table", type=int, default=100_000, help="rows that each column is hashed to")
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--embedding-dim", type=int, default=16, help="width of the tables")
+    group.add_argument("--bottom", type=_widths, default="64", help="hidden widths of the bottom MLP: 512,256")
+    group.add_argument("--top", type=_widths, default="64", help="hidden widths of the top MLP")
+    group.add_argument("--batch-size", type=int, default=128, help="samples a batch")
+    group.add_argument("--epochs", type=int, default=1, help="passes over the training rows")
+    group.add_argument("--optimizer", choices=_OPTIMIZERS, default="adagrad", help="optimizer of the tables")
+    group.add_argument("--lr", type=float, default=0.02, help="learning rate of the tables")
+    group.add_argument("--dense-lr", type=float, default=0.01, help="learning rate of the dense layers' Adagrad")
+    group.add_argument("--reference", action="store_true", help="train plain nn.EmbeddingBag tables instead")
+
+
+def _add_tables(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--capacity", type=_capacity, default="0.01", help="cache: rows, share or bytes (512MiB)")
+    group.add_argument("--tier", choices=("host", "file", "pmem"), default="host", help="where all rows live")
+    group.add_argument("--tier-path", type=Path, help="file of the file tier, directory of the pmem tier")
+    group.add_argument("--policy", choices=("lfu", "lru"), default="lfu", help="which rows stay in the cache")
+    group.add_argument("--half-life", type=float, default=300.0, help="of a use's weight in LFU, in batches")
+
+
+def _add_run(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    group.add_argument("--threads", type=int, help="CPU threads; a resumed run needs the same number")
+    group.add_argument("--seed", type=int, default=0, help="of initial weights and of a generated log")
+    group.add_argument("--checkpoint", type=Path, help="directory of the run's checkpoint")
+    group.add_argument("--checkpoint-every", type=int, default=1000, help="batches between checkpoints")
+    group.add_argument("--resume", action="store_true", help="go on from the checkpoint, bit for bit")
+    group.add_argument("--plot", type=Path, help="picture of loss and hit rate to write")
+    group.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _storage(options: argparse.Namespace) -> Storage:
+    """The cold tier. Its file is scratch: what a run keeps is in its checkpoint."""
+    if options.tier == "host":
+        return HostMemory()
+    if options.tier_path is None:
+        what = "a file to create" if options.tier == "file" else "a directory on persistent memory"
+        raise ConfigError(f"--tier {options.tier} needs --tier-path: {what}")
+    return File(options.tier_path, fresh=True) if options.tier == "file" else Pmem(options.tier_path)
+
+
+def _device(wanted: str) -> str:
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError("--device cuda was given, but torch finds no GPU; pass --device cpu, or install a CUDA torch")
+    return "cuda" if wanted != "cpu" and available else "cpu"
+
+
+def _train_config(options: argparse.Namespace) -> TrainConfig:
+    return TrainConfig(
+        model=ModelConfig(
+            rows_per_table=options.rows_per_table,
+            embedding_dim=options.embedding_dim,
+            bottom=options.bottom,
+            top=options.top,
+        ),
+        cache=CacheConfig(
+            capacity=options.capacity,
+            policy=LFU(half_life_batches=options.half_life) if options.policy == "lfu" else LRU(),
+            storage=_storage(options),
+        ),
+        optimizer=_OPTIMIZERS[options.optimizer](lr=options.lr),
+        dense_lr=options.dense_lr,
+        batch_size=options.batch_size,
+        epochs=options.epochs,
+        test_share=options.test_share,
+        device=_device(options.device),
+        seed=options.seed,
+        reference=options.reference,
+    )
+
+
+def _saving(options: argparse.Namespace) -> CheckpointConfig | None:
+    if options.checkpoint is None:
+        if options.resume:
+            raise ConfigError("--resume needs --checkpoint: the directory of the run to go on with")
+        return None
+    return CheckpointConfig(directory=options.checkpoint, every=options.checkpoint_every, resume=options.resume)
+
+
+def train(options: argparse.Namespace) -> None:
+    """Trains, then prints the summary and writes the plot."""
+    if options.plot is not None:
+        require("matplotlib", "matplotlib", "--plot")  # said now, not after an hour of training
+    require("sklearn", "scikit-learn", "measuring AUC")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    config, saving = _train_config(options), _saving(options)
+    log: Log
+    if options.data is not None:
+        log, name = CriteoFile(options.data, rows=options.rows), options.data.name
+    else:
+        log, name = synthetic.GeneratedLog(rows=options.rows or _GENERATED_ROWS, seed=options.seed), "generated log"
+    with Trainer(config, log, saving) as trainer:
+        print(
+            f"{name}: {trainer.train_rows:,} rows to train, {len(log) - trainer.train_rows:,} to test; "
+            f"device {config.device}, tier {options.tier}, capacity {config.cache.capacity}"
+        )
+        if options.quiet:
+            trainer.run()
+        else:
+            with closing(report.Bar(trainer.total_samples, trainer.progress.samples)) as bar:
+                trainer.run(bar)
+        scores = report.score(*trainer.predict())
+        memory = {} if config.reference else trainer.collection.memory_report()
+        print(report.summary(trainer.progress, scores, options.tier, memory))
+        if options.plot is not None:
+            report.plot(options.plot, trainer.progress, scores, f"DLRM on {name}, capacity {config.cache.capacity}")
+            print(f"plot written to {options.plot}")
+
+
+def generate(options: argparse.Namespace) -> None:
+    """Writes a generated log."""
+    log = synthetic.GeneratedLog(rows=options.rows, seed=options.seed)
+    bar = require("tqdm", "tqdm", "the progress bar").tqdm(total=len(log), unit=" rows", unit_scale=True)
+    with bar:
+        size_bytes = synthetic.write_log(options.out, log, bar.update)
+    print(f"{options.out}: {len(log):,} rows, {size_bytes:,} bytes of text")
+
+
+def fit(options: argparse.Namespace) -> None:
+    """Fits the law and prints target, fitted and measured statistics."""
+    target = locality.read_published(options.path)
+    law = locality.rounded(locality.fit(target, synthetic.CARDINALITIES))
+    print(law)
+    sample = next(synthetic.GeneratedLog(rows=locality.WINDOW).batches(0, locality.WINDOW, locality.WINDOW))
+    print(locality.comparison(target, law, synthetic.CARDINALITIES, locality.measured(sample.categories.T)))
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    try:
+        {"train": train, "generate": generate, "fit": fit}[options.command](options)
+    except (LogError, TieredEmbError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the last checkpoint, if any, can be resumed", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

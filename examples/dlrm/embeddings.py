@@ -1,0 +1,71 @@
+"""The 26 tables: the tiered collection, and plain `nn.EmbeddingBag`s with torch's optimizer to check it against."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+from torch import Tensor, nn
+
+from examples.dlrm.config import TrainConfig
+from examples.dlrm.model import TABLES
+from tieredemb import SGD, Adagrad, Adam, TableConfig, TieredEmbeddingBagCollection, Uniform
+from tieredemb.errors import UnsupportedError
+
+
+def tiered_tables(config: TrainConfig) -> TieredEmbeddingBagCollection:
+    """26 tables of sums, initialised as the DLRM paper's code does."""
+    bound = config.model.rows_per_table**-0.5
+    tables = [
+        TableConfig(
+            name=name,
+            num_embeddings=config.model.rows_per_table,
+            embedding_dim=config.model.embedding_dim,
+            init=Uniform(low=-bound, high=bound),
+        )
+        for name in TABLES
+    ]
+    return TieredEmbeddingBagCollection(
+        tables=tables,
+        capacity=config.cache.capacity,
+        policy=config.cache.policy,
+        storage=config.cache.storage,
+        optimizer=config.optimizer,
+        seed=config.seed,
+        device=config.device,
+    )
+
+
+def reference_optimizer(config: TrainConfig, embeddings: nn.Module) -> torch.optim.Optimizer:
+    """torch's optimizer of the same name, for sparse gradients."""
+    chosen, parameters = config.optimizer, list(embeddings.parameters())
+    if isinstance(chosen, SGD):
+        return torch.optim.SGD(parameters, lr=chosen.lr)
+    if isinstance(chosen, Adagrad):
+        settings = asdict(chosen)
+        return torch.optim.Adagrad(parameters, **settings)
+    if isinstance(chosen, Adam):
+        return torch.optim.SparseAdam(parameters, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps)
+    raise UnsupportedError(f"torch has no {type(chosen).__name__}; the reference takes SGD, Adagrad or Adam")
+
+
+class EmbeddingBags(nn.Module):
+    """The reference: one plain `nn.EmbeddingBag` a table, with the interface of the tiered collection."""
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag.from_pretrained(weight.clone(), freeze=False, mode="sum", sparse=True) for weight in weights
+        )
+
+    def weights(self) -> list[Tensor]:
+        """float32 (rows, D) of each table, shared with the model."""
+        return [weight.detach() for weight in self.tables.parameters()]
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        bags = (len(offsets) - 1) // len(self.tables)
+        outputs = []
+        for number, table in enumerate(self.tables):
+            part = offsets[number * bags : (number + 1) * bags + 1]
+            outputs.append(table(ids[part[0] : part[-1]], part[:-1] - part[0]))
+        return torch.cat(outputs, dim=1)

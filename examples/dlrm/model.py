@@ -1,0 +1,89 @@
+"""DLRM (Naumov et al., 2019): a bottom MLP over the integers, dot products of all pairs of vectors, a top MLP.
+
+The model takes its embeddings as a module, `(ids, offsets) → (B, 26 · D)`: the tiered collection, or `EmbeddingBags`,
+plain torch, against which the collection is checked. All else is shared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from examples.dlrm import text
+from examples.dlrm.config import ModelConfig
+from examples.dlrm.criteo import Rows
+
+TABLES = tuple(f"C{column}" for column in range(1, text.CATEGORIES + 1))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the model eats. dense: float32 (B, 13); ids: int64 (26 · B,), table by table; offsets: int64
+    (26 · B + 1,); labels: float32 (B,)."""
+
+    dense: Tensor
+    ids: Tensor
+    offsets: Tensor
+    labels: Tensor
+
+
+def to_batch(rows: Rows, rows_per_table: int, device: str) -> Batch:
+    """Integers x become log(1 + x), with 0 for missing and negative ones, as in the DLRM repository. A category
+    becomes 1 + value mod (rows_per_table - 1); row 0 of each table is the missing value's."""
+    dense = np.log1p(np.maximum(rows.integers, 0).astype(np.float32))
+    missing = rows.categories == text.NO_CATEGORY
+    ids = np.where(missing, 0, 1 + rows.categories % (rows_per_table - 1))
+    return Batch(
+        torch.from_numpy(dense).to(device),
+        torch.from_numpy(np.ascontiguousarray(ids.T).reshape(-1)).to(device),
+        torch.arange(ids.size + 1, device=device),
+        torch.from_numpy(rows.labels.astype(np.float32)).to(device),
+    )
+
+
+class DLRM(nn.Module):
+    """Logits of a click. The dense layers are initialised from `seed` alone, whatever the embeddings are.
+
+    `parameters()` of the bottom and top MLPs belong to a torch optimizer; the embeddings bring their own.
+    """
+
+    def __init__(self, embeddings: nn.Module, config: ModelConfig, *, seed: int) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        width, vectors = config.embedding_dim, len(TABLES) + 1
+        generator = torch.Generator().manual_seed(seed)
+        self.bottom = _mlp([text.INTEGERS, *config.bottom, width], generator)
+        self.top = _mlp([width + vectors * (vectors - 1) // 2, *config.top, 1], generator)
+        first, second = torch.tril_indices(vectors, vectors, offset=-1)
+        self.register_buffer("pairs", first * vectors + second, persistent=False)
+        self.pairs: Tensor
+
+    def forward(self, batch: Batch) -> Tensor:
+        """float32 (B,)."""
+        bottom = torch.relu(self.bottom(batch.dense))
+        embedded = self.embeddings(batch.ids, batch.offsets)
+        size, width = bottom.shape
+        vectors = torch.cat([bottom, embedded], dim=1).view(size, -1, width)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).view(size, -1)
+        interactions = products.index_select(1, self.pairs)
+        logits: Tensor = self.top(torch.cat([bottom, interactions], dim=1))
+        return logits[:, 0]
+
+    def dense_layers(self) -> nn.ModuleDict:
+        """The part that a torch optimizer trains."""
+        return nn.ModuleDict({"bottom": self.bottom, "top": self.top})
+
+
+def _mlp(widths: list[int], generator: torch.Generator) -> nn.Sequential:
+    """Linear layers with ReLU between them and the initial values of the DLRM paper's code."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        linear = nn.Linear(inputs, outputs)
+        nn.init.normal_(linear.weight, std=(2 / (inputs + outputs)) ** 0.5, generator=generator)
+        nn.init.normal_(linear.bias, std=(1 / outputs) ** 0.5, generator=generator)
+        layers += [linear, nn.ReLU()]
+    return nn.Sequential(*layers[:-1])

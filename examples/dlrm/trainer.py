@@ -1,0 +1,216 @@
+"""The training run: rows in time order, one update a batch, position and metrics kept so that it can be resumed.
+
+Everything that decides a number is in the log's order, the seed and the checkpoint: a run that was killed and resumed
+ends with the same bits as one that was not, given the same device and number of threads (torch sums the dense layers
+in an order that depends on them; the tables do not).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from examples.dlrm import checkpoint
+from examples.dlrm.config import CheckpointConfig, TrainConfig
+from examples.dlrm.criteo import Log, LogError, Rows
+from examples.dlrm.embeddings import EmbeddingBags, reference_optimizer, tiered_tables
+from examples.dlrm.model import DLRM, TABLES, to_batch
+from examples.dlrm.progress import Point, Progress
+from tieredemb.errors import CheckpointError, UnsupportedError
+from tieredemb.stats import CacheStats
+
+POINTS = 200  # of the curves of loss and hit rate: enough for a plot, and few enough reads of the counters
+
+
+class Trainer:
+    """A DLRM, its optimizers, its place in the log. Used as a context manager, it closes the tables.
+
+    Raises `CheckpointError` when `saving` asks to resume what is not there, or would overwrite what is.
+
+    >>> with Trainer(TrainConfig(), log) as trainer:
+    ...     trainer.run()
+    ...     labels, probabilities = trainer.predict()
+    """
+
+    def __init__(self, config: TrainConfig, log: Log, saving: CheckpointConfig | None = None) -> None:
+        self.config = config
+        self.log = log
+        self.saving = saving
+        self.train_rows = len(log) - round(len(log) * config.test_share)
+        if not 0 < self.train_rows < len(log):
+            raise LogError(
+                f"a log of {len(log)} rows with test_share={config.test_share} leaves {self.train_rows} rows to "
+                f"train and {len(log) - self.train_rows} to test; both need at least one"
+            )
+        self.collection = tiered_tables(config)
+        self.model = self._model().to(config.device)
+        self.dense_layers = self.model.dense_layers()
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Adagrad(self.dense_layers.parameters(), lr=config.dense_lr)
+        ]
+        if config.reference:
+            self.optimizers.append(reference_optimizer(config, self.model.embeddings))
+        self.progress = Progress(loss_sum=torch.zeros((), dtype=torch.float64, device=config.device))
+        self._stats_base = CacheStats()
+        try:
+            self._prepare()
+        except BaseException:
+            self.collection.close()
+            raise
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.collection.close()
+
+    @property
+    def total_samples(self) -> int:
+        return self.train_rows * self.config.epochs
+
+    def run(self, on_point: Callable[[Point], None] = lambda point: None) -> None:
+        """Trains to the end, saving as asked for. `on_point` hears of each finished interval (about `POINTS`)."""
+        batches = -(-self.train_rows // self.config.batch_size) * self.config.epochs
+        steps_a_point = max(1, batches // POINTS)
+        began, before = time.perf_counter(), self.progress.seconds
+        with _deterministic():
+            for rows in self._remaining():
+                self._step(rows)
+                progress = self.progress
+                if progress.step % steps_a_point == 0 or progress.samples == self.total_samples:
+                    on_point(self._finish_point())
+                progress.seconds = before + time.perf_counter() - began
+                self._save_if_due()
+
+    def predict(self) -> tuple[Tensor, Tensor]:
+        """Labels and click probabilities of the held-out rows, float64 (rows,) on the CPU. Trains nothing."""
+        labels, logits = [], []
+        self.model.eval()
+        with _deterministic(), torch.no_grad():
+            for rows in self.log.batches(self.train_rows, len(self.log), max(self.config.batch_size, 1024)):
+                batch = to_batch(rows, self.config.model.rows_per_table, self.config.device)
+                logits.append(self.model(batch).double().cpu())
+                labels.append(batch.labels.double().cpu())
+        self.model.train()
+        return torch.cat(labels), torch.sigmoid(torch.cat(logits))
+
+    def table_weights(self) -> dict[str, Tensor]:
+        """Weights by table name, float32 (rows, D), of whichever embeddings are trained."""
+        if isinstance(self.model.embeddings, EmbeddingBags):
+            return dict(zip(TABLES, self.model.embeddings.weights(), strict=True))
+        weights = self.collection.state_dict()
+        return {name: weights[f"tables.{name}.weight"] for name in TABLES}
+
+    def _model(self) -> DLRM:
+        embeddings: torch.nn.Module = self.collection
+        if self.config.reference:
+            weights = self.collection.state_dict()
+            embeddings = EmbeddingBags([weights[f"tables.{name}.weight"] for name in TABLES])
+        return DLRM(embeddings, self.config.model, seed=self.config.seed)
+
+    def _remaining(self) -> Iterator[Rows]:
+        """The batches from the current position to the end of the last epoch."""
+        progress = self.progress
+        while progress.epoch < self.config.epochs:
+            yield from self.log.batches(progress.row, self.train_rows, self.config.batch_size)
+            progress.epoch, progress.row = progress.epoch + 1, 0
+
+    def _step(self, rows: Rows) -> None:
+        batch = to_batch(rows, self.config.model.rows_per_table, self.config.device)
+        loss = binary_cross_entropy_with_logits(self.model(batch), batch.labels)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call] # updates the tables too
+        for optimizer in self.optimizers:
+            optimizer.step()
+        progress = self.progress
+        progress.step += 1
+        progress.row += len(rows)
+        progress.samples += len(rows)
+        progress.pending += len(rows)
+        progress.loss_sum += loss.detach().double() * len(rows)
+
+    def _finish_point(self) -> Point:
+        progress = self.progress
+        self._count()
+        hit_rate = (progress.stats - progress.stats_at_point).hit_rate
+        point = Point(progress.samples, progress.loss_sum.item() / progress.pending, hit_rate)
+        progress.points.append(point)
+        progress.stats_at_point = progress.stats
+        progress.loss_sum.zero_()
+        progress.pending = 0
+        return point
+
+    def _count(self) -> None:
+        self.progress.stats = self._stats_base + self.collection.stats()
+
+    def _prepare(self) -> None:
+        if self.saving is None:
+            return
+        if self.config.reference:
+            raise UnsupportedError("the reference model keeps no checkpoints; drop --checkpoint or --reference")
+        if self.saving.resume:
+            self._load(self.saving.directory)
+        elif checkpoint.exists(self.saving.directory):
+            raise CheckpointError(
+                f"{self.saving.directory} holds a checkpoint already; pass --resume to go on from it, or choose "
+                "another directory"
+            )
+
+    def _identity(self) -> dict[str, Any]:
+        """What decides the numbers. Epochs may be added on resuming; capacity, policy and tier change no number."""
+        config = self.config
+        return {
+            "log": self.log.identity(),
+            **asdict(config.model, dict_factory=_jsonable),
+            "optimizer": repr(config.optimizer),
+            **{name: getattr(config, name) for name in ("dense_lr", "batch_size", "test_share", "seed", "device")},
+            "threads": torch.get_num_threads(),
+        }
+
+    def _save_if_due(self) -> None:
+        saving, progress = self.saving, self.progress
+        if saving is None or (progress.step % saving.every and progress.samples != self.total_samples):
+            return
+        self._count()
+        state = {
+            "step": progress.step,
+            "progress": progress.state(),
+            "dense_layers": self.dense_layers.state_dict(),
+            "optimizer": self.optimizers[0].state_dict(),
+            "random_state": torch.get_rng_state(),
+        }
+        checkpoint.save(saving.directory, self.collection, state, self._identity())
+
+    def _load(self, directory: Path) -> None:
+        state = checkpoint.load(directory, self.collection, self._identity())
+        self.dense_layers.load_state_dict(state["dense_layers"])
+        self.optimizers[0].load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random_state"])
+        self.progress = Progress.of(state["progress"], self.config.device)
+        self._stats_base = self.progress.stats - self.collection.stats()
+
+
+def _jsonable(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Refuses torch operations that are not deterministic, for as long as the context lasts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
