@@ -15,7 +15,6 @@ import os
 import platform
 import re
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -278,9 +277,5 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Prints the findings. Always 0: a missing part is a fact, not a failure."""
     findings = examine()
-    if arguments.json:
-        text = json.dumps([asdict(finding) for finding in findings], indent=2)
-    else:
-        text = render(findings)
-    sys.stdout.write(text + "\n")
+    print(json.dumps([asdict(finding) for finding in findings], indent=2) if arguments.json else render(findings))
     return 0

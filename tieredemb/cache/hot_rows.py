@@ -25,6 +25,11 @@ PER_SLOT: dict[str, tuple[type[np.generic], int]] = {
 }
 
 
+def stamp(batch: int) -> np.int32:
+    """A batch number as `last_batch` holds it: it wraps, and comparisons are signed differences."""
+    return np.int32((batch + 2**31) % 2**32 - 2**31)
+
+
 def slot_bytes(layout: RowLayout) -> int:
     """Bytes of hot rows that one slot costs."""
     per_slot = sum(np.dtype(dtype).itemsize for dtype, _ in PER_SLOT.values())

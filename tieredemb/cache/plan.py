@@ -38,8 +38,9 @@ class Numbering:
     hits: int
 
 
-def number(keys: Array, index: SlotMap, hot: HotRows, batch: int, device: torch.device) -> Numbering:
-    """Numbers the unique keys of `keys` (int64 (N,), negative for padding) and locks the resident ones."""
+def number(keys: Array, index: SlotMap, hot: HotRows, batch: np.int32, device: torch.device) -> Numbering:
+    """Numbers the unique keys of `keys` (int64 (N,), negative for padding) and locks the resident ones by the stamp of
+    `batch`."""
     slots = np.empty(len(keys), np.int32)
     index.find(keys, slots)
     numbering: Numbering = twin(__name__, device).number(keys, slots, hot.last_batch, hot.unique_of_slot, batch)

@@ -16,13 +16,13 @@ RESOLVE_GRAIN = 32768
 AHEAD = 16  # iterations whose cache lines are requested early
 
 
-def number(keys: Array, slots: Array, last_batch: Array, unique_of_slot: Array, batch: int) -> Numbering:
+def number(keys: Array, slots: Array, last_batch: Array, unique_of_slot: Array, batch: np.int32) -> Numbering:
     inverse = np.empty(len(keys), np.int32)
     unique_keys = np.empty(len(keys), np.int64)
     unique_slots = np.empty(len(keys), np.int32)
     missed = np.empty(len(keys), np.int32)
     unique, misses, lookups, hits = keys_number(
-        keys, slots, last_batch, unique_of_slot, np.int32(batch), inverse, unique_keys, unique_slots, missed
+        keys, slots, last_batch, unique_of_slot, batch, inverse, unique_keys, unique_slots, missed
     )
     # copies, because a ticket may live long and the buffers are as long as the batch
     return Numbering(

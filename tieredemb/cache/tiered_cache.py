@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tieredemb.cache.hot_rows import HotRows, slot_bytes
+from tieredemb.cache.hot_rows import HotRows, slot_bytes, stamp
 from tieredemb.cache.plan import number, resolve
 from tieredemb.cache.policy import MIN_SCORE, policy_kernels, scoring
 from tieredemb.cache.tickets import Ticket, TicketBook
@@ -88,13 +88,13 @@ class TieredCache:
             cold.metadata.batch += 1
             batch = cold.metadata.batch
             self._retire_transients(batch)
-            numbering = number(keys, self._index, self.hot, batch, self.device)
+            numbering = number(keys, self._index, self.hot, stamp(batch), self.device)
             missed = numbering.missed
             slots = self._make_room(len(missed), batch)
             unique_slots = numbering.unique_slots
             self._fill(numbering.unique_keys[missed], slots)
             unique_slots[missed] = slots
-            self.hot.last_batch[slots] = batch
+            self.hot.last_batch[slots] = stamp(batch)
             if score:
                 self._kernels.raise_scores(unique_slots, self.hot.score, self._scoring.now(batch), self._scoring)
                 self._count(
@@ -117,7 +117,7 @@ class TieredCache:
         if len(self.hot) == self.hot.capacity:
             return
         slots = self.hot.transients()
-        behind = self.hot.last_batch[slots] - np.int32(self._book.oldest(batch))
+        behind = self.hot.last_batch[slots] - stamp(self._book.oldest(batch))
         self._evict(slots[behind < 0])
 
     def _make_room(self, rows: int, batch: int) -> Array:
@@ -126,7 +126,7 @@ class TieredCache:
         if short > 0:
             hot = self.hot
             victims = self._kernels.choose_victims(
-                short, hot.key, hot.score, hot.last_batch, self._oldest(batch), min(hot.used, hot.capacity)
+                short, hot.key, hot.score, hot.last_batch, stamp(self._oldest(batch)), min(hot.used, hot.capacity)
             )
             self.hot.ensure_transient(short - len(victims))
             self._evict(victims)

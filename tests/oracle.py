@@ -1,0 +1,150 @@
+"""The oracle: a dict-based LRFU cache, and whole tables trained by torch. Slow and obvious."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+import tieredemb as te
+
+
+class OracleCache:
+    """Which keys are resident after each batch, and how many lookups hit: LRFU in float64 over dicts.
+
+    `half_life`: batches, `math.inf` for exact counts, 0 for LRU. Ties of score go to the older batch; rows of the last
+    `lock_window` batches stay.
+    """
+
+    def __init__(
+        self, slots: int, half_life: float, *, remember: bool = True, lock_window: int = 0, precision: float = 0.0
+    ) -> None:
+        self.precision = precision
+        self.ambiguous = False  # whether the last choice of victims hung on a difference within `precision`
+        self.slots = slots
+        self.half_life = half_life
+        self.remember = remember
+        self.lock_window = lock_window
+        self.resident: set[int] = set()
+        self.score: dict[int, float] = {}
+        self.last: dict[int, int] = {}
+        self.batch = 0
+
+    def plan(self, keys: list[int]) -> int:
+        """Serves one batch; returns the lookups that hit."""
+        self.batch += 1
+        hits = sum(key in self.resident for key in keys)
+        unique = list(OrderedDict.fromkeys(keys))
+        missed = [key for key in unique if key not in self.resident]
+        for key in unique:
+            self.last[key] = self.batch
+        short = len(missed) - (self.slots - len(self.resident))
+        if short > 0:
+            unlocked = [key for key in self.resident if self.last[key] < self.batch - self.lock_window]
+            ranked = sorted(unlocked, key=lambda key: (self.score[key], self.last[key]))
+            victims = ranked[:short]
+            if short < len(ranked):
+                gone, spared = ranked[short - 1], ranked[short]
+                gap = self.score[spared] - self.score[gone]
+                same_batch = self.last[spared] == self.last[gone]
+                self.ambiguous = gap < self.precision or (gap == 0 and same_batch)
+            self.resident -= set(victims)
+            if not self.remember:
+                for key in victims:
+                    del self.score[key]
+        for key in unique:
+            self.score[key] = self._raised(self.score.get(key))
+        room = self.slots - len(self.resident)
+        self.resident |= set(missed[:room])
+        return hits
+
+    def _raised(self, old: float | None) -> float:
+        if self.half_life == 0:
+            return float(self.batch)
+        if math.isinf(self.half_life):
+            return (old or 0.0) + 1
+        now = self.batch / self.half_life
+        return now if old is None else max(old, now) + math.log2(1 + 2 ** -abs(old - now))
+
+
+class RowWiseAdagradReference(torch.optim.Optimizer):
+    """Row-wise Adagrad on dense gradients, in float64 where it sums."""
+
+    def __init__(self, params, lr: float, eps: float = 1e-8) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
+                total = self.state[param].setdefault("sum", torch.zeros(len(param), 1))
+                total += grad.double().square().mean(1, keepdim=True).float()
+                param -= group["lr"] * grad / (total.sqrt() + group["eps"])
+
+
+def torch_optimizer(config: te.config.OptimizerConfig, params) -> torch.optim.Optimizer:  # type: ignore[no-untyped-def]
+    """The torch optimizer that a config stands for."""
+    if isinstance(config, te.SGD):
+        return torch.optim.SGD(params, lr=config.lr)
+    if isinstance(config, te.Adagrad):
+        return torch.optim.Adagrad(
+            params,
+            lr=config.lr,
+            lr_decay=config.lr_decay,
+            eps=config.eps,
+            initial_accumulator_value=config.initial_accumulator_value,
+        )
+    if isinstance(config, te.RowWiseAdagrad):
+        return RowWiseAdagradReference(params, lr=config.lr, eps=config.eps)
+    return torch.optim.SparseAdam(params, lr=config.lr, betas=config.betas, eps=config.eps)
+
+
+class OracleCollection(nn.Module):
+    """Whole tables: `nn.EmbeddingBag` for each table, called as the collection is."""
+
+    def __init__(self, tables: list[te.TableConfig], *, sparse: bool, scale_grad_by_freq: bool = False) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(
+                table.num_embeddings,
+                table.embedding_dim,
+                mode=table.mode,
+                padding_idx=table.padding_idx,
+                sparse=sparse,
+                include_last_offset=True,
+                scale_grad_by_freq=scale_grad_by_freq,
+            )
+            for table in tables
+        )
+
+    def load_from(self, collection: te.TieredEmbeddingBagCollection) -> OracleCollection:
+        for bag, weight in zip(self.bags, collection.state_dict().values(), strict=True):
+            bag.load_state_dict({"weight": weight})
+        return self
+
+    def forward(
+        self, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        batch = (len(offsets) - 1) // len(self.bags)
+        parts = []
+        for t, bag in enumerate(self.bags):
+            edges = offsets[t * batch : (t + 1) * batch + 1]
+            ids = indices[edges[0] : edges[-1]]
+            shares = None if weights is None else weights[edges[0] : edges[-1]]
+            parts.append(bag(ids, edges - edges[0], per_sample_weights=shares))
+        return torch.cat(parts, 1)
+
+
+def integer_weights(module: te.modules.base.TieredModule, low: int = -8, high: int = 9, seed: int = 0) -> None:
+    """Gives every table small integer weights: float sums of them are exact in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    state = {
+        name: torch.randint(low, high, weight.shape, generator=generator).to(weight.dtype)
+        for name, weight in module.state_dict().items()
+    }
+    module.load_state_dict(state)

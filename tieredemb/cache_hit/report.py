@@ -1,0 +1,118 @@
+"""What a run tells: a table for each batch size, the capacities of a wanted hit rate, and a CSV file."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tieredemb.cache_hit.run import HitRate, Workload
+from tieredemb.errors import ConfigError, MissingDependencyError
+
+CSV_FIELDS = (
+    "trace",
+    "accesses",
+    "rows",
+    "batch_size",
+    "lock_window",
+    "warm_up",
+    "capacity_rows",
+    "capacity_share",
+    "policy",
+    "reference",
+    "hit_rate",
+    "lookups",
+    "hits",
+    "fetched_rows",
+    "evictions",
+    "seconds",
+)
+TABLE_FORMAT = "github"
+
+
+def require_tabulate() -> None:
+    """Raises `MissingDependencyError` if tables cannot be printed; called before a run rather than after
+    it."""
+    try:
+        import tabulate  # noqa: F401
+    except ImportError:
+        raise MissingDependencyError(
+            "the table needs tabulate, which is not installed; run: pip install tieredemb[bench]"
+        ) from None
+
+
+def heading(workload: Workload) -> str:
+    """One line that says what was measured."""
+    trace = workload.trace
+    return (
+        f"{trace.name}: {trace.ids.size:,} accesses to {trace.rows:,} rows "
+        f"in batches of {workload.batch_size:,}, lock window {workload.lock_window}; "
+        f"hit rate over the last {workload.lookups:,} accesses"
+    )
+
+
+def hit_rate_table(points: Sequence[HitRate]) -> str:
+    """The points of one workload: a line a capacity, a column a policy, references marked by an asterisk."""
+    names = {point.policy: f"{point.policy}{' *' if point.reference else ''}" for point in points}
+    lines: dict[int, dict[str, float]] = {}
+    for point in points:
+        lines.setdefault(point.capacity, {})[point.policy] = point.hit_rate
+    rows = points[0].workload.trace.rows
+    body = [
+        [f"{capacity:,}", f"{capacity / rows:.2%}", *(f"{rates[name]:.3f}" for name in names)]
+        for capacity, rates in lines.items()
+    ]
+    return _aligned(["capacity (rows)", "of rows", *names.values()], body)
+
+
+def target_table(target: float, found: Mapping[str, HitRate | None], workload: Workload) -> str:
+    """The capacity at which each policy reaches the hit rate `target`; None: not even with every row
+    resident."""
+    body = []
+    for name, point in found.items():
+        if point is None:
+            body.append([name, "not reached", f"{workload.trace.rows:,} rows are too few", ""])
+        else:
+            body.append([name, f"{point.capacity:,}", f"{point.capacity_share:.2%}", f"{point.hit_rate:.3f}"])
+    return _aligned([f"hit rate {target:g}", "capacity (rows)", "of rows", "hit rate there"], body)
+
+
+def _aligned(headers: list[str], body: list[list[str]]) -> str:
+    from tabulate import tabulate
+
+    right = ["right"] * len(headers)
+    right[0] = "left" if headers[0].startswith("hit rate") else "right"
+    return str(tabulate(body, headers, tablefmt=TABLE_FORMAT, colalign=right, disable_numparse=True))
+
+
+def write_csv(path: str | Path, points: Sequence[HitRate]) -> None:
+    """One line a (trace, batch size, capacity, policy). Raises `ConfigError` if `path` cannot be written."""
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(CSV_FIELDS)
+            writer.writerows(_csv_line(point) for point in points)
+    except OSError as error:
+        raise ConfigError(f"the CSV file {str(path)!r} cannot be written: {error}") from error
+
+
+def _csv_line(point: HitRate) -> list[object]:
+    workload, trace = point.workload, point.workload.trace
+    return [
+        trace.name,
+        trace.ids.size,
+        trace.rows,
+        workload.batch_size,
+        workload.lock_window,
+        workload.warm_up,
+        point.capacity,
+        f"{point.capacity_share:.6f}",
+        point.policy,
+        int(point.reference),
+        f"{point.hit_rate:.6f}",
+        point.lookups,
+        point.hits,
+        "" if point.fetched is None else point.fetched,
+        "" if point.evictions is None else point.evictions,
+        f"{point.seconds:.3f}",
+    ]

@@ -1,0 +1,213 @@
+"""Runs the real cache over a trace: its plan, its policy, its map, on rows of width 0, so that no weight is
+moved.
+
+Each run starts with an empty cache and goes over the whole trace, one plan a batch, the ticket released at
+once. Hits are counted from the first measured batch on; what comes before warms the cache up.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tieredemb.cache_hit.references import Uses, belady, best_static, uses_of
+from tieredemb.cache_hit.traces import Trace
+from tieredemb.config import LFU, LRU, Policy
+from tieredemb.errors import ConfigError
+
+TARGET_PRECISION = 0.01  # the capacity of a target is bracketed this closely: hit rates move by far less over 1 %
+CLASSIC_POLICIES: dict[str, Policy] = {
+    "lru": LRU(),
+    "lfu-forget": LFU(half_life_batches=math.inf, remember_evicted=False),
+}
+"""The references that are policies: plain LRU, and LFU as caches have it, where an evicted row loses its
+count."""
+
+Advance = Callable[[int], None]  # told the accesses that were run since the last call
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A trace cut into batches of `batch_size` accesses. The first `warm_up` of the batches (a share in [0,
+    1), rounded down) are not measured. `lock_window`: rows of this many previous batches are never evicted.
+    Raises `ConfigError`."""
+
+    trace: Trace
+    batch_size: int
+    warm_up: float = 0.5
+    lock_window: int = 0
+
+    def __post_init__(self) -> None:
+        accesses = self.trace.ids.size
+        if not 1 <= self.batch_size <= accesses:
+            raise ConfigError(
+                f"batch size {self.batch_size} is not possible on trace {self.trace.name!r}, which has "
+                f"{accesses} accesses; pass 1 … {accesses}"
+            )
+        if not 0 <= self.warm_up < 1:
+            raise ConfigError(f"warm-up is a share of the batches and must lie in [0, 1), got {self.warm_up!r}")
+        if self.lock_window < 0:
+            raise ConfigError(f"lock window must be at least 0 batches, got {self.lock_window}")
+
+    @property
+    def first_batch(self) -> int:
+        """The first measured batch."""
+        return int(self.warm_up * -(-self.trace.ids.size // self.batch_size))
+
+    @property
+    def lookups(self) -> int:
+        """Measured accesses."""
+        return self.trace.ids.size - self.first_batch * self.batch_size
+
+    @cached_property
+    def uses(self) -> Uses:
+        """The uses (row, batch), for Belady."""
+        return uses_of(self.trace, self.batch_size)
+
+    def check_capacity(self, capacity: int) -> None:
+        """Raises `ConfigError` unless 1 ≤ `capacity` ≤ rows."""
+        if not 1 <= capacity <= self.trace.rows:
+            raise ConfigError(
+                f"a capacity of {capacity} rows is not possible on trace {self.trace.name!r}, which has "
+                f"{self.trace.rows} rows; pass 1 … {self.trace.rows}, or a share such as 1%"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HitRate:
+    """One measured point. `capacity`: rows. `hits`: occurrences whose row was resident when their batch was
+    planned, of `lookups`. `fetched`: missed rows, once a batch; `evictions`; both None where the reference
+    has no such count. `seconds`: wall time of the whole run, warm-up included. `reference`: shown for
+    comparison only."""
+
+    workload: Workload
+    capacity: int
+    policy: str
+    reference: bool
+    lookups: int
+    hits: int
+    fetched: int | None = None
+    evictions: int | None = None
+    seconds: float
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / self.lookups
+
+    @property
+    def capacity_share(self) -> float:
+        """Capacity over the trace's rows."""
+        return self.capacity / self.workload.trace.rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A policy or reference under the name that tables and pictures give it. `policy` is None for the two
+    that know the future, "static" and "belady"."""
+
+    name: str
+    policy: Policy | None = None
+    reference: bool = False
+
+    def measure(self, workload: Workload, capacity: int, advance: Advance = lambda accesses: None) -> HitRate:
+        """Runs over the whole trace with `capacity` rows. Raises `ConfigError` for an impossible capacity."""
+        workload.check_capacity(capacity)
+        started = time.perf_counter()
+        fetched: int | None = None
+        evictions: int | None = None
+        if self.policy is not None:
+            hits, fetched, evictions = _run_cache(workload, capacity, self.policy, advance)
+        elif self.name == "belady":
+            hits, fetched = belady(workload.uses, capacity, workload.first_batch)
+        else:
+            hits = best_static(workload.trace, capacity, workload.first_batch * workload.batch_size)
+        return HitRate(
+            workload=workload,
+            capacity=capacity,
+            policy=self.name,
+            reference=self.reference,
+            lookups=workload.lookups,
+            hits=hits,
+            fetched=fetched,
+            evictions=evictions,
+            seconds=time.perf_counter() - started,
+        )
+
+
+def contenders(policies: dict[str, Policy], *, references: bool) -> list[Contender]:
+    """`policies` by name, and after them the references that are not among them."""
+    chosen = [Contender(name=name, policy=policy) for name, policy in policies.items()]
+    if references:
+        classic = {name: policy for name, policy in CLASSIC_POLICIES.items() if name not in policies}
+        chosen += [Contender(name=name, policy=policy, reference=True) for name, policy in classic.items()]
+        chosen += [Contender(name=name, reference=True) for name in ("static", "belady")]
+    return chosen
+
+
+def _run_cache(workload: Workload, capacity: int, policy: Policy, advance: Advance) -> tuple[int, int, int]:
+    """Hits, fetched rows and evictions of the measured batches."""
+    from tieredemb.cache.tiered_cache import TieredCache
+    from tieredemb.storage.base import RowLayout
+    from tieredemb.storage.host import HostMemory
+
+    ids, size = workload.trace.ids, workload.batch_size
+    cold = HostMemory().open(RowLayout(rows=workload.trace.rows, width=0), name="", identity={})
+    cache = TieredCache(cold, slots=capacity, policy=policy, lock_window=workload.lock_window)
+    measured_from = workload.first_batch * size
+    before = cache.stats()
+    for start in range(0, ids.size, size):
+        if start == measured_from:
+            before = cache.stats()
+        batch = ids[start : start + size]
+        cache.plan(batch).release()
+        advance(batch.size)
+    counted = cache.stats() - before
+    cache.close()
+    if counted.lookups != workload.lookups:
+        raise RuntimeError(f"the cache counted {counted.lookups} lookups of {workload.lookups}; please report this")
+    return counted.hits, counted.rows_filled, counted.evictions
+
+
+def sweep(
+    workload: Workload,
+    capacities: Sequence[int],
+    chosen: Sequence[Contender],
+    advance: Advance = lambda accesses: None,
+) -> Iterator[HitRate]:
+    """Every contender at every capacity (rows)."""
+    for capacity in capacities:
+        for contender in chosen:
+            yield contender.measure(workload, capacity, advance)
+
+
+def capacity_for(
+    target: float,
+    contender: Contender,
+    workload: Workload,
+    known: Sequence[HitRate] = (),
+    advance: Advance = lambda accesses: None,
+) -> HitRate | None:
+    """The smallest capacity that reaches the hit rate `target`, as measured there; None if all rows do not.
+
+    Bisects on a log scale by running, from the bracket that the contender's `known` points give, down to
+    `TARGET_PRECISION`: a capacity one percent (or one row) smaller was run and fell short. Takes for granted
+    that the hit rate grows with capacity, which a policy may break by a hair.
+    """
+    reached = min((p for p in known if p.hit_rate >= target), key=lambda p: p.capacity, default=None)
+    if reached is None:
+        reached = contender.measure(workload, workload.trace.rows, advance)
+        if reached.hit_rate < target:
+            return None
+    short = max((p.capacity for p in known if p.capacity < reached.capacity), default=0)
+    while reached.capacity - short > max(1, int(short * TARGET_PRECISION)):
+        middle = math.isqrt(max(short, 1) * reached.capacity)
+        middle = min(max(middle, short + 1), reached.capacity - 1)
+        point = contender.measure(workload, middle, advance)
+        if point.hit_rate >= target:
+            reached = point
+        else:
+            short = middle
+    return reached
