@@ -596,6 +596,30 @@ def test_reserve_takes_each_page_of_its_rows_once(path, monkeypatch, row):
     cold.close()
 
 
+def test_reset_rows_take_their_pages_again(path, monkeypatch):
+    cold = open_file(path)
+    calls = taken_pages(monkeypatch)
+    for _ in range(2):
+        cold.reserve(np.array([5]))
+        assert len(calls) == 2
+        calls.clear()
+        cold.reset()
+    cold.close()
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (201, 203), (488, 500), (37, 411)])
+def test_reserve_range_takes_the_pages_of_its_rows_only(path, monkeypatch, start, stop):
+    layout = RowLayout(rows=500, width=1500)
+    cold = open_file(path, layout)
+    calls = taken_pages(monkeypatch)
+    cold.reserve_range(start, stop)
+    page, at = file_pages.PAGE_BYTES, cold.size_bytes()["header"]
+    first, end = start * 6000 // page, -(-stop * 6000 // page)
+    assert calls == [(at + first * page, (end - first) * page), calls[1]]
+    assert calls[1][1] == page
+    cold.close()
+
+
 def test_neighbouring_pages_share_one_call(path, monkeypatch):
     cold = open_file(path)
     calls = taken_pages(monkeypatch)

@@ -53,9 +53,7 @@ def save(
     is left. Returns when the checkpoint is durable.
     """
     path = os.path.abspath(os.fspath(directory))
-    described = {
-        name: jsonable(dict((identities or {}).get(name, {})), f"identity of {name!r}") for name in spaces
-    }
+    described = {name: jsonable(dict((identities or {}).get(name, {})), f"identity of {name!r}") for name in spaces}
     noted = jsonable(dict(extra or {}), "extra")
     with checkpoint_errors(path, "saving"):
         os.makedirs(path, exist_ok=True)
@@ -95,15 +93,14 @@ def _save_rows(path: str, spaces: Spaces, identities: Identities, extra: dict[st
     return manifest
 
 
-def load(
-    directory: str | os.PathLike[str], spaces: Spaces, *, identities: Identities | None = None
-) -> dict[str, Any]:
+def load(directory: str | os.PathLike[str], spaces: Spaces, *, identities: Identities | None = None) -> dict[str, Any]:
     """Replaces all rows and metadata of `spaces` by those of the checkpoint in `directory`; returns its
     `extra`.
 
-    Drop hot caches first: their rows are newer than nothing. `identities` as in `save`; without them they are
-    not compared. Everything is verified before a row is changed. Raises `CheckpointError` (nothing was
-    changed) and `StorageFullError` (a space ran full: all rows of all spaces are then untouched ones).
+    Empty hot caches first: what they hold belongs to the rows that go. `identities` as in `save`; without
+    them they are not compared. Everything is verified before a row is changed. Raises `CheckpointError`
+    (nothing was changed) and `StorageFullError` (a space ran full: all rows of all spaces are then untouched
+    ones).
     """
     path = os.path.abspath(os.fspath(directory))
     with checkpoint_errors(path, "loading"), _locked(path, fcntl.LOCK_SH):
@@ -148,8 +145,7 @@ def _compare(path: str, manifest: Manifest, spaces: Spaces, identities: Identiti
             found = difference(entry.identity, identity, "identity", stored_in="the checkpoint")
         if found:
             raise CheckpointError(
-                f"the checkpoint in {path!r} is of another model: {found} (key space {name!r}); "
-                "nothing was changed"
+                f"the checkpoint in {path!r} is of another model: {found} (key space {name!r}); nothing was changed"
             )
 
 

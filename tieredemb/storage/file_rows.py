@@ -41,8 +41,8 @@ class FileRows(ColdRows):
         self._lock, self._fd, self._slots, self._header = lock, fd, slots, header
         weight_at, self._state_at, end = regions(layout, slots.region_bytes)
         self._map = mmap.mmap(fd, end, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        # Random rows: readahead would read 32 pages for one, and its large folios make a write fault take
-        # space for neighbouring pages that nobody reserved.
+        # Random rows: readahead would read 32 pages for one. It also makes large folios, and a filesystem may take
+        # space for the whole folio at a write fault, its unreserved pages too.
         self._map.madvise(mmap.MADV_RANDOM)
         weight = self._view(weight_at, layout.weight_bytes).view(layout.carrier)
         state = self._view(self._state_at, layout.state_bytes).view(STATE_DTYPE)
@@ -142,9 +142,7 @@ class FileRows(ColdRows):
         self._sync(clean=False)
 
     def _sync(self, *, clean: bool) -> None:
-        if (
-            self._damaged
-        ):  # the kernel reports a failed write once, then forgets it: a retry looks like success
+        if self._damaged:  # the kernel reports a failed write once, then forgets it: a retry looks like success
             raise StorageError(
                 f"an earlier flush of {self.path!r} failed, so rows on disk may be old; save a checkpoint "
                 "elsewhere, then open the file with fresh=True"
