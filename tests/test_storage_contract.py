@@ -208,8 +208,6 @@ def test_paths_are_checked(path):
 
 def test_importing_storages_compiles_nothing():
     code = (
-        "import sys\n"
-        "from tieredemb.storage import base, host, file, pmem, checkpoint\n"
-        "sys.exit('numba' in sys.modules)"
+        "import sys\nfrom tieredemb.storage import base, host, file, pmem, checkpoint\nsys.exit('numba' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -84,9 +84,7 @@ def verify_rows(path: str, chunks: list[Chunk], layout: RowLayout) -> None:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path!r} is missing from the checkpoint; use another checkpoint") from error
     if size != expected:
-        raise CheckpointError(
-            f"{path!r} has {size} bytes and the manifest says {expected}; use another checkpoint"
-        )
+        raise CheckpointError(f"{path!r} has {size} bytes and the manifest says {expected}; use another checkpoint")
     last = -1
     for keys, _, _ in read_chunks(path, chunks, layout):
         if len(keys) and (keys[0] <= last or keys[-1] >= layout.rows or (np.diff(keys) <= 0).any()):

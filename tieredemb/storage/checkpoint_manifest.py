@@ -82,9 +82,7 @@ def read_manifest(directory: str) -> Manifest:
     body: Any = outer.get("body")
     if zlib.crc32(_text(body).encode()) != outer.get("crc32"):
         raise CheckpointError(f"{path!r} is damaged: its checksum differs; use another checkpoint")
-    return Manifest(
-        spaces={name: _space(fields) for name, fields in body["spaces"].items()}, extra=body["extra"]
-    )
+    return Manifest(spaces={name: _space(fields) for name, fields in body["spaces"].items()}, extra=body["extra"])
 
 
 def _space(fields: dict[str, Any]) -> Space:

@@ -59,9 +59,7 @@ class File(Storage):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} of File must be True or False, got {getattr(self, name)!r}")
         if self.recover and self.fresh:
-            raise ConfigError(
-                "recover=True keeps the rows of File and fresh=True discards them; give one of the two"
-            )
+            raise ConfigError("recover=True keeps the rows of File and fresh=True discards them; give one of the two")
         object.__setattr__(self, "path", path)
 
     def open(self, layout: RowLayout, *, name: str, identity: dict[str, Any]) -> FileRows:
@@ -78,9 +76,7 @@ class File(Storage):
             stack.callback(lock.release)
             if created:
                 stack.push(_RemovedOnError(path))
-            fd = os.open(
-                path, os.O_RDWR | os.O_CLOEXEC
-            )  # a second description: the mapping must not hold the lock
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # a second description: the mapping must not hold the lock
             stack.callback(os.close, fd)
             if not os.path.samestat(os.fstat(lock.fd), os.fstat(fd)):
                 raise StorageError(f"{path!r} was replaced while it was being opened; try again")

@@ -24,9 +24,7 @@ from tieredemb.storage.file_io import pread_all, pwrite_all
 MAGIC = b"TIEREMB\x00"
 VERSION = 1
 REGION_BYTES = 65536  # alignment of the regions: the largest page size that Linux runs with
-_PREFIX = struct.Struct(
-    "<8sIIQQII"
-)  # magic, version, 0, slot size, sequence, JSON size, CRC of all before and after
+_PREFIX = struct.Struct("<8sIIQQII")  # magic, version, 0, slot size, sequence, JSON size, CRC of all before and after
 _SLOT_BYTES = tuple((REGION_BYTES // 2) << power for power in range(12))
 
 
@@ -104,9 +102,7 @@ class HeaderSlots:
                 "supported: split the collection"
             )
         unfinished = _PREFIX.pack(MAGIC, VERSION, 0, slot_bytes, 0, 0, 0)
-        pwrite_all(
-            fd, unfinished.ljust(2 * slot_bytes, b"\0"), 0
-        )  # zeros, not a hole: rewriting needs no space
+        pwrite_all(fd, unfinished.ljust(2 * slot_bytes, b"\0"), 0)  # zeros, not a hole: rewriting needs no space
         return cls(path, fd, slot_bytes, 0)
 
     def write(self, header: Header) -> None:
@@ -182,9 +178,7 @@ def _reason(path: str, fd: int) -> str:
                 "upgrade tieredemb"
             )
         if sequence == 0 and payload_bytes == 0:
-            return (
-                f"the creation of {path!r} did not finish; delete it or open it with File(path, fresh=True)"
-            )
+            return f"the creation of {path!r} did not finish; delete it or open it with File(path, fresh=True)"
     return (
         f"both copies of the header of {path!r} are damaged; restore the file, or open it with "
         "File(path, fresh=True) and load a checkpoint"

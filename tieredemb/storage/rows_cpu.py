@@ -11,9 +11,7 @@ from typing import Any
 
 from tieredemb.kernels.cpu import inline, jit, prefetch
 
-_AHEAD = (
-    6  # rows in flight: 4–8 measured best (20 % over none where the hot side is random), 16 and more lose
-)
+_AHEAD = 6  # rows in flight: 4–8 measured best (20 % over none where the hot side is random), 16 and more lose
 _LINE_BYTES = 64
 
 
