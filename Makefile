@@ -1,0 +1,45 @@
+# Needs python3 (3.11 or newer, with venv), make and a package registry. Everything is installed in .venv.
+#   PYTHON=python3.12   another interpreter        ARGS=…   passed on to the command that a target runs
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED := .venv/.installed
+
+help:
+	@echo 'make train [DATA=log.tsv] [ARGS=…]   train the example DLRM, on a generated log without DATA'
+	@echo 'make test [ARGS=…]                   run the tests'
+	@echo 'make lint                            ruff and mypy'
+	@echo 'make wheel-check                     build the wheel, and use it from outside the tree'
+	@echo 'make clean                           remove .venv and what the tools left'
+
+train: $(INSTALLED)
+	$(BIN)/python -m examples.dlrm train $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+wheel-check: $(INSTALLED)
+	$(BIN)/python -m pytest tests/test_wheel.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# setuptools first: the project is then built by the pinned one, not by whichever is newest
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
+		"tieredemb needs Python 3.11 or newer, $(PYTHON) is %d.%d; install one and run: make PYTHON=python3.11" % v[:2])'
+	@$(PYTHON) -c 'import venv, ensurepip' || \
+		{ echo '$(PYTHON) has no venv; on Debian or Ubuntu: apt-get install python3-venv' >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(PIP) install --constraint constraints.txt setuptools
+	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+.PHONY: help train test lint wheel-check clean
