@@ -281,6 +281,38 @@ def assert_last_checkpoint_stands(directory, kept):
     assert contents(spaces) == kept
 
 
+def test_save_syncs_everything_before_the_rename_and_deletes_after_it(saved, monkeypatch):
+    directory, _ = saved
+    events = []
+    fsync, replace, unlink = os.fsync, os.replace, os.unlink
+
+    def note_fsync(fd):
+        events.append(("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
+        fsync(fd)
+
+    def note_replace(*paths):
+        events.append(("replace", os.path.basename(paths[0])))
+        replace(*paths)
+
+    def note_unlink(path):
+        events.append(("unlink", os.path.basename(path)))
+        unlink(path)
+
+    old = {path.name for path in directory.iterdir()} - {"manifest.json"}
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    monkeypatch.setattr(os, "unlink", note_unlink)
+    checkpoint.save(directory, open_spaces())
+    new = {path.name for path in directory.iterdir()} - {"manifest.json"}
+    renamed = [kind for kind, _ in events].index("replace")
+    pending = events[renamed][1]
+    assert {name for _, name in events[:renamed]} == {*new, pending, directory.name}
+    assert events[renamed - 1] == ("fsync", directory.name)
+    assert events[renamed + 1] == ("fsync", directory.name)
+    assert {name for _, name in events[renamed + 2 :]} == old
+    assert all(kind == "unlink" for kind, _ in events[renamed + 2 :])
+
+
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "replace", "posix_fadvise"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_failed_save_leaves_the_last_checkpoint_and_nothing_else(saved, monkeypatch, call, code):
