@@ -153,7 +153,7 @@ class Lookup(torch.autograd.Function):
             )
         if ctx.trains:
             call.module.check_trainable()
-        grad = grad.to(torch.float32).contiguous()
+        grad = grad.detach().to(torch.float32).contiguous()
         weights_grad = None
         if ctx.needs_input_grad[1]:
             shape, dtype = ctx.weights_like

@@ -1,0 +1,306 @@
+"""The protocol between forward, backward and other calls (tickets): what one backward pass collects, and when."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tieredemb as te
+from tieredemb.errors import BackwardError, ConfigError, StorageError, UnsupportedError
+
+ROWS, WIDTH = 30, 4
+
+
+def make(capacity=3, optimizer=None, **keywords):
+    bag = te.TieredEmbeddingBag(
+        ROWS, WIDTH, mode="sum", capacity=capacity, optimizer=optimizer or te.Adagrad(lr=0.5), **keywords
+    )
+    reference = nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=True)
+    reference.load_state_dict(bag.state_dict())
+    return bag, reference, torch.optim.Adagrad(reference.parameters(), lr=0.5)
+
+
+def ids(*values):
+    return torch.tensor([values])
+
+
+def assert_rows_equal(bag, reference):
+    torch.testing.assert_close(bag.state_dict()["weight"], reference.weight.detach())
+
+
+def live_tickets(bag):
+    gc.collect()
+    return sum(group.cache._book.live for group in bag.tables.groups)
+
+
+def test_two_calls_in_one_backward_are_one_step():
+    bag, reference, optimizer = make()
+    for _ in range(3):
+        for model in (bag, reference):
+            out = model(ids(1, 2, 3)) * 2 + model(ids(3, 4, 4)) * model(ids(9, 1, 1))
+            out.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_rows_equal(bag, reference)
+    assert live_tickets(bag) == 0
+
+
+def test_two_calls_of_different_size_in_one_backward():
+    bag, reference, optimizer = make()
+    for model in (bag, reference):
+        a = model(torch.tensor([1, 2, 3, 1]), torch.tensor([0, 1, 3]))
+        b = model(torch.tensor([3, 7]), torch.tensor([0]))
+        (a.sum() * 3 + b.square().sum()).backward()
+    optimizer.step()
+    assert_rows_equal(bag, reference)
+
+
+def test_two_max_calls_in_one_backward_keep_their_winners_apart():
+    bag = te.TieredEmbeddingBag(ROWS, WIDTH, mode="max", capacity=2, optimizer=te.SGD(lr=1.0))
+    reference = nn.EmbeddingBag(ROWS, WIDTH, mode="max")
+    reference.load_state_dict(bag.state_dict())
+    for model in (bag, reference):
+        (model(ids(1, 2, 3)).sum() + 2 * model(torch.tensor([[4, 5], [2, 1]])).sum()).backward()
+    torch.testing.assert_close(bag.state_dict()["weight"], reference.weight.detach() - reference.weight.grad)
+
+
+def test_evaluation_between_forward_and_backward_changes_nothing():
+    bag, reference, optimizer = make(capacity=2)
+    out = bag(ids(1, 2))
+    with torch.no_grad():
+        for first in range(0, ROWS, 3):
+            bag(ids(first, first + 1, first + 2))
+    out.sum().backward()
+    reference(ids(1, 2)).sum().backward()
+    optimizer.step()
+    assert_rows_equal(bag, reference)
+
+
+def test_forwards_may_be_backpropagated_in_another_order():
+    bag, reference, _ = make(capacity=1, optimizer=te.SGD(lr=0.5))
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.5)
+    first, second = bag(ids(1, 2)), bag(ids(2, 3))
+    second.sum().backward()
+    first.sum().backward()
+    for batch in (ids(2, 3), ids(1, 2)):
+        sgd.zero_grad()
+        reference(batch).sum().backward()
+        sgd.step()
+    assert_rows_equal(bag, reference)
+
+
+def test_a_forward_whose_backward_never_comes_is_released():
+    bag, _, _ = make()
+    out = bag(ids(1, 2))
+    assert live_tickets(bag) == 1
+    del out
+    assert live_tickets(bag) == 0
+    with torch.no_grad():
+        bag(ids(5, 6, 7))
+    assert live_tickets(bag) == 0
+
+
+def test_second_backward_through_one_forward_raises_and_updates_once():
+    bag, reference, optimizer = make()
+    out = bag(ids(1, 2)).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(BackwardError, match="backpropagated already"):
+        out.backward()
+    reference(ids(1, 2)).sum().backward()
+    optimizer.step()
+    assert_rows_equal(bag, reference)
+
+
+def test_double_backward_raises():
+    bag, _, _ = make()
+    weights = torch.ones(1, 2, requires_grad=True)
+    (gradient,) = torch.autograd.grad(bag(ids(1, 2), None, weights).square().sum(), weights, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_backward_without_an_optimizer_names_the_argument():
+    bag = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum")
+    before = bag.state_dict()["weight"]
+    with pytest.raises(BackwardError, match="optimizer="):
+        bag(ids(1, 2)).sum().backward()
+    assert torch.equal(bag.state_dict()["weight"], before)
+    with pytest.raises(ConfigError, match="optimizer="):
+        bag.fused_optimizer  # noqa: B018
+
+
+def test_frozen_module_leaves_the_dense_part_to_train():
+    bag = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum")
+    model = nn.Sequential(bag, nn.Linear(WIDTH, 1))
+    bag.requires_grad_(False)
+    model(ids(1, 2)).sum().backward()
+    assert model[1].weight.grad is not None
+    assert live_tickets(bag) == 0
+
+
+def test_a_failed_backward_updates_nothing_and_the_next_one_works():
+    bag, reference, optimizer = make()
+    fail = True
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if fail:
+                raise RuntimeError("planted")
+            return grad
+
+    early = Fails.apply(torch.zeros(1, WIDTH, requires_grad=True))
+    out = bag(ids(1, 2)) + bag(ids(4, 5)) * early
+    before = bag.state_dict()["weight"]
+    with pytest.raises(RuntimeError, match="planted"):
+        out.sum().backward()
+    assert torch.equal(bag.state_dict()["weight"], before)
+    del out
+    gc.collect()
+    for model in (bag, reference):
+        model(ids(7, 8)).sum().backward()
+    optimizer.step()
+    assert_rows_equal(bag, reference)
+    assert live_tickets(bag) == 0
+
+
+# --- activation checkpointing -----------------------------------------------------------------------------------------
+
+
+class TwoCalls(nn.Module):
+    """Looks up twice, each time inside a checkpointed block if `reentrant` is not None."""
+
+    def __init__(self, bag, *, nested=False):
+        super().__init__()
+        self.bag = bag
+        self.nested = nested
+        self.mix = torch.arange(1.0, 1.0 + WIDTH * WIDTH).reshape(WIDTH, WIDTH) / 10
+
+    def block(self, x, batch):
+        return torch.tanh((self.bag(batch) + x) @ self.mix)
+
+    def forward(self, first, second, reentrant):
+        x = torch.zeros(1, WIDTH, requires_grad=True)
+
+        def call(x, batch):
+            if reentrant is None:
+                return self.block(x, batch)
+            return checkpoint(self.block, x, batch, use_reentrant=reentrant)
+
+        def both(x, first, second):
+            return call(call(x, first), second)
+
+        if self.nested and reentrant is not None:
+            return checkpoint(both, x, first, second, use_reentrant=reentrant)
+        return both(x, first, second)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("capacity", [1, ROWS])
+def test_checkpointing_gives_the_bits_of_plain_training(reentrant, nested, capacity):
+    runs = []
+    for how in (None, reentrant):
+        bag, _, _ = make(capacity=capacity)
+        model = TwoCalls(bag, nested=nested)
+        outputs = []
+        for step in range(4):
+            out = model(ids(1, 2, step), ids(2, 3, 3 + step), how)
+            outputs.append(out.detach().clone())
+            out.sum().backward()
+        runs.append([*outputs, bag.state_dict()["weight"], bag.fused_optimizer.state_dict()["state"][0]["step"]])
+        assert live_tickets(bag) == 0
+    for plain, checkpointed in zip(*runs, strict=True):
+        assert torch.equal(plain, checkpointed)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_scores_once_and_counts_once(reentrant):
+    counts, scores = [], []
+    for how in (None, reentrant):
+        bag, _, _ = make(capacity=ROWS)
+        for _ in range(3):
+            TwoCalls(bag)(ids(1, 2), ids(2, 3), how).sum().backward()
+        counts.append(bag.stats().lookups)
+        hot = bag.tables.groups[0].cache.hot
+        scores.append({int(k): int(s) for k, s in zip(hot.key, hot.score, strict=True) if k >= 0}.keys())
+    assert counts[0] == counts[1] == 12
+    assert scores[0] == scores[1]
+
+
+# --- copies, processes ------------------------------------------------------------------------------------------------
+
+
+def test_pickle_takes_rows_and_state_along():
+    bag, reference, optimizer = make()
+    bag(ids(1, 2)).sum().backward()
+    again = pickle.loads(pickle.dumps(bag))
+    for model in (bag, again):
+        model(ids(2, 3)).sum().backward()
+    assert torch.equal(bag.state_dict()["weight"], again.state_dict()["weight"])
+    assert again.fused_optimizer._tables is again.tables
+
+
+def test_copies_are_refused_on_storages_with_one_owner_and_in_flight(tmp_path):
+    bag, _, _ = make(storage=te.File(str(tmp_path / "rows")))
+    for call in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match="save_checkpoint"):
+            call(bag)
+    bag, _, _ = make()
+    out = bag(ids(1))
+    with pytest.raises(StorageError, match="in flight"):
+        copy.deepcopy(bag)
+    out.sum().backward()
+    copy.deepcopy(bag)
+
+
+def test_training_in_a_world_of_two_is_refused(monkeypatch):
+    bag, _, _ = make()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(UnsupportedError, match="world of 2"):
+        bag(ids(1))
+    with torch.no_grad():
+        bag(ids(1))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    bag(ids(1)).sum().backward()
+
+
+def test_parameters_hold_nothing_of_the_table():
+    bag, _, _ = make()
+    assert list(bag.parameters()) == []
+    assert list(bag.buffers()) == []
+    model = nn.Sequential(bag, nn.Linear(WIDTH, 1))
+    before = bag.state_dict()["weight"]
+    dense = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.5)
+    dense.step()
+    assert torch.equal(bag.state_dict()["weight"], before)
+
+
+def test_autocast_and_low_precision_gradients_reach_the_rows():
+    bag = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=3, optimizer=te.SGD(lr=1.0))
+    before = bag.state_dict()["weight"]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = nn.Linear(WIDTH, 2)(bag(ids(1, 2)))
+    out.float().sum().backward()
+    changed = (bag.state_dict()["weight"] != before).any(1)
+    assert changed.nonzero().flatten().tolist() == [1, 2]
+
+
+def test_gradient_that_is_expanded_or_strided_is_read_right():
+    bag, reference, optimizer = make()
+    for model in (bag, reference):
+        out = model(torch.tensor([[1, 2], [3, 1], [5, 6]]))
+        out.t()[::2].sum().backward()
+    optimizer.step()
+    assert_rows_equal(bag, reference)

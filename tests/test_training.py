@@ -1,0 +1,236 @@
+"""Contract 1: training equals torch, and is bit for bit the same at any capacity, tier and number of threads."""
+
+from __future__ import annotations
+
+import copy
+import ctypes.util
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import OracleCollection, integer_weights, torch_optimizer
+
+import tieredemb as te
+
+OPTIMIZERS = [
+    te.SGD(lr=0.1),
+    te.Adagrad(lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1),
+    te.RowWiseAdagrad(lr=0.1),
+    te.Adam(lr=0.05, betas=(0.8, 0.95)),
+]
+NAMES = [type(optimizer).__name__ for optimizer in OPTIMIZERS]
+
+
+def table_configs(*, widths=(4,), modes=("sum",), rows=(1, 3, 17, 40), padding=(None, 0)):
+    return [
+        te.TableConfig(
+            name=f"t{i}",
+            num_embeddings=n,
+            embedding_dim=widths[i % len(widths)],
+            mode=modes[i % len(modes)],
+            padding_idx=padding[i % len(padding)],
+        )
+        for i, n in enumerate(rows)
+    ]
+
+
+def random_batch(tables, batch, seed, *, integer=False):
+    """ids, offsets, per-sample weights and upstream gradient of a batch with skewed ids and bags of 0 … 4."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(0, 5, len(tables) * batch)
+    ids = [
+        np.minimum((rng.pareto(1.0, n) * 2).astype(np.int64), table.num_embeddings - 1)
+        for table, n in zip(tables, sizes.reshape(len(tables), batch).sum(1), strict=True)
+    ]
+    ids = torch.from_numpy(np.concatenate([*ids, np.empty(0, np.int64)]))
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]))
+    width = sum(table.embedding_dim for table in tables)
+    upstream = rng.integers(-3, 4, (batch, width)) if integer else rng.standard_normal((batch, width))
+    weights = rng.integers(-2, 3, len(ids)) if integer else rng.standard_normal(len(ids))
+    return ids, offsets, torch.from_numpy(weights).float(), torch.from_numpy(upstream).float()
+
+
+def train(model, tables, steps, *, weighted=False, optimizer=None, integer=False, batch=7):
+    outputs = []
+    for step in range(steps):
+        ids, offsets, weights, upstream = random_batch(tables, batch, step, integer=integer)
+        out = model(ids, offsets, weights) if weighted else model(ids, offsets)
+        outputs.append(out.detach().clone())
+        if optimizer is not None:
+            optimizer.zero_grad()
+        out.backward(upstream.to(out.dtype))
+        if optimizer is not None:
+            optimizer.step()
+    return outputs
+
+
+def bits(model):
+    """All that training changes."""
+    state = model.fused_optimizer.state_dict()["state"]
+    return [*model.state_dict().values(), *(value for entry in state.values() for value in entry.values())]
+
+
+def assert_same_bits(ours, theirs):
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
+@pytest.mark.parametrize("modes", [("sum",), ("mean",), ("sum", "max", "mean")], ids=str)
+def test_training_equals_torch(optimizer, modes):
+    if isinstance(optimizer, te.Adam) and "max" in modes:
+        modes = ("sum", "mean")  # torch has no sparse gradient for max, and SparseAdam takes no other
+    tables = table_configs(modes=modes, widths=(4, 6))
+    ours = te.TieredEmbeddingBagCollection(tables, capacity=0.2, optimizer=optimizer)
+    theirs = OracleCollection(tables, sparse="max" not in modes).load_from(ours)
+    reference = torch_optimizer(optimizer, theirs.parameters())
+    mine = train(ours, tables, 12)
+    expected = train(theirs, tables, 12, optimizer=reference)
+    for a, b in zip(mine, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+    for a, bag in zip(ours.state_dict().values(), theirs.bags, strict=True):
+        torch.testing.assert_close(a, bag.weight.detach(), rtol=2e-5, atol=2e-5)
+
+
+@given(
+    st.integers(1, 62),
+    st.sampled_from([("sum",), ("max",), ("sum", "max")]),
+    st.booleans(),
+    st.sampled_from([(4,), (3, 8), (1,)]),
+)
+@settings(max_examples=25)
+def test_integer_training_equals_torch_bit_for_bit(capacity, modes, weighted, widths):
+    weighted = weighted and modes == ("sum",)
+    tables = table_configs(modes=modes, widths=widths)
+    ours = te.TieredEmbeddingBagCollection(tables, capacity=capacity, optimizer=te.SGD(lr=1.0))
+    integer_weights(ours)
+    theirs = OracleCollection(tables, sparse=False).load_from(ours)
+    reference = torch.optim.SGD(theirs.parameters(), lr=1.0)
+    mine = train(ours, tables, 5, integer=True, weighted=weighted)
+    expected = train(theirs, tables, 5, integer=True, weighted=weighted, optimizer=reference)
+    assert_same_bits(mine, expected)
+    assert_same_bits(ours.state_dict().values(), [bag.weight for bag in theirs.bags])
+
+
+@given(
+    st.integers(1, 61),
+    st.sampled_from(OPTIMIZERS),
+    st.sampled_from([("sum",), ("mean", "sum", "max")]),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    st.sampled_from([te.LFU(), te.LRU(), te.LFU(half_life_batches=float("inf"), remember_evicted=False)]),
+)
+@settings(max_examples=60)
+def test_any_capacity_policy_and_dtype_gives_the_bits_of_all_rows_resident(capacity, optimizer, modes, dtype, policy):
+    tables = table_configs(modes=modes, widths=(4, 5))
+    runs = []
+    for rows, which in ((1.0, te.LFU()), (capacity, policy)):
+        model = te.TieredEmbeddingBagCollection(tables, capacity=rows, optimizer=optimizer, dtype=dtype, policy=which)
+        runs.append([*train(model, tables, 6), *bits(model)])
+    assert_same_bits(*runs)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
+def test_every_tier_gives_the_same_bits(tmp_path, optimizer):
+    tables = table_configs(widths=(4, 8))
+    storages = [te.HostMemory(), te.File(str(tmp_path / "rows"))]
+    if ctypes.util.find_library("memkind"):
+        storages.append(te.Pmem(str(tmp_path)))
+    runs = []
+    for storage in storages:
+        model = te.TieredEmbeddingBagCollection(tables, capacity=5, optimizer=optimizer, storage=storage)
+        runs.append([*train(model, tables, 8), *bits(model)])
+        model.close()
+    for run in runs[1:]:
+        assert_same_bits(run, runs[0])
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    tables = [te.TableConfig(name=str(n), num_embeddings=n, embedding_dim=32) for n in (3, 2000, 50_000)]
+    before, runs = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 7):
+            torch.set_num_threads(threads)
+            model = te.TieredEmbeddingBagCollection(tables, capacity=0.05, optimizer=te.RowWiseAdagrad(lr=0.1))
+            runs.append([*train(model, tables, 3, batch=4000), *bits(model)])
+    finally:
+        torch.set_num_threads(before)
+    assert_same_bits(runs[1], runs[0])
+    assert_same_bits(runs[2], runs[0])
+
+
+def test_long_segments_sum_in_chunks_from_the_first_occurrence():
+    """A row's 1,000 gradients are summed in chunks of 128, whatever shares the batch with it."""
+    from tieredemb.lookup.optimizer import CHUNK
+
+    rng = np.random.default_rng(0)
+    gradients = (rng.standard_normal(1000) * 10.0 ** rng.integers(-4, 5, 1000)).astype(np.float32)
+    total = np.float32(0)
+    for start in range(0, 1000, CHUNK):
+        part = np.float32(0)
+        for value in gradients[start : start + CHUNK]:
+            part += value
+        total += part
+    for others in (0, 1, 77):
+        bag = te.TieredEmbeddingBag(100, 1, mode="sum", capacity=5, optimizer=te.SGD(lr=1.0))
+        bag.load_state_dict({"weight": torch.zeros(100, 1)})
+        ids = torch.cat([torch.arange(1, others + 1), torch.zeros(1000, dtype=torch.int64)])
+        upstream = torch.cat([torch.ones(others), torch.from_numpy(gradients)])[:, None]
+        bag(ids, torch.arange(len(ids))).backward(upstream)
+        assert bag.state_dict()["weight"][0].item() == -total
+
+
+def test_half_precision_rows_are_rounded_once_an_update():
+    for dtype in (torch.float16, torch.bfloat16):
+        bag = te.TieredEmbeddingBag(10, 1, mode="sum", capacity=1, optimizer=te.SGD(lr=1.0), dtype=dtype)
+        bag.load_state_dict({"weight": torch.full((10, 1), 256.0, dtype=dtype)})
+        ids = torch.zeros(40, dtype=torch.int64)
+        # forty steps of 1/16 vanish one by one in either format, summed they do not
+        bag(ids, torch.arange(40)).backward(torch.full((40, 1), 1 / 16, dtype=dtype))
+        assert bag.state_dict()["weight"][0].item() == torch.tensor(256 - 40 / 16).to(dtype).item()
+
+
+def test_initial_rows_depend_on_seed_table_and_id_alone():
+    def rows(seed, capacity, dtype=torch.float32, names=("a", "b")):
+        tables = [te.TableConfig(name=n, num_embeddings=50, embedding_dim=6) for n in names]
+        model = te.TieredEmbeddingBagCollection(tables, capacity=capacity, seed=seed, dtype=dtype)
+        with torch.no_grad():
+            model(torch.tensor([7, 3, 3, 9]), torch.tensor([0, 2, 4]))
+        return list(model.state_dict().values())
+
+    assert_same_bits(rows(3, 2), rows(3, 1.0))
+    assert not torch.equal(rows(3, 2)[0], rows(4, 2)[0])
+    assert not torch.equal(rows(3, 2)[0], rows(3, 2)[1])
+    assert torch.equal(rows(3, 2, torch.bfloat16)[0], rows(3, 2)[0].bfloat16())
+    assert torch.equal(rows(3, 2, names=("a",) * 1 + ("c",))[0], rows(3, 2)[0])
+
+
+def test_initial_values_are_distributed_as_asked():
+    normal = te.TieredEmbedding(20_000, 32, init=te.Normal(mean=1.0, std=0.5)).state_dict()["weight"].double()
+    assert abs(normal.mean() - 1.0) < 0.005
+    assert abs(normal.std() - 0.5) < 0.005
+    assert abs(((normal - 1) / 0.5).pow(4).mean() - 3) < 0.05
+    uniform = te.TieredEmbedding(20_000, 32, init=te.Uniform(low=-2.0, high=1.0)).state_dict()["weight"].double()
+    assert uniform.min() >= -2
+    assert uniform.max() <= 1
+    assert abs(uniform.mean() + 0.5) < 0.01
+    assert abs(uniform.var() - 9 / 12) < 0.01
+    padded = te.TieredEmbeddingBag(10, 4, padding_idx=-2).state_dict()["weight"]
+    assert padded[8].tolist() == [0.0] * 4
+    assert padded[[0, 9]].all()
+
+
+def test_initial_bits_are_pinned():
+    """A checkpoint holds touched rows alone: the others must come out the same in every version, on every device."""
+    weight = te.TieredEmbedding(5, 4, seed=7).state_dict()["weight"]
+    assert [value.hex() for value in weight[1].tolist()] == ["0x1.e20a320000000p-3", "-0x1.1376720000000p-1", "0x1.e4e7d80000000p-1", "-0x1.b186860000000p-4"]
+
+
+def test_deepcopy_trains_on_its_own():
+    tables = table_configs()
+    first = te.TieredEmbeddingBagCollection(tables, capacity=5, optimizer=te.Adam(lr=0.1))
+    train(first, tables, 3)
+    second = copy.deepcopy(first)
+    expected = [*train(first, tables, 4), *bits(first)]
+    assert_same_bits([*train(second, tables, 4), *bits(second)], expected)
