@@ -102,9 +102,7 @@ class HotArrays(Protocol):
     dirty: np.ndarray[Any, Any]
 
 
-_ROWS_PER_THREAD = (
-    1024  # fewer are moved sooner than a second thread has started (256-byte rows: 30 microseconds)
-)
+_ROWS_PER_THREAD = 1024  # fewer are moved sooner than a second thread has started (256-byte rows: 30 microseconds)
 
 
 class ColdRows(abc.ABC):
@@ -145,9 +143,7 @@ class ColdRows(abc.ABC):
 
         untouched = np.empty(len(keys), np.bool_)
         cold, home = (self.weight, self.state), (hot.weight, hot.state, hot.score)
-        parallel_for(
-            rows_read, even_bounds(len(keys), _ROWS_PER_THREAD), keys, slots, *cold, *home, untouched
-        )
+        parallel_for(rows_read, even_bounds(len(keys), _ROWS_PER_THREAD), keys, slots, *cold, *home, untouched)
         return untouched
 
     def write(self, keys: np.ndarray[Any, Any], slots: np.ndarray[Any, Any], hot: HotArrays) -> None:
