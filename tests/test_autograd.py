@@ -242,7 +242,7 @@ def test_recomputation_scores_once_and_counts_once(reentrant):
 
 
 def test_pickle_takes_rows_and_state_along():
-    bag, reference, optimizer = make()
+    bag, _, _ = make()
     bag(ids(1, 2)).sum().backward()
     again = pickle.loads(pickle.dumps(bag))
     for model in (bag, again):

@@ -53,7 +53,9 @@ def test_lfu_score_is_the_log_of_the_decayed_count(half_life):
         batches = np.sort(rng.choice(np.arange(1, 2000), 60, replace=False))
         exact = batches[-1] / half_life + math.log2(np.sum(2.0 ** ((batches - batches[-1]) / half_life)))
         # each of the 60 uses rounds once to half a unit
-        assert abs((used_at(LFU(half_life_batches=half_life), batches) - MIN_SCORE) / terms.unit - exact) < 61 / terms.unit
+        assert (
+            abs((used_at(LFU(half_life_batches=half_life), batches) - MIN_SCORE) / terms.unit - exact) < 61 / terms.unit
+        )
 
 
 def test_lfu_prefers_frequent_rows_and_forgets_them():

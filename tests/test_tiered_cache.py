@@ -1,4 +1,4 @@
-"""The cache over a storage: what is resident, locks, order, failures. Rows carry their key, so a misplaced one shows."""
+"""The cache over a storage: what is resident, locks, order, failures."""
 
 from __future__ import annotations
 

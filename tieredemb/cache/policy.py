@@ -70,7 +70,9 @@ class PolicyKernels(Protocol):
     def raise_scores(self, slots: Array, score: Array, now: int, scoring: Scoring) -> None:
         """One use of each slot in `slots` (int32 (U,), distinct) at clock `now`."""
 
-    def choose_victims(self, count: int, key: Array, score: Array, last_batch: Array, oldest: np.int32, used: int) -> Array:
+    def choose_victims(
+        self, count: int, key: Array, score: Array, last_batch: Array, oldest: np.int32, used: int
+    ) -> Array:
         """Up to `count` slots below `used` (int32), those of the lowest (score, last batch) among the occupied
         ones (key ≥ 0) whose last batch is before `oldest`, by signed 32-bit difference."""
 

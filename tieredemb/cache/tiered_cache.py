@@ -241,11 +241,11 @@ class TieredCache:
             )
 
     def close(self) -> None:
-        """Flushes a durable cold storage and closes it. A second call does nothing."""
+        """Flushes a cold storage that outlives the process, and closes it. A second call does nothing."""
         with self.lock:
             if self._closed or os.getpid() != self._pid:
                 return
-            if self.cold.durable:
+            if not self.cold.volatile:
                 self.flush()
             self._closed = True
             self.cold.close()

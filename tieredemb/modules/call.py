@@ -178,7 +178,7 @@ class BackwardPass:
     """
 
     def __init__(self, apply: Callable[[list[tuple[Call, torch.Tensor]]], None]) -> None:
-        self._apply = apply
+        self._apply = weakref.WeakMethod(apply)  # a cycle would keep a dropped module, and its file, open
         self._collected: list[tuple[Call, torch.Tensor]] = []
         self._armed: Callable[[], object] | None = None
 
@@ -198,8 +198,9 @@ class BackwardPass:
     def finish(self) -> None:
         collected, self._collected, self._armed = self._collected, [], None
         try:
-            if collected:
-                self._apply(sorted(collected, key=lambda pair: pair[0].number))
+            apply = self._apply()
+            if collected and apply is not None:  # calls hold their module
+                apply(sorted(collected, key=lambda pair: pair[0].number))
         finally:
             for call, _ in collected:
                 call.release()

@@ -114,7 +114,7 @@ class ColdRows(abc.ABC):
 
     kind: str  # the tier's name in reports: "host", "file", "pmem"
     in_memory: bool  # whether deepcopy and pickling may copy it
-    durable: bool = False  # whether it outlives the process, so that closing has to flush
+    volatile: bool  # whether it dies with the process, so that closing needs no flush
 
     def __init__(self, layout: RowLayout, weight: np.ndarray[Any, Any], state: np.ndarray[Any, Any]) -> None:
         self.layout = layout

@@ -22,6 +22,7 @@ class FileLock:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._close = weakref.finalize(self, os.close, fd)
+        self._close.atexit = False  # the exit closes it, after the cache has flushed
         with _GUARD:
             _HELD.add(self)
         try:

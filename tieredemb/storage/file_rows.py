@@ -31,6 +31,7 @@ class FileRows(ColdRows):
 
     kind = "file"
     in_memory = False
+    volatile = False
 
     def __init__(
         self, path: str, layout: RowLayout, lock: FileLock, fd: int, slots: HeaderSlots, header: Header
@@ -56,6 +57,7 @@ class FileRows(ColdRows):
         self._weight_pages = PageMap(fd, weight_at, layout.weight_bytes, width_bytes)
         self._state_pages = PageMap(fd, self._state_at, layout.state_bytes, layout.row_bytes - width_bytes)
         self._close_fd = weakref.finalize(self, os.close, fd)
+        self._close_fd.atexit = False  # the exit closes it, after the cache has flushed
 
     def _view(self, offset: int, size_bytes: int) -> np.ndarray[Any, Any]:
         return np.frombuffer(self._map, np.uint8, size_bytes, offset) if size_bytes else np.empty(0, np.uint8)

@@ -48,6 +48,7 @@ class HostRows(ColdRows):
 
     kind = "host"
     in_memory = True
+    volatile = True
 
     def __init__(self, layout: RowLayout) -> None:
         self._maps: list[mmap.mmap] = []

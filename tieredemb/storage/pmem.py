@@ -103,7 +103,9 @@ class _Heap:
                 f"(code {code}); check that the filesystem allows files there and is not full"
             )
         self._kind = kind.value
-        weakref.finalize(self, _destroy, kind.value, os.getpid())
+        weakref.finalize(
+            self, _destroy, kind.value, os.getpid()
+        ).atexit = False  # its file has no name: the exit frees it
 
     def weights(self, size_bytes: int) -> np.ndarray[Any, Any]:
         """uint8 (size_bytes,), 4096-aligned, with any content."""
@@ -156,6 +158,7 @@ class PmemRows(ColdRows):
 
     kind = "pmem"
     in_memory = False
+    volatile = True
 
     def __init__(self, layout: RowLayout, heap: _Heap) -> None:
         weight = heap.weights(layout.weight_bytes).view(layout.carrier).reshape(layout.rows, layout.width)

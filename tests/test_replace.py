@@ -1,0 +1,77 @@
+"""`replace_embedding_bags` on existing models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tieredemb as te
+from tieredemb.errors import ConfigError
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bags = nn.ModuleDict({"a": nn.EmbeddingBag(20, 3, mode="sum"), "b": nn.EmbeddingBag(9, 3, mode="max")})
+        self.shared = self.again = nn.Embedding(7, 3, padding_idx=2)
+        self.fixed = nn.EmbeddingBag.from_pretrained(torch.randn(5, 3), mode="mean", include_last_offset=True)
+        self.top = nn.Linear(3, 1)
+
+    def forward(self, ids):
+        bags = self.bags["a"](ids) + self.bags["b"](ids % 9)
+        fixed = self.fixed((ids % 5).flatten(), torch.arange(0, ids.numel() + 1, ids.shape[1]))
+        return self.top(bags + self.shared(ids[:, 0] % 7) * self.again(ids[:, 1] % 7) + fixed)
+
+
+def test_replaced_model_gives_the_same_results_and_trains_the_same():
+    torch.manual_seed(0)
+    model, plain = Model(), Model()
+    plain.load_state_dict(model.state_dict())
+    assert te.replace_embedding_bags(model, capacity=0.2, optimizer=te.SGD(lr=0.1)) is model
+    assert type(model.bags["a"]) is type(model.fixed) is te.TieredEmbeddingBag
+    assert type(model.shared) is te.TieredEmbedding
+    assert model.shared is model.again
+    assert list(model.state_dict()) == list(plain.state_dict())
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    dense = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(4):
+        ids = torch.randint(0, 20, (6, 4), generator=torch.Generator().manual_seed(seed))
+        for net, its in ((model, dense), (plain, optimizer)):
+            its.zero_grad()
+            out = net(ids)
+            out.square().sum().backward()
+            its.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+def test_a_bare_embedding_is_returned_as_its_twin():
+    bag = nn.EmbeddingBag(20, 3, mode="sum", max_norm=1.0, scale_grad_by_freq=True, padding_idx=1)
+    twin = te.replace_embedding_bags(bag)
+    assert (twin.max_norm, twin.scale_grad_by_freq, twin.padding_idx, twin.mode) == (1.0, True, 1, "sum")
+    assert torch.equal(twin.state_dict()["weight"], bag.weight)
+
+
+def test_model_without_embeddings_is_left_alone():
+    model = nn.Linear(2, 2)
+    assert te.replace_embedding_bags(model) is model
+
+
+def test_training_mode_and_files_go_along(tmp_path):
+    model = Model().eval()
+    te.replace_embedding_bags(model, storage=te.File(str(tmp_path / "rows")))
+    assert not model.bags["a"].training
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_would_be_lost_is_refused():
+    class Mine(nn.Embedding):
+        pass
+
+    model = nn.Sequential(nn.Embedding(3, 2), Mine(3, 2))
+    with pytest.raises(ConfigError, match="Mine"):
+        te.replace_embedding_bags(model)
+    with pytest.raises(ConfigError, match="float64"):
+        te.replace_embedding_bags(nn.Sequential(nn.Embedding(3, 2, dtype=torch.float64)))
+    assert type(model[0]) is nn.Embedding

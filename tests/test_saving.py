@@ -1,0 +1,337 @@
+"""state_dict and checkpoints of the modules; files that reopen; kills at any moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import tieredemb as te
+from tieredemb.errors import (
+    CheckpointError,
+    StorageError,
+    StorageFormatError,
+    StorageFullError,
+    StorageLockedError,
+    UncleanFileError,
+)
+
+ROWS, WIDTH = 40, 4
+
+
+def make(optimizer=None, **keywords):
+    keywords = {"capacity": 4, "mode": "sum"} | keywords
+    return te.TieredEmbeddingBag(ROWS, WIDTH, optimizer=optimizer or te.Adam(lr=0.1), **keywords)
+
+
+def step(bag, *values):
+    bag(torch.tensor([values])).sum().backward()
+
+
+def everything(bag):
+    state = bag.fused_optimizer.state_dict()["state"][0]
+    return [bag.state_dict()["weight"], *(state[name] for name in sorted(state))]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_state_dict_loads_into_torch_and_back():
+    bag = make()
+    step(bag, 1, 2, 3)
+    theirs = nn.EmbeddingBag(ROWS, WIDTH, mode="sum")
+    assert theirs.load_state_dict(bag.state_dict(), strict=True)
+    with torch.no_grad():
+        theirs.weight += 1
+    assert bag.load_state_dict(theirs.state_dict(), strict=True)
+    assert torch.equal(bag.state_dict()["weight"], theirs.weight)
+
+
+def test_state_dict_is_a_snapshot():
+    bag = make()
+    taken = bag.state_dict()["weight"]
+    kept = taken.clone()
+    step(bag, 1, 2)
+    bag.flush()
+    assert torch.equal(taken, kept)
+
+
+def test_state_dict_inside_a_model_has_prefixed_names():
+    tables = [te.TableConfig(name=n, num_embeddings=5, embedding_dim=2) for n in ("a", "b")]
+    model = nn.Sequential(te.TieredEmbeddingBagCollection(tables), nn.Linear(4, 1))
+    names = ["0.tables.a.weight", "0.tables.b.weight", "1.weight", "1.bias"]
+    assert list(model.state_dict()) == names
+    model.load_state_dict(model.state_dict(), strict=True)
+    state = model.state_dict()
+    del state["0.tables.b.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*0\.tables\.b\.weight"):
+        model.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.more"):
+        model.load_state_dict(model.state_dict() | {"0.more": torch.zeros(1)})
+
+
+def test_load_state_dict_refuses_other_shapes_and_changes_nothing():
+    bag = make()
+    before = bag.state_dict()["weight"]
+    with pytest.raises(RuntimeError, match=r"shape \(3, 3\)"):
+        bag.load_state_dict({"weight": torch.zeros(3, 3)})
+    assert torch.equal(bag.state_dict()["weight"], before)
+
+
+def test_state_dict_larger_than_memory_is_refused_in_favour_of_checkpoints(monkeypatch):
+    import tieredemb.modules.table_set as table_set
+
+    monkeypatch.setattr(table_set, "available_memory_bytes", lambda: 100)
+    with pytest.raises(StorageFullError, match="save_checkpoint"):
+        make().state_dict()
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", ["host", "file"])
+@pytest.mark.parametrize("optimizer", [te.SGD(lr=0.1), te.Adagrad(), te.RowWiseAdagrad(), te.Adam()], ids=repr)
+def test_checkpoint_continues_bit_for_bit_at_another_capacity_and_tier(tmp_path, optimizer, storage):
+    bag = make(optimizer)
+    for values in ((1, 2, 3), (3, 4), (5, 6, 7, 8, 9)):
+        step(bag, *values)
+    bag.fused_optimizer.param_groups[0]["lr"] = 0.025
+    bag.save_checkpoint(str(tmp_path / "checkpoint"), extra={"epoch": 3})
+    other = make(
+        optimizer,
+        capacity=1.0,
+        storage=te.File(str(tmp_path / "rows")) if storage == "file" else None,
+        policy=te.LRU() if storage == "file" else None,
+    )
+    step(other, 30, 31)
+    assert other.load_checkpoint(str(tmp_path / "checkpoint")) == {"epoch": 3}
+    for values in ((1, 9), (20, 21)):
+        step(bag, *values)
+        step(other, *values)
+    assert same(everything(bag), everything(other))
+
+
+def test_checkpoint_keeps_the_scores():
+    import tempfile
+
+    bag, other = make(te.SGD(lr=0.1)), make(te.SGD(lr=0.1))
+    for _ in range(5):
+        step(bag, 1, 2)
+    step(bag, 3)
+    with tempfile.TemporaryDirectory() as directory:
+        bag.save_checkpoint(directory)
+        other.load_checkpoint(directory)
+    for values in ((3,), (1,), (2,), (4,), (5,)):  # 5 needs a slot: the row used least goes, as it would have gone
+        step(other, *values)
+    assert {1, 2} <= set(other.tables.groups[0].cache.hot.key.tolist())
+
+
+def test_checkpoint_of_other_tables_is_refused_before_anything_changes(tmp_path):
+    bag = make()
+    step(bag, 1, 2)
+    bag.save_checkpoint(str(tmp_path))
+    for other in (te.TieredEmbeddingBag(ROWS + 1, WIDTH, optimizer=te.Adam()), make(te.Adagrad()), make(seed=5)):
+        before = other.state_dict()["weight"]
+        with pytest.raises(CheckpointError):
+            other.load_checkpoint(str(tmp_path))
+        assert torch.equal(other.state_dict()["weight"], before)
+
+
+def test_load_checkpoint_waits_for_batches_in_flight(tmp_path):
+    bag = make()
+    bag.save_checkpoint(str(tmp_path))
+    out = bag(torch.tensor([[1]]))
+    with pytest.raises(StorageError, match="in flight"):
+        bag.load_checkpoint(str(tmp_path))
+    out.sum().backward()
+    bag.load_checkpoint(str(tmp_path))
+
+
+def test_damaged_checkpoint_changes_nothing(tmp_path):
+    bag = make()
+    step(bag, 1, 2)
+    bag.save_checkpoint(str(tmp_path))
+    rows = next(tmp_path.glob("rows-*"))
+    content = bytearray(rows.read_bytes())
+    content[len(content) // 2] ^= 1
+    rows.write_bytes(content)
+    step(bag, 3)
+    before = everything(bag)
+    with pytest.raises(CheckpointError):
+        bag.load_checkpoint(str(tmp_path))
+    assert same(everything(bag), before)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_file_reopens_with_rows_state_steps_and_scores(tmp_path):
+    path = str(tmp_path / "rows")
+    kept, plain = make(storage=te.File(path)), make()
+    for bag in (kept, plain):
+        step(bag, 1, 2, 3)
+        step(bag, 3, 4)
+    kept.close()
+    kept = make(storage=te.File(path))
+    for bag in (kept, plain):
+        step(bag, 2, 3, 5)
+    assert same(everything(kept), everything(plain))
+    assert kept.tables.groups[0].cache.cold.metadata.batch == 3
+
+
+def test_file_refuses_another_meaning_of_its_rows(tmp_path):
+    path = str(tmp_path / "rows")
+    make(storage=te.File(path)).close()
+    for other in ({"seed": 1}, {"optimizer": te.SGD(lr=1.0)}, {"dtype": torch.float16}, {"padding_idx": 1}):
+        with pytest.raises(StorageFormatError):
+            make(storage=te.File(path), **other)
+    make(storage=te.File(path), capacity=9, policy=te.LRU(), optimizer=te.Adam(lr=5.0)).close()
+
+
+def test_module_that_is_collected_closes_its_file(tmp_path):
+    path = str(tmp_path / "rows")
+    bag = make(storage=te.File(path))
+    step(bag, 1, 2)
+    expected = everything(bag)
+    del bag
+    assert same(everything(make(storage=te.File(path))), expected)
+
+
+def run(code, *arguments, **keywords):
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **keywords,
+    )
+
+
+TRAIN = """
+    import sys, torch
+    import tieredemb as te
+    bag = te.TieredEmbeddingBag(40, 4, mode="sum", capacity=4, optimizer=te.Adam(lr=0.1), storage=te.File(sys.argv[1]))
+    for step in range(10**9 if sys.argv[2] == "forever" else int(sys.argv[2])):
+        bag(torch.tensor([[step % 40, step * 7 % 40]])).sum().backward()
+        if step == 20:
+            print("running", flush=True)
+"""
+
+
+def test_process_that_exits_leaves_a_clean_file(tmp_path):
+    path = str(tmp_path / "rows")
+    process = run(TRAIN, path, "30")
+    assert process.wait(timeout=100) == 0, process.stderr.read()
+    process.communicate()
+    bag, plain = make(storage=te.File(path)), make()
+    for i in range(30):
+        step(plain, i % 40, i * 7 % 40)
+    assert same(everything(bag), everything(plain))
+
+
+def test_file_of_a_living_process_is_refused_and_of_a_killed_one_is_unclean(tmp_path):
+    path = str(tmp_path / "rows")
+    process = run(TRAIN, path, "forever")
+    assert process.stdout.readline() == "running\n"
+    with pytest.raises(StorageLockedError, match=str(process.pid)):
+        make(storage=te.File(path))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.communicate()
+    with pytest.raises(UncleanFileError, match="recover"):
+        make(storage=te.File(path))
+    make(storage=te.File(path, recover=True)).close()
+    make(storage=te.File(path)).close()
+
+
+SAVING = """
+    import sys
+    from test_saving import SavedRun
+    run = SavedRun(sys.argv[1])
+    while True:
+        run.step()
+        run.save()
+        print(run.steps, flush=True)
+"""
+
+
+class SavedRun:
+    """A training run over two key spaces that can be saved and resumed."""
+
+    def __init__(self, directory):
+        tables = [te.TableConfig(name=n, num_embeddings=3000, embedding_dim=d) for n, d in (("a", 4), ("b", 8))]
+        self.model = te.TieredEmbeddingBagCollection(tables, capacity=50, optimizer=te.Adagrad(lr=0.1))
+        self.directory = str(directory)
+        self.steps = 0
+
+    def step(self):
+        ids = (torch.arange(200) * (self.steps * 31 + 7)) % 3000
+        (self.model(ids, torch.arange(0, 201, 20)).square().sum() / 100).backward()
+        self.steps += 1
+
+    def save(self):
+        self.model.save_checkpoint(self.directory, extra={"steps": self.steps})
+
+    def resume(self):
+        self.steps = self.model.load_checkpoint(self.directory)["steps"]
+
+    def finish(self, steps):
+        while self.steps < steps:
+            self.step()
+        return [*self.model.state_dict().values(), *self.model.fused_optimizer.state_dict()["state"][1].values()]
+
+
+@pytest.mark.parametrize("saves", [1, 2, 5])
+def test_killed_at_any_moment_the_last_complete_checkpoint_loads_bit_for_bit(tmp_path, saves):
+    process = run(SAVING, str(tmp_path), cwd=os.path.dirname(__file__))
+    said = [int(process.stdout.readline()) for _ in range(saves)][-1]
+    time.sleep(0.0137 * saves)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    resumed = SavedRun(tmp_path)
+    resumed.resume()
+    assert resumed.steps >= said
+    assert same(resumed.finish(resumed.steps + 5), SavedRun("").finish(resumed.steps))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_full_disk_is_an_error_and_training_goes_on_when_there_is_space(small_disk):
+    rows, width = 20_000, 64
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(700_000))
+    keywords = {"mode": "sum", "capacity": 300, "optimizer": te.SGD(lr=0.1)}
+    bag = te.TieredEmbeddingBag(rows, width, storage=te.File(str(small_disk / "rows")), **keywords)
+    plain = te.TieredEmbeddingBag(rows, width, **keywords)
+    batches = [torch.arange(400) + 350 * first for first in range(6)]  # 2,150 rows, 550 kB: more than what is left
+    failed = []
+    for ids in batches:
+        try:
+            bag(ids[None]).sum().backward()
+            plain(ids[None]).sum().backward()
+        except StorageFullError:
+            failed.append(ids)
+    assert failed
+    ballast.unlink()
+    for ids in failed:
+        for module in (bag, plain):
+            module(ids[None]).sum().backward()
+    used = torch.cat(batches)[None]
+    with torch.no_grad():
+        assert torch.equal(bag(used), plain(used))
