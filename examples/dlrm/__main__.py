@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from examples.dlrm.trainer import Trainer
 from tieredemb import LFU, LRU, SGD, Adagrad, Adam, File, HostMemory, Pmem, RowWiseAdagrad
 from tieredemb.config import Capacity
 from tieredemb.errors import ConfigError, TieredEmbError
+from tieredemb.kernels import DEVICES
 from tieredemb.storage.base import Storage
 
 _OPTIMIZERS = {"sgd": SGD, "adagrad": Adagrad, "rowwise-adagrad": RowWiseAdagrad, "adam": Adam}
@@ -37,16 +39,23 @@ def _widths(text: str) -> tuple[int, ...]:
     return tuple(int(width) for width in text.split(",") if width)
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default where there is one to show."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        hidden = action.default is None or action.default is False
+        return action.help if hidden else super()._get_help_string(action)
+
+
 def _parser() -> argparse.ArgumentParser:
-    defaults = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m examples.dlrm", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser("train", help="train a DLRM on a click log", formatter_class=defaults)
+    train = commands.add_parser("train", help="train a DLRM on a click log", formatter_class=_Help)
     _add_data(train.add_argument_group("data"))
     _add_model(train.add_argument_group("model"))
     _add_tables(train.add_argument_group("tables"))
     _add_run(train.add_argument_group("run"))
-    generate = commands.add_parser("generate", help="write a generated click log", formatter_class=defaults)
+    generate = commands.add_parser("generate", help="write a generated click log", formatter_class=_Help)
     generate.add_argument("--rows", type=int, default=_GENERATED_ROWS, help="rows to write")
     generate.add_argument("--seed", type=int, default=0, help="seed of the rows")
     generate.add_argument("--out", type=Path, required=True, help="file: .tsv, .tsv.gz or .tsv.xz")
@@ -84,7 +93,8 @@ def _add_tables(group: argparse._ArgumentGroup) -> None:
 
 def _add_run(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
-    group.add_argument("--threads", type=int, help="CPU threads; a resumed run needs the same number")
+    # at the default widths a second thread gains little, and loses much where another process wants its core
+    group.add_argument("--threads", type=int, default=1, help="CPU threads; a resumed run needs the same number")
     group.add_argument("--seed", type=int, default=0, help="of initial weights and of a generated log")
     group.add_argument("--checkpoint", type=Path, help="directory of the run's checkpoint")
     group.add_argument("--checkpoint-every", type=int, default=1000, help="batches between checkpoints")
@@ -104,10 +114,17 @@ def _storage(options: argparse.Namespace) -> Storage:
 
 
 def _device(wanted: str) -> str:
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise ConfigError("--device cuda was given, but torch finds no GPU; pass --device cpu, or install a CUDA torch")
-    return "cuda" if wanted != "cpu" and available else "cpu"
+    """The GPU if it is wanted and usable. One that `auto` cannot use is said; one asked for in vain is an error."""
+    present, kernels = torch.cuda.is_available(), "cuda" in DEVICES
+    if wanted == "cpu" or (wanted == "auto" and not present):
+        return "cpu"
+    if present and kernels:
+        return "cuda"
+    reason = "this version of tieredemb has no CUDA kernels" if present else "torch finds no GPU"
+    if wanted == "cuda":
+        raise ConfigError(f"--device cuda was given, but {reason}; pass --device cpu")
+    print(f"training on the CPU, for {reason}", file=sys.stderr)
+    return "cpu"
 
 
 def _train_config(options: argparse.Namespace) -> TrainConfig:
@@ -147,18 +164,18 @@ def train(options: argparse.Namespace) -> None:
     if options.plot is not None:
         require("matplotlib", "matplotlib", "--plot")  # said now, not after an hour of training
     require("sklearn", "scikit-learn", "measuring AUC")
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads)
     config, saving = _train_config(options), _saving(options)
     log: Log
     if options.data is not None:
         log, name = CriteoFile(options.data, rows=options.rows), options.data.name
     else:
-        log, name = synthetic.GeneratedLog(rows=options.rows or _GENERATED_ROWS, seed=options.seed), "generated log"
+        log, name = _generated(options), "generated log"
+    capacity = report.capacity_text(config.cache.capacity)
     with Trainer(config, log, saving) as trainer:
         print(
             f"{name}: {trainer.train_rows:,} rows to train, {len(log) - trainer.train_rows:,} to test; "
-            f"device {config.device}, tier {options.tier}, capacity {config.cache.capacity}"
+            f"device {config.device}, tier {options.tier}, capacity {capacity}"
         )
         if options.quiet:
             trainer.run()
@@ -169,8 +186,13 @@ def train(options: argparse.Namespace) -> None:
         memory = {} if config.reference else trainer.collection.memory_report()
         print(report.summary(trainer.progress, scores, options.tier, memory))
         if options.plot is not None:
-            report.plot(options.plot, trainer.progress, scores, f"DLRM on {name}, capacity {config.cache.capacity}")
+            report.plot(options.plot, trainer.progress, scores, f"DLRM on {name}, capacity {capacity}")
             print(f"plot written to {options.plot}")
+
+
+def _generated(options: argparse.Namespace) -> Log:
+    rows = _GENERATED_ROWS if options.rows is None else options.rows
+    return synthetic.GeneratedLog(rows=rows, seed=options.seed)
 
 
 def generate(options: argparse.Namespace) -> None:
@@ -191,8 +213,9 @@ def fit(options: argparse.Namespace) -> None:
     print(locality.comparison(target, law, synthetic.CARDINALITIES, locality.measured(sample.categories.T)))
 
 
-def main() -> int:
-    options = _parser().parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status: 0, or 1 after an error in one line, or 130 when interrupted."""
+    options = _parser().parse_args(arguments)
     try:
         {"train": train, "generate": generate, "fit": fit}[options.command](options)
     except (LogError, TieredEmbError, OSError, ValueError) as error:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from examples.dlrm.optional import require
 from examples.dlrm.progress import Point, Progress
+from tieredemb.config import Capacity
 
 _BLUE, _ORANGE, _GREY = "#0b62a4", "#c8500a", "#5a5a5a"
 
@@ -29,6 +30,13 @@ def score(labels: Tensor, probabilities: Tensor) -> Scores:
     expected, given = labels.numpy(), probabilities.numpy()
     auc = metrics.roc_auc_score(expected, given) if 0 < expected.mean() < 1 else float("nan")
     return Scores(float(auc), float(metrics.log_loss(expected, given, labels=[0, 1])))
+
+
+def capacity_text(capacity: Capacity) -> str:
+    """A capacity as a reader wants it: "1 % of the rows", "5,000 rows", "512MiB"."""
+    if isinstance(capacity, float):
+        return f"{100 * capacity:g} % of the rows"
+    return f"{capacity:,} rows" if isinstance(capacity, int) else capacity
 
 
 class Bar:
@@ -85,15 +93,22 @@ def plot(path: Path, progress: Progress, scores: Scores, title: str) -> None:
     upper, lower = figure.subplots(2, 1, sharex=True)
     samples = np.array([point.samples for point in progress.points]) / 1000
     losses = np.array([point.loss for point in progress.points])
-    upper.plot(samples, losses, color=_BLUE, alpha=0.35, linewidth=1, label="training, one interval")
+    upper.plot(
+        samples,
+        losses,
+        color=_BLUE,
+        alpha=0.35,
+        linewidth=1,
+        label=f"training, every {progress.points[0].samples:,} samples",
+    )
     span = max(1, len(losses) // 10)
     if span > 1:
         mean = np.convolve(losses, np.ones(span) / span, mode="valid")
-        upper.plot(samples[span - 1 :], mean, color=_BLUE, linewidth=2, label=f"training, mean of {span} intervals")
-    label = f"held-out rows, at the end: {scores.log_loss:.4f}"
+        upper.plot(samples[span - 1 :], mean, color=_BLUE, linewidth=2, label=f"mean of {span} of them")
+    label = f"held-out rows at the end: {scores.log_loss:.4f}"
     upper.axhline(scores.log_loss, color=_GREY, linestyle="--", linewidth=1.5, label=label)
     upper.set_ylabel("log loss (nats)")
-    upper.legend(frameon=False, loc="upper right")
+    upper.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="small", borderaxespad=0.2)
     lower.plot(samples, 100 * np.array([point.hit_rate for point in progress.points]), color=_ORANGE, linewidth=2)
     lower.set_ylabel("cache hit rate (% of lookups)")
     lower.set_ylim(0, 100)
