@@ -351,6 +351,19 @@ def test_memory_report_adds_up_to_the_capacity_in_bytes():
     assert cache.memory_report()["cold"]["weight"] >= 100_000 * 64
 
 
+def test_memory_report_counts_plans_and_transient_rows():
+    cache = make_cache(1)
+    assert cache.memory_report()["batch"] == {"transient_rows": 0, "plans": 0}
+    ticket = cache.plan(keys_of([1, 2, 2]))
+    report = cache.memory_report()["batch"]
+    assert report["plans"] == 3 * 4 + 3 * 4 + 2 * 8 + 2 * 4
+    assert report["transient_rows"] > 0
+    ticket.segments()
+    assert cache.memory_report()["batch"]["plans"] == report["plans"] + 3 * 8 + 3 * 4
+    del ticket
+    assert cache.memory_report()["batch"]["plans"] == 0
+
+
 def test_lock_window_must_not_be_negative():
     with pytest.raises(ConfigError, match="lock_window"):
         make_cache(2, lock_window=-1)

@@ -28,7 +28,7 @@ from examples.dlrm.progress import Point, Progress
 from tieredemb.errors import CheckpointError, UnsupportedError
 from tieredemb.stats import CacheStats
 
-POINTS = 200  # of the curves of loss and hit rate: enough for a plot, and few enough reads of the counters
+POINTS = 200  # an epoch, of the curves of loss and hit rate: enough for a plot, few enough reads of the counters
 
 
 class Trainer:
@@ -51,17 +51,17 @@ class Trainer:
                 f"a log of {len(log)} rows with test_share={config.test_share} leaves {self.train_rows} rows to "
                 f"train and {len(log) - self.train_rows} to test; both need at least one"
             )
-        self.collection = tiered_tables(config)
-        self.model = self._model().to(config.device)
-        self.dense_layers = self.model.dense_layers()
-        self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Adagrad(self.dense_layers.parameters(), lr=config.dense_lr)
-        ]
-        if config.reference:
-            self.optimizers.append(reference_optimizer(config, self.model.embeddings))
         self.progress = Progress(loss_sum=torch.zeros((), dtype=torch.float64, device=config.device))
         self._stats_base = CacheStats()
+        self.collection = tiered_tables(config)
         try:
+            self.model = self._model().to(config.device)
+            self.dense_layers = self.model.dense_layers()
+            self.optimizers: list[torch.optim.Optimizer] = [
+                torch.optim.Adagrad(self.dense_layers.parameters(), lr=config.dense_lr)
+            ]
+            if config.reference:
+                self.optimizers.append(reference_optimizer(config, self.model.embeddings))
             self._prepare()
         except BaseException:
             self.collection.close()
@@ -78,9 +78,9 @@ class Trainer:
         return self.train_rows * self.config.epochs
 
     def run(self, on_point: Callable[[Point], None] = lambda point: None) -> None:
-        """Trains to the end, saving as asked for. `on_point` hears of each finished interval (about `POINTS`)."""
-        batches = -(-self.train_rows // self.config.batch_size) * self.config.epochs
-        steps_a_point = max(1, batches // POINTS)
+        """Trains to the end, saving as asked for. `on_point` hears of each finished interval."""
+        batches_an_epoch = -(-self.train_rows // self.config.batch_size)
+        steps_a_point = -(-batches_an_epoch // POINTS)
         began, before = time.perf_counter(), self.progress.seconds
         with _deterministic():
             for rows in self._remaining():

@@ -52,6 +52,13 @@ class Ticket:
     def in_flight(self) -> bool:
         return self._finalizer.alive
 
+    def size_bytes(self) -> int:
+        """Bytes of the plan's arrays, segments included."""
+        arrays = [self.homes, self.inverse, self.unique_keys, self.unique_slots]
+        for segments in self._segments.values():
+            arrays += [segments.starts, segments.order]
+        return sum(array.nbytes for array in arrays)
+
     def segments(self, untrained_key: int | None = None) -> Segments:
         """The occurrences sorted by unique key, in order within each; those of `untrained_key` are left out."""
         if untrained_key not in self._segments:
@@ -70,9 +77,15 @@ class TicketBook:
     def __init__(self) -> None:
         self.released: deque[int] = deque()
         self._live: set[int] = set()
+        self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
 
     def open(self, ticket: Ticket) -> None:
         self._live.add(ticket.batch)
+        self._tickets.add(ticket)
+
+    def size_bytes(self) -> int:
+        """Bytes of the plans that are still referenced, in flight or not."""
+        return sum(ticket.size_bytes() for ticket in self._tickets)
 
     def oldest(self, default: int) -> int:
         """Batch of the oldest ticket in flight, or `default`. Rows used at or after it are locked."""

@@ -257,7 +257,7 @@ class TieredCache:
     def memory_report(self) -> dict[str, Any]:
         """Bytes of every allocation: `cache` (what the capacity buys), `batch` (beyond it), `cold`."""
         sizes = self.hot.size_bytes()
-        batch = {"transient_rows": sizes.pop("transient")}
+        batch = {"transient_rows": sizes.pop("transient"), "plans": self._book.size_bytes()}
         return {
             "cache": sizes | {"map": self._index.cells.nbytes},
             "batch": batch,
