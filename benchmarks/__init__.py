@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m benchmarks` times everything, keeps the results and rewrites the README's tables."""
