@@ -1,0 +1,121 @@
+"""What the documentation shows works: the README's Python runs, its shell commands exist, docstring examples hold."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import importlib.util
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from source_imports import modules_of
+from torch import nn
+
+import tieredemb
+from tieredemb.__main__ import main
+
+REPOSITORY = Path(__file__).parents[1]
+PAGES = ("README.md", "CONTRIBUTING.md")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+EXAMPLE = re.compile(r"^ *>>> ", re.MULTILINE)
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+
+
+def blocks(page: str, language: str) -> Iterator[tuple[int, str]]:
+    """(first line, content) of the page's code blocks in `language`."""
+    text = (REPOSITORY / page).read_text()
+    for match in FENCE.finditer(text):
+        if match[1] == language:
+            yield text[: match.start()].count("\n") + 2, match[2]
+
+
+def commands(page: str) -> list[str]:
+    """The page's shell commands: lines of `sh` blocks, and quoted words that start with `make` or `python -m`."""
+    lines = [line for _, block in blocks(page, "sh") for line in block.splitlines()]
+    prose = FENCE.sub("", (REPOSITORY / page).read_text())
+    lines += re.findall(r"`((?:[A-Z_]+=\S+ )?(?:make|python -m) [^`]+)`", prose)
+    return list(dict.fromkeys(line for line in lines if line.strip()))
+
+
+def options_of(module: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Help text of a command line, `words` being its sub-command."""
+    run = main if module == "tieredemb" else importlib.import_module(f"{module}.__main__").main
+    with contextlib.ExitStack() as stack:
+        if module != "tieredemb":  # its main reads sys.argv
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.setattr("sys.argv", [module, *words, "--help"])
+        stack.enter_context(pytest.raises(SystemExit))
+        run([*words, "--help"]) if module == "tieredemb" else run()
+    return capsys.readouterr().out
+
+
+# --- README -----------------------------------------------------------------------------------------------------------
+
+
+def test_readme_python_runs(tmp_path, monkeypatch):
+    """The blocks build on each other, so they run in one namespace, in order."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    shown = list(blocks("README.md", "python"))
+    for line, block in shown:
+        exec(
+            compile("\n" * (line - 1) + block, REPOSITORY / "README.md", "exec"), namespace
+        )  # errors name README's line
+    assert len(shown) >= 5
+
+
+@pytest.mark.parametrize("command", [c for page in PAGES for c in commands(page)])
+def test_pages_commands_exist(command, capsys):
+    words = [word for word in shlex.split(command, comments=True) if not re.match(r"PIP_\w+=", word)]
+    if words[0] == "make":
+        named = [word for word in words[1:] if "=" not in word]
+        assert named, "a bare make only prints help"
+        assert set(named) <= TARGETS
+        arguments = [word.removeprefix("ARGS=") for word in words if word.startswith("ARGS=")]
+        if named == ["train"]:
+            words = ["python", "-m", "examples.dlrm", "train", *shlex.split(" ".join(arguments))]
+    if words[:2] == ["python", "-m"] and words[2] in ("tieredemb", "examples.dlrm"):
+        given = [word.partition("=")[0] for word in words[4:] if word.startswith("--")]
+        text = options_of(words[2], words[3:4], capsys)
+        assert set(given) <= set(re.findall(r"--[a-z-]+", text))
+    elif words[:2] == ["python", "-m"]:
+        assert importlib.util.find_spec(words[2]), f"no module {words[2]}"
+    elif words[0] != "make":
+        assert words[0] in ("bash", "pytest"), f"unknown command {command!r}: teach this test to check it"
+
+
+def test_readme_extras_exist():
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set(re.findall(r"tieredemb\[(\w+)\]", (REPOSITORY / "README.md").read_text()))
+    assert named
+    assert named <= set(extras)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_local_links_exist(page):
+    text = (REPOSITORY / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (REPOSITORY / link).exists()] == []
+
+
+# --- docstrings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, path in modules_of(REPOSITORY / "tieredemb").items() if EXAMPLE.search(path.read_text())]
+)
+def test_docstring_examples_hold(name, tmp_path, monkeypatch):
+    """Examples may use torch, nn and the public names without importing them."""
+    monkeypatch.chdir(tmp_path)
+    names = {public: getattr(tieredemb, public) for public in tieredemb.__all__}
+    module = importlib.import_module(name)
+    result = doctest.testmod(module, extraglobs=names | {"torch": torch, "nn": nn, "tieredemb": tieredemb})
+    assert result.failed == 0
+    if not result.attempted:
+        pytest.skip("its examples are all marked +SKIP")
