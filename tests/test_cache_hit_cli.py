@@ -234,3 +234,14 @@ def test_capacity_words_without_meaning_are_refused(word: str) -> None:
 
 def test_words_are_split_at_commas_and_taken_once() -> None:
     assert words(["1%,5%", "1%", "20,"]) == ["1%", "5%", "20"]
+
+
+def test_command_without_memory_exits_with_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_large(*args: object) -> None:
+        raise MemoryError("Unable to allocate 8.00 GiB")
+
+    monkeypatch.setattr(cli, "generate", too_large)
+    assert main(ZIPF) == 2
+    assert "not enough memory for this input (Unable to allocate 8.00 GiB)" in capsys.readouterr().err

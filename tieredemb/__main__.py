@@ -1,5 +1,4 @@
-"""`python -m tieredemb`: the cache-hit benchmark and the doctor. A thin shell: each command lives in its
-module."""
+"""`python -m tieredemb`: the cache-hit benchmark and the doctor, each in its own module."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ INTERRUPTED = 130  # 128 + SIGINT, the shells' convention
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command (`arguments`: without the program's name; default `sys.argv[1:]`); returns the exit
-    code."""
+    """Runs one command and returns the exit code. `arguments`: without the program's name, `sys.argv[1:]` if None."""
     parser = argparse.ArgumentParser(prog="tieredemb", description="Tiered embedding caches: tools.")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
     cache_hit.add_parser(commands)
@@ -28,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except TieredEmbError as error:
         print(f"tieredemb: error: {error}", file=sys.stderr)
+        return REFUSED
+    except MemoryError as error:
+        print(f"tieredemb: error: not enough memory for this input ({error}); give it a smaller one", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         print("tieredemb: interrupted", file=sys.stderr)

@@ -1,14 +1,12 @@
-"""What no policy can know: the best static set and Belady's optimum with bypass, at the granularity of
-batches.
+"""What no policy can know, at the granularity of batches: the best static set and Belady's optimum with bypass.
 
-- Best static set: the rows of most accesses in the measured part, held from its start to its end. It misses
-  no row for the first time, so that a large one lies above Belady.
-- Belady (1966) with bypass: after each batch the cache keeps, of the rows that it held and those of the
-  batch, the ones whose next use comes first; a missed row need not enter. Nothing is locked, as the batch
-  itself is served beside the cache. This fetches the fewest rows: a use is a row in a batch, however often it
-  occurs. Its hit rate counts occurrences like every other, of which it is not the strict maximum (a row that
-  occurs twice in its batch is worth no more to it than one that occurs once), but no policy came near it on
-  any trace tried.
+- Best static set: the rows of most accesses in the measured part, held from its start to its end. It misses no row for
+  the first time, so that a large one lies above Belady.
+- Belady (1966) with bypass: after each batch the cache keeps, of the rows that it held and those of the batch, the
+  ones whose next use comes first; a missed row need not enter. Nothing is locked, as the batch itself is served
+  beside the cache. This fetches the fewest rows that any cache can that has to fetch a row before it hits. A use is a
+  row in a batch, however often it occurs there; the hit rate counts occurrences, like every other, and of occurrences
+  this is not strictly the maximum.
 """
 
 from __future__ import annotations

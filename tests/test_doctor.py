@@ -1,0 +1,198 @@
+"""The doctor: what it finds, what it advises for what is missing, and that nothing makes it fail."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tieredemb import doctor
+from tieredemb.__main__ import main
+from tieredemb.doctor import Finding, examine, render
+
+NAMES = {"python", "torch", "numpy", "numba", "numba cache", "cpu", "memory", "huge pages", "disk", "memkind", "cupy"}
+
+
+def _only(check: doctor.Check) -> Finding:
+    (finding,) = check()
+    return finding
+
+
+def test_doctor_reports_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert findings.keys() >= NAMES
+    assert findings["numpy"]["values"] == {"version": np.__version__}
+    assert findings["torch"]["values"]["version"].split("+")[0] == torch.__version__.split("+")[0]
+    assert findings["python"]["detail"] == sys.version.split()[0]
+    assert findings["cpu"]["values"]["cores"] == os.cpu_count()
+    assert findings["cpu"]["values"]["usable_cores"] <= os.cpu_count()
+    memory = findings["memory"]["values"]
+    assert 0 < memory["available_bytes"] <= memory["total_bytes"]
+    assert {finding["status"] for finding in findings.values()} <= {"ok", "missing"}
+    for finding in findings.values():
+        assert bool(finding["install"]) == (finding["status"] == "missing"), finding
+
+
+def test_doctor_prints_a_line_a_finding_and_the_install_below(capsys: pytest.CaptureFixture[str]) -> None:
+    findings = [
+        Finding(name="python", status="ok", detail="3.11"),
+        Finding(name="memkind", status="missing", detail="does not load", install="apt-get install libmemkind0"),
+    ]
+    assert render(findings).splitlines() == [
+        "ok       python   3.11",
+        "missing  memkind  does not load",
+        "                  → apt-get install libmemkind0",
+    ]
+    assert main(["doctor"]) == 0
+    assert re.search(rf"^ok +numpy +{re.escape(np.__version__)}$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_doctor_survives_a_check_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "sysconf", lambda name: int("none"))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: {}["odd"])
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search("^unknown +memory +ValueError: invalid literal", printed, re.MULTILINE)
+    assert re.search("^unknown +disk +KeyError: 'odd'$", printed, re.MULTILINE)
+    assert re.search("^ok +cpu ", printed, re.MULTILINE)
+
+
+def test_doctor_survives_a_machine_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_first_match", lambda path, pattern: None)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    found = {finding.name: finding for finding in examine()}
+    assert found["memory"].values["available_bytes"] is None
+    assert found["cpu"].values["usable_cores"] == os.cpu_count()
+    assert found["huge pages"].status == "missing"
+    assert "unknown" not in {finding.status for finding in found.values()}
+
+
+def test_doctor_names_the_install_of_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    installs = {finding.name: finding.install for finding in doctor.check_packages() if finding.status == "missing"}
+    assert installs["numba"] == "pip install tieredemb"
+    assert installs["matplotlib"] == "pip install 'tieredemb[plots]'"
+    assert installs["zstandard"] == "pip install 'tieredemb[bench]'"
+
+
+def test_doctor_says_whether_memkind_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_library", lambda name: None)
+    finding = _only(doctor.check_memkind)
+    assert (finding.status, finding.install) == ("missing", "apt-get install libmemkind0")
+    monkeypatch.setattr(doctor, "_library", lambda name: object())
+    assert _only(doctor.check_memkind).values == {"library": "libmemkind.so.0"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "status"),
+    [("always [madvise] never", "ok"), ("[always] madvise never", "ok"), ("always [never]", "missing")],
+)
+def test_doctor_reads_the_huge_page_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, status: str
+) -> None:
+    monkeypatch.setattr(doctor, "THP", tmp_path / "enabled")
+    (tmp_path / "enabled").write_text(setting)
+    finding = _only(doctor.check_huge_pages)
+    assert finding.status == status
+    assert finding.values["setting"] in ("madvise", "always", "never")
+    assert ("echo madvise" in finding.install) == (status == "missing")
+
+
+def test_doctor_finds_where_kernels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "made" / "later"))
+    assert _only(doctor.check_numba_cache).values == {"directory": str(tmp_path / "made" / "later")}
+    monkeypatch.setattr(doctor, "_writable", lambda directory: False)
+    finding = _only(doctor.check_numba_cache)
+    assert finding.status == "missing"
+    assert "NUMBA_CACHE_DIR" in finding.install
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    monkeypatch.setattr(doctor, "_writable", lambda directory: ".cache" in directory.parts)
+    assert str(_only(doctor.check_numba_cache).values["directory"]).endswith(".cache/numba")
+
+
+# --- GPU: libcuda and torch are stood in for, as most machines that run these tests have neither ----------------------
+
+
+class _Driver:
+    """libcuda with a version; `failing` as where the device nodes are missing."""
+
+    def __init__(self, version: int, *, failing: bool = False) -> None:
+        self.version, self.failing = version, failing
+
+    def cuDriverGetVersion(self, pointer: object) -> int:  # noqa: N802
+        pointer._obj.value = 0 if self.failing else self.version  # type: ignore[attr-defined]
+        return 3 if self.failing else 0
+
+
+@pytest.mark.parametrize("driver", [None, _Driver(13_000, failing=True), _Driver(0)])
+def test_doctor_without_a_driver_advises_one(monkeypatch: pytest.MonkeyPatch, driver: _Driver | None) -> None:
+    monkeypatch.setattr(doctor, "_library", lambda name: driver)
+    finding = _only(doctor.check_driver)
+    assert finding.status == "missing"
+    assert "nvidia-driver" in finding.install
+
+
+def test_doctor_reports_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_library", lambda name: _Driver(12_090))
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.57.08  Release Build  (builder)\nGCC 12\n"
+    )
+    finding = _only(doctor.check_driver)
+    assert finding.detail == "575.57.08, CUDA up to 12.9"
+    assert finding.values == {"release": "575.57.08", "cuda_version": 12_090}
+
+
+def test_doctor_lists_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(name="H200", total_memory=2**37, major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    found = doctor.check_gpus()
+    assert [finding.name for finding in found] == ["gpu 0", "gpu 1"]
+    assert found[0].detail == "H200, 128.0 GiB, compute capability 9.0"
+    assert found[0].values["memory_bytes"] == 2**37
+
+
+@pytest.mark.parametrize(("version", "build"), [(12_080, "cu126"), (13_000, "cu130"), (None, "cu130")])
+def test_doctor_advises_a_torch_that_fits_the_driver(
+    monkeypatch: pytest.MonkeyPatch, version: int | None, build: str
+) -> None:
+    monkeypatch.setattr(doctor, "_driver_cuda", lambda: version)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert _only(doctor.check_gpus).install.endswith(f"https://download.pytorch.org/whl/{build}")
+
+
+def test_doctor_says_when_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    finding = _only(doctor.check_gpus)
+    assert finding.status == "missing"
+    assert "CUDA_VISIBLE_DEVICES" in finding.install
+
+
+@pytest.mark.parametrize(("version", "extra"), [(12_080, "cuda12"), (13_010, "cuda13"), (None, "cuda13")])
+def test_doctor_advises_the_cupy_that_fits_the_driver(
+    monkeypatch: pytest.MonkeyPatch, version: int | None, extra: str
+) -> None:
+    monkeypatch.setattr(doctor, "_driver_cuda", lambda: version)
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    assert f"tieredemb[{extra}]" in _only(doctor.check_cupy).install
+    monkeypatch.setattr(doctor, "_version", lambda package: "14.0" if package == "cupy-cuda12x" else None)
+    assert _only(doctor.check_cupy).values == {"package": "cupy-cuda12x", "version": "14.0"}
