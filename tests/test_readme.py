@@ -21,7 +21,7 @@ import tieredemb
 from tieredemb.__main__ import main
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "examples/dlrm/README.md")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 EXAMPLE = re.compile(r"^ *>>> ", re.MULTILINE)
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
@@ -36,10 +36,12 @@ def blocks(page: str, language: str) -> Iterator[tuple[int, str]]:
 
 
 def commands(page: str) -> list[str]:
-    """The page's shell commands: lines of `sh` blocks, and quoted words that start with `make` or `python -m`."""
+    """The page's shell commands: lines of `sh` blocks, and what looks like one in unnamed blocks and in quotes."""
     lines = [line for _, block in blocks(page, "sh") for line in block.splitlines()]
+    unnamed = [line for _, block in blocks(page, "") for line in block.splitlines()]
+    lines += [line for line in unnamed if line.startswith(("make ", "python -m ", "pip "))]
     prose = FENCE.sub("", (REPOSITORY / page).read_text())
-    lines += re.findall(r"`((?:[A-Z_]+=\S+ )?(?:make|python -m) [^`]+)`", prose)
+    lines += re.findall(r"`((?:[A-Z_]+=\S+ )?(?:make|pip|python -m) [^`]+)`", prose)
     return list(dict.fromkeys(line for line in lines if line.strip()))
 
 
@@ -86,13 +88,16 @@ def test_pages_commands_exist(command, capsys):
         assert set(given) <= set(re.findall(r"--[a-z-]+", text))
     elif words[:2] == ["python", "-m"]:
         assert importlib.util.find_spec(words[2]), f"no module {words[2]}"
+    elif words[0] == "pip":
+        assert words[1] == "install"
     elif words[0] != "make":
         assert words[0] in ("bash", "pytest"), f"unknown command {command!r}: teach this test to check it"
 
 
-def test_readme_extras_exist():
+def test_pages_extras_exist():
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = set(re.findall(r"tieredemb\[(\w+)\]", (REPOSITORY / "README.md").read_text()))
+    texts = "".join((REPOSITORY / page).read_text() for page in PAGES)
+    named = {extra for group in re.findall(r"(?:tieredemb|\.)\[([\w,]+)\]", texts) for extra in group.split(",")}
     assert named
     assert named <= set(extras)
 
@@ -101,7 +106,7 @@ def test_readme_extras_exist():
 def test_pages_local_links_exist(page):
     text = (REPOSITORY / page).read_text()
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    assert [link for link in links if not (REPOSITORY / link).exists()] == []
+    assert [link for link in links if not (REPOSITORY / page).parent.joinpath(link).exists()] == []
 
 
 # --- docstrings -------------------------------------------------------------------------------------------------------
