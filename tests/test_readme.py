@@ -52,8 +52,9 @@ def options_of(module: str, words: list[str], capsys: pytest.CaptureFixture[str]
         if module != "tieredemb":  # its main reads sys.argv
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr("sys.argv", [module, *words, "--help"])
-        stack.enter_context(pytest.raises(SystemExit))
+        left = stack.enter_context(pytest.raises(SystemExit))
         run([*words, "--help"]) if module == "tieredemb" else run()
+    assert not left.value.code, f"{module} knows no {words}"
     return capsys.readouterr().out
 
 
