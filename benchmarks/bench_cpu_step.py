@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], OptimizerConfi
 
 def bench_cpu_step(keep: Save, quick: bool) -> None:
     one = Size(warmup=8) if not quick else Size(tables=3, rows=1000, batch=256, warmup=2, rounds=5)
-    ten = replace(one, bag=10, warmup=3, rounds=12 if not quick else 5)
+    ten = replace(one, bag=10, warmup=3, rounds=8 if not quick else 5)
     records = []
     for size in (one, ten):
         for name in OPTIMIZERS:

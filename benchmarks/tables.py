@@ -64,7 +64,7 @@ def _provenance(run: dict[str, Any]) -> str:
     return (
         f"*{here['cpu']}, {here['cores']} cores, {here['l3']} L3, {here['memory_gib']} GiB, huge pages "
         f"{here['huge_pages']}; {packages}; tieredemb {versions['tieredemb']} at {run['commit']}, {run['date'][:10]}. "
-        f"Medians, 20–80 % in brackets.*"
+        f"Load before the run: {here['load_before']:.1f}. Medians, 20–80 % in brackets.*"
     )
 
 

@@ -6,11 +6,12 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
 
+SETTLE_SECONDS = 0.01  # torch's OpenMP threads spin for milliseconds after a step: not on the next provider's time
 COPY_BYTES = 256 << 20  # far beyond any last-level cache
 
 
@@ -50,6 +51,7 @@ def interleave(steps: Mapping[str, Callable[..., object]], rounds: Iterable[tupl
     gc.collect()
     for args in rounds:
         for provider in order:
+            sleep(SETTLE_SECONDS)
             start = perf_counter()
             steps[provider](*args)
             seconds[provider].append(perf_counter() - start)
