@@ -114,6 +114,14 @@ def test_capacity_for_is_the_smallest_that_reaches_the_target() -> None:
         assert again.capacity == pytest.approx(found.capacity, rel=0.011)
 
 
+def test_contenders_adds_the_references_that_are_not_asked_for() -> None:
+    chosen = contenders({"lru": LRU(), "lrfu": LFU()}, references=True)
+    names = {contender.name: contender.reference for contender in chosen}
+    assert len(names) == len(chosen)
+    assert names == {"lru": False, "lrfu": False, "lfu-forget": True, "static": True, "belady": True}
+    assert [contender.name for contender in contenders({"lru": LRU()}, references=False)] == ["lru"]
+
+
 def test_capacity_for_says_when_no_capacity_is_enough() -> None:
     trace = Trace(name="once", ids=np.arange(1000), rows=1000)
     assert capacity_for(0.1, Contender(name="lru", policy=LRU()), Workload(trace=trace, batch_size=10)) is None

@@ -13,7 +13,7 @@ import zstandard
 from tieredemb.cache_hit.traces import Trace, read_trace
 from tieredemb.errors import ConfigError, InvalidInputError, MissingDependencyError
 
-KEYS = [7, 2**32 - 1, 7, 0, 500, 2**32 - 1]
+KEYS = [7, 2**32 - 1, 7, 0, 256, 2**32 - 1]  # with the bytes swapped, 256 lies below 7
 IDS = [1, 3, 1, 0, 2, 3]
 COMPRESS = {
     "": bytes,

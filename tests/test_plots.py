@@ -14,7 +14,7 @@ from tieredemb.cache_hit.traces import Trace
 from tieredemb.errors import ConfigError, MissingDependencyError
 from tieredemb.plots import check_picture, hit_rate_curves, save
 
-TRACE = Trace(name="shop", ids=np.arange(1000) % 100, rows=100)
+TRACE = Trace(name="shop", ids=np.arange(1000) % 200, rows=200)
 REFERENCES = ("lru", "lfu-forget", "static", "belady")
 
 
@@ -50,7 +50,7 @@ def test_hit_rate_curves_draws_each_policy_in_order_of_capacity() -> None:
 
 def test_hit_rate_curves_names_trace_batch_size_and_what_was_measured() -> None:
     figure = hit_rate_curves(_points("lfu"))
-    assert figure.get_suptitle() == "shop: 1,000 accesses to 100 rows"
+    assert figure.get_suptitle() == "shop: 1,000 accesses to 200 rows"
     assert figure.axes[0].get_title() == "batches of 10, lock window 1, last 500 accesses measured"
 
 
@@ -78,8 +78,8 @@ def test_hit_rate_curves_labels_rows_below_and_shares_above(capacities: tuple[in
     assert above(0.5, 0) == "0.5 %"
     low, high = axis.get_xlim()
     share_low, share_high = axis.child_axes[0].get_xlim()
-    assert share_low == pytest.approx(low)  # 100 rows: a row is a percent
-    assert share_high == pytest.approx(high)
+    assert share_low == pytest.approx(low / 2)  # of 200 rows, a row is half a percent
+    assert share_high == pytest.approx(high / 2)
 
 
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])

@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from tieredemb.cache_hit.options import parse_policy
 from tieredemb.cache_hit.references import Uses, belady, best_static, uses_of
 from tieredemb.cache_hit.traces import Trace
-from tieredemb.config import LFU, LRU, Policy
+from tieredemb.config import Policy
 from tieredemb.errors import ConfigError
 
 TARGET_PRECISION = 0.01  # the capacity of a target is bracketed this closely: hit rates move by far less over 1 %
-CLASSIC_POLICIES: dict[str, Policy] = {
-    "lru": LRU(),
-    "lfu-forget": LFU(half_life_batches=math.inf, remember_evicted=False),
-}
+CLASSIC_POLICIES = {word: parse_policy(word) for word in ("lru", "lfu-forget")}
 """The references that are policies: plain LRU, and LFU as caches have it, where an evicted row loses its
 count."""
 
