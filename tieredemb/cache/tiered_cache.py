@@ -262,8 +262,6 @@ class TieredCache:
             "cache": sizes | {"map": self._index.cells.nbytes},
             "batch": batch,
             "cold": {"tier": self.cold.kind} | self.cold.size_bytes(),
-            "slots": self.slots,
-            "rows": self.cold.layout.rows,
         }
 
     # --- inside -----------------------------------------------------------------------------------------------------

@@ -30,8 +30,9 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def inline(function: Callable[..., Any]) -> Any:
-    """Decorator of a device function: compiled into each kernel that calls it."""
-    return numba.njit(nogil=True, error_model="numpy")(function)
+    """Decorator of a device function: compiled into each kernel that calls it, at each call. A call would pass every
+    array as seven words."""
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
@@ -166,17 +167,21 @@ def bits_float(typingctx, value):
 
 
 def load(array: Any, row: int, column: int) -> float:
-    """`array[row, column]` as float32, whatever carries it (`storage.base.CARRIERS`). Inside kernels only."""
+    """`array[row, column]` as float32, whatever carries it (`storage.base.CARRIERS`). Inside kernels only.
+
+    Indices are taken as unsigned, here and in `store`: numba tests every signed one for being negative, counted from
+    the end, and that keeps loops from being vectorised (a pooled lookup took four times as long).
+    """
     raise RuntimeError("a kernel function")
 
 
 @overload(load, inline="always")
 def _load(array, row, column):
     if array.dtype == types.float32:
-        return lambda array, row, column: array[row, column]
+        return lambda array, row, column: array[np.uint64(row), np.uint64(column)]
     if array.dtype == types.uint16:
-        return lambda array, row, column: _half_to_float(array[row, column])
-    return lambda array, row, column: bits_float(np.uint32(np.uint16(array[row, column])) << np.uint32(16))
+        return lambda array, row, column: _half_to_float(array[np.uint64(row), np.uint64(column)])
+    return lambda array, row, column: _bfloat16_to_float(array[np.uint64(row), np.uint64(column)])
 
 
 def store(array: Any, row: int, column: int, value: float) -> None:
@@ -185,12 +190,17 @@ def store(array: Any, row: int, column: int, value: float) -> None:
 
 
 @inline
+def _bfloat16_to_float(bits):
+    return bits_float(np.uint32(np.uint16(bits)) << np.uint32(16))
+
+
+@inline
 def _bfloat16_bits(value):
     bits = float_bits(value)
-    if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-        return np.int16(np.uint16((bits >> np.uint32(16)) | np.uint32(0x40)))  # a NaN stays a NaN
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return np.int16(np.uint16(rounded >> np.uint32(16)))
+    quiet = bits | np.uint32(0x400000)  # a NaN stays a NaN
+    chosen = quiet if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000) else rounded
+    return np.int16(np.uint16(chosen >> np.uint32(16)))
 
 
 @overload(store, inline="always")
@@ -198,17 +208,17 @@ def _store(array, row, column, value):
     if array.dtype == types.float32:
 
         def store_float(array, row, column, value):
-            array[row, column] = value
+            array[np.uint64(row), np.uint64(column)] = value
 
         return store_float
     if array.dtype == types.uint16:
 
         def store_half(array, row, column, value):
-            array[row, column] = _float_to_half(value)
+            array[np.uint64(row), np.uint64(column)] = _float_to_half(value)
 
         return store_half
 
     def store_bfloat16(array, row, column, value):
-        array[row, column] = _bfloat16_bits(value)
+        array[np.uint64(row), np.uint64(column)] = _bfloat16_bits(value)
 
     return store_bfloat16

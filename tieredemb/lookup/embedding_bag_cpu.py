@@ -13,23 +13,20 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 POOL_GRAIN = 65536  # row elements a thread is worth
-AHEAD = 8  # rows requested early; a core has 10–16 miss buffers
 LINE_BYTES = 64
 
 
-def _bounds(bags: Bags, width: int) -> list[int]:
-    """Ranges of bags with about the same number of rows each."""
-    rows = len(bags.keys)
-    parts = len(even_bounds((rows + len(bags.offsets)) * width, POOL_GRAIN)) - 1
-    work = bags.offsets[:-1] + np.arange(len(bags.offsets) - 1)
-    total = rows + len(bags.offsets) - 1
-    cuts = np.searchsorted(work, [total * part // parts for part in range(1, parts)])
-    return [0, *(int(cut) for cut in cuts), len(bags.offsets) - 1]
+def _samples(bags: Bags, width: int) -> list[int]:
+    """Ranges of samples, one a thread."""
+    grain = POOL_GRAIN * bags.batch // max(1, len(bags.keys) * width)
+    return even_bounds(bags.batch, grain)
 
 
-def pool(weight: Array, homes: Array, bags: Bags, space: KeySpace, weights: Array, out: Array, argmax: Array) -> None:
+def pool(
+    weight: Array, homes: Array, bags: Bags, space: KeySpace, weights: Array, out: Array, argmax: Array
+) -> None:
     args = (weight, homes, bags.offsets, bags.batch, space.mode, space.column, weights, out, argmax)
-    parallel_for(bags_pool, _bounds(bags, space.width), *args)
+    parallel_for(bags_pool, _samples(bags, space.width), *args)
 
 
 def mean_scale(bags: Bags, space: KeySpace, homes: Array) -> Array:
@@ -41,7 +38,7 @@ def mean_scale(bags: Bags, space: KeySpace, homes: Array) -> Array:
 def weights_gradient(weight: Array, homes: Array, bags: Bags, space: KeySpace, grad: Array) -> Array:
     gradient = np.empty(len(homes), np.float32)
     args = (weight, homes, bags.offsets, bags.batch, space.column, grad, gradient)
-    parallel_for(bags_weights_gradient, _bounds(bags, space.width), *args)
+    parallel_for(bags_weights_gradient, _samples(bags, space.width), *args)
     return gradient
 
 
@@ -54,49 +51,68 @@ def row_prefetch(array, row):
             prefetch(array, np.int64(row) * width + column)
 
 
+@inline
+def row_pool(acc, weight, home, factor, weighted):
+    """acc += factor · row, in float32."""
+    for d in range(acc.shape[0]):
+        value = load(weight, home, d)
+        acc[d] = fma(factor, value, acc[d]) if weighted else acc[d] + value
+
+
+@inline
+def row_maximum(acc, weight, home, occurrence, is_first, winners, row, first):
+    """acc = maximum of acc and the row; the first of equal values wins, a NaN wins over numbers."""
+    for d in range(acc.shape[0]):
+        value = load(weight, home, d)
+        if is_first or value > acc[d] or (value != value and acc[d] == acc[d]):
+            acc[d] = value
+            if winners.shape[0] > 0:
+                winners[row, first + d] = occurrence
+
+
 @jit
 def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out, argmax):
-    """Bags lo … hi − 1. Moves D · itemsize bytes an occurrence, at random, and as many a bag, in order."""
+    """All bags of samples lo … hi − 1, sample by sample: the outputs of one lie together, those of a table a page
+    apart. Moves D · itemsize bytes an occurrence, at random, and as many a bag, in order. `argmax` comes as −1."""
     width = weight.shape[1]
     weighted = weights.shape[0] > 0
     acc = np.empty(width, np.float32)
-    for bag in range(lo, hi):
-        table = bag // batch
-        b = bag - table * batch
-        first = column[table]
-        kind = mode[table]
-        for d in range(width):
-            acc[d] = np.float32(0.0)
-        count = 0
-        for i in range(offsets[bag], offsets[bag + 1]):
-            if i + AHEAD < homes.shape[0]:
-                row_prefetch(weight, homes[i + AHEAD])
-            home = homes[i]
-            if home < 0:
+    for b in range(lo, hi):
+        for table in range(mode.shape[0]):
+            bag = table * batch + b
+            start = offsets[bag]
+            stop = offsets[bag + 1]
+            first = column[table]
+            kind = mode[table]
+            if b + 1 < batch and stop < homes.shape[0]:  # the same table's next bag: a sample's worth of work ahead
+                row_prefetch(weight, homes[stop])
+            if stop - start == 1 and not weighted and kind != MAX and homes[start] >= 0:
+                home = homes[start]
+                for d in range(width):
+                    out[np.uint64(b), np.uint64(first + d)] = weight[np.uint64(home), np.uint64(d)]
                 continue
-            if kind == MAX:
-                for d in range(width):
-                    value = load(weight, home, d)
-                    if count == 0 or value > acc[d] or (value != value and acc[d] == acc[d]):
-                        acc[d] = value
-                        if argmax.shape[0] > 0:
-                            argmax[b, first + d] = i
-            elif weighted:
-                for d in range(width):
-                    acc[d] = fma(weights[i], load(weight, home, d), acc[d])
-            else:
-                for d in range(width):
-                    acc[d] += load(weight, home, d)
-            count += 1
-        if kind == MEAN and count > 1:
-            divisor = np.float32(count)
             for d in range(width):
-                acc[d] /= divisor
-        if kind == MAX and count == 0 and argmax.shape[0] > 0:
+                acc[d] = np.float32(0.0)
+            count = 0
+            for i in range(start, stop):
+                if i + 2 < stop:
+                    row_prefetch(weight, homes[i + 2])
+                home = homes[i]
+                if home < 0:
+                    continue
+                if kind == MAX:
+                    row_maximum(acc, weight, home, i, count == 0, argmax, b, first)
+                elif weighted:
+                    row_pool(acc, weight, home, weights[i], True)
+                else:
+                    row_pool(acc, weight, home, np.float32(1.0), False)
+                count += 1
+            if kind == MEAN and count > 1:
+                divisor = np.float32(count)
+                for d in range(width):
+                    acc[d] /= divisor
             for d in range(width):
-                argmax[b, first + d] = -1
-        for d in range(width):
-            store(out, b, first + d, acc[d])
+                store(out, b, first + d, acc[d])
 
 
 @jit
@@ -113,14 +129,15 @@ def bags_mean_scale(homes, offsets, batch, mode, scale):
 
 @jit
 def bags_weights_gradient(lo, hi, weight, homes, offsets, batch, column, grad, gradient):
+    """Occurrences of samples lo … hi − 1."""
     width = weight.shape[1]
-    for bag in range(lo, hi):
-        table = bag // batch
-        b = bag - table * batch
-        first = column[table]
-        for i in range(offsets[bag], offsets[bag + 1]):
-            total = np.float32(0.0)
-            if homes[i] >= 0:
-                for d in range(width):
-                    total = fma(load(weight, homes[i], d), grad[b, first + d], total)
-            gradient[i] = total
+    for b in range(lo, hi):
+        for table in range(column.shape[0]):
+            bag = table * batch + b
+            first = column[table]
+            for i in range(offsets[bag], offsets[bag + 1]):
+                total = np.float32(0.0)
+                if homes[i] >= 0:
+                    for d in range(width):
+                        total = fma(load(weight, homes[i], d), load(grad, b, first + d), total)
+                gradient[i] = total

@@ -68,14 +68,14 @@ def occurrences_add(acc, order, lo, hi, grad, sample, scale, argmax, first, is_m
         if is_max:
             for d in range(width):
                 if argmax[row, first + d] == i:
-                    acc[d] += grad[row, first + d]
+                    acc[d] += load(grad, row, first + d)
         elif scale.shape[0] > 0:
             factor = scale[i]
             for d in range(width):
-                acc[d] = fma(grad[row, first + d], factor, acc[d])
+                acc[d] = fma(load(grad, row, first + d), factor, acc[d])
         else:
             for d in range(width):
-                acc[d] += grad[row, first + d]
+                acc[d] += load(grad, row, first + d)
 
 
 @inline
@@ -88,8 +88,8 @@ def row_update(weight, state, home, g, kind, rate, hyper):
             store(weight, home, d, fma(-rate, g[d], load(weight, home, d)))
     elif kind == ADAGRAD:
         for d in range(width):
-            total = fma(g[d], g[d], state[home, d])
-            state[home, d] = total
+            total = fma(g[d], g[d], load(state, home, d))
+            store(state, home, d, total)
             store(weight, home, d, fma(-rate, g[d] / (np.sqrt(total) + eps), load(weight, home, d)))
     elif kind == ROW_WISE_ADAGRAD:
         squares = F(0.0)
@@ -102,12 +102,12 @@ def row_update(weight, state, home, g, kind, rate, hyper):
             store(weight, home, d, fma(-step, g[d], load(weight, home, d)))
     elif kind == ADAM:
         for d in range(width):
-            m = state[home, d]
-            v = state[home, width + d]
+            m = load(state, home, d)
+            v = load(state, home, width + d)
             m = fma(g[d] - m, hyper[1], m)
             v = fma(fma(g[d], g[d], -v), hyper[2], v)
-            state[home, d] = m
-            state[home, width + d] = v
+            store(state, home, d, m)
+            store(state, home, width + d, v)
             store(weight, home, d, fma(-rate, m / (np.sqrt(v) + eps), load(weight, home, d)))
 
 
@@ -132,18 +132,13 @@ def segments_update(
         table = tables[order[start]]
         first = column[table]
         is_max = mode[table] == MAX
-        for d in range(width):
-            acc[d] = F(0.0)
-        if stop - start <= CHUNK:
-            occurrences_add(acc, order, start, stop, grad, sample, scale, argmax, first, is_max)
-        else:
-            for chunk in range(start, stop, CHUNK):
-                for d in range(width):
-                    part[d] = F(0.0)
-                end = min(chunk + CHUNK, stop)
-                occurrences_add(part, order, chunk, end, grad, sample, scale, argmax, first, is_max)
-                for d in range(width):
-                    acc[d] += part[d]
+        for chunk in range(start, stop, CHUNK):
+            for d in range(width):
+                part[d] = F(0.0)
+            end = min(chunk + CHUNK, stop)
+            occurrences_add(part, order, chunk, end, grad, sample, scale, argmax, first, is_max)
+            for d in range(width):
+                acc[d] = part[d] if chunk == start else acc[d] + part[d]
         if hyper[3] != F(1.0):
             for d in range(width):
                 acc[d] *= hyper[3]

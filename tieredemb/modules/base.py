@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -184,7 +185,7 @@ class TieredModule(nn.Module):
         """Flushes and closes the cold storage; the module is unusable afterwards. Runs by itself at exit."""
         self.tables.close()
 
-    def save_checkpoint(self, directory: str, *, extra: dict[str, Any] | None = None) -> None:
+    def save_checkpoint(self, directory: str | os.PathLike[str], *, extra: dict[str, Any] | None = None) -> None:
         """Saves rows, optimizer state, scores and counters to `directory`, replacing its last checkpoint atomically.
 
         Written in chunks, so tables may exceed memory; verified and fsynced before the old one is replaced: killed at
@@ -194,7 +195,7 @@ class TieredModule(nn.Module):
 
         save(self.tables, self._fused, directory, extra or {})
 
-    def load_checkpoint(self, directory: str) -> dict[str, Any]:
+    def load_checkpoint(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Replaces all rows by those of a checkpoint, at any capacity, tier and policy; returns its `extra`.
 
         Raises `CheckpointError` before anything changes where it is incomplete, damaged or of other tables.
