@@ -1,0 +1,76 @@
+"""Every CUDA kernel compiles for every architecture it is meant for, without a GPU, a driver or a toolkit: NVRTC from
+its wheel, called directly."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tieredemb.kernels.compiler import PACKAGE, options, source
+
+ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
+PLAIN = ("hash/slot_map.cu", "cache/policy.cu", "cache/plan.cu")
+BY_ROW = ("storage/move.cu", "lookup/embedding_bag.cu", "lookup/optimizer.cu")
+FLOAT, HALF, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+ROWS = [(FLOAT, 1), (FLOAT, 6), (FLOAT, 128), (FLOAT, 300), (HALF, 6), (HALF, 64), (BFLOAT16, 100), (BFLOAT16, 128)]
+
+
+@functools.cache
+def nvrtc() -> ctypes.CDLL:
+    package = pytest.importorskip("nvidia", reason="NVRTC's wheel is missing: pip install tieredemb[dev]")
+    found = sorted(path for root in package.__path__ for path in Path(root).rglob("libnvrtc.so.*"))
+    if not found:
+        pytest.skip("NVRTC's wheel is missing: pip install tieredemb[dev]")
+    for builtins in found[-1].parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins))  # NVRTC opens it by name alone, which its own folder does not answer to
+    return ctypes.CDLL(str(found[-1]))
+
+
+def compile_for(file: str, architecture: str, flags: tuple[str, ...]) -> str:
+    """The compiler's log, empty where it had nothing to say. Fails the test on an error."""
+    library, program = nvrtc(), ctypes.c_void_p()
+    code = source(file).encode()
+    library.nvrtcCreateProgram(ctypes.byref(program), code, file.encode(), 0, None, None)
+    given = [flag.encode() for flag in (*flags, f"--gpu-architecture={architecture}")]
+    result = library.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*given))
+    size = ctypes.c_size_t()
+    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, log)
+    library.nvrtcDestroyProgram(ctypes.byref(program))
+    text = log.value.decode()
+    assert result == 0, text
+    return text
+
+
+def test_every_cuda_file_is_compiled_here():
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.cu")}
+    assert found == {*PLAIN, *BY_ROW}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("file", PLAIN)
+def test_kernel_compiles_without_a_warning(file, architecture):
+    assert compile_for(file, architecture, options()) == ""
+
+
+@pytest.mark.parametrize(("dtype", "width"), ROWS)
+@pytest.mark.parametrize("file", BY_ROW)
+def test_row_kernel_compiles_for_every_format_and_width(file, dtype, width):
+    for architecture in ARCHITECTURES if (width, dtype) == (128, torch.float32) else ("sm_80",):
+        assert compile_for(file, architecture, options(dtype, width)) == ""
+
+
+@pytest.mark.parametrize(("kind", "state"), [(0, 0), (1, 64), (2, 1), (3, 128)])
+def test_optimizer_kernel_compiles_for_every_optimizer(kind, state):
+    flags = (*options(torch.float32, 64), f"-DKIND={kind}", f"-DSTATE={state}")
+    assert compile_for("lookup/optimizer.cu", "sm_90", flags) == ""
+
+
+def test_a_broken_kernel_fails():
+    with pytest.raises(AssertionError, match="undefined"):
+        compile_for("hash/slot_map.cu", "sm_90", (*options(), "-Dreturn=nowhere"))

@@ -1,0 +1,101 @@
+// What all kernels share: sizes, row formats, the key hash, warp helpers.
+//
+// A module is compiled for one row format: -DROW_FLOAT, -DROW_HALF or -DROW_BFLOAT16, and one width, -DWIDTH=D. Rows
+// are read in units of VECTOR elements, up to 16 bytes. No header is included, so that no CUDA toolkit is needed.
+#pragma once
+
+typedef long long i64;
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned short u16;
+
+[[maybe_unused]] constexpr int DROPPED = -2147483647 - 1;  // home of an occurrence that takes no part: padding
+[[maybe_unused]] constexpr u32 FULL_WARP = 0xffffffffu;
+
+__device__ __forceinline__ i64 thread_index() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ i64 thread_count() { return (i64)gridDim.x * blockDim.x; }
+__device__ __forceinline__ int lane_index() { return threadIdx.x & 31; }
+
+// Home cell of a key: murmur3's finaliser, its high half scaled to the range; the same as on the CPU.
+__device__ __forceinline__ i64 first_cell(i64 key, i64 cells) {
+    u64 h = (u64)key;
+    h = (h ^ (h >> 33)) * 0xFF51AFD7ED558CCDull;
+    h = (h ^ (h >> 33)) * 0xC4CEB9FE1A85EC53ull;
+    return (i64)(((h >> 32) * (u64)cells) >> 32);
+}
+
+// A place in a list for each calling thread that `wants` one; one atomic a warp. All threads of the warp call it.
+__device__ __forceinline__ int append(int *count, bool wants) {
+    u32 mask = __ballot_sync(FULL_WARP, wants);
+    if (mask == 0) return -1;
+    int leader = __ffs(mask) - 1, base = 0;
+    if (lane_index() == leader) base = atomicAdd(count, __popc(mask));
+    base = __shfl_sync(FULL_WARP, base, leader);
+    return wants ? base + __popc(mask & ((1u << lane_index()) - 1)) : -1;
+}
+
+// The lanes that share a row: groups of `lanes` inside a warp may run apart, so they synchronise among themselves.
+__device__ __forceinline__ u32 group_mask(int lanes) {
+    return lanes == 32 ? FULL_WARP : ((1u << lanes) - 1) << (lane_index() & ~(lanes - 1));
+}
+
+__device__ __forceinline__ float bits_float(u32 bits) { return __uint_as_float(bits); }
+
+#if defined(ROW_HALF)
+typedef u16 row_t;
+__device__ __forceinline__ float to_float(row_t v) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
+    return f;
+}
+__device__ __forceinline__ row_t from_float(float f) {
+    u16 v;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(f));
+    return v;
+}
+#elif defined(ROW_BFLOAT16)
+typedef u16 row_t;
+__device__ __forceinline__ float to_float(row_t v) { return __uint_as_float((u32)v << 16); }
+__device__ __forceinline__ row_t from_float(float f) {  // to nearest even; a NaN stays a NaN
+    u32 bits = __float_as_uint(f);
+    u32 rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return (u16)((bits & 0x7FFFFFFFu) > 0x7F800000u ? (bits >> 16) | 0x40u : rounded);
+}
+#else
+typedef float row_t;
+__device__ __forceinline__ float to_float(row_t v) { return v; }
+__device__ __forceinline__ row_t from_float(float f) { return f; }
+#endif
+
+#ifdef WIDTH
+// Elements a thread reads at once: the most that 16 bytes hold and that divide the width.
+__host__ __device__ constexpr int lanes_of(int width) {
+    int n = 16 / (int)sizeof(row_t);
+    while (width % n != 0) n /= 2;
+    return n;
+}
+constexpr int VECTOR = lanes_of(WIDTH);
+constexpr int UNITS = WIDTH / VECTOR;  // vectors in a row
+
+struct alignas(VECTOR * sizeof(row_t)) row_vector {
+    row_t v[VECTOR];
+};
+struct alignas(VECTOR * 4 > 16 ? 16 : VECTOR * 4) float_vector {
+    float v[VECTOR];
+};
+
+__device__ __forceinline__ row_vector load_row(const row_t *rows, i64 row, int unit) {
+    return *reinterpret_cast<const row_vector *>(rows + row * WIDTH + unit * VECTOR);
+}
+__device__ __forceinline__ void store_row(row_t *rows, i64 row, int unit, row_vector value) {
+    *reinterpret_cast<row_vector *>(rows + row * WIDTH + unit * VECTOR) = value;
+}
+// Stores past the caches what is not read again soon.
+__device__ __forceinline__ void store_streaming(row_t *at, row_vector value) {
+    if (sizeof(row_vector) == 16) {
+        __stcs(reinterpret_cast<int4 *>(at), *reinterpret_cast<int4 *>(&value));
+        return;
+    }
+    *reinterpret_cast<row_vector *>(at) = value;
+}
+#endif

@@ -1,0 +1,90 @@
+// Pooled lookup of all bags of all tables in one launch: sum, mean, max, weighted.
+//
+// A group of lanes takes BAGS consecutive bags of one table, so that as many rows are in flight before the first is
+// used; a lane holds 16 bytes of the row. Sums run in float in the order of the ids and are rounded once.
+#include "common.cuh"
+
+constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : UNITS > 2 ? 4 : UNITS;
+constexpr int STEPS = (UNITS + LANES - 1) / LANES;
+#ifndef BAGS
+#define BAGS 4
+#endif
+constexpr int MEAN = 1, MAX = 2;
+#ifdef ONLY_SUMS  // no table needs the maximum: fewer registers, so more rows in flight
+constexpr bool HAS_MAX = false;
+#else
+constexpr bool HAS_MAX = true;
+#endif
+
+__device__ __forceinline__ void add_row(float *acc, row_vector row, float weight) {
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++) acc[k] = __fmaf_rn(weight, to_float(row.v[k]), acc[k]);
+}
+
+// out (B, total): columns column[t] … of row b take bag t · B + b. Moves D · itemsize bytes an occurrence and a bag.
+extern "C" __global__ void __launch_bounds__(256) bags_pool(
+    const row_t *weight, const int *homes, const i64 *offsets, i64 batch, i64 bags, const int *mode,
+    const i64 *column, const float *sample_weights, row_t *out, i64 total, int *argmax) {
+    const int lane = threadIdx.x % LANES;
+    const i64 group = thread_index() / LANES;
+    const u32 groups_a_table = (u32)((batch + BAGS - 1) / BAGS);
+    const i64 table = (u32)group / groups_a_table;
+    const i64 first = (group - table * groups_a_table) * BAGS;  // sample of the first bag
+    if (table * batch >= bags) return;
+    const int kind = mode[table];
+    i64 begin[BAGS], end[BAGS];
+#pragma unroll
+    for (int b = 0; b < BAGS; b++) {
+        bool have = first + b < batch;
+        begin[b] = have ? offsets[table * batch + first + b] : 0;
+        end[b] = have ? offsets[table * batch + first + b + 1] : 0;
+    }
+    int home[BAGS];
+#pragma unroll
+    for (int b = 0; b < BAGS; b++) home[b] = begin[b] < end[b] ? homes[begin[b]] : -1;
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+        const int unit = s * LANES + lane;
+        if (unit >= UNITS) break;
+        row_vector head[BAGS];
+#pragma unroll
+        for (int b = 0; b < BAGS; b++)
+            if (home[b] >= 0) head[b] = load_row(weight, home[b], unit);
+#pragma unroll
+        for (int b = 0; b < BAGS; b++) {
+            if (first + b >= batch) break;
+            float acc[VECTOR];
+            int winner[VECTOR], count = 0;
+#pragma unroll
+            for (int k = 0; k < VECTOR; k++) acc[k] = 0.0f, winner[k] = -1;
+            for (i64 i = begin[b]; i < end[b]; i++) {
+                int at = i == begin[b] ? home[b] : homes[i];
+                if (at < 0) continue;
+                row_vector row = i == begin[b] ? head[b] : load_row(weight, at, unit);
+                if (HAS_MAX && kind == MAX) {
+#pragma unroll
+                    for (int k = 0; k < VECTOR; k++) {
+                        float value = to_float(row.v[k]);
+                        if (count == 0 || value > acc[k] || (value != value && acc[k] == acc[k])) {
+                            acc[k] = value;
+                            winner[k] = (int)i;
+                        }
+                    }
+                } else {
+                    add_row(acc, row, sample_weights ? sample_weights[i] : 1.0f);
+                }
+                count++;
+            }
+            row_vector result;
+#pragma unroll
+            for (int k = 0; k < VECTOR; k++)
+                result.v[k] = from_float(kind == MEAN && count > 1 ? __fdiv_rn(acc[k], (float)count) : acc[k]);
+            i64 at = (first + b) * total + column[table] + unit * VECTOR;
+            store_streaming(out + at, result);  // read by other kernels, later: the cache is for rows
+            if (HAS_MAX && argmax && kind == MAX) {
+#pragma unroll
+                for (int k = 0; k < VECTOR; k++) argmax[at + k] = winner[k];
+            }
+        }
+    }
+}
