@@ -304,3 +304,25 @@ def test_gradient_that_is_expanded_or_strided_is_read_right():
         out.t()[::2].sum().backward()
     optimizer.step()
     assert_rows_equal(bag, reference)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_input_that_is_overwritten_after_the_forward_does_not_reach_the_backward(mode):
+    """As loaders do that reuse their buffers."""
+    runs = []
+    for overwritten in (False, True):
+        tables = [te.TableConfig(name="a", num_embeddings=ROWS, embedding_dim=WIDTH, mode=mode)]
+        model = te.TieredEmbeddingBagCollection(tables, capacity=3, optimizer=te.SGD(lr=1.0))
+        batch, offsets, weights = (
+            torch.tensor([1, 2, 3, 4]),
+            torch.tensor([0, 1, 4]),
+            torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        )
+        out = model(batch, offsets, weights if mode == "sum" else None)
+        if overwritten:
+            batch.zero_()
+            offsets[1] = 3
+            weights.numpy()[:] = 100
+        out.sum().backward()
+        runs.append(model.state_dict()["tables.a.weight"])
+    assert torch.equal(*runs)

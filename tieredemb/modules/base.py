@@ -289,10 +289,11 @@ def as_ids(name: str, value: torch.Tensor, module: TieredModule) -> Array:
 
 
 def as_offsets(offsets: torch.Tensor, ids: int, module: TieredModule) -> Array:
-    """Checked offsets as int64. Raises `InvalidInputError`."""
+    """Checked offsets as an int64 array of our own: backward reads them again, and loaders reuse their buffers. Raises
+    `InvalidInputError`."""
     if isinstance(offsets, torch.Tensor) and offsets.dim() != 1:
         raise InvalidInputError(f"offsets must have one dimension, got shape {tuple(offsets.shape)}")
-    array = as_ids("offsets", offsets, module).astype(np.int64, copy=False)
+    array = as_ids("offsets", offsets, module).astype(np.int64)
     if len(array):
         check_offsets(array, ids)
     return array

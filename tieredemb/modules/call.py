@@ -117,7 +117,9 @@ class Call:
         # numpy's memory comes in huge pages: faulting 27 MB in by 4 KiB pages costs as much as the lookup
         carrier = CARRIERS[tables.config.dtype]
         out = torch.from_numpy(np.empty((self.batch, tables.output_width), carrier)).view(tables.config.dtype)
-        array = None if weights is None else weights.detach().to(torch.float32).contiguous().numpy()
+        array = None
+        if weights is not None:  # backward reads them again, and loaders reuse their buffers
+            array = weights.detach().to(torch.float32, copy=differentiable).contiguous().numpy()
         keep_rows = differentiable and weights is not None and weights.requires_grad
         for part in self.parts:
             part.pool(carrier_view(out), array, keep_argmax=differentiable, keep_rows=keep_rows)
