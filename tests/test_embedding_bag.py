@@ -147,6 +147,14 @@ def test_scale_grad_by_freq_divides_by_the_occurrences_in_the_call(mode):
     torch.testing.assert_close(ours.state_dict()["weight"], expected)
 
 
+def test_scale_grad_by_freq_of_padding_alone_changes_nothing():
+    ours = te.TieredEmbeddingBag(9, 3, mode="sum", padding_idx=2, scale_grad_by_freq=True, optimizer=te.SGD(lr=1.0))
+    before = ours.state_dict()["weight"]
+    for ids in (torch.tensor([[2, 2]]), torch.empty(0, 4, dtype=torch.int64), torch.empty(2, 0, dtype=torch.int64)):
+        ours(ids).sum().backward()
+    assert torch.equal(ours.state_dict()["weight"], before)
+
+
 def test_embedding_scale_grad_by_freq_equals_torch():
     ours = te.TieredEmbedding(9, 3, scale_grad_by_freq=True, optimizer=te.SGD(lr=1.0))
     theirs = nn.Embedding(9, 3, scale_grad_by_freq=True)

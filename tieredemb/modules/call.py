@@ -83,8 +83,9 @@ class GroupCall:
         weights = self.weights if len(self.weights) else None
         scale = gradient_scale(self.bags, self.group.space, self.ticket.homes, weights)
         if scale_by_freq:
-            counts = np.bincount(self.ticket.inverse[self.ticket.inverse >= 0]).astype(np.float32)
-            share = np.where(self.ticket.inverse >= 0, 1 / counts[self.ticket.inverse], 0).astype(np.float32)
+            inverse = self.ticket.inverse
+            counts = np.maximum(np.bincount(inverse[inverse >= 0], minlength=1), 1)  # padding alone has no count
+            share = np.where(inverse >= 0, 1 / counts[inverse].astype(np.float32), 0).astype(np.float32)
             scale = share if scale is None else scale * share
         return Gradient(grad, self.bags.sample, self.bags.table, NO_WEIGHTS if scale is None else scale, self.argmax)
 
