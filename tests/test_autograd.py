@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 
 import pytest
 import torch
@@ -172,6 +173,102 @@ def test_a_failed_backward_updates_nothing_and_the_next_one_works():
     optimizer.step()
     assert_rows_equal(bag, reference)
     assert live_tickets(bag) == 0
+
+
+def test_a_failed_backward_leaves_nothing_in_flight():
+    bag, _, _ = make()
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("planted")
+
+    early = Fails.apply(torch.zeros(1, WIDTH, requires_grad=True))
+    out = bag(ids(1, 2)) + bag(ids(4, 5)) * early
+    with pytest.raises(RuntimeError, match="planted"):
+        out.sum().backward()
+    del out, early
+    assert live_tickets(bag) == 0
+    copy.deepcopy(bag)
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_backward_passes_on_two_threads_are_two_steps():
+    bag, reference, optimizer = make()
+    reached, go_on = threading.Event(), threading.Event()
+
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            reached.set()
+            assert go_on.wait(30)
+            return grad
+
+    early = Waits.apply(torch.zeros(1, WIDTH, requires_grad=True))
+    out = bag(ids(1, 2)) + early  # the lookup's node runs first: it was made last
+    thread = threading.Thread(target=lambda: out.sum().backward())
+    thread.start()
+    assert reached.wait(30)
+    bag(ids(2, 3)).sum().backward()
+    reference(ids(2, 3)).sum().backward()
+    optimizer.step()
+    assert_rows_equal(bag, reference)
+    go_on.set()
+    thread.join()
+    optimizer.zero_grad()
+    reference(ids(1, 2)).sum().backward()
+    optimizer.step()
+    assert_rows_equal(bag, reference)
+    assert bag.fused_optimizer.state_dict()["state"][0]["step"] == 2
+    assert live_tickets(bag) == 0
+
+
+def test_training_on_several_threads_loses_no_update():
+    rows, steps = 4, 100
+    bag = te.TieredEmbeddingBag(rows, WIDTH, mode="sum", capacity=1, optimizer=te.SGD(lr=1.0))
+    bag.load_state_dict({"weight": torch.zeros(rows, WIDTH)})
+
+    def work(row):
+        for _ in range(steps):
+            bag(ids(row)).sum().backward()
+
+    threads = [threading.Thread(target=work, args=(row,)) for row in range(rows)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(bag.state_dict()["weight"], torch.full((rows, WIDTH), -float(steps)))
+    assert bag.fused_optimizer.state_dict()["state"][0]["step"] == rows * steps
+
+
+def test_max_norm_holds_while_other_threads_grow_the_cache():
+    bag = te.TieredEmbeddingBag(2000, WIDTH, mode="sum", capacity=1, max_norm=0.5)
+    too_long = []
+
+    def work(seed):
+        generator = torch.Generator().manual_seed(seed)
+        for step in range(100):
+            with torch.no_grad():
+                out = bag(torch.randint(0, 2000, (1 + step % 50 * 4 * seed, 1), generator=generator))
+            too_long.append((out.norm(dim=1) > 0.5 + 1e-5).sum().item())
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(too_long) == 400
+    assert sum(too_long) == 0
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------------

@@ -134,15 +134,16 @@ class TieredModule(nn.Module):
     def _apply_updates(self, collected: list[tuple[Call, torch.Tensor]]) -> None:
         optimizer = self.check_trainable()
         todo = []
-        for g, group in enumerate(self.tables.groups):
-            parts: list[tuple[GroupCall, torch.Tensor]] = [(call.parts[g], grad) for call, grad in collected]
-            numbers = optimizer.numbers(group, [grad for _, grad in parts])
-            if numbers is None:
-                return
-            todo.append((group, parts, numbers))
-        for group, parts, numbers in todo:
-            apply_update(group, parts, numbers, self)
-            group.steps[:] = [step + 1 for step in group.steps]
+        with self.tables.locked():
+            for g, group in enumerate(self.tables.groups):
+                parts: list[tuple[GroupCall, torch.Tensor]] = [(call.parts[g], grad) for call, grad in collected]
+                numbers = optimizer.numbers(group, [grad for _, grad in parts])
+                if numbers is None:
+                    return
+                todo.append((group, parts, numbers))
+            for group, parts, numbers in todo:
+                apply_update(group, parts, numbers, self)
+                group.steps[:] = [step + 1 for step in group.steps]
 
     def check_trainable(self) -> FusedOptimizer:
         """The optimizer; raises `BackwardError` without one (never a silent default learning rate)."""

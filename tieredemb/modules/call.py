@@ -8,6 +8,7 @@ would be. A forward that runs inside a backward pass is a recomputation (activat
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -54,22 +55,25 @@ class GroupCall:
         self.bags = make_bags(ids, offsets, group.space, batch, padding_is_dropped=options.padding_is_dropped)
         self.ticket: Ticket = group.cache.plan(self.bags.keys, score=not inside_backward())
         if options.max_norm is not None:
-            limit_norms(group.cache.hot, self.ticket.unique_slots, options.max_norm, options.norm_type)
+            with group.cache.lock:
+                limit_norms(group.cache.hot, self.ticket.unique_slots, options.max_norm, options.norm_type)
         self.weights: Array = NO_WEIGHTS
         self.argmax: Array = NO_ARGMAX
         self.forward_rows: Array | None = None
 
     def pool(self, out: Array, weights: Array | None, *, keep_argmax: bool, keep_rows: bool) -> None:
         """Pools into `out` (carrier (B, ΣD)); keeps what a backward will want to know of the forward."""
-        hot, homes, space = self.group.cache.hot, self.ticket.homes, self.group.space
+        homes, space = self.ticket.homes, self.group.space
         if weights is not None:
             self.weights = weights if self.bags.position is None else weights[self.bags.position]
         if keep_argmax and has_max(space):
             self.argmax = np.full(out.shape, -1, np.int32)
         argmax = self.argmax if len(self.argmax) else None
-        pool(hot.weight, homes, self.bags, space, None if weights is None else self.weights, out, argmax)
-        if keep_rows:
-            self.forward_rows = hot.weight[np.maximum(homes, 0)]
+        with self.group.cache.lock:  # an update on another thread would be seen half
+            weight = self.group.cache.hot.weight
+            pool(weight, homes, self.bags, space, None if weights is None else self.weights, out, argmax)
+            if keep_rows:
+                self.forward_rows = weight[np.maximum(homes, 0)]
 
     def weights_gradient(self, grad: Array, out: Array) -> None:
         """Writes the gradient of the per-sample weights to their positions in `out`, float32 (N,)."""
@@ -173,68 +177,68 @@ class Lookup(torch.autograd.Function):
 
 
 class BackwardPass:
-    """Collects the calls that a backward pass reaches and applies them once, when its outermost task ends.
+    """Collects the calls that each backward pass reaches, and applies them once when its outermost task ends.
 
     Autograd runs a callback queued inside a nested (checkpointed) backward at that backward's end, so the first touch
-    queues it: a nested backward is always preceded by a forward in its parent. The engine drops the callback of a
-    backward that failed; what it had collected is then dropped too.
+    queues it: a nested backward is always preceded by a forward in its parent, on the same thread. Backward passes on
+    several threads are kept apart.
     """
 
     def __init__(self, apply: Callable[[list[tuple[Call, torch.Tensor]]], None]) -> None:
         self._apply = weakref.WeakMethod(apply)  # a cycle would keep a dropped module, and its file, open
-        self._collected: list[tuple[Call, torch.Tensor]] = []
-        self._armed: Callable[[], object] | None = None
+        self._of_task: weakref.WeakValueDictionary[int, _Collected] = weakref.WeakValueDictionary()
+        self._of_thread: weakref.WeakValueDictionary[int, _Collected] = weakref.WeakValueDictionary()
 
-    def touch(self) -> None:
-        """To be called by everything that happens inside a backward pass."""
-        if self._armed is not None and self._armed() is not None:
-            return
-        self._collected = []
-        finish = _Finish(self)
-        self._armed = weakref.ref(finish)
-        torch.autograd.Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
+    def touch(self) -> _Collected:
+        """To be called by everything that happens inside a backward pass; returns what that pass has collected."""
+        task, thread = torch._C._current_graph_task_id(), threading.get_ident()
+        collected = self._of_task.get(task) or self._of_thread.get(thread)
+        if collected is None or collected.finished:
+            collected = _Collected(self._apply)
+            torch.autograd.Variable._execution_engine.queue_callback(collected)  # type: ignore[attr-defined]
+        self._of_task[task] = self._of_thread[thread] = collected
+        return collected
 
     def add(self, call: Call, grad: torch.Tensor) -> None:
-        self.touch()
-        self._collected.append((call, grad))
-
-    def finish(self) -> None:
-        collected, self._collected, self._armed = self._collected, [], None
-        try:
-            apply = self._apply()
-            if collected and apply is not None:  # calls hold their module
-                apply(sorted(collected, key=lambda pair: pair[0].number))
-        finally:
-            for call, _ in collected:
-                call.release()
+        self.touch().calls.append((call, grad))
 
 
-class _Finish:
-    """The callback. Its lifetime tells whether the backward pass that holds it still runs."""
+class _Collected:
+    """The calls of one backward pass, and the callback that applies them. Autograd alone holds it, and drops it with a
+    backward that failed: its calls then update nothing, and their tickets are released."""
 
-    def __init__(self, backward_pass: BackwardPass) -> None:
-        self._backward_pass = backward_pass
+    def __init__(self, apply: weakref.WeakMethod[Callable[[list[tuple[Call, torch.Tensor]]], None]]) -> None:
+        self._apply = apply
+        self.calls: list[tuple[Call, torch.Tensor]] = []
+        self.finished = False
 
     def __call__(self) -> None:
-        self._backward_pass.finish()
+        self.finished = True
+        calls, self.calls = self.calls, []
+        try:
+            apply = self._apply()
+            if calls and apply is not None:  # calls hold their module
+                apply(sorted(calls, key=lambda pair: pair[0].number))
+        finally:
+            for call, _ in calls:
+                call.release()
 
 
 def apply_update(
     group: Group, parts: list[tuple[GroupCall, torch.Tensor]], numbers: Hyperparameters, module: TieredModule
 ) -> None:
-    """One optimizer step of a group for the calls of one backward pass, in forward order."""
+    """One optimizer step of a group for the calls of one backward pass, in forward order. The caller holds the lock."""
     options = module.options
-    with group.cache.lock:
-        gradients = [part.gradient(grad.numpy(), scale_by_freq=options.scale_grad_by_freq) for part, grad in parts]
-        if len(parts) == 1:
-            part = parts[0][0]
-            segments = part.ticket.segments(part.untrained_key(options.padding_is_dropped))
-            gradient = gradients[0]
-        else:
-            homes = [_trained_homes(part, options.padding_is_dropped) for part, _ in parts]
-            segments = segments_of_homes(np.concatenate(homes), len(group.cache.hot))
-            gradient = _concatenate(gradients)
-        update(group.cache.hot, segments, gradient, group.space, numbers)
+    gradients = [part.gradient(grad.numpy(), scale_by_freq=options.scale_grad_by_freq) for part, grad in parts]
+    if len(parts) == 1:
+        part = parts[0][0]
+        segments = part.ticket.segments(part.untrained_key(options.padding_is_dropped))
+        gradient = gradients[0]
+    else:
+        homes = [_trained_homes(part, options.padding_is_dropped) for part, _ in parts]
+        segments = segments_of_homes(np.concatenate(homes), len(group.cache.hot))
+        gradient = _concatenate(gradients)
+    update(group.cache.hot, segments, gradient, group.space, numbers)
 
 
 def _trained_homes(part: GroupCall, padding_is_dropped: bool) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import weakref
@@ -185,6 +186,14 @@ class TableSet:
         return torch.empty((rows, width), dtype=dtype)
 
     # --- whole-set calls --------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other threads from all caches, always taken in one order."""
+        with contextlib.ExitStack() as locks:
+            for group in self.groups:
+                locks.enter_context(group.cache.lock)
+            yield
 
     def flush(self) -> None:
         """Writes all hot rows back: afterwards cold storage alone holds the truth."""
