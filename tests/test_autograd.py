@@ -126,6 +126,33 @@ def test_double_backward_raises():
         gradient.sum().backward()
 
 
+def test_gradients_of_other_inputs_alone_leave_the_rows():
+    """As torch does, which touches a parameter's gradient only where it is asked for."""
+    bag, reference, optimizer = make()
+    before = bag.state_dict()["weight"]
+    weights = torch.ones(1, 2, requires_grad=True)
+    out = bag(ids(1, 2), None, weights).square().sum()
+    (gradient,) = torch.autograd.grad(out, weights, retain_graph=True)
+    out.backward(inputs=[weights], retain_graph=True)
+    assert torch.equal(gradient, weights.grad)
+    assert torch.equal(bag.state_dict()["weight"], before)
+    out.backward()
+    reference(ids(1, 2)).square().sum().backward()
+    optimizer.step()
+    assert_rows_equal(bag, reference)
+    assert live_tickets(bag) == 0
+
+
+def test_frozen_module_may_be_backpropagated_twice():
+    bag = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=1).requires_grad_(False)
+    before = bag.state_dict()["weight"]
+    weights = torch.ones(1, 2, requires_grad=True)
+    jacobian = torch.autograd.functional.jacobian(lambda w: bag(ids(1, 2), None, w), weights)
+    torch.testing.assert_close(jacobian[0, :, 0].T, before[1:3])
+    bag(ids(1, 2), None, weights)
+    assert live_tickets(bag) == 0
+
+
 def test_backward_without_an_optimizer_names_the_argument():
     bag = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum")
     before = bag.state_dict()["weight"]

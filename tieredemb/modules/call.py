@@ -144,21 +144,23 @@ class Lookup(torch.autograd.Function):
         out = call.pool(weights, differentiable=True)
         ctx.call = call
         ctx.weights_like = None if weights is None else (weights.shape, weights.dtype)
-        ctx.trains = hook.requires_grad
-        if not ctx.trains and not (weights is not None and weights.requires_grad):
-            call.release()
+        ctx.trains = torch.autograd.graph.get_gradient_edge(hook).node if hook.requires_grad else None
+        if ctx.trains is None:
+            call.release()  # the gradient of the weights needs the rows of the forward alone, which the call keeps
         return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         call: Call = ctx.call
-        if call.consumed:
+        # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the table's
+        trains = ctx.trains is not None and torch._C._will_engine_execute_node(ctx.trains)
+        if trains and call.consumed:
             raise BackwardError(
                 "this forward has been backpropagated already, and its update applied to the rows in place; "
                 "run the forward again, or sum the losses and call backward once (retain_graph is not supported)"
             )
-        if ctx.trains:
+        if trains:
             call.module.check_trainable()
         grad = grad.detach().to(torch.float32).contiguous()
         weights_grad = None
@@ -168,11 +170,9 @@ class Lookup(torch.autograd.Function):
             for part in call.parts:
                 part.weights_gradient(grad.numpy(), array)
             weights_grad = torch.from_numpy(array).to(dtype).reshape(shape)
-        if ctx.trains:
+        if trains:
             call.module.backward_pass.add(call, grad)
-        else:
-            call.release()
-        call.consumed = True
+            call.consumed = True
         return None, weights_grad, None
 
 
