@@ -450,3 +450,37 @@ def test_input_that_is_overwritten_after_the_forward_does_not_reach_the_backward
         out.sum().backward()
         runs.append(model.state_dict()["tables.a.weight"])
     assert torch.equal(*runs)
+
+
+def test_default_device_and_dtype_of_torch_do_not_reach_the_rows():
+    bag, _, _ = make()
+    expected = bag(ids(1, 2)).detach()
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        other = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", dtype=torch.float32, optimizer=te.Adagrad(lr=0.5))
+        batch = torch.tensor([[1, 2]], device="cpu")
+        out = other(batch)
+        out.sum().backward()
+        other.to("cpu")
+        state = other.fused_optimizer.state_dict()["state"][0]
+        rows = other.state_dict()["weight"]
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(out, expected)
+    assert state["step"].dtype == rows.dtype == torch.float32
+    assert {value.device.type for value in (rows, *state.values())} == {"cpu"}
+
+
+def test_module_built_and_fed_in_inference_mode_can_be_trained():
+    with torch.inference_mode():
+        bag, _, _ = make()
+        bag.requires_grad_(False)
+        bag.requires_grad_()
+        batch, weights = ids(1, 2), torch.ones(1, 2)
+        assert bag(batch, None, weights).is_inference()
+    before = bag.state_dict()["weight"]
+    bag(batch, None, weights).sum().backward()
+    changed = (bag.state_dict()["weight"] != before).any(1)
+    assert changed.nonzero().flatten().tolist() == [1, 2]

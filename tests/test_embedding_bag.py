@@ -281,11 +281,15 @@ def test_wrong_offsets_are_refused(offsets, message):
         (([1, 2], torch.tensor([0])), "must be a tensor"),
         ((torch.arange(4), torch.tensor([0]), torch.ones(3)), "ids' shape"),
         ((torch.arange(4), torch.tensor([0]), torch.ones(4).long()), "floating-point"),
+        ((torch.arange(4), torch.tensor([0]), torch.ones(4, device="meta")), "are on meta"),
+        ((torch.arange(4, device="meta"), torch.tensor([0])), "is on meta"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):
+    bag = te.TieredEmbeddingBag(50, 2, mode="sum")
     with pytest.raises(InvalidInputError, match=message):
-        te.TieredEmbeddingBag(50, 2, mode="sum")(*arguments)
+        bag(*arguments)
+    assert bag.stats().batches == 0
 
 
 def test_include_last_offset_needs_an_offset():

@@ -102,7 +102,11 @@ class TieredModule(nn.Module):
     def _connect(self) -> None:
         self.backward_pass = BackwardPass(self._apply_updates)
         # a plain tensor, no Parameter: it only makes autograd ask for a gradient
-        self._hook = torch.zeros(0, requires_grad=not self._frozen)
+        self._hook = self._make_hook()
+
+    def _make_hook(self) -> torch.Tensor:
+        with torch.inference_mode(False):  # a module built in inference mode may be trained later
+            return torch.zeros(0, device=self.tables.config.device, requires_grad=not self._frozen)
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -165,7 +169,7 @@ class TieredModule(nn.Module):
     def requires_grad_(self, requires_grad: bool = True) -> TieredModule:
         """Freezes the tables (False): outputs need no gradient and rows stay; or thaws them."""
         self._frozen = not requires_grad
-        self._hook = torch.zeros(0, requires_grad=requires_grad)
+        self._hook = self._make_hook()
         return self
 
     # --- reports and saving -----------------------------------------------------------------------------------------
@@ -244,7 +248,7 @@ class TieredModule(nn.Module):
     # --- what nn.Module would do to parameters ------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TieredModule:
-        probe = fn(torch.zeros(1, dtype=torch.float32))
+        probe = fn(torch.zeros(1, dtype=torch.float32, device=self.tables.config.device))
         if probe.dtype != torch.float32:
             raise UnsupportedError(
                 f"rows cannot be converted to {probe.dtype} in place; build the module with dtype={probe.dtype}, or "
@@ -280,6 +284,11 @@ def as_ids(name: str, value: torch.Tensor, module: TieredModule) -> Array:
     """A CPU int32 or int64 tensor as a flat numpy array. Raises `InvalidInputError`."""
     if not isinstance(value, torch.Tensor):
         raise InvalidInputError(f"{name} must be a tensor, got {type(value).__name__}")
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedError(
+            "a tiered table cannot run inside torch.func transforms (vmap, grad, jvp, …), which have no tensor of the "
+            "table to work on; look the rows up outside and pass them in"
+        )
     if value.dtype not in INTEGER_DTYPES:
         raise InvalidInputError(f"{name} must be int32 or int64, got {value.dtype}; use {name}.long()")
     if value.device.type != module.tables.config.device.type:
@@ -306,6 +315,10 @@ def check_weights(weights: torch.Tensor | None, ids: torch.Tensor) -> torch.Tens
         return None
     if not isinstance(weights, torch.Tensor) or not weights.is_floating_point():
         raise InvalidInputError("per_sample_weights must be a floating-point tensor")
+    if weights.device.type != ids.device.type:
+        raise InvalidInputError(
+            f"per_sample_weights are on {weights.device}, the ids are on {ids.device}; move one of them"
+        )
     if weights.shape != ids.shape:
         raise InvalidInputError(
             f"per_sample_weights must have the ids' shape {tuple(ids.shape)}, got {tuple(weights.shape)}"

@@ -7,14 +7,17 @@ would be. A forward that runs inside a backward pass is a recomputation (activat
 
 from __future__ import annotations
 
+import functools
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from tieredemb.cache.tickets import Ticket
@@ -38,7 +41,21 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _numbers = itertools.count()  # forward order of calls
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps `torch.compile` out of `function`, whose numpy and numba it would trace wrongly: a graph breaks there.
+    A process that does not compile is spared the import of the compiler, which takes seconds."""
+    disabled = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        return disabled(*args, **kwargs) if "torch._dynamo" in sys.modules else function(*args, **kwargs)
+
+    return call
 
 
 def inside_backward() -> bool:
@@ -150,6 +167,7 @@ class Lookup(torch.autograd.Function):
         return out
 
     @staticmethod
+    @untraced
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         call: Call = ctx.call
@@ -212,6 +230,7 @@ class _Collected:
         self.calls: list[tuple[Call, torch.Tensor]] = []
         self.finished = False
 
+    @untraced
     def __call__(self) -> None:
         self.finished = True
         calls, self.calls = self.calls, []

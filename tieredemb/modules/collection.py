@@ -16,6 +16,7 @@ from tieredemb.modules.base import (
     check_weights,
     table_set_config,
 )
+from tieredemb.modules.call import untraced
 from tieredemb.storage.base import Storage
 
 
@@ -61,6 +62,7 @@ class TieredEmbeddingBagCollection(TieredModule):
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
         super().__init__(config, options)
 
+    @untraced
     def forward(
         self,
         indices: torch.Tensor,

@@ -10,6 +10,7 @@ import torch
 from tieredemb.config import Capacity, Init, Normal, OptimizerConfig, Policy, TableConfig
 from tieredemb.errors import ConfigError
 from tieredemb.modules.base import LookupOptions, TieredModule, as_ids, table_set_config
+from tieredemb.modules.call import untraced
 from tieredemb.storage.base import Storage
 
 
@@ -100,6 +101,7 @@ class TieredEmbedding(TieredModule):
     def _weight_key(self, table: int) -> str:
         return "weight"
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of `input` (ids, int32 or int64, any shape): (*input.shape, D). Raises `InvalidInputError` or
         `IdOutOfRangeError` and changes nothing."""

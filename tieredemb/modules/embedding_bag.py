@@ -17,6 +17,7 @@ from tieredemb.modules.base import (
     check_weights,
     table_set_config,
 )
+from tieredemb.modules.call import untraced
 from tieredemb.storage.base import Storage
 
 
@@ -128,6 +129,7 @@ class TieredEmbeddingBag(TieredModule):
     def _weight_key(self, table: int) -> str:
         return "weight"
 
+    @untraced
     def forward(
         self,
         input: torch.Tensor,

@@ -28,7 +28,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, tables: TableSet, config: OptimizerConfig) -> None:
-        stand_ins = [torch.nn.Parameter(torch.zeros(())) for _ in tables.config.tables]
+        stand_ins = [torch.nn.Parameter(torch.zeros((), device="cpu")) for _ in tables.config.tables]
         super().__init__(stand_ins, asdict(config))
         self._tables = tables
         self._config = config
@@ -80,7 +80,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         state: dict[int, dict[str, torch.Tensor]] = {}
         for table in range(len(self._tables.config.tables)):
             group, position, _ = self._tables.locate(table)
-            entry = {"step": torch.tensor(float(group.steps[position]))}
+            entry = {"step": torch.tensor(float(group.steps[position]), dtype=torch.float32, device="cpu")}
             names = state_names(self._config)
             if names:
                 words = self._tables.state(table)

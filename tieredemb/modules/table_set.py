@@ -183,7 +183,7 @@ class TableSet:
                 f"{available / 2**30:.1f} GiB of memory are available; use save_checkpoint(directory), which writes "
                 f"tables larger than memory"
             )
-        return torch.empty((rows, width), dtype=dtype)
+        return torch.empty((rows, width), dtype=dtype, device="cpu")
 
     # --- whole-set calls --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,87 @@
+"""torch.compile and torch.func: a graph breaks at a tiered table, numbers stay."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import tieredemb as te
+from tieredemb.errors import IdOutOfRangeError, UnsupportedError
+
+
+def modules():
+    tables = [
+        te.TableConfig(name=name, num_embeddings=20, embedding_dim=width, mode=mode)
+        for name, width, mode in (("a", 4, "sum"), ("b", 3, "mean"))
+    ]
+    keywords = {"capacity": 2, "optimizer": te.Adagrad(lr=0.1)}
+    offsets = torch.arange(0, 9, 2)
+    ids = torch.arange(8)
+    yield te.TieredEmbeddingBagCollection(tables, **keywords), 7, lambda step: (ids + step, offsets)
+    bag = te.TieredEmbeddingBag(20, 4, mode="sum", **keywords)
+    yield bag, 4, lambda step: (ids[: 4 + step], offsets[:2], torch.rand(4 + step))
+    yield te.TieredEmbedding(20, 4, **keywords), 4, lambda step: (ids + step,)
+
+
+class Model(nn.Module):
+    def __init__(self, table, width):
+        super().__init__()
+        self.table = table
+        self.top = nn.Linear(width, 1)
+
+    def forward(self, *batch):
+        return self.top(torch.relu(self.table(*batch) * 2))
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("backward_too", [False, True])
+def test_compiled_model_gives_the_bits_of_the_eager_one(which, backward_too):
+    table, width, batch_of = list(modules())[which]
+    torch._dynamo.reset()
+    eager = Model(table, width)
+    model = copy.deepcopy(eager)
+
+    def step(net, batch):
+        out = net(*batch).sum()
+        out.backward()
+        return out.detach()
+
+    compiled = torch.compile(step if backward_too else model, backend="eager")
+    for number in range(4):
+        batch = batch_of(number)
+        expected = step(eager, batch)
+        out = compiled(model, batch) if backward_too else step(compiled, batch)
+        assert torch.equal(out, expected)
+        with torch.no_grad():
+            assert torch.equal(model(*batch), eager(*batch))
+    for mine, other in zip(model.state_dict().values(), eager.state_dict().values(), strict=True):
+        assert torch.equal(mine, other)
+    torch._dynamo.reset()
+
+
+def test_compiled_model_refuses_bad_ids_by_name():
+    torch._dynamo.reset()
+    compiled = torch.compile(te.TieredEmbedding(20, 4), backend="eager")
+    with pytest.raises(IdOutOfRangeError, match="id 20 at position 1"):
+        compiled(torch.tensor([3, 20]))
+
+
+def test_serving_does_not_import_the_compiler():
+    code = (
+        "import sys, torch, tieredemb; tieredemb.TieredEmbedding(9, 2)(torch.tensor([1])); "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_function_transforms_are_refused(transform):
+    bag = te.TieredEmbeddingBag(20, 4, mode="sum")
+    ids = torch.tensor([[1, 2]])
+    with pytest.raises(UnsupportedError, match=r"torch\.func"):
+        transform(lambda weights: bag(ids, None, weights.reshape(1, 2)).sum())(torch.ones(1, 2))
