@@ -319,6 +319,8 @@ def test_per_sample_weights_need_sums():
         ({"capacity": "8B"}, "holds no row"),
         ({"policy": "lru"}, "policy"),
         ({"storage": "host"}, "storage"),
+        ({"storage": ""}, "storage"),
+        ({"init": 0}, "init"),
         ({"storage": te.HostMemory}, "storage"),
         ({"optimizer": "sgd"}, "optimizer"),
         ({"optimizer": te.SGD}, "optimizer"),
@@ -374,3 +376,26 @@ def test_capacity_in_bytes_covers_everything_but_batch_buffers():
     bag = te.TieredEmbeddingBag(100_000, 16, capacity="1MiB", optimizer=te.Adagrad())
     cache = bag.memory_report()["width 16"]["cache"]
     assert 2**20 * 0.99 < sum(cache.values()) <= 2**20
+
+
+@pytest.mark.parametrize("capacity", ["1MiB", 5000, 0.001])
+def test_capacity_is_shared_among_widths_by_rows(capacity):
+    tables = [
+        te.TableConfig(name=name, num_embeddings=rows, embedding_dim=width)
+        for name, rows, width in (("large", 100_000, 64), ("half", 50_000, 8), ("tiny", 3, 5))
+    ]
+    model = te.TieredEmbeddingBagCollection(tables, capacity=capacity, optimizer=te.Adagrad())
+    slots = {group.space.width: group.cache.slots for group in model.tables.groups}
+    assert slots[5] == 1
+    assert slots[64] == pytest.approx(2 * slots[8], abs=2)
+    used = sum(sum(part["cache"].values()) for part in model.memory_report().values())
+    if isinstance(capacity, str):
+        assert 2**20 * 0.99 < used <= 2**20
+    if isinstance(capacity, int):
+        assert capacity - 3 <= sum(slots.values()) <= capacity + 1
+
+
+def test_capacity_in_bytes_needs_a_row_of_each_width():
+    tables = [te.TableConfig(name=str(width), num_embeddings=9, embedding_dim=width) for width in (4, 8)]
+    with pytest.raises(ConfigError, match="no row of each width"):
+        te.TieredEmbeddingBagCollection(tables, capacity="100B")

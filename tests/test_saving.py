@@ -335,3 +335,28 @@ def test_full_disk_is_an_error_and_training_goes_on_when_there_is_space(small_di
     used = torch.cat(batches)[None]
     with torch.no_grad():
         assert torch.equal(bag(used), plain(used))
+
+
+def test_close_that_failed_can_be_repeated(tmp_path, monkeypatch):
+    path = str(tmp_path / "rows")
+    tables = [te.TableConfig(name=n, num_embeddings=9, embedding_dim=d) for n, d in (("a", 2), ("b", 3))]
+
+    def opened():
+        return te.TieredEmbeddingBagCollection(tables, capacity=2, optimizer=te.SGD(lr=1.0), storage=te.File(path))
+
+    model = opened()
+    model(torch.tensor([1, 2]), torch.tensor([0, 1, 2])).sum().backward()
+    expected = list(model.state_dict().values())
+    model(torch.tensor([3, 4]), torch.tensor([0, 1, 2])).backward(torch.zeros(1, 5))  # dirty again
+
+    def full(*_):
+        raise StorageFullError("no space left on the test device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model.tables.groups[0].cache.cold, "write", full)
+        with pytest.raises(StorageFullError):
+            model.close()
+    assert model.tables.groups[1].cache._closed
+    model.close()
+    model.close()
+    assert same(opened().state_dict().values(), expected)

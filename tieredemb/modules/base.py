@@ -79,8 +79,8 @@ def table_set_config(
     return TableSetConfig(
         tables=tables,
         capacity=capacity,
-        policy=policy or LFU(),
-        storage=storage or HostMemory(),
+        policy=LFU() if policy is None else policy,
+        storage=HostMemory() if storage is None else storage,
         optimizer=optimizer,
         seed=seed,
         dtype=dtype or torch.get_default_dtype(),

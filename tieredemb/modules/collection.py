@@ -24,8 +24,8 @@ class TieredEmbeddingBagCollection(TieredModule):
     """Tables that are looked up together, in one cache for each width: pooling the capacity beats splitting it.
 
     `tables`: one `TableConfig` each, with distinct names. `max_norm`, `norm_type`, `scale_grad_by_freq` as in
-    `torch.nn.EmbeddingBag`, for all tables; the other keywords are those of `TieredEmbeddingBag`. With several widths a
-    capacity in rows is divided by the tables' rows, one in bytes by their weights.
+    `torch.nn.EmbeddingBag`, for all tables; the other keywords are those of `TieredEmbeddingBag`. With several widths
+    each gets the same share of its rows, and at least one.
 
     >>> tables = [TableConfig(name=n, num_embeddings=100, embedding_dim=4) for n in ("user", "item")]
     >>> collection = TieredEmbeddingBagCollection(tables, capacity=0.5)

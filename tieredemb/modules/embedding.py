@@ -51,7 +51,7 @@ class TieredEmbedding(TieredModule):
             num_embeddings=num_embeddings,
             embedding_dim=embedding_dim,
             padding_idx=padding_idx,
-            init=init or Normal(),
+            init=Normal() if init is None else init,
         )
         if _weight is not None and tuple(_weight.shape) != (num_embeddings, embedding_dim):
             raise ConfigError(

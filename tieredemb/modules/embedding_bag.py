@@ -71,7 +71,7 @@ class TieredEmbeddingBag(TieredModule):
             embedding_dim=embedding_dim,
             mode=mode,
             padding_idx=padding_idx,
-            init=init or Normal(),
+            init=Normal() if init is None else init,
         )
         if scale_grad_by_freq and mode == "max":
             raise ConfigError("scale_grad_by_freq is not supported with mode='max'; use 'sum' or 'mean'")

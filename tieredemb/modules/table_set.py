@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tieredemb.cache.tiered_cache import TieredCache, cache_bytes_per_slot
-from tieredemb.config import Capacity, OptimizerConfig, Policy, TableConfig, slots_for
+from tieredemb.config import Capacity, OptimizerConfig, Policy, TableConfig, parse_bytes, slots_for
 from tieredemb.errors import ConfigError, StorageFullError
 from tieredemb.kernels import check_device
 from tieredemb.lookup.bags import KeySpace
@@ -64,12 +64,7 @@ class Group:
     def __init__(self, config: TableSetConfig, space: KeySpace, capacity: Capacity, name: str) -> None:
         self.space = space
         tables = [config.tables[t] for t in space.tables]
-        layout = RowLayout(
-            rows=space.rows,
-            width=space.width,
-            dtype=config.dtype,
-            state_width=state_width(config.optimizer, space.width),
-        )
+        layout = _row_layout(config, space.rows, space.width)
         slots = slots_for(capacity, rows=layout.rows, slot_bytes=cache_bytes_per_slot(layout))
         initial = InitialRows(
             [
@@ -113,13 +108,12 @@ class TableSet:
         self.config = config
         self.columns = np.concatenate([[0], np.cumsum([t.embedding_dim for t in config.tables])]).astype(np.int64)
         widths = sorted({table.embedding_dim for table in config.tables})
-        total = sum(table.num_embeddings * table.embedding_dim for table in config.tables)
         self.groups: list[Group] = []
         self._finalizer = weakref.finalize(self, _close_groups, self.groups)
         for width in widths:
             members = [t for t, table in enumerate(config.tables) if table.embedding_dim == width]
             space = KeySpace(config.tables, members, list(self.columns))
-            capacity = _share(config.capacity, space, config, total) if len(widths) > 1 else config.capacity
+            capacity = _share(config.capacity, space, config) if len(widths) > 1 else config.capacity
             try:
                 self.groups.append(Group(config, space, capacity, f"width{width}" if len(widths) > 1 else ""))
             except BaseException:
@@ -201,8 +195,9 @@ class TableSet:
             group.cache.flush()
 
     def close(self) -> None:
-        """Flushes and closes. A second call does nothing."""
-        self._finalizer()
+        """Flushes and closes. A second call does nothing; after a failed one (a full disk) it tries again."""
+        _close_groups(self.groups)
+        self._finalizer.detach()
 
     def stats(self) -> CacheStats:
         """Totals of all groups."""
@@ -258,20 +253,32 @@ def _chunks(rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _close_groups(groups: list[Group]) -> None:
-    for group in groups:
-        group.cache.close()
+    with contextlib.ExitStack() as all_of_them:  # one that fails does not keep the others open
+        for group in groups:
+            all_of_them.callback(group.cache.close)
 
 
-def _share(capacity: Capacity, space: KeySpace, config: TableSetConfig, total: int) -> Capacity:
-    """The part of a capacity that one of several widths gets: by rows for rows, by weights for bytes."""
-    if isinstance(capacity, float):
-        return capacity
+def _row_layout(config: TableSetConfig, rows: int, width: int) -> RowLayout:
+    return RowLayout(rows=rows, width=width, dtype=config.dtype, state_width=state_width(config.optimizer, width))
+
+
+def _share(capacity: Capacity, space: KeySpace, config: TableSetConfig) -> Capacity:
+    """The part of a capacity that one of several widths gets: the same share of its rows as the others, but at least
+    one row."""
     if isinstance(capacity, str):
-        from tieredemb.config import parse_bytes
-
-        return f"{parse_bytes(capacity) * space.rows * space.width // total}B"
-    rows = sum(table.num_embeddings for table in config.tables)
-    return max(1, capacity * space.rows // rows) if isinstance(capacity, int) and capacity >= 1 else capacity
+        slot_bytes = {
+            t.embedding_dim: cache_bytes_per_slot(_row_layout(config, 1, t.embedding_dim)) for t in config.tables
+        }
+        budget, least = parse_bytes(capacity), sum(slot_bytes.values())
+        if budget < least:
+            raise ConfigError(
+                f"capacity {capacity!r} holds no row of each width; one of each takes {least} bytes in the cache"
+            )
+        total = sum(table.num_embeddings * slot_bytes[table.embedding_dim] for table in config.tables)
+        return max(1, (budget - least) * space.rows // total)
+    if isinstance(capacity, int) and capacity >= 1:
+        return max(1, capacity * space.rows // sum(table.num_embeddings for table in config.tables))
+    return capacity
 
 
 def carrier_view(rows: torch.Tensor) -> Array:
