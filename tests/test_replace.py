@@ -75,3 +75,28 @@ def test_what_would_be_lost_is_refused():
     with pytest.raises(ConfigError, match="float64"):
         te.replace_embedding_bags(nn.Sequential(nn.Embedding(3, 2, dtype=torch.float64)))
     assert type(model[0]) is nn.Embedding
+
+
+def test_tied_weights_and_hooks_are_refused():
+    model = nn.ModuleDict({"in": nn.Embedding(9, 4), "out": nn.Linear(4, 9, bias=False)})
+    model["out"].weight = model["in"].weight
+    with pytest.raises(ConfigError, match="'in' and 'out' share one weight"):
+        te.replace_embedding_bags(model)
+    hooked = nn.Sequential(nn.Embedding(9, 4))
+    hooked[0].register_forward_hook(lambda module, inputs, out: out * 2)
+    with pytest.raises(ConfigError, match="hooks"):
+        te.replace_embedding_bags(hooked)
+    linears = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    linears[2].weight = linears[1].weight
+    te.replace_embedding_bags(linears)
+
+
+def test_every_setting_goes_along():
+    bag = nn.EmbeddingBag(20, 3, max_norm=2.0, norm_type=1.0, mode="mean", include_last_offset=True, padding_idx=4)
+    embedding = nn.Embedding(20, 3, padding_idx=-1, max_norm=2.0, norm_type=1.0, scale_grad_by_freq=True)
+    for module in (bag, embedding):
+        twin = te.replace_embedding_bags(module)
+        for name in module.__constants__:
+            assert getattr(twin, name) == getattr(module, name), name
+        assert (twin.options.max_norm, twin.options.norm_type) == (2.0, 1.0)
+        assert twin.options.scale_grad_by_freq == module.scale_grad_by_freq

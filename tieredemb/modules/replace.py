@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace as replace_fields
 from typing import Any
 
@@ -22,8 +22,8 @@ def replace_embedding_bags(model: nn.Module, capacity: Capacity = 0.01, **keywor
     `keywords` are those of `TieredEmbeddingBag` (policy, storage, optimizer, …). A module that occurs in several
     places is replaced by one; a frozen one (`weight.requires_grad` False) stays frozen. With `File(path)` each table
     gets a file of its own, `path` plus the module's name. Returns the model, or the twin if `model` is itself an
-    embedding. Subclasses are refused, as their own behaviour would be lost. Raises before anything is replaced where
-    it can tell.
+    embedding. Refused, as something would be lost: subclasses, modules with hooks, and weights tied to those of another
+    module. Raises before anything is replaced where it can tell.
 
     >>> model = nn.Sequential(nn.EmbeddingBag(1000, 4, mode="sum"), nn.Linear(4, 1))
     >>> type(replace_embedding_bags(model, capacity=0.1)[0]).__name__
@@ -37,6 +37,11 @@ def replace_embedding_bags(model: nn.Module, capacity: Capacity = 0.01, **keywor
                 f"{name or 'the model'} is a {type(module).__name__}, a subclass whose own behaviour a tiered "
                 f"twin would lose; replace it by hand"
             )
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            raise ConfigError(
+                f"{name or 'the model'} has hooks, which its twin would lack; remove them, or replace it by hand"
+            )
+    _refuse_tied(model, found)
     twins = {name: _twin(name, module, capacity, keywords) for name, module in found.items()}
     if "" in twins:
         return twins[""]
@@ -46,6 +51,19 @@ def replace_embedding_bags(model: nn.Module, capacity: Capacity = 0.01, **keywor
             if child is not None and child in by_module:
                 setattr(parent, child_name, by_module[child])
     return model
+
+
+def _refuse_tied(model: nn.Module, found: Container[str]) -> None:
+    """Raises `ConfigError` if a weight to be replaced is also a parameter of something else (tied weights)."""
+    owners: dict[nn.Parameter, str] = {}
+    for owner, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            known = owners.setdefault(param, owner)
+            if known != owner and (known in found or owner in found):
+                raise ConfigError(
+                    f"{known!r} and {owner!r} share one weight ({name}), which a twin would train apart from "
+                    f"the other; untie them, or let one module do for both"
+                )
 
 
 def _twin(
