@@ -360,3 +360,38 @@ def test_close_that_failed_can_be_repeated(tmp_path, monkeypatch):
     model.close()
     model.close()
     assert same(opened().state_dict().values(), expected)
+
+
+def test_state_dict_hooks_run_as_in_torch():
+    bag = make()
+    bag.register_load_state_dict_pre_hook(
+        lambda module, state, prefix, *_: state.update({f"{prefix}weight": state.pop(f"{prefix}old")})
+    )
+    assert nn.Sequential(bag).load_state_dict({"0.old": torch.ones(ROWS, WIDTH)})
+    assert torch.equal(bag.state_dict()["weight"], torch.ones(ROWS, WIDTH))
+
+
+class Biased(te.TieredEmbeddingBag):
+    """A subclass with parameters of its own."""
+
+    def __init__(self):
+        super().__init__(ROWS, WIDTH, mode="sum")
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.top = nn.Linear(WIDTH, 2)
+
+
+def test_parameters_of_a_subclass_are_loaded_moved_and_frozen():
+    first, second = Biased(), nn.Sequential(Biased())
+    with torch.no_grad():
+        first.bias += 1
+    state = first.state_dict()
+    second.load_state_dict({f"0.{name}": value for name, value in state.items()}, strict=True)
+    assert all(torch.equal(value, state[name[2:]]) for name, value in second.state_dict().items())
+    del state["bias"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*bias"):
+        first.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*more"):
+        first.load_state_dict(first.state_dict() | {"more": torch.zeros(1)})
+    first._apply(lambda tensor: tensor + 1)
+    assert first.bias.tolist() == [2.0] * WIDTH
+    assert not first.requires_grad_(False).top.weight.requires_grad

@@ -167,7 +167,9 @@ class TieredModule(nn.Module):
             )
 
     def requires_grad_(self, requires_grad: bool = True) -> TieredModule:
-        """Freezes the tables (False): outputs need no gradient and rows stay; or thaws them."""
+        """Freezes the tables (False): outputs need no gradient and rows stay; or thaws them. Call it on this module:
+        that of a model around it reaches parameters alone, and the tables are none."""
+        super().requires_grad_(requires_grad)
         self._frozen = not requires_grad
         self._hook = self._make_hook()
         return self
@@ -229,8 +231,14 @@ class TieredModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        # hooks run first, as they may rename keys; a subclass's own parameters are loaded there too
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         for table, config in enumerate(self.tables.config.tables):
             key = prefix + self._weight_key(table)
+            if key in unexpected_keys:
+                unexpected_keys.remove(key)
             weight = state_dict.get(key)
             if weight is None:
                 missing_keys.append(key)
@@ -241,9 +249,6 @@ class TieredModule(nn.Module):
                 )
             else:
                 self.tables.set_weight(table, weight)
-        if strict:
-            known = {prefix + self._weight_key(table) for table in range(len(self.tables.config.tables))}
-            unexpected_keys.extend(key for key in state_dict if key.startswith(prefix) and key not in known)
 
     # --- what nn.Module would do to parameters ------------------------------------------------------------------------
 
@@ -260,6 +265,7 @@ class TieredModule(nn.Module):
             )
         if probe.is_shared():  # type: ignore[no-untyped-call]
             raise UnsupportedError("rows cannot be shared between processes; train in one process")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def __getattr__(self, name: str) -> Any:
