@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -395,3 +397,28 @@ def test_parameters_of_a_subclass_are_loaded_moved_and_frozen():
     first._apply(lambda tensor: tensor + 1)
     assert first.bias.tolist() == [2.0] * WIDTH
     assert not first.requires_grad_(False).top.weight.requires_grad
+
+
+def test_checkpoint_holds_no_half_of_another_threads_step(tmp_path):
+    """Every step adds the same to every row, in two key spaces."""
+    tables = [te.TableConfig(name=n, num_embeddings=2000, embedding_dim=d) for n, d in (("a", 4), ("b", 8))]
+    model = te.TieredEmbeddingBagCollection(tables, capacity=0.1, optimizer=te.SGD(lr=1.0))
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    other = copy.deepcopy(model)
+    stop = threading.Event()
+
+    def train():
+        ids = torch.arange(2000).repeat(2)
+        while not stop.is_set():
+            model(ids, torch.arange(0, 4001, 1)).sum().backward()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        for _ in range(5):
+            model.save_checkpoint(str(tmp_path))
+            other.load_checkpoint(str(tmp_path))
+            assert len({value for weight in other.state_dict().values() for value in weight.unique().tolist()}) == 1
+    finally:
+        stop.set()
+        thread.join()

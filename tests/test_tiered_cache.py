@@ -349,11 +349,18 @@ def test_memory_report_adds_up_to_the_capacity_in_bytes():
     cache = TieredCache(cold, slots=1000)
     assert sum(cache.memory_report()["cache"].values()) == 1000 * cache_bytes_per_slot(layout)
     assert cache.memory_report()["cold"]["weight"] >= 100_000 * 64
+    before = cache.memory_report()
+    cache.plan(np.arange(10_000)).release()  # what a batch beyond the capacity takes is no part of it
+    report = cache.memory_report()
+    assert report["cache"] == before["cache"]
+    assert before["batch"]["transient_map"] == 0
+    assert report["batch"]["transient_map"] >= 9000 * 32
+    assert report["batch"]["transient_rows"] >= 9000 * 64
 
 
 def test_memory_report_counts_plans_and_transient_rows():
     cache = make_cache(1)
-    assert cache.memory_report()["batch"] == {"transient_rows": 0, "plans": 0}
+    assert cache.memory_report()["batch"] == {"transient_rows": 0, "transient_map": 0, "plans": 0}
     ticket = cache.plan(keys_of([1, 2, 2]))
     report = cache.memory_report()["batch"]
     assert report["plans"] == 3 * 4 + 3 * 4 + 2 * 8 + 2 * 4

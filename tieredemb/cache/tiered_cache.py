@@ -256,13 +256,19 @@ class TieredCache:
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes of every allocation: `cache` (what the capacity buys), `batch` (beyond it), `cold`."""
-        sizes = self.hot.size_bytes()
-        batch = {"transient_rows": sizes.pop("transient"), "plans": self._book.size_bytes()}
-        return {
-            "cache": sizes | {"map": self._index.cells.nbytes},
-            "batch": batch,
-            "cold": {"tier": self.cold.kind} | self.cold.size_bytes(),
-        }
+        with self.lock:
+            sizes = self.hot.size_bytes()
+            cells = self.slots * map_bytes_per_slot()  # what it has beyond them it grew for a batch
+            batch = {
+                "transient_rows": sizes.pop("transient"),
+                "transient_map": self._index.cells.nbytes - cells,
+                "plans": self._book.size_bytes(),
+            }
+            return {
+                "cache": sizes | {"map": cells},
+                "batch": batch,
+                "cold": {"tier": self.cold.kind} | self.cold.size_bytes(),
+            }
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

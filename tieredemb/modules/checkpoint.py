@@ -14,24 +14,26 @@ from tieredemb.storage.base import ColdRows
 
 def save(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str], extra: Any) -> None:
     """See `TieredModule.save_checkpoint`."""
-    tables.flush()
     group_options = None if optimizer is None else optimizer.options()
     noted = {"extra": extra, "param_group": group_options}
-    checkpoint.save(directory, _spaces(tables), identities=_identities(tables), extra=noted)
+    with tables.locked():  # another thread's step must not end up in half of it
+        tables.flush()
+        checkpoint.save(directory, _spaces(tables), identities=_identities(tables), extra=noted)
 
 
 def load(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str]) -> Any:
     """See `TieredModule.load_checkpoint`."""
-    for group in tables.groups:
-        group.cache.check_idle("load a checkpoint")
-    try:
-        noted = checkpoint.load(directory, _spaces(tables), identities=_identities(tables))
-    except CheckpointError:
-        raise  # nothing was changed, so the hot rows are still the newest
-    except BaseException:
-        _forget(tables.groups)  # cold storage was reset under them
-        raise
-    _forget(tables.groups)
+    with tables.locked():
+        for group in tables.groups:
+            group.cache.check_idle("load a checkpoint")
+        try:
+            noted = checkpoint.load(directory, _spaces(tables), identities=_identities(tables))
+        except CheckpointError:
+            raise  # nothing was changed, so the hot rows are still the newest
+        except BaseException:
+            _forget(tables.groups)  # cold storage was reset under them
+            raise
+        _forget(tables.groups)
     if optimizer is not None and noted["param_group"] is not None:
         optimizer.set_options(noted["param_group"])
     return noted["extra"]

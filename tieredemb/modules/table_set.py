@@ -209,6 +209,10 @@ class TableSet:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles take the rows along, which only memory tiers can."""
+        with self.locked():
+            return self._copied()
+
+    def _copied(self) -> tuple[Any, ...]:
         for group in self.groups:
             group.cache.check_idle("copy or pickle the tables")
             if not group.cache.cold.in_memory:
