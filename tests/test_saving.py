@@ -422,3 +422,28 @@ def test_checkpoint_holds_no_half_of_another_threads_step(tmp_path):
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.parametrize("error", [OSError(5, "planted"), StorageFullError("planted"), KeyboardInterrupt()], ids=repr)
+def test_load_that_fails_half_way_starts_from_untouched_rows(tmp_path, monkeypatch, error):
+    import tieredemb.storage.checkpoint as checkpoint
+
+    bag, fresh = make(), make()
+    initial = everything(fresh)
+    step(bag, 1, 2, 3)
+    bag.save_checkpoint(str(tmp_path))
+    step(bag, 1, 2, 5, 6, 7)
+
+    def fails(*_):
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_load_rows", fails)
+        expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else StorageError
+        with pytest.raises(expected):
+            bag.load_checkpoint(str(tmp_path))
+    assert same(everything(bag), initial)
+    for module in (bag, fresh):
+        step(module, 1, 2, 9)
+        step(module, 10, 11, 12, 13, 14)
+    assert same(everything(bag), everything(fresh))

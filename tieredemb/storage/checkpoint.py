@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tieredemb.errors import CheckpointError, StorageFullError, TieredEmbError
+from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.checkpoint_files import Chunk, read_chunks, verify_rows, write_rows
 from tieredemb.storage.checkpoint_manifest import (
@@ -99,8 +99,8 @@ def load(directory: str | os.PathLike[str], spaces: Spaces, *, identities: Ident
 
     Empty hot caches first: what they hold belongs to the rows that go. `identities` as in `save`; without
     them they are not compared. Everything is verified before a row is changed. Raises `CheckpointError`
-    (nothing was changed) and `StorageFullError` (a space ran full: all rows of all spaces are then untouched
-    ones).
+    (nothing was changed), or `StorageError` (a space ran full, or what was verified could not be read again: all
+    rows of all spaces are then untouched ones).
     """
     path = os.path.abspath(os.fspath(directory))
     with checkpoint_errors(path, "loading"), _locked(path, fcntl.LOCK_SH):
@@ -116,9 +116,14 @@ def load(directory: str | os.PathLike[str], spaces: Spaces, *, identities: Ident
                 entry = manifest.spaces[name]
                 _load_rows(os.path.join(path, entry.file), entry.chunks, cold)
                 cold.metadata = plain_metadata(entry.metadata)
-        except BaseException:
+        except BaseException as error:
             for cold in spaces.values():  # half of a checkpoint must not pass for a whole one
                 cold.reset()
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise StorageError(
+                    f"loading the checkpoint in {path!r} failed after it was verified ({error}): all rows are as at "
+                    "the start now; load again, or use another checkpoint"
+                ) from error
             raise
     return manifest.extra
 
