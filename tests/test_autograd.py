@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import threading
 
@@ -19,12 +20,12 @@ ROWS, WIDTH = 30, 4
 
 
 def make(capacity=3, optimizer=None, **keywords):
-    bag = te.TieredEmbeddingBag(
-        ROWS, WIDTH, mode="sum", capacity=capacity, optimizer=optimizer or te.Adagrad(lr=0.5), **keywords
-    )
+    # without an initial accumulator Adagrad's first step has the size lr: tests would see the gradient's sign alone
+    optimizer = optimizer or te.Adagrad(lr=0.5, initial_accumulator_value=0.1)
+    bag = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=capacity, optimizer=optimizer, **keywords)
     reference = nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=True)
     reference.load_state_dict(bag.state_dict())
-    return bag, reference, torch.optim.Adagrad(reference.parameters(), lr=0.5)
+    return bag, reference, torch.optim.Adagrad(reference.parameters(), lr=0.5, initial_accumulator_value=0.1)
 
 
 def ids(*values):
@@ -260,6 +261,21 @@ def test_backward_passes_on_two_threads_are_two_steps():
     assert live_tickets(bag) == 0
 
 
+def test_lookup_and_update_wait_for_the_cache_s_lock():
+    bag, _, _ = make()
+    out = bag(ids(1, 2))
+    before = bag.state_dict()["weight"]
+    for work in (lambda: out.sum().backward(), lambda: bag(ids(3))):
+        thread = threading.Thread(target=work)
+        with bag.tables.locked():
+            thread.start()
+            thread.join(0.3)
+            assert thread.is_alive()
+            assert torch.equal(bag.state_dict()["weight"], before)
+        thread.join()
+        before = bag.state_dict()["weight"]
+
+
 def test_training_on_several_threads_loses_no_update():
     rows, steps = 4, 100
     bag = te.TieredEmbeddingBag(rows, WIDTH, mode="sum", capacity=1, optimizer=te.SGD(lr=1.0))
@@ -484,3 +500,48 @@ def test_module_built_and_fed_in_inference_mode_can_be_trained():
     bag(batch, None, weights).sum().backward()
     changed = (bag.state_dict()["weight"] != before).any(1)
     assert changed.nonzero().flatten().tolist() == [1, 2]
+
+
+def test_weighted_and_unweighted_calls_share_one_backward():
+    bag, reference, optimizer = make()
+    weights = torch.tensor([[2.0, -3.0]])
+    for model in (bag, reference):
+        out = model(ids(1, 2), None, weights) + model(ids(2, 3)) + model(ids(3, 1), None, 2 * weights)
+        out.square().sum().backward()
+    optimizer.step()
+    assert_rows_equal(bag, reference)
+
+
+def test_an_error_that_is_kept_holds_no_ticket():
+    tables = [te.TableConfig(name=n, num_embeddings=9, embedding_dim=d) for n, d in (("a", 4), ("b", 3))]
+    model = te.TieredEmbeddingBagCollection(tables, capacity=2, optimizer=te.SGD(lr=1.0))
+    with pytest.raises(IndexError) as kept:  # found in the second key space; the first one has planned
+        model(torch.tensor([99, 3]), torch.tensor([0, 1, 2]))
+    assert live_tickets(model) == 0
+    assert kept.value
+
+
+def test_calls_of_one_backward_are_summed_in_forward_order():
+    for capacity in (1, ROWS):
+        bag = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=capacity, optimizer=te.SGD(lr=1.0))
+        bag.load_state_dict({"weight": torch.zeros(ROWS, WIDTH)})
+        out = [bag(ids(1)) for _ in range(3)]
+        sum(scale * part.sum() for scale, part in zip((1.0, 1e8, -1e8), out, strict=True)).backward()
+        assert bag.state_dict()["weight"][1].tolist() == [0.0] * WIDTH  # (1 + 1e8) - 1e8; the other way it is 1
+
+
+def test_close_in_a_forked_child_leaves_the_parent_its_file(tmp_path):
+    bag, _, _ = make(storage=te.File(str(tmp_path / "rows")))
+    bag(ids(1, 2)).sum().backward()
+    expected = bag.state_dict()["weight"]
+    pid = os.fork()
+    if pid == 0:
+        try:
+            bag.close()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    bag.close()
+    again, _, _ = make(storage=te.File(str(tmp_path / "rows")))
+    assert torch.equal(again.state_dict()["weight"], expected)

@@ -399,3 +399,45 @@ def test_capacity_in_bytes_needs_a_row_of_each_width():
     tables = [te.TableConfig(name=str(width), num_embeddings=9, embedding_dim=width) for width in (4, 8)]
     with pytest.raises(ConfigError, match="no row of each width"):
         te.TieredEmbeddingBagCollection(tables, capacity="100B")
+
+
+def test_max_norm_is_kept_when_the_row_leaves_the_cache():
+    ours = te.TieredEmbeddingBag(50, 4, mode="sum", max_norm=1.0, capacity=1)
+    ours.load_state_dict({"weight": torch.full((50, 4), 3.0)})
+    with torch.no_grad():
+        for row in (1, 2, 3):
+            ours(torch.tensor([[row]]))
+    norms = ours.state_dict()["weight"].norm(dim=1)
+    torch.testing.assert_close(norms[:5], torch.tensor([6.0, 1.0, 1.0, 1.0, 6.0]))
+
+
+def test_the_first_of_several_ids_out_of_range_is_named():
+    embedding = te.TieredEmbedding(50, 2, capacity=1.0)
+    ids = torch.zeros(200_000, dtype=torch.int64)
+    ids[[70_000, 150_000, 199_999]] = 50
+    with pytest.raises(IdOutOfRangeError, match="position 70000 "):
+        embedding(ids)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "slots"),
+    [(7, 7), (1000, 100), (0.5, 50), (0.001, 1), (1.0, 100), ("640B", 10), ("1KiB", 16), ("1.28 kB", None)],
+)
+def test_capacity_in_rows_share_or_bytes(capacity, slots):
+    from tieredemb.config import slots_for
+
+    if slots is None:
+        with pytest.raises(ConfigError, match="is no size"):
+            slots_for(capacity, rows=100, slot_bytes=64)
+    else:
+        assert slots_for(capacity, rows=100, slot_bytes=64) == slots
+
+
+def test_capacity_in_bytes_is_never_exceeded_by_several_widths():
+    tables = [
+        te.TableConfig(name=str(width), num_embeddings=rows, embedding_dim=width)
+        for rows, width in ((3, 4), (2000, 8), (500, 16))
+    ]
+    for budget in range(400, 3000, 61):
+        model = te.TieredEmbeddingBagCollection(tables, capacity=f"{budget}B")
+        assert sum(sum(part["cache"].values()) for part in model.memory_report().values()) <= budget

@@ -110,3 +110,13 @@ def test_locks_compare_signed_when_the_batch_number_wraps():
 def test_lfu_refuses_a_half_life_that_is_none(half_life):
     with pytest.raises(ConfigError, match="half_life_batches"):
         LFU(half_life_batches=half_life)
+
+
+def test_lfu_score_is_rounded_to_nearest():
+    terms = scoring(LFU(half_life_batches=300))
+    distances = np.arange(0, 3000, 7)
+    for distance in distances:
+        score = np.array([10_000 - distance], np.uint32)
+        KERNELS.raise_scores(np.array([0], np.int32), score, 10_000, terms)
+        exact = 10_000 + terms.unit * math.log2(1 + 2.0 ** (-distance / terms.unit))
+        assert abs(int(score[0]) - exact) <= 0.5

@@ -15,7 +15,7 @@ from oracle import OracleCache
 
 from tieredemb import LFU, LRU, HostMemory
 from tieredemb.cache.plan import DROPPED
-from tieredemb.cache.policy import scoring
+from tieredemb.cache.policy import MIN_SCORE, scoring
 from tieredemb.cache.tiered_cache import TieredCache, cache_bytes_per_slot
 from tieredemb.errors import ConfigError, ForkedError, StorageError, StorageFullError
 from tieredemb.storage.base import RowLayout
@@ -374,3 +374,110 @@ def test_memory_report_counts_plans_and_transient_rows():
 def test_lock_window_must_not_be_negative():
     with pytest.raises(ConfigError, match="lock_window"):
         make_cache(2, lock_window=-1)
+
+
+# --- what a cache must not lose or confuse ----------------------------------------------------------------------------
+
+
+class Sevens:
+    """Initial rows that no storage would come up with."""
+
+    def generate(self, keys, rows, weight, state, state_width):
+        weight[rows] = 7
+        state[rows, :state_width] = 77
+
+
+def test_rows_that_were_only_read_keep_their_initial_values():
+    cache = make_cache(1, initial=Sevens())
+    for _ in range(3):
+        for key in (1, 2, 3):
+            ticket = cache.plan(keys_of([key]))
+            assert cache.hot.weight[ticket.homes].tolist() == [[7.0] * WIDTH]
+            assert cache.hot.state[ticket.homes].tolist() == [[77] * STATE]
+            ticket.release()
+
+
+def test_rows_read_again_are_clean():
+    cache = make_cache(1)
+    serve(cache, [1]).release()
+    cache.plan(keys_of([2])).release()
+    before = cache.stats()
+    for key in (1, 2, 1):
+        cache.plan(keys_of([key])).release()
+    counted = cache.stats() - before
+    assert (counted.rows_filled, counted.evictions) == (3, 3)
+    assert counted.rows_written_back == 1  # 2, which cold storage did not know
+
+
+@pytest.mark.parametrize(("remember", "kept"), [(True, 1), (False, 2)])
+def test_a_returning_row_starts_again_unless_it_is_remembered(remember, kept):
+    cache = make_cache(2, policy=LFU(half_life_batches=math.inf, remember_evicted=remember))
+    for _ in range(5):
+        cache.plan(keys_of([1])).release()
+    for _ in range(2):
+        cache.plan(keys_of([2])).release()
+    cache.plan(keys_of([3, 4])).release()  # both leave
+    cache.plan(keys_of([1, 2])).release()  # and return: 1 with 6 uses or 1, 2 with 3 or 1
+    cache.plan(keys_of([2])).release()  # 4 or 2
+    cache.plan(keys_of([5])).release()
+    assert kept in cache.hot.key[:2]
+    assert 3 - kept not in cache.hot.key[:2]
+
+
+def test_scores_of_another_policy_are_dropped_and_rows_stay_written():
+    cache = make_cache(2, policy=LRU())
+    serve(cache, [1, 2, 3]).release()
+    cache.flush()
+    cold = cache.cold
+    scores = cold.state[:, -1].copy()
+    assert scores.max() > MIN_SCORE
+    TieredCache(cold, slots=2, policy=LRU())
+    assert np.array_equal(cold.state[:, -1], scores)
+    other = TieredCache(cold, slots=2, policy=LFU())
+    assert cold.state[:, -1].tolist() == np.minimum(scores, MIN_SCORE).tolist()
+    assert whole_table(other)[0][:4] == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_no_memory_for_transient_rows_changes_nothing(monkeypatch):
+    cache = make_cache(4)
+    serve(cache, [1, 2, 3, 4]).release()
+    before = cache.hot.key.copy(), cache.stats()
+
+    def grow(slots):
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.hot, "_grow", grow)
+        with pytest.raises(MemoryError):
+            cache.plan(keys_of(range(10, 20)))
+    assert np.array_equal(cache.hot.key, before[0])
+    assert cache.stats() == before[1]
+    check_consistent(cache)
+    serve(cache, range(ROWS)).release()
+    assert whole_table(cache)[0] == [1.0, 2.0, 2.0, 2.0, 2.0] + [1.0] * (ROWS - 5)
+
+
+def test_import_without_space_changes_nothing(monkeypatch):
+    cache = make_cache(2)
+    serve(cache, [1, 2, 3]).release()
+    before = whole_table(cache)
+
+    def full(start, stop):
+        raise StorageFullError("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.cold, "reserve_range", full)
+        with pytest.raises(StorageFullError):
+            cache.import_rows(0, np.full((ROWS, WIDTH), 9, np.float32), np.full((ROWS, STATE), 9, np.uint32))
+    assert whole_table(cache) == before
+
+
+def test_forget_empties_the_cache_for_a_storage_that_was_replaced():
+    cache = make_cache(3)
+    serve(cache, [1, 2, 3, 4]).release()
+    cache.cold.reset()
+    cache.forget()
+    check_consistent(cache)
+    assert cache.hot.free == 3
+    serve(cache, [2, 4, 5]).release()
+    assert whole_table(cache)[0][:6] == [0.0, 0.0, 1.0, 0.0, 1.0, 1.0]

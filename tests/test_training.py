@@ -162,14 +162,12 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 def test_long_segments_sum_in_chunks_from_the_first_occurrence():
     """A row's 1,000 gradients are summed in chunks of 128, whatever shares the batch with it."""
-    from tieredemb.lookup.optimizer import CHUNK
-
     rng = np.random.default_rng(0)
     gradients = (rng.standard_normal(1000) * 10.0 ** rng.integers(-4, 5, 1000)).astype(np.float32)
     total = np.float32(0)
-    for start in range(0, 1000, CHUNK):
+    for start in range(0, 1000, 128):
         part = np.float32(0)
-        for value in gradients[start : start + CHUNK]:
+        for value in gradients[start : start + 128]:
             part += value
         total += part
     for others in (0, 1, 77):
@@ -235,3 +233,15 @@ def test_deepcopy_trains_on_its_own():
     second = copy.deepcopy(first)
     expected = [*train(first, tables, 4), *bits(first)]
     assert_same_bits([*train(second, tables, 4), *bits(second)], expected)
+
+
+def test_sgd_rounds_an_update_once():
+    """A fused multiply-add: the product of two float32 is exact in float64."""
+    rng = np.random.default_rng(3)
+    weight, gradient = rng.standard_normal((2, 50, 8)).astype(np.float32)
+    bag = te.TieredEmbeddingBag(50, 8, mode="sum", capacity=3, optimizer=te.SGD(lr=0.1))
+    bag.load_state_dict({"weight": torch.from_numpy(weight)})
+    bag(torch.arange(50), torch.arange(50)).backward(torch.from_numpy(gradient))
+    expected = (weight.astype(np.float64) - np.float64(np.float32(0.1)) * gradient).astype(np.float32)
+    assert np.array_equal(bag.state_dict()["weight"].numpy(), expected)
+    assert not np.array_equal(expected, weight - np.float32(0.1) * gradient)
