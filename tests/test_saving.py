@@ -197,6 +197,7 @@ def test_file_refuses_another_meaning_of_its_rows(tmp_path):
         with pytest.raises(StorageFormatError):
             make(storage=te.File(path), **other)
     make(storage=te.File(path), capacity=9, policy=te.LRU(), optimizer=te.Adam(lr=5.0)).close()
+    make(storage=te.File(path), init=te.Normal(mean=0, std=1)).close()
 
 
 def test_module_that_is_collected_closes_its_file(tmp_path):

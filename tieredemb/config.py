@@ -32,6 +32,12 @@ def _whole(name: str, value: int, *, low: int) -> None:
         raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
 
 
+def _as_floats(config: object, *names: str) -> None:
+    """1 and 1.0 are one config: a file remembers its tables in words."""
+    for name in names:
+        object.__setattr__(config, name, float(getattr(config, name)))
+
+
 # --- initial values -------------------------------------------------------------------------------------------------
 
 
@@ -45,6 +51,7 @@ class Normal:
     def __post_init__(self) -> None:
         _finite("mean", self.mean)
         _finite("std", self.std, low=0.0)
+        _as_floats(self, "mean", "std")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,7 @@ class Uniform:
         _finite("high", self.high)
         if self.high < self.low:
             raise ConfigError(f"high must not be below low, got low={self.low!r}, high={self.high!r}")
+        _as_floats(self, "low", "high")
 
 
 Init = Normal | Uniform
