@@ -281,6 +281,7 @@ def test_wrong_offsets_are_refused(offsets, message):
         (([1, 2], torch.tensor([0])), "must be a tensor"),
         ((torch.arange(4), torch.tensor([0]), torch.ones(3)), "ids' shape"),
         ((torch.arange(4), torch.tensor([0]), torch.ones(4).long()), "floating-point"),
+        ((torch.zeros(1, dtype=torch.int64).expand(2**31), torch.tensor([0])), "split the batch"),
         ((torch.arange(4), torch.tensor([0]), torch.ones(4, device="meta")), "are on meta"),
         ((torch.arange(4, device="meta"), torch.tensor([0])), "is on meta"),
     ],

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
+MAX_IDS = 2**31 - 1  # of one batch: plans and gradients number its occurrences in int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +302,8 @@ def as_ids(name: str, value: torch.Tensor, module: TieredModule) -> Array:
         raise InvalidInputError(
             f"{name} is on {value.device}, the tables are on {module.tables.config.device}; move one of them"
         )
+    if value.numel() > MAX_IDS:
+        raise InvalidInputError(f"{name} has {value.numel()} elements, at most {MAX_IDS} are allowed; split the batch")
     return value.detach().contiguous().reshape(-1).numpy()
 
 
