@@ -207,3 +207,18 @@ def test_attach_needs_a_scaler():
     bag, _ = make(te.SGD(lr=0.1))
     with pytest.raises(ConfigError, match="GradScaler"):
         bag.fused_optimizer.attach_grad_scaler(2.0)
+
+
+@pytest.mark.parametrize("config", OPTIMIZERS, ids=NAMES)
+def test_state_dict_of_an_optimizer_that_took_no_step_starts_again(config):
+    bag, reference = make(config)
+    fresh = torch_optimizer(te.SGD(lr=0.1) if isinstance(config, te.RowWiseAdagrad) else config, reference.parameters())
+    step(bag, 1, 2)
+    bag.fused_optimizer.load_state_dict({"state": {}, "param_groups": fresh.state_dict()["param_groups"]})
+    bag.load_state_dict(reference.state_dict())
+    again, _ = make(config)
+    again.load_state_dict(reference.state_dict())
+    for module in (bag, again):
+        step(module, 2, 3)
+    assert torch.equal(weight(bag), weight(again))
+    assert bag.fused_optimizer.state_dict()["state"][0]["step"] == 1

@@ -11,7 +11,7 @@ import torch
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import ConfigError, InvalidInputError
-from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters, state_names
+from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters, state_names, state_start
 from tieredemb.modules.table_set import Group, TableSet
 
 if TYPE_CHECKING:
@@ -100,7 +100,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         loaded: list[tuple[int, float, torch.Tensor | None]] = []
         for table, key in enumerate(groups[0]["params"]):
             entry = state_dict["state"].get(key, {})
-            loaded.append((table, float(entry.get("step", 0)), self._words(table, entry)))
+            words = self._words(table, entry)
+            if words is None and state_names(self._config):  # torch's optimizers have no state before their first step
+                shape = (tables[table].num_embeddings, self._tables.locate(table)[0].cache.cold.layout.state_width)
+                words = torch.full((1, 1), state_start(self._config), device="cpu").expand(shape)
+            loaded.append((table, float(entry.get("step", 0)), words))
         for table, step, words in loaded:
             group, position, _ = self._tables.locate(table)
             group.steps[position] = int(step)
