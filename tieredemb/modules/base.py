@@ -206,7 +206,8 @@ class TieredModule(nn.Module):
     def load_checkpoint(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Replaces all rows by those of a checkpoint, at any capacity, tier and policy; returns its `extra`.
 
-        Raises `CheckpointError` before anything changes where it is incomplete, damaged or of other tables.
+        Raises `CheckpointError` before anything changes where it is incomplete, damaged or of other tables, and
+        `StorageError` while batches are in flight.
         """
         from tieredemb.modules.checkpoint import load
 

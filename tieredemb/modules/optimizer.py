@@ -48,7 +48,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         A backward whose gradient is not finite then updates nothing and sets `found_inf`; pass this optimizer to
         `scaler.step()` beside the dense one, so that `scaler.update()` lowers the scale. Infinities found only in the
-        dense part cannot hold back rows that backward has updated already.
+        dense part cannot hold back rows that backward has updated already. A copy of the module has no scaler: attach
+        one to it.
         """
         if not isinstance(scaler, torch.amp.GradScaler):
             raise ConfigError(f"attach_grad_scaler needs a torch.amp.GradScaler, got {scaler!r}")
