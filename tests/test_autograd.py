@@ -224,6 +224,32 @@ def test_a_failed_backward_leaves_nothing_in_flight():
     copy.deepcopy(bag)
 
 
+def test_a_backward_started_by_a_callback_of_another_is_a_step_of_its_own():
+    bag, reference, optimizer = make()
+
+    class Queues(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            torch.autograd.Variable._execution_engine.queue_callback(torch.enable_grad()(another))
+            return grad
+
+    def another():
+        bag(ids(2, 5)).sum().backward()
+
+    early = Queues.apply(torch.zeros(1, WIDTH, requires_grad=True))
+    (bag(ids(1, 2)) + early).sum().backward()
+    for batch in (ids(1, 2), ids(2, 5)):
+        optimizer.zero_grad()
+        reference(batch).sum().backward()
+        optimizer.step()
+    assert_rows_equal(bag, reference)
+    assert bag.fused_optimizer.state_dict()["state"][0]["step"] == 2
+
+
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
@@ -274,6 +300,24 @@ def test_lookup_and_update_wait_for_the_cache_s_lock():
             assert torch.equal(bag.state_dict()["weight"], before)
         thread.join()
         before = bag.state_dict()["weight"]
+
+
+def test_everything_that_touches_hot_rows_holds_the_lock(monkeypatch):
+    import tieredemb.modules.call as call
+
+    bag, _, _ = make(max_norm=1.0)
+    (group,) = bag.tables.groups
+    seen = []
+    for name in ("limit_norms", "pool", "update"):
+        original = getattr(call, name)
+
+        def checked(*arguments, name=name, original=original):
+            seen.append((name, group.cache.lock._is_owned()))
+            return original(*arguments)
+
+        monkeypatch.setattr(call, name, checked)
+    bag(ids(1, 2)).sum().backward()
+    assert seen == [("limit_norms", True), ("pool", True), ("update", True)]
 
 
 def test_training_on_several_threads_loses_no_update():

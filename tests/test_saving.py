@@ -148,12 +148,16 @@ def test_checkpoint_of_other_tables_is_refused_before_anything_changes(tmp_path)
 
 
 def test_load_checkpoint_waits_for_batches_in_flight(tmp_path):
-    bag = make()
+    bag, plain = make(), make()
     bag.save_checkpoint(str(tmp_path))
+    step(bag, 7)
     out = bag(torch.tensor([[1]]))
     with pytest.raises(StorageError, match="in flight"):
         bag.load_checkpoint(str(tmp_path))
     out.sum().backward()
+    for row in (7, 1):
+        step(plain, row)
+    assert same(everything(bag), everything(plain))
     bag.load_checkpoint(str(tmp_path))
 
 

@@ -481,3 +481,17 @@ def test_forget_empties_the_cache_for_a_storage_that_was_replaced():
     assert cache.hot.free == 3
     serve(cache, [2, 4, 5]).release()
     assert whole_table(cache)[0][:6] == [0.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+
+
+def test_import_of_one_part_generates_the_other():
+    for weight, state in ((9, None), (None, 99)):
+        cache = make_cache(2, initial=Sevens())
+        cache.import_rows(
+            0,
+            None if weight is None else np.full((ROWS, WIDTH), weight, np.float32),
+            None if state is None else np.full((ROWS, STATE), state, np.uint32),
+        )
+        assert whole_table(cache) == ([weight or 7.0] * ROWS, [state or 77] * ROWS)
+        ticket = cache.plan(keys_of([5]))
+        assert cache.hot.weight[ticket.homes, 0].tolist() == [weight or 7.0]
+        assert cache.hot.state[ticket.homes, 0].tolist() == [state or 77]
