@@ -22,9 +22,7 @@ def _samples(bags: Bags, width: int) -> list[int]:
     return even_bounds(bags.batch, grain)
 
 
-def pool(
-    weight: Array, homes: Array, bags: Bags, space: KeySpace, weights: Array, out: Array, argmax: Array
-) -> None:
+def pool(weight: Array, homes: Array, bags: Bags, space: KeySpace, weights: Array, out: Array, argmax: Array) -> None:
     args = (weight, homes, bags.offsets, bags.batch, space.mode, space.column, weights, out, argmax)
     parallel_for(bags_pool, _samples(bags, space.width), *args)
 
