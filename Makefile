@@ -11,6 +11,7 @@ help:
 	@echo 'make test [ARGS=…]                   run the tests'
 	@echo 'make lint                            ruff and mypy'
 	@echo 'make wheel-check                     build the wheel, and use it from outside the tree'
+	@echo 'make bench [ARGS=…]                  run the benchmarks, keep the results, write the tables of the README'
 	@echo 'make clean                           remove .venv and what the tools left'
 
 train: $(INSTALLED)
@@ -27,6 +28,9 @@ lint: $(INSTALLED)
 wheel-check: $(INSTALLED)
 	$(BIN)/python -m pytest tests/test_wheel.py
 
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks $(ARGS)
+
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -42,4 +46,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-.PHONY: help train test lint wheel-check clean
+.PHONY: help train test lint wheel-check bench clean
