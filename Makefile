@@ -15,7 +15,7 @@ help:
 	@echo 'make clean                           remove .venv and what the tools left'
 
 train: $(INSTALLED)
-	$(BIN)/python -m examples.dlrm train $(if $(DATA),--data "$(DATA)") $(ARGS)
+	$(BIN)/python -m examples.dlrm train $(if $(DATA),--data "$(DATA)") --plot runs/dlrm.png $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)

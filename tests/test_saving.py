@@ -18,6 +18,7 @@ from torch import nn
 import tieredemb as te
 from tieredemb.errors import (
     CheckpointError,
+    ConfigError,
     StorageError,
     StorageFormatError,
     StorageFullError,
@@ -159,6 +160,13 @@ def test_load_checkpoint_waits_for_batches_in_flight(tmp_path):
         step(plain, row)
     assert same(everything(bag), everything(plain))
     bag.load_checkpoint(str(tmp_path))
+
+
+def test_checkpoint_needs_a_directory_name():
+    bag = make()
+    for call in (bag.save_checkpoint, bag.load_checkpoint):
+        with pytest.raises(ConfigError, match="empty"):
+            call("")
 
 
 def test_damaged_checkpoint_changes_nothing(tmp_path):

@@ -13,7 +13,7 @@ from tieredemb.kernels.cpu import even_bounds, inline, jit, parallel_for, prefet
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-FIND_BLOCK = 64  # finds whose first cells are requested before any is read: hides the misses of a large map
+FIND_BLOCK = 16  # finds whose first cells are requested before any is read: as many misses as a core keeps in flight
 FIND_GRAIN = 8192  # finds a thread is worth
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tieredemb.errors import CheckpointError
+from tieredemb.errors import CheckpointError, ConfigError
 from tieredemb.modules.optimizer import FusedOptimizer
 from tieredemb.modules.table_set import Group, TableSet
 from tieredemb.storage import checkpoint
@@ -14,6 +14,7 @@ from tieredemb.storage.base import ColdRows
 
 def save(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str], extra: Any) -> None:
     """See `TieredModule.save_checkpoint`."""
+    _check_directory(directory)
     group_options = None if optimizer is None else optimizer.options()
     noted = {"extra": extra, "param_group": group_options}
     with tables.locked():  # another thread's step must not end up in half of it
@@ -23,6 +24,7 @@ def save(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os
 
 def load(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str]) -> Any:
     """See `TieredModule.load_checkpoint`."""
+    _check_directory(directory)
     with tables.locked():
         for group in tables.groups:
             group.cache.check_idle("load a checkpoint")
@@ -37,6 +39,11 @@ def load(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os
     if optimizer is not None and noted["param_group"] is not None:
         optimizer.set_options(noted["param_group"])
     return noted["extra"]
+
+
+def _check_directory(directory: str | os.PathLike[str]) -> None:
+    if not os.fspath(directory):
+        raise ConfigError("the directory's name is empty, which would be the current one; give it a name, or '.'")
 
 
 def _forget(groups: list[Group]) -> None:
