@@ -128,7 +128,7 @@ def _pool(recorder: Recorder, step: Step) -> None:
 def _choose(recorder: Recorder, step: Step) -> None:
     hot, after_all = recorder.hot, np.int32(recorder.batch + 1)  # nothing is locked
     policy_kernels(CPU).choose_victims(
-        len(step.victim_keys), hot.key, hot.score, hot.last_batch, after_all, hot.capacity
+        len(step.victim_keys), hot.key, hot.score, hot.last_batch, after_all, hot.capacity, True
     )
 
 

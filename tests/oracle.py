@@ -48,7 +48,7 @@ class OracleCache:
             if short < len(ranked):
                 gone, spared = ranked[short - 1], ranked[short]
                 gap = self.score[spared] - self.score[gone]
-                same_batch = self.last[spared] == self.last[gone]
+                same_batch = self.last[spared] == self.last[gone] or not self.remember  # then the score alone decides
                 self.ambiguous = gap < self.precision or (gap == 0 and same_batch)
             self.resident -= set(victims)
             if not self.remember:

@@ -79,7 +79,7 @@ def test_victims_are_the_lowest_unlocked_rows(slots, count, oldest):
     key = np.array([k for k, _, _ in slots], np.int64)
     score = np.array([s for _, s, _ in slots], np.uint32)
     last = np.array([b for _, _, b in slots], np.int32)
-    victims = KERNELS.choose_victims(count, key, score, last, stamp(oldest), len(key)).tolist()
+    victims = KERNELS.choose_victims(count, key, score, last, stamp(oldest), len(key), True).tolist()
     candidates = [i for i in range(len(key)) if key[i] >= 0 and last[i] < oldest]
     expected = sorted(candidates, key=lambda i: (score[i], last[i]))[:count]
     assert len(set(victims)) == len(victims) == len(expected)
@@ -87,12 +87,23 @@ def test_victims_are_the_lowest_unlocked_rows(slots, count, oldest):
     assert sorted((score[i], last[i]) for i in victims) == [(score[i], last[i]) for i in expected]
 
 
+def test_without_ties_by_age_the_score_alone_decides():
+    rng = np.random.default_rng(0)
+    score, last = rng.integers(1, 6, 500).astype(np.uint32), rng.integers(1, 50, 500).astype(np.int32)
+    for count in (1, 77, 499, 500, 600):
+        victims = KERNELS.choose_victims(count, np.arange(500), score, last, stamp(40), 500, False)
+        expected = np.sort(score[last < 40])[:count]
+        assert len(set(victims.tolist())) == len(victims)
+        assert (last[victims] < 40).all()
+        assert np.array_equal(np.sort(score[victims]), expected)
+
+
 def test_victims_are_exact_in_a_large_skewed_cache():
     rng = np.random.default_rng(0)
     n = 50_000
     score = (2.0 ** rng.uniform(0, 32, n)).astype(np.uint32)
     last = rng.integers(1, 50, n).astype(np.int32)
-    victims = KERNELS.choose_victims(12_345, np.arange(n), score, last, stamp(100), n)
+    victims = KERNELS.choose_victims(12_345, np.arange(n), score, last, stamp(100), n, True)
     expected = np.lexsort((last, score))[:12_345]
     assert np.array_equal(np.sort(victims), np.sort(expected)) or sorted(
         zip(score[victims], last[victims], strict=True)
@@ -102,7 +113,7 @@ def test_victims_are_exact_in_a_large_skewed_cache():
 def test_locks_compare_signed_when_the_batch_number_wraps():
     last = np.array([stamp(2**31 - 3), stamp(2**31 + 1)])
     oldest = stamp(2**31 - 1)
-    victims = KERNELS.choose_victims(2, np.array([1, 2]), np.array([5, 5], np.uint32), last, oldest, 2)
+    victims = KERNELS.choose_victims(2, np.array([1, 2]), np.array([5, 5], np.uint32), last, oldest, 2, True)
     assert victims.tolist() == [0]
 
 

@@ -120,7 +120,8 @@ class LFU:
     """Keeps the rows that were used in most batches, a use losing half its weight every `half_life_batches`.
 
     LRFU (Lee et al., IEEE ToC 2001). `half_life_batches=math.inf` counts exactly. With `remember_evicted` (default)
-    the score leaves and returns with the row; without it an evicted row starts again, as in classic LFU caches.
+    the score leaves and returns with the row, and of rows of equal score the one used longest ago leaves; without it an
+    evicted row starts again and the score alone decides, as in classic LFU caches.
     """
 
     half_life_batches: float = 300.0

@@ -33,13 +33,14 @@ AGED, COUNT, CLOCK = 0, 1, 2  # how a use changes a score: LRFU, exact LFU, LRU
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
     """A policy in the terms of its kernel. `unit`: score units in one doubling of weight; `units_per_batch`: what the
-    clock gains by a batch; `remember`: whether a fetched row brings its score along; `name`: the unit's identity, by
-    which stored scores are recognised."""
+    clock gains by a batch; `remember`: whether a fetched row brings its score along; `ties_by_age`: whether of rows of
+    equal score the one used longest ago leaves; `name`: the unit's identity, by which stored scores are recognised."""
 
     kind: int
     unit: float
     units_per_batch: float
     remember: bool
+    ties_by_age: bool
     name: str
 
     def now(self, batch: int) -> int:
@@ -50,17 +51,17 @@ class Scoring:
 def scoring(policy: config.Policy) -> Scoring:
     """The kernel terms of a policy config."""
     if isinstance(policy, config.LRU):
-        return Scoring(kind=CLOCK, unit=1.0, units_per_batch=1.0, remember=True, name="clock")
+        return Scoring(kind=CLOCK, unit=1.0, units_per_batch=1.0, remember=True, ties_by_age=True, name="clock")
     half_life = policy.half_life_batches
     if math.isinf(half_life):
-        return Scoring(kind=COUNT, unit=1.0, units_per_batch=0.0, remember=policy.remember_evicted, name="count")
-    unit = 2.0 ** math.ceil(math.log2(2 * half_life))
+        kind, unit, units_per_batch, name = COUNT, 1.0, 0.0, "count"
+    else:
+        unit = 2.0 ** math.ceil(math.log2(2 * half_life))
+        kind, units_per_batch, name = AGED, unit / half_life, f"aged:{half_life!r}"
+    remember = policy.remember_evicted
+    # a cache that forgets is the classic LFU: nothing but the count of the present stay decides
     return Scoring(
-        kind=AGED,
-        unit=unit,
-        units_per_batch=unit / half_life,
-        remember=policy.remember_evicted,
-        name=f"aged:{half_life!r}",
+        kind=kind, unit=unit, units_per_batch=units_per_batch, remember=remember, ties_by_age=remember, name=name
     )
 
 
@@ -71,10 +72,11 @@ class PolicyKernels(Protocol):
         """One use of each slot in `slots` (int32 (U,), distinct) at clock `now`."""
 
     def choose_victims(
-        self, count: int, key: Array, score: Array, last_batch: Array, oldest: np.int32, used: int
+        self, count: int, key: Array, score: Array, last_batch: Array, oldest: np.int32, used: int, ties_by_age: bool
     ) -> Array:
-        """Up to `count` slots below `used` (int32), those of the lowest (score, last batch) among the occupied
-        ones (key ≥ 0) whose last batch is before `oldest`, by signed 32-bit difference."""
+        """Up to `count` slots below `used` (int32), those of the lowest score among the occupied ones (key ≥ 0) whose
+        last batch is before `oldest`, by signed 32-bit difference. Of equal scores the older last batch goes with
+        `ties_by_age`, any without."""
 
 
 def policy_kernels(device: torch.device) -> PolicyKernels:

@@ -22,11 +22,18 @@ def raise_scores(slots: Array, score: Array, now: int, scoring: Scoring) -> None
     parallel_for(score_raise, bounds, slots, score, now, scoring.kind, scoring.unit)
 
 
-def choose_victims(count: int, key: Array, score: Array, last_batch: Array, oldest: np.int32, used: int) -> Array:
+def choose_victims(
+    count: int, key: Array, score: Array, last_batch: Array, oldest: np.int32, used: int, ties_by_age: bool
+) -> Array:
     ranks = np.empty(used, np.uint64)
     slots = np.empty(used, np.int32)
     found = candidates_collect(key, score, last_batch, oldest, used, ranks, slots)
-    return slots[:found] if found <= count else lowest_select(count, ranks[:found], slots[:found])
+    if found <= count:
+        return slots[:found]
+    if not ties_by_age:
+        return slots[np.argpartition(ranks[:found] >> np.uint64(32), count)[:count]]
+    chosen: Array = lowest_select(count, ranks[:found], slots[:found])
+    return chosen
 
 
 @jit

@@ -125,8 +125,9 @@ class TieredCache:
         short = rows - self.hot.free
         if short > 0:
             hot = self.hot
+            oldest, used = stamp(self._oldest(batch)), min(hot.used, hot.capacity)
             victims = self._kernels.choose_victims(
-                short, hot.key, hot.score, hot.last_batch, stamp(self._oldest(batch)), min(hot.used, hot.capacity)
+                short, hot.key, hot.score, hot.last_batch, oldest, used, self._scoring.ties_by_age
             )
             self.hot.ensure_transient(short - len(victims))
             self._evict(victims)
