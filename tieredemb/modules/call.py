@@ -33,7 +33,8 @@ from tieredemb.lookup.embedding_bag import (
     weights_gradient,
 )
 from tieredemb.lookup.optimizer import Gradient, Hyperparameters, limit_norms, update
-from tieredemb.modules.table_set import Group, carrier_view
+from tieredemb.modules.group import Group
+from tieredemb.modules.table_set import carrier_view
 from tieredemb.storage.base import CARRIERS
 
 if TYPE_CHECKING:

@@ -6,8 +6,9 @@ import os
 from typing import Any
 
 from tieredemb.errors import CheckpointError, ConfigError
+from tieredemb.modules.group import Group
 from tieredemb.modules.optimizer import FusedOptimizer
-from tieredemb.modules.table_set import Group, TableSet
+from tieredemb.modules.table_set import TableSet
 from tieredemb.storage import checkpoint
 from tieredemb.storage.base import ColdRows
 

@@ -9,8 +9,9 @@ import torch
 
 from tieredemb.config import Capacity, Init, Normal, OptimizerConfig, Policy, TableConfig
 from tieredemb.errors import ConfigError
-from tieredemb.modules.base import LookupOptions, TieredModule, as_ids, table_set_config
+from tieredemb.modules.base import LookupOptions, TieredModule, table_set_config
 from tieredemb.modules.call import untraced
+from tieredemb.modules.inputs import as_ids
 from tieredemb.storage.base import Storage
 
 

@@ -9,15 +9,9 @@ import torch
 
 from tieredemb.config import Capacity, Init, Mode, Normal, OptimizerConfig, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError
-from tieredemb.modules.base import (
-    LookupOptions,
-    TieredModule,
-    as_ids,
-    as_offsets,
-    check_weights,
-    table_set_config,
-)
+from tieredemb.modules.base import LookupOptions, TieredModule, table_set_config
 from tieredemb.modules.call import untraced
+from tieredemb.modules.inputs import as_ids, as_offsets, check_weights
 from tieredemb.storage.base import Storage
 
 

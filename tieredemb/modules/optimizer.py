@@ -12,7 +12,8 @@ import torch
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters, state_names, state_start
-from tieredemb.modules.table_set import Group, TableSet
+from tieredemb.modules.group import Group
+from tieredemb.modules.table_set import TableSet
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
