@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -24,7 +25,13 @@ def machine() -> dict[str, str | int]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "huge_pages": _chosen(_read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))),
         "system": f"{platform.system()} {platform.machine()}",
-    }
+    } | _gpu()
+
+
+def _gpu() -> dict[str, str]:
+    import torch
+
+    return {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
 
 
 def machine_key() -> str:
@@ -37,13 +44,18 @@ def versions() -> dict[str, str]:
     import tieredemb
 
     packages = {name: metadata.version(name) for name in ("torch", "numpy", "numba")}
+    with contextlib.suppress(metadata.PackageNotFoundError):  # the GPU path's compiler
+        packages["cupy"] = metadata.version("cupy-cuda13x")
     return {"python": platform.python_version(), **packages, "tieredemb": tieredemb.__version__}
 
 
 def commit() -> str:
-    """Short hash of HEAD, with "-dirty" where library or benchmarks differ from it (results and README aside)."""
+    """Short hash of HEAD, with "-dirty" where library or benchmarks differ from it (results and README aside). Where
+    the sources came without their repository, what BENCHMARK_COMMIT says."""
     code = ["tieredemb", "benchmarks/*.py"]
     head = _git("rev-parse", "--short=10", "HEAD")
+    if head == "unknown":
+        return os.environ.get("BENCHMARK_COMMIT", head)
     return f"{head}-dirty" if _git("status", "--porcelain", "--", *code) else head
 
 

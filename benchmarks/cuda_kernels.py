@@ -1,0 +1,213 @@
+"""The CUDA kernels one by one on a GPU: `python -m benchmarks.cuda_kernels [--results DIR]`.
+
+Medians of device events over graph replays, each kernel's bytes as a share of the measured copy. Workload W-HBM:
+26 tables × 1,000,000 × 128, batch 65,536, bags of 1 id, bounded Zipf 1.05, fp32, row-wise Adagrad.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
+from benchmarks.timing import Quantiles
+from tieredemb.kernels.compiler import Kernel, blocks_for, options
+
+TABLES, ROWS, BATCH, WIDTH, ALPHA = 26, 1_000_000, 65_536, 128, 1.05
+FINDS = 1 << 24
+ROUNDS, WARM_UP = 30, 3
+WORKLOAD = "26 tables × 1,000,000 × 128, batch 65,536, bags of 1 id, ids Zipf 1.05, fp32; maps at load 0.5."
+
+
+def timed(run: Callable[[], object]) -> Quantiles:
+    """Milliseconds of `run`, captured in a CUDA graph: a launch from Python would cost as much as a short kernel."""
+    for _ in range(WARM_UP):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    samples = []
+    for _ in range(ROUNDS):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        samples.append(start.elapsed_time(stop))
+    return Quantiles.of(samples)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype, device="cuda")
+
+
+def zipf_keys() -> torch.Tensor:
+    """Keys of one batch, table-major, int64 (T · B,): ranks mapped to ids by a permutation of each table."""
+    weights = torch.arange(1, ROWS + 1, dtype=torch.double, device="cuda") ** -ALPHA
+    cumulative = weights.cumsum(0) / weights.sum()
+    parts = []
+    for table in range(TABLES):
+        ranks = torch.searchsorted(cumulative, torch.rand(BATCH, dtype=torch.double, device="cuda")).clamp(max=ROWS - 1)
+        parts.append(torch.randperm(ROWS, device="cuda")[ranks] + table * ROWS)
+    return torch.cat(parts)
+
+
+def copy_bandwidth() -> tuple[Record, float]:
+    """A copy of 4 GiB and its rate in bytes a millisecond, read and written."""
+    source = torch.randn(2**30, device="cuda")
+    target = torch.empty_like(source)
+    samples = timed(lambda: target.copy_(source))
+    moved = 2 * source.nbytes
+    return measured("copy", "torch", "4 GiB", "ms", samples, moved_mb=moved / 1e6, share=1.0), moved / samples.median
+
+
+def map_records(slots: int, bars: dict[str, float]) -> list[Record]:
+    """Finds and inserts of a map of `slots` keys, in 10⁹ keys a second."""
+    cells, keys = zeros(2 * slots, 2, dtype=torch.int64), torch.randperm(3 * slots, device="cuda")[:slots].contiguous()
+    homes, count = torch.arange(slots, dtype=torch.int32, device="cuda"), torch.tensor([slots], device="cuda").int()
+    insert = Kernel("hash/slot_map.cu", "slot_map_insert", "any n i64 i32 i32")
+    find = Kernel("hash/slot_map.cu", "slot_map_find", "any n i64 n i32")
+    empty = timed(cells.zero_)
+
+    def fill() -> None:
+        cells.zero_()
+        insert(blocks_for(slots, 256, 32_768), 256, cells, len(cells), keys, homes, count)
+
+    inserted = timed(fill)
+    hits = keys[torch.randint(0, slots, (FINDS,), device="cuda")]
+    absent = torch.randint(3 * slots, 6 * slots, (FINDS,), device="cuda")
+    half = torch.where(torch.rand(FINDS, device="cuda") < 0.5, hits, absent)
+    found = zeros(FINDS)
+    records = [_rate("slot_map insert", slots, slots, inserted, empty.median, bars)]
+    for op, wanted in (("slot_map find, hits", hits), ("slot_map find, half misses", half)):
+        find(blocks_for(FINDS, 256), 256, cells, len(cells), wanted, FINDS, found)
+        if not torch.equal((found >= 0), wanted < 3 * slots):
+            raise RuntimeError(f"{op} is wrong")
+        samples = timed(partial(find, blocks_for(FINDS, 256), 256, cells, len(cells), wanted, FINDS, found))
+        records.append(_rate(op, slots, FINDS, samples, 0.0, bars))
+    return records
+
+
+def _rate(op: str, slots: int, keys: int, samples: Quantiles, less: float, bars: dict[str, float]) -> Record:
+    """Keys a second of `samples` (ms), of which clearing the map takes `less`."""
+    median, low, high = (keys / (ms - less) / 1e6 for ms in (samples.median, samples.p80, samples.p20))
+    rates = Quantiles(median, low, high, samples.rounds)
+    bar = at_least(rates.median, bars[op], "") if op in bars else {}
+    return measured(op, "tieredemb", f"{slots:,} keys", "G keys/s", rates, **bar)
+
+
+def victim_records(rate: float) -> list[Record]:
+    """Choosing 100,000 of 10 million slots by (score, last batch)."""
+    slots, needed = 10_000_000, torch.tensor([100_000], dtype=torch.int32, device="cuda")
+    uniform = torch.rand(slots, device="cuda")
+    score = (700 + 200 * uniform + torch.rand(slots, device="cuda") ** 8 * 8000).int()
+    last, used = torch.randint(1, 300, (slots,), device="cuda", dtype=torch.int32), zeros(1) + slots
+    selection, victims = zeros(8 + 2048), zeros(slots)
+    clock = torch.tensor([300, 1000, (290 << 32) | 300], device="cuda")
+    begin = Kernel("cache/policy.cu", "victims_begin", "any i32 any x")
+    digit = Kernel("cache/policy.cu", "victims_count", "any i32 i32 i32 any i i i")
+    emit = Kernel("cache/policy.cu", "victims_emit", "any i32 i32 i32 any i32 i32")
+
+    def choose() -> None:
+        begin(1, 1024, selection, needed, clock, 1024.0)
+        for by_age in (0, 1):
+            for shift, bits in ((21, 11), (10, 11), (0, 10)):
+                digit(264, 1024, selection, score, last, used, clock, shift, bits, by_age)
+        emit(528, 1024, selection, score, last, used, clock, needed, victims)
+
+    samples = timed(choose)
+    moved = slots * (2 * 8 + 2 * 4 + 8)  # two digits of the score, two of the age, the pass that emits
+    more = {"moved_mb": moved / 1e6, "share": moved / samples.median / rate} | at_most(samples.median, 0.2, " ms")
+    return [measured("choose victims", "tieredemb", "10,000,000 slots, 100,000 victims", "ms", samples, **more)]
+
+
+def lookup_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> list[Record]:
+    """The pooled lookup of all tables."""
+    flags = (*options(torch.float32, WIDTH), "-DONLY_SUMS", "-DBAGS=4")
+    pool = Kernel("lookup/embedding_bag.cu", "bags_pool", "any i32 i64 n n i32 i64 p any n p", flags)
+    offsets, mode = torch.arange(len(homes) + 1, device="cuda"), zeros(TABLES)
+    column, out = torch.arange(TABLES, device="cuda") * WIDTH, torch.empty(BATCH, TABLES * WIDTH, device="cuda")
+    blocks = blocks_for(TABLES * ((BATCH + 3) // 4) * 32, 256)
+    samples = timed(
+        lambda: pool(
+            blocks, 256, weight, homes, offsets, BATCH, len(homes), mode, column, 0, out, TABLES * WIDTH, 0
+        )
+    )  # fmt: skip
+    if not torch.equal(out[7, :WIDTH], weight[homes[7].long()]):
+        raise RuntimeError("the lookup is wrong")
+    moved = 2 * out.nbytes
+    more = {"moved_mb": moved / 1e6, "share": moved / samples.median / rate} | at_most(samples.median, 0.43, " ms")
+    return [measured("lookup, W-HBM", "tieredemb", "", "ms", samples, **more)]
+
+
+def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> list[Record]:
+    """Sorting, finding segments, and backward with row-wise Adagrad."""
+    n, flags = len(homes), options(torch.float32, WIDTH)
+    gather = Kernel("lookup/optimizer.cu", "occurrences_gather", "i64 i32 i i32", flags)
+    segments = Kernel("lookup/optimizer.cu", "segments_find", "i32 i i32 i any any any", flags)
+    short = Kernel("lookup/optimizer.cu", "segments_update", "any any i32 i i64 f32 n p any f32 u8 f32 any f32", flags)
+    long = Kernel("lookup/optimizer.cu", "long_segments_update", "any any f32 any f32 u8 f32 any", flags)
+    bag, bags, grad = (
+        torch.arange(n, dtype=torch.int32, device="cuda"),
+        zeros(n),
+        torch.randn(BATCH, TABLES * WIDTH).cuda(),
+    )
+    column = torch.arange(TABLES, device="cuda") * WIDTH
+    work, items, longs = zeros(4), zeros(n, 4), zeros(n // 128 + 1, 4)
+    parts, state = torch.empty(2 * (n // 128 + 1), WIDTH, device="cuda"), torch.zeros(len(weight), 1, device="cuda")
+    dirty, rates = zeros(len(weight), dtype=torch.uint8), torch.full((TABLES,), 0.01, device="cuda")
+    numbers = torch.tensor([1e-8, 0.0, 0.0, 1.0], device="cuda")
+    order = torch.sort(homes, stable=True)
+
+    def find() -> None:
+        work.zero_()
+        gather(blocks_for(n, 256), 256, order.indices, bag, n, bags)
+        segments(blocks_for(n, 256), 256, order.values, n, bags, BATCH, work, items, longs)
+
+    def update() -> None:
+        short(
+            8448, 256, work, items, bags, BATCH, column, grad, TABLES * WIDTH, 0, weight, state, dirty, rates, numbers,
+            parts,
+        )  # fmt: skip
+        long(132, 256, work, longs, parts, weight, state, dirty, rates, numbers)
+
+    found = timed(find)
+    samples = timed(update)
+    unique = len(torch.unique(homes))
+    moved = grad.nbytes + unique * 2 * (WIDTH + 1) * 4
+    more = {"moved_mb": moved / 1e6, "share": moved / samples.median / rate} | at_most(samples.median, 0.6, " ms")
+    return [
+        measured("sort, W-HBM", "torch.sort", "", "ms", timed(lambda: torch.sort(homes, stable=True))),
+        measured("segments, W-HBM", "tieredemb", "", "ms", found),
+        measured("backward + update, W-HBM", "tieredemb", f"{unique:,} unique rows", "ms", samples, **more),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_kernels", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    chosen = parser.parse_args()
+    torch.manual_seed(0)
+    np.random.seed(0)
+    copied, rate = copy_bandwidth()
+    bars = {"slot_map insert": 13.0, "slot_map find, hits": 32.0, "slot_map find, half misses": 28.0}
+    records = [copied, *map_records(10_000_000, bars), *map_records(50_000_000, {"slot_map find, hits": 28.0})]
+    records += victim_records(rate)
+    weight = torch.randn(TABLES * ROWS, WIDTH, device="cuda")
+    homes = zipf_keys().int()
+    records += [*lookup_records(rate, weight, homes), *update_records(rate, weight, homes)]
+    save(chosen.results, "cuda-kernels", WORKLOAD, records)
+    for record in records:
+        verdict = "" if record.met is None else f"{record.bar}: {'met' if record.met else 'missed'}"
+        share = "" if record.share is None else f"{record.share:.0%} of the copy"
+        print(f"{record.op:28} {record.config:36} {record.median:8.3g} {record.unit:9} {share:18} {verdict}")
+
+
+if __name__ == "__main__":
+    main()
