@@ -252,6 +252,17 @@ def test_id_out_of_range_names_table_id_and_position_and_changes_nothing(bad, po
     assert ours.stats().lookups == stats.lookups
 
 
+def test_bad_id_in_one_width_leaves_the_tables_of_another_alone():
+    tables = [te.TableConfig(name=n, num_embeddings=9, embedding_dim=d) for n, d in (("a", 2), ("b", 3))]
+    model = te.TieredEmbeddingBagCollection(tables, capacity=2, max_norm=0.1)
+    before = model.state_dict()
+    with pytest.raises(IdOutOfRangeError, match="table 'b'"):
+        model(torch.tensor([1, 9]), torch.tensor([0, 1, 2]))
+    assert model.stats().lookups == 0
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
+
+
 @pytest.mark.parametrize(
     ("offsets", "message"),
     [

@@ -48,10 +48,6 @@ class Ticket:
         """Ends the flight: the batch's rows may be evicted. A second call does nothing."""
         self._finalizer()
 
-    @property
-    def in_flight(self) -> bool:
-        return self._finalizer.alive
-
     def size_bytes(self) -> int:
         """Bytes of the plan's arrays, segments included."""
         arrays = [self.homes, self.inverse, self.unique_keys, self.unique_slots]

@@ -203,7 +203,9 @@ class TieredCache:
             cold = self.cold
             cold.reserve_range(start, stop)
             untouched = np.flatnonzero(cold.state[start:stop, -1] == 0) + start
-            self._generate(untouched, untouched, cold.weight, cold.state, cold.layout.state_width)
+            # weights that are about to be overwritten need not be generated
+            target = cold.weight if weight is None else np.empty((cold.layout.rows, 0), cold.layout.carrier)
+            self._generate(untouched, untouched, target, cold.state, cold.layout.state_width)
             cold.state[untouched, -1] = MIN_SCORE
             if weight is not None:
                 cold.weight[start:stop] = weight

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from tieredemb.cache.tickets import Ticket
 from tieredemb.errors import BackwardError
 from tieredemb.kernels.segments import segments_of_homes
-from tieredemb.lookup.bags import make_bags
+from tieredemb.lookup.bags import Bags, make_bags
 from tieredemb.lookup.embedding_bag import (
     NO_ARGMAX,
     NO_WEIGHTS,
@@ -67,17 +67,18 @@ def inside_backward() -> bool:
 class GroupCall:
     """One forward in one group: its bags, its ticket, and what its gradient needs."""
 
-    def __init__(self, module: TieredModule, group: Group, ids: Array, offsets: Array, batch: int) -> None:
-        options = module.options
+    def __init__(self, group: Group, bags: Bags) -> None:
         self.group = group
-        self.bags = make_bags(ids, offsets, group.space, batch, padding_is_dropped=options.padding_is_dropped)
-        self.ticket: Ticket = group.cache.plan(self.bags.keys, score=not inside_backward())
-        if options.max_norm is not None:
-            with group.cache.lock:
-                limit_norms(group.cache.hot, self.ticket.unique_slots, options.max_norm, options.norm_type)
+        self.bags = bags
+        self.ticket: Ticket = group.cache.plan(bags.keys, score=not inside_backward())
         self.weights: Array = NO_WEIGHTS
         self.argmax: Array = NO_ARGMAX
         self.forward_rows: Array | None = None
+
+    def limit_norms(self, max_norm: float, norm_type: float) -> None:
+        """Scales the rows of this forward down to `max_norm`, where they are longer."""
+        with self.group.cache.lock:
+            limit_norms(self.group.cache.hot, self.ticket.unique_slots, max_norm, norm_type)
 
     def pool(self, out: Array, weights: Array | None, *, keep_argmax: bool, keep_rows: bool) -> None:
         """Pools into `out` (carrier (B, ΣD)); keeps what a backward will want to know of the forward."""
@@ -127,9 +128,18 @@ class Call:
         self.ids = len(ids)
         self.consumed = False
         self.parts: list[GroupCall] = []
+        options, groups = module.options, module.tables.groups
+        # every id is checked before any group plans, and every group has planned before a row is written
+        bags = [
+            make_bags(ids, offsets, group.space, batch, padding_is_dropped=options.padding_is_dropped)
+            for group in groups
+        ]
         try:
-            for group in module.tables.groups:
-                self.parts.append(GroupCall(module, group, ids, offsets, batch))
+            for group, its_bags in zip(groups, bags, strict=True):
+                self.parts.append(GroupCall(group, its_bags))
+            if options.max_norm is not None:
+                for part in self.parts:
+                    part.limit_norms(options.max_norm, options.norm_type)
         except BaseException:
             self.release()
             raise

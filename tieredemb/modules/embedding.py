@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from tieredemb.config import Capacity, Init, Normal, OptimizerConfig, Policy, TableConfig
-from tieredemb.errors import ConfigError
 from tieredemb.modules.base import LookupOptions, TieredModule, table_set_config
 from tieredemb.modules.call import untraced
 from tieredemb.modules.inputs import as_ids
+from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.storage.base import Storage
 
 
@@ -54,10 +54,7 @@ class TieredEmbedding(TieredModule):
             padding_idx=padding_idx,
             init=Normal() if init is None else init,
         )
-        if _weight is not None and tuple(_weight.shape) != (num_embeddings, embedding_dim):
-            raise ConfigError(
-                f"_weight has shape {tuple(_weight.shape)}, the arguments say {(num_embeddings, embedding_dim)}"
-            )
+        check_rows(_weight, num_embeddings, embedding_dim)
         dtype = dtype or (None if _weight is None else _weight.dtype)
         config = table_set_config(
             (table,), capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
@@ -88,16 +85,8 @@ class TieredEmbedding(TieredModule):
         """A module with the given rows (num_embeddings, embedding_dim). Further arguments as `torch.nn.Embedding.
         from_pretrained` takes them (padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse), and the keywords of
         the constructor. To train it pass `freeze=False` and an `optimizer`."""
-        if embeddings.dim() != 2:
-            raise ConfigError(f"embeddings must have two dimensions, got shape {tuple(embeddings.shape)}")
-        if freeze and kwargs.get("optimizer") is not None:
-            raise ConfigError("an optimizer was given for frozen embeddings; pass freeze=False to train them")
         names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-        if len(args) > len(names):
-            raise ConfigError(f"from_pretrained takes at most {len(names) + 2} positional arguments")
-        options = dict(zip(names, args, strict=False)) | kwargs
-        rows, width = embeddings.shape
-        return cls(rows, width, _weight=embeddings, _freeze=freeze, **options)
+        return cls(_freeze=freeze, **pretrained_arguments(embeddings, freeze, names, args, kwargs))
 
     def _weight_key(self, table: int) -> str:
         return "weight"

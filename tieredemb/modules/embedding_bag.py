@@ -12,6 +12,7 @@ from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.modules.base import LookupOptions, TieredModule, table_set_config
 from tieredemb.modules.call import untraced
 from tieredemb.modules.inputs import as_ids, as_offsets, check_weights
+from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.storage.base import Storage
 
 
@@ -69,10 +70,7 @@ class TieredEmbeddingBag(TieredModule):
         )
         if scale_grad_by_freq and mode == "max":
             raise ConfigError("scale_grad_by_freq is not supported with mode='max'; use 'sum' or 'mean'")
-        if _weight is not None and tuple(_weight.shape) != (num_embeddings, embedding_dim):
-            raise ConfigError(
-                f"_weight has shape {tuple(_weight.shape)}, the arguments say {(num_embeddings, embedding_dim)}"
-            )
+        check_rows(_weight, num_embeddings, embedding_dim)
         dtype = dtype or (None if _weight is None else _weight.dtype)
         config = table_set_config(
             (table,), capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
@@ -99,10 +97,6 @@ class TieredEmbeddingBag(TieredModule):
         """A module with the given rows (num_embeddings, embedding_dim). Further arguments as `torch.nn.EmbeddingBag.
         from_pretrained` takes them (max_norm, norm_type, scale_grad_by_freq, mode, sparse, include_last_offset,
         padding_idx), and the keywords of the constructor. To train it pass `freeze=False` and an `optimizer`."""
-        if embeddings.dim() != 2:
-            raise ConfigError(f"embeddings must have two dimensions, got shape {tuple(embeddings.shape)}")
-        if freeze and kwargs.get("optimizer") is not None:
-            raise ConfigError("an optimizer was given for frozen embeddings; pass freeze=False to train them")
         names = (
             "max_norm",
             "norm_type",
@@ -112,11 +106,7 @@ class TieredEmbeddingBag(TieredModule):
             "include_last_offset",
             "padding_idx",
         )
-        if len(args) > len(names):
-            raise ConfigError(f"from_pretrained takes at most {len(names) + 2} positional arguments")
-        options = dict(zip(names, args, strict=False)) | kwargs
-        rows, width = embeddings.shape
-        module = cls(rows, width, _weight=embeddings, **options)
+        module = cls(**pretrained_arguments(embeddings, freeze, names, args, kwargs))
         module.requires_grad_(not freeze)
         return module
 
