@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def device(request: pytest.FixtureRequest) -> str:
-    """Every device that has kernels. Without a GPU "cuda" skips, or fails under TIEREDEMB_REQUIRE_CUDA=1."""
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every device that has kernels, as torch's default device. Without a GPU "cuda" skips, or fails under
+    TIEREDEMB_REQUIRE_CUDA=1."""
+    import devices
     import torch
 
     from tieredemb.kernels import DEVICES
@@ -90,7 +93,17 @@ def device(request: pytest.FixtureRequest) -> str:
         pytest.fail("TIEREDEMB_REQUIRE_CUDA=1, but this version of tieredemb has no CUDA kernels")
     if name == "cuda" and not torch.cuda.is_available():
         (pytest.fail if REQUIRE_CUDA else pytest.skip)("no GPU: torch.cuda.is_available() is false")
-    return name
+    with devices.default_device(name):
+        yield name
+
+
+@pytest.fixture
+def gpu() -> None:
+    """For tests that mean something on a GPU alone."""
+    import torch
+
+    if not torch.cuda.is_available():
+        (pytest.fail if REQUIRE_CUDA else pytest.skip)("no GPU: torch.cuda.is_available() is false")
 
 
 @pytest.fixture(scope="session")

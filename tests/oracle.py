@@ -82,7 +82,7 @@ class RowWiseAdagradReference(torch.optim.Optimizer):
                 if param.grad is None:
                     continue
                 grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
-                total = self.state[param].setdefault("sum", torch.zeros(len(param), 1))
+                total = self.state[param].setdefault("sum", torch.zeros(len(param), 1, device=param.device))
                 total += grad.double().square().mean(1, keepdim=True).float()
                 param -= group["lr"] * grad / (total.sqrt() + group["eps"])
 
@@ -142,9 +142,9 @@ class OracleCollection(nn.Module):
 
 def integer_weights(module: te.modules.base.TieredModule, low: int = -8, high: int = 9, seed: int = 0) -> None:
     """Gives every table small integer weights: float sums of them are exact in any order."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     state = {
-        name: torch.randint(low, high, weight.shape, generator=generator).to(weight.dtype)
+        name: torch.randint(low, high, weight.shape, generator=generator, device="cpu").to(weight.dtype)
         for name, weight in module.state_dict().items()
     }
     module.load_state_dict(state)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from devices import at_once, equal
 from torch import nn
 
 import tieredemb as te
@@ -17,12 +18,12 @@ from tieredemb.errors import IdOutOfRangeError, UnsupportedError
 def modules():
     tables = [
         te.TableConfig(name=name, num_embeddings=20, embedding_dim=width, mode=mode)
-        for name, width, mode in (("a", 4, "sum"), ("b", 3, "mean"))
+        for name, width, mode in (("a", 4, "sum"), ("b", 5, "mean"))
     ]
     keywords = {"capacity": 2, "optimizer": te.Adagrad(lr=0.1)}
     offsets = torch.arange(0, 9, 2)
     ids = torch.arange(8)
-    yield te.TieredEmbeddingBagCollection(tables, **keywords), 7, lambda step: (ids + step, offsets)
+    yield te.TieredEmbeddingBagCollection(tables, **keywords), 9, lambda step: (ids + step, offsets)
     bag = te.TieredEmbeddingBag(20, 4, mode="sum", **keywords)
     yield bag, 4, lambda step: (ids[: 4 + step], offsets[:2], torch.rand(4 + step))
     yield te.TieredEmbedding(20, 4, **keywords), 4, lambda step: (ids + step,)
@@ -40,7 +41,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("which", range(3))
 @pytest.mark.parametrize("backward_too", [False, True])
-def test_compiled_model_gives_the_bits_of_the_eager_one(which, backward_too):
+def test_compiled_model_gives_the_bits_of_the_eager_one(device, which, backward_too):
     table, width, batch_of = list(modules())[which]
     torch._dynamo.reset()
     eager = Model(table, width)
@@ -56,19 +57,38 @@ def test_compiled_model_gives_the_bits_of_the_eager_one(which, backward_too):
         batch = batch_of(number)
         expected = step(eager, batch)
         out = compiled(model, batch) if backward_too else step(compiled, batch)
-        assert torch.equal(out, expected)
+        assert equal(out, expected)
         with torch.no_grad():
-            assert torch.equal(model(*batch), eager(*batch))
+            assert equal(model(*batch), eager(*batch))
     for mine, other in zip(model.state_dict().values(), eager.state_dict().values(), strict=True):
-        assert torch.equal(mine, other)
+        assert equal(mine, other)
     torch._dynamo.reset()
 
 
-def test_compiled_model_refuses_bad_ids_by_name():
+def test_compiled_model_refuses_bad_ids_by_name(device):
     torch._dynamo.reset()
-    compiled = torch.compile(te.TieredEmbedding(20, 4), backend="eager")
+    compiled = torch.compile(te.TieredEmbedding(20, 4, **at_once(device)), backend="eager")
     with pytest.raises(IdOutOfRangeError, match="id 20 at position 1"):
         compiled(torch.tensor([3, 20]))
+
+
+def test_compiled_model_is_not_compiled_again_when_the_number_of_ids_changes(device):
+    torch._dynamo.reset()
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    model = Model(te.TieredEmbeddingBag(20, 4, mode="sum", capacity=2, optimizer=te.SGD(lr=0.1)), 4)
+    fast = torch.compile(model, backend=backend)
+    counts = []
+    for n in (3, 5, 8, 1, 13):
+        fast(torch.arange(n), torch.tensor([0, 1])).sum().backward()
+        counts.append(len(compiled))
+    assert counts[0] > 0
+    assert counts[1:] == counts[:1] * 4
+    torch._dynamo.reset()
 
 
 def test_serving_does_not_import_the_compiler():
@@ -80,7 +100,7 @@ def test_serving_does_not_import_the_compiler():
 
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
-def test_function_transforms_are_refused(transform):
+def test_function_transforms_are_refused(device, transform):
     bag = te.TieredEmbeddingBag(20, 4, mode="sum")
     ids = torch.tensor([[1, 2]])
     with pytest.raises(UnsupportedError, match=r"torch\.func"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import assert_close, equal, randint
 from torch import nn
 
 import tieredemb as te
@@ -13,10 +14,10 @@ from tieredemb.errors import ConfigError
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.bags = nn.ModuleDict({"a": nn.EmbeddingBag(20, 3, mode="sum"), "b": nn.EmbeddingBag(9, 3, mode="max")})
-        self.shared = self.again = nn.Embedding(7, 3, padding_idx=2)
-        self.fixed = nn.EmbeddingBag.from_pretrained(torch.randn(5, 3), mode="mean", include_last_offset=True)
-        self.top = nn.Linear(3, 1)
+        self.bags = nn.ModuleDict({"a": nn.EmbeddingBag(20, 4, mode="sum"), "b": nn.EmbeddingBag(9, 4, mode="max")})
+        self.shared = self.again = nn.Embedding(7, 4, padding_idx=2)
+        self.fixed = nn.EmbeddingBag.from_pretrained(torch.randn(5, 4), mode="mean", include_last_offset=True)
+        self.top = nn.Linear(4, 1)
 
     def forward(self, ids):
         bags = self.bags["a"](ids) + self.bags["b"](ids % 9)
@@ -24,7 +25,7 @@ class Model(nn.Module):
         return self.top(bags + self.shared(ids[:, 0] % 7) * self.again(ids[:, 1] % 7) + fixed)
 
 
-def test_replaced_model_gives_the_same_results_and_trains_the_same():
+def test_replaced_model_gives_the_same_results_and_trains_the_same(device):
     torch.manual_seed(0)
     model, plain = Model(), Model()
     plain.load_state_dict(model.state_dict())
@@ -36,21 +37,21 @@ def test_replaced_model_gives_the_same_results_and_trains_the_same():
     optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
     dense = torch.optim.SGD(model.parameters(), lr=0.1)
     for seed in range(4):
-        ids = torch.randint(0, 20, (6, 4), generator=torch.Generator().manual_seed(seed))
+        ids = randint(0, 20, (6, 4), seed=seed)
         for net, its in ((model, dense), (plain, optimizer)):
             its.zero_grad()
             out = net(ids)
             out.square().sum().backward()
             its.step()
     for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[name])
+        assert_close(value, plain.state_dict()[name])
 
 
-def test_a_bare_embedding_is_returned_as_its_twin():
+def test_a_bare_embedding_is_returned_as_its_twin(device):
     bag = nn.EmbeddingBag(20, 3, mode="sum", max_norm=1.0, scale_grad_by_freq=True, padding_idx=1)
     twin = te.replace_embedding_bags(bag)
     assert (twin.max_norm, twin.scale_grad_by_freq, twin.padding_idx, twin.mode) == (1.0, True, 1, "sum")
-    assert torch.equal(twin.state_dict()["weight"], bag.weight)
+    assert equal(twin.state_dict()["weight"], bag.weight)
 
 
 def test_model_without_embeddings_is_left_alone():
@@ -58,14 +59,14 @@ def test_model_without_embeddings_is_left_alone():
     assert te.replace_embedding_bags(model) is model
 
 
-def test_training_mode_and_files_go_along(tmp_path):
+def test_training_mode_and_files_go_along(device, tmp_path):
     model = Model().eval()
     te.replace_embedding_bags(model, storage=te.File(str(tmp_path / "rows")))
     assert not model.bags["a"].training
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_what_would_be_lost_is_refused():
+def test_what_would_be_lost_is_refused(device):
     class Mine(nn.Embedding):
         pass
 
@@ -91,7 +92,7 @@ def test_tied_weights_and_hooks_are_refused():
     te.replace_embedding_bags(linears)
 
 
-def test_every_setting_goes_along():
+def test_every_setting_goes_along(device):
     bag = nn.EmbeddingBag(20, 3, max_norm=2.0, norm_type=1.0, mode="mean", include_last_offset=True, padding_idx=4)
     embedding = nn.Embedding(20, 3, padding_idx=-1, max_norm=2.0, norm_type=1.0, scale_grad_by_freq=True)
     for module in (bag, embedding):
