@@ -1,9 +1,9 @@
 """Cold storage: where every row of a key space lives, and the contract of a tier.
 
-A tier is a frozen config (`HostMemory`, `File`, `Pmem`) whose `open` returns a `ColdRows`. Rows are two arrays, so
-that weights stay aligned: `weight (rows, D)` in the dtype's carrier and `state (rows, S + 1)` in 32-bit words, of
-which the last is the row's score. A row whose score is zero was never written: its content is whatever the table's
-initialiser generates. A storage moves rows; it knows neither map nor policy.
+A tier is a frozen config (`HostMemory`, `UnifiedMemory`, `File`, `Pmem`) whose `open` returns a `ColdRows`. Rows are
+two arrays, so that weights stay aligned: `weight (rows, D)` in the dtype's carrier and `state (rows, S + 1)` in 32-bit
+words, of which the last is the row's score. A row whose score is zero was never written: its content is whatever the
+table's initialiser generates. A storage moves rows; it knows neither map nor policy.
 """
 
 from __future__ import annotations
@@ -112,15 +112,22 @@ class ColdRows(abc.ABC):
     Calls are synchronous.
     """
 
-    kind: str  # the tier's name in reports: "host", "file", "pmem"
+    kind: str  # the tier's name in reports: "host", "unified", "file", "pmem"
     in_memory: bool  # whether deepcopy and pickling may copy it
     volatile: bool  # whether it dies with the process, so that closing needs no flush
+    device_readable: bool = False  # whether GPU kernels read and write `weight` and `state` at the arrays' addresses
 
     def __init__(self, layout: RowLayout, weight: np.ndarray[Any, Any], state: np.ndarray[Any, Any]) -> None:
         self.layout = layout
         self.weight = weight
         self.state = state
         self.metadata = Metadata()
+
+    def attach(self, device: torch.device) -> None:  # noqa: B027 - other tiers are staged
+        """Makes the rows readable in place by kernels on `device`, where the tier can: then `device_readable` is true
+        afterwards. A cache on a CUDA device calls it once, before its first plan; a second call does nothing. The
+        rows keep their content and their addresses. May synchronise. Raises `StorageError` where it should work and
+        does not."""
 
     def reserve(self, keys: np.ndarray[Any, Any]) -> None:  # noqa: B027 - memory needs no reservation
         """Makes sure that writing the rows `keys` (int64 (K,), any order, duplicates allowed) cannot fail for want
