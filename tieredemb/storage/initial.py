@@ -15,9 +15,12 @@ import numpy as np
 import torch
 
 from tieredemb.config import Init, Normal
+from tieredemb.errors import UnsupportedError
 from tieredemb.kernels import twin
 
 if TYPE_CHECKING:
+    from tieredemb.storage.initial_cuda import DeviceInitialRows
+
     Array = np.ndarray[Any, Any]
 
 NORMAL, UNIFORM = 0, 1
@@ -35,22 +38,66 @@ class InitialTable:
 
 
 class InitialRows:
-    """Generates rows of one key space. `state_value`: what every word of optimizer state starts as, a float."""
+    """Generates rows of one key space. `state_value`: what every word of optimizer state starts as, a float.
+
+    With a CUDA `device` it generates rows there too; `generate` writes to host memory on every device.
+    """
 
     def __init__(self, tables: Sequence[InitialTable], *, seed: int, state_value: float, device: torch.device) -> None:
-        self._kernels: Any = twin(__name__, device)
-        self._start = np.array([t.start for t in tables], np.int64)
-        self._number = np.array([t.number for t in tables], np.uint32)
-        self._kind = np.array([NORMAL if isinstance(t.init, Normal) else UNIFORM for t in tables], np.int32)
         pairs = [(t.init.mean, t.init.std) if isinstance(t.init, Normal) else (t.init.low, t.init.high) for t in tables]
-        self._params = np.array(pairs, np.float32).reshape(-1, 2)
         padding = [-1 if t.padding_idx is None else t.start + t.padding_idx for t in tables]
-        self._padding_key = np.array(padding, np.int64)
+        self.tables = (
+            np.array([t.start for t in tables], np.int64),
+            np.array([t.number for t in tables], np.uint32),
+            np.array([NORMAL if isinstance(t.init, Normal) else UNIFORM for t in tables], np.int32),
+            np.array(pairs, np.float32).reshape(-1, 2),
+            np.array(padding, np.int64),
+        )
         self._seed = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32)
         self._state_word = np.float32(state_value).view(np.uint32)
+        self._host: Any = twin(__name__, torch.device("cpu"))
+        self._device: DeviceInitialRows | None = None
+        if device.type == "cuda":
+            from tieredemb.storage.initial_cuda import DeviceInitialRows
+
+            self._device = DeviceInitialRows(self.tables, seed=self._seed, state_word=self._state_word, device=device)
 
     def generate(self, keys: Array, rows: Array, weight: Array, state: Array, state_width: int) -> None:
         """Writes the initial row of keys[i] to weight[rows[i]] (carrier (·, D)) and to the first `state_width` words
         of state[rows[i]] (uint32). Synchronous."""
-        tables = (self._start, self._number, self._kind, self._params, self._padding_key)
-        self._kernels.generate(keys, rows, weight, state, state_width, self._state_word, self._seed, tables)
+        self._host.generate(keys, rows, weight, state, state_width, self._state_word, self._seed, self.tables)
+
+    def generate_missed(
+        self,
+        count: torch.Tensor | int,
+        keys: torch.Tensor,
+        slots: torch.Tensor,
+        untouched: torch.Tensor,
+        hot_weight: torch.Tensor,
+        hot_state: torch.Tensor,
+        cold_weight_address: int,
+        cold_state_address: int,
+        state_width: int,
+    ) -> None:
+        """Writes the initial rows of the missed keys that were never written, on the device. Does not synchronise.
+
+        `count`: how many are missed, int32 on the device or its address · `keys`: int64 (N,) · `slots`: int32 (N,),
+        where each row goes: a slot of `hot_weight` (C, D) and `hot_state` (C, S), 32-bit words, or where negative its
+        own cold row · `untouched`: uint8 (N,), not 0 where the row is to be generated. Of a cold row all is written
+        but its last state word, the score; the addresses may be 0 where no slot is negative.
+        """
+        self._on_device().generate_missed(
+            count, keys, slots, untouched, hot_weight, hot_state, cold_weight_address, cold_state_address, state_width
+        )
+
+    def generate_range(
+        self, first_key: int, first_row: int, n: int, weight: torch.Tensor, state: torch.Tensor, state_width: int
+    ) -> None:
+        """Writes the initial rows of the keys from `first_key` on to the rows from `first_row` on, n of them, of
+        `weight` (·, D) and `state` (·, S), 32-bit words, on the device. Does not synchronise."""
+        self._on_device().generate_range(first_key, first_row, n, weight, state, state_width)
+
+    def _on_device(self) -> DeviceInitialRows:
+        if self._device is None:
+            raise UnsupportedError("these initial rows were built for the CPU; build them with the cache's device")
+        return self._device

@@ -1,0 +1,82 @@
+"""CUDA twin of the initial values: rows are generated where they are wanted, without a word from the host."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tieredemb.kernels.compiler import Kernel, blocks_for, options
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+_FILE = "storage/initial.cu"
+_SOURCE = "i i i i i i64 any i32 f32 i64"  # what rows are generated from: state words and word, seed, tables
+_THREADS = 256
+_MOST_BLOCKS = 2048  # some waves on the largest GPU: the kernels stride over what is beyond
+
+
+@functools.cache
+def _missed_kernel(dtype: torch.dtype, width: int) -> Kernel:
+    return Kernel(_FILE, "rows_generate", f"p i64 i32 u8 any any p p {_SOURCE}", options(dtype, width))
+
+
+@functools.cache
+def _range_kernel(dtype: torch.dtype, width: int) -> Kernel:
+    return Kernel(_FILE, "rows_generate_range", f"n n n any any {_SOURCE}", options(dtype, width))
+
+
+def _blocks(rows: int, width: int) -> int:
+    quads = max(1, (width + 3) // 4)
+    lanes = min(32, 1 << (quads - 1).bit_length())  # LANES of the kernels
+    return blocks_for(rows * lanes, _THREADS, _MOST_BLOCKS)
+
+
+def _signed(word: np.uint32) -> int:
+    """The int32 of the same bits: what a kernel's 32-bit number is passed as."""
+    return int(np.uint32(word).view(np.int32))
+
+
+class DeviceInitialRows:
+    """The tables of one key space on a CUDA device, and the launches that generate their rows there.
+
+    `tables`: the arrays of `InitialRows.tables`; they are copied once, here. Nothing else synchronises.
+    """
+
+    def __init__(self, tables: tuple[Array, ...], *, seed: Array, state_word: np.uint32, device: torch.device) -> None:
+        start, number, kind, params, padding_key = tables
+        held = (start, number.view(np.int32), kind, params, padding_key)
+        self._tables = tuple(torch.from_numpy(array).to(device) for array in held)
+        self._words = (_signed(state_word), _signed(seed[0]), _signed(seed[1]), len(start))
+
+    def generate_missed(
+        self,
+        count: torch.Tensor | int,
+        keys: torch.Tensor,
+        slots: torch.Tensor,
+        untouched: torch.Tensor,
+        hot_weight: torch.Tensor,
+        hot_state: torch.Tensor,
+        cold_weight_address: int,
+        cold_state_address: int,
+        state_width: int,
+    ) -> None:
+        """See `InitialRows.generate_missed`."""
+        dtype, width = hot_weight.dtype, hot_weight.shape[1]
+        _missed_kernel(dtype, width)(
+            _blocks(len(keys), width), _THREADS, count, keys, slots, untouched, hot_weight, hot_state,
+            cold_weight_address, cold_state_address, state_width, *self._words, *self._tables,
+        )  # fmt: skip
+
+    def generate_range(
+        self, first_key: int, first_row: int, n: int, weight: torch.Tensor, state: torch.Tensor, state_width: int
+    ) -> None:
+        """See `InitialRows.generate_range`."""
+        dtype, width = weight.dtype, weight.shape[1]
+        _range_kernel(dtype, width)(
+            _blocks(n, width), _THREADS, first_key, first_row, n, weight, state, state_width, *self._words,
+            *self._tables,
+        )  # fmt: skip
