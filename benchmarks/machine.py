@@ -31,21 +31,34 @@ def machine() -> dict[str, str | int]:
 def _gpu() -> dict[str, str]:
     import torch
 
-    return {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    if not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(), "driver": _driver()}
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.split("\n")[0].strip()
 
 
 def machine_key() -> str:
     """Identity of a machine among the results."""
     here = machine()
-    return f"{here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB"
+    gpu = f", {here['gpu']}" if "gpu" in here else ""
+    return f"{here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB{gpu}"
 
 
 def versions() -> dict[str, str]:
     import tieredemb
 
     packages = {name: metadata.version(name) for name in ("torch", "numpy", "numba")}
-    with contextlib.suppress(metadata.PackageNotFoundError):  # the GPU path's compiler
-        packages["cupy"] = metadata.version("cupy-cuda13x")
+    for name, package in (("cupy", "cupy-cuda13x"), ("cupy", "cupy-cuda12x"), ("fbgemm", "fbgemm-gpu")):
+        with contextlib.suppress(metadata.PackageNotFoundError):  # the GPU path's compiler, and its peer
+            packages[name] = metadata.version(package)
     return {"python": platform.python_version(), **packages, "tieredemb": tieredemb.__version__}
 
 

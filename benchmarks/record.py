@@ -25,7 +25,8 @@ class Record:
 
     `config`: what was varied · `median`, `p20`, `p80`, `rounds`: in `unit` · `ratio`: to the figure that `ratio_label`
     names, as in "× the time of nn.EmbeddingBag" · `bar`, `met`: the figure required, and whether it was reached ·
-    `moved_mb`: 10^6 bytes that the work must move · `share`: of the measured copy bandwidth.
+    `moved_mb`: 10^6 bytes that the work must move · `share`: of the measured copy bandwidth · `peer`: what another
+    library reaches, in words.
     """
 
     op: str
@@ -38,6 +39,7 @@ class Record:
     unit: str = ""
     ratio: float | None = None
     ratio_label: str = ""
+    peer: str = ""
     bar: str = ""
     met: bool | None = None
     note: str = ""
@@ -73,8 +75,9 @@ def at_least(value: float, limit: float, unit: str = "×") -> dict[str, Any]:
     return {"bar": f"≥ {limit:g}{unit}", "met": bool(value >= limit)}
 
 
-def save(directory: Path, name: str, workload: str, records: Sequence[Record]) -> None:
-    """Writes the run of this machine to `directory/name.json`, beside the runs of other machines."""
+def save(directory: Path, name: str, workload: str, records: Sequence[Record], *, statistic: str = "") -> None:
+    """Writes the run of this machine to `directory/name.json`, beside the runs of other machines. `statistic`: what
+    the figures are where they are not medians with 20–80 %."""
     keys = [(record.op, record.provider, record.config) for record in records]
     if len(set(keys)) != len(keys):
         raise ValueError(f"records of {name} must differ in op, provider or config, got {keys}")
@@ -87,6 +90,7 @@ def save(directory: Path, name: str, workload: str, records: Sequence[Record]) -
         "machine": machine() | {"load_before": round(_LOAD_BEFORE, 2)},
         "versions": versions(),
         "workload": workload,
+        **({"statistic": statistic} if statistic else {}),
         "records": [_compact(asdict(record)) for record in records],
     }
     path.write_text(json.dumps({"name": name, "runs": runs}, indent=1, ensure_ascii=False) + "\n")

@@ -1,7 +1,7 @@
 """Writes the results into the README: `python -m benchmarks.tables [--check] [--readme README.md]`.
 
 What stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->` is generated from `results/NAME.json`; no
-figure is written by hand.
+figure is written by hand. Benchmarks that need a GPU may still lack their results.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.machine import ROOT
 from benchmarks.record import RESULTS, Record, load
 
+ON_GPU = {"cuda-kernels": "python -m benchmarks.cuda_kernels", "cuda-step": "python -m benchmarks.cuda_step"}
 BLOCK = re.compile(r"(<!-- benchmarks:([a-z0-9-]+) -->\n).*?(<!-- /benchmarks -->)", re.DOTALL)
 
 
@@ -30,7 +31,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 1
     old = chosen.readme.read_text()
     names = [match[2] for match in BLOCK.finditer(old)]
-    missing = [name for name in names if not (chosen.results / f"{name}.json").exists()]
+    missing = [name for name in names if name not in ON_GPU and not (chosen.results / f"{name}.json").exists()]
     if missing:
         print(f"no results for {', '.join(missing)}; run python -m benchmarks", file=sys.stderr)
         return 1
@@ -46,14 +47,21 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def rewrite(text: str, results: Path) -> str:
     """`text` with the content of every block replaced by its table."""
-    return BLOCK.sub(lambda match: f"{match[1]}{table(load(results, match[2]))}{match[3]}", text)
+    return BLOCK.sub(lambda match: f"{match[1]}{_content(results, match[2])}{match[3]}", text)
+
+
+def _content(results: Path, name: str) -> str:
+    if name in ON_GPU and not (results / f"{name}.json").exists():
+        return f"*Not measured yet: `{ON_GPU[name]}`, on a machine with a GPU.*\n"
+    return table(load(results, name))
 
 
 def table(run: dict[str, Any]) -> str:
     """One run as Markdown: what was run, the figures, and where."""
     records: list[Record] = run["records"]
     columns = [column for column in COLUMNS if any(COLUMNS[column](record) for record in records)]
-    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    heads = ["figure" if column == "median" and "statistic" in run else column for column in columns]
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(columns)}"]
     lines += [f"| {' | '.join(COLUMNS[column](record) for column in columns)} |" for record in records]
     return "\n".join([run["workload"], "", *lines, "", _provenance(run), ""])
 
@@ -61,10 +69,11 @@ def table(run: dict[str, Any]) -> str:
 def _provenance(run: dict[str, Any]) -> str:
     here, versions = run["machine"], run["versions"]
     packages = ", ".join(f"{name} {version}" for name, version in versions.items() if name != "tieredemb")
+    gpu = f"{here['gpu']}, driver {here.get('driver', 'not noted')}; " if "gpu" in here else ""
     return (
-        f"*{here['cpu']}, {here['cores']} cores, {here['l3']} L3, {here['memory_gib']} GiB, huge pages "
+        f"*{gpu}{here['cpu']}, {here['cores']} cores, {here['l3']} L3, {here['memory_gib']} GiB, huge pages "
         f"{here['huge_pages']}; {packages}; tieredemb {versions['tieredemb']} at {run['commit']}, {run['date'][:10]}. "
-        f"Load before the run: {here['load_before']:.1f}. Medians, 20–80 % in brackets.*"
+        f"Load before the run: {here['load_before']:.1f}. {run.get('statistic', 'Medians, 20–80 % in brackets')}.*"
     )
 
 
@@ -86,6 +95,7 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
     "work": lambda record: f"{record.op}, {record.config}" if record.config else record.op,
     "provider": lambda record: record.provider,
     "median": _time,
+    "peer": lambda record: record.peer,
     "ratio": lambda record: "" if record.ratio is None else f"{record.ratio:.2f}{record.ratio_label}",
     "bar": _bar,
     "moved": lambda record: "" if record.moved_mb is None else f"{_figure(record.moved_mb)} MB",
