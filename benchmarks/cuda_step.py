@@ -1,0 +1,303 @@
+"""Whole training steps on a GPU: `python -m benchmarks.cuda_step [--workloads W-HBM W-1.05 …] [--policy 300 inf]`.
+
+A step is forward, backward from a fixed random gradient, and the fused update, without prefetch. Every provider and
+cache sees the same batches, warms up on the first and is timed on the rest, none of which it has seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import tieredemb
+from benchmarks.cuda_providers import (
+    FBGEMM,
+    OURS,
+    TORCH,
+    Tiered,
+    Upstream,
+    fbgemm_installed,
+    fbgemm_step,
+    torch_step,
+)
+from benchmarks.cuda_timing import StepTimes, run_steps
+from benchmarks.cuda_workload import PEER_EARLIER, Cache, CudaWorkload, batches, quick_workloads, workloads
+from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
+from benchmarks.timing import Quantiles
+from tieredemb.config import Policy
+from tieredemb.stats import CacheStats
+
+WARM_UP, STEPS = 150, 200
+TORCH_WARM_UP, TORCH_STEPS = 10, 50  # it has no cache to warm, and is slow
+REQUESTS_PER_MS = 510_000  # of 128 bytes, that PCIe carries in both directions together (H200)
+STATISTIC = "Means of wall time, 20–80 % of device events in brackets"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the command line asked for."""
+
+    works: tuple[CudaWorkload, ...]
+    policies: tuple[Policy, ...]
+    providers: tuple[str, ...]
+    warm_up: int
+    steps: int
+    untouched: bool
+    device: torch.device
+
+
+def measure(plan: Plan, work: CudaWorkload) -> list[Record]:
+    """The records of one workload, in the order of the table."""
+    start = perf_counter()
+    ids = list(batches(work, plan.warm_up + plan.steps, plan.device))
+    upstream = Upstream(work, plan.device)
+    release(plan.device)
+    say(f"{work}: {len(ids)} batches drawn in {perf_counter() - start:.1f} s")
+    records = []
+    if TORCH in plan.providers and work.resident:
+        warm_up, steps = min(TORCH_WARM_UP, plan.warm_up), min(TORCH_STEPS, plan.steps)
+        times = run_peer(torch_step(work, upstream), ids[: warm_up + steps], warm_up, plan.device)
+        release(plan.device)
+        name = f"nn.EmbeddingBag × {work.tables}, sparse, torch.optim.Adagrad"
+        records.append(measured(work.name, name, "all resident", "ms", times.quantiles(), note=str(times)))
+    if FBGEMM in plan.providers and fbgemm_installed():
+        times = run_peer(fbgemm_step(work, upstream), ids, plan.warm_up, plan.device)
+        release(plan.device)
+        config = "all resident" if work.resident else "LFU cache of 1 %, managed"
+        records.append(measured(work.name, "FBGEMM", config, "ms", times.quantiles(), note=str(times)))
+        if work.peer is not None:
+            work = replace(work, peer=replace(work.peer, name="FBGEMM, this run", ms=times.mean_ms))
+    if OURS in plan.providers:
+        for cache in work.caches:
+            for policy in plan.policies[:1] if work.resident else plan.policies:
+                records += measure_tiered(plan, work, cache, policy, ids, upstream)
+    return records
+
+
+def run_peer(
+    step: Callable[[torch.Tensor], object], ids: Sequence[torch.Tensor], warm_up: int, device: torch.device
+) -> StepTimes:
+    run_steps(step, ids[:warm_up], device)
+    return run_steps(step, ids[warm_up:], device)
+
+
+def measure_tiered(
+    plan: Plan, work: CudaWorkload, cache: Cache, policy: Policy, ids: Sequence[torch.Tensor], upstream: Upstream
+) -> list[Record]:
+    """Builds a collection, measures it, and gives its memory back."""
+    release(plan.device)
+    start = perf_counter()
+    tiered = Tiered(work, cache, policy, upstream)
+    try:
+        if work.resident:
+            tiered.fill()
+        elif not plan.untouched:
+            tiered.load()
+        run_steps(tiered.step, ids[: plan.warm_up], plan.device)
+        before = tiered.module.stats()
+        times = run_steps(tiered.step, ids[plan.warm_up :], plan.device)
+        done = tiered.module.stats() - before
+        report = tiered.module.memory_report()
+    finally:
+        tiered.close()
+    barred = cache if policy == plan.policies[0] else Cache(capacity=cache.capacity)
+    config = str(cache) if policy == plan.policies[0] else f"{cache}, {describe(policy)}"
+    records = [step_record(work, barred, config, times, done)]
+    if not work.resident:
+        records.append(hit_record(work, barred, config, done))
+    records += [memory_record(work, barred, config, report, tiered), build_record(work, config, tiered)]
+    del tiered
+    release(plan.device)
+    say(f"{work.name}, {config}: {perf_counter() - start:.1f} s")
+    return records
+
+
+# --- records --------------------------------------------------------------------------------------------------------
+
+
+def step_record(work: CudaWorkload, cache: Cache, config: str, times: StepTimes, done: CacheStats) -> Record:
+    more: dict[str, Any] = {} if cache.most_ms is None else at_most(times.mean_ms, cache.most_ms, " ms")
+    if work.peer is not None:
+        more |= {"ratio": times.mean_ms / work.peer.ms, "ratio_label": "× FBGEMM"}
+        more["peer"] = f"{work.peer.ms:g} ms ({work.peer.name})"
+    note = f"{traffic(work, times, done)}; {times}"
+    return measured(work.name, OURS, config, "ms", times.quantiles(), note=note, **more)
+
+
+def traffic(work: CudaWorkload, times: StepTimes, done: CacheStats) -> str:
+    """What moved between the tiers, and the share of the time that PCIe alone would have needed for it.
+
+    A row is requested in pieces of 128 bytes, and one more for state and score; a clean victim gives back its score.
+    """
+    if not done.rows_filled and not done.rows_overflow:
+        return f"hit rate {done.hit_rate:.1%}"
+    row_requests = -(-4 * work.width // 128) + 1
+    clean = done.evictions - done.rows_written_back
+    requests = row_requests * (done.rows_filled + done.rows_written_back) + clean
+    floor_ms = requests / done.batches / REQUESTS_PER_MS
+    filled, written = (count / done.batches for count in (done.rows_filled, done.rows_written_back))
+    overflow = f", {done.rows_overflow / done.batches:,.0f} beyond the cache" if done.rows_overflow else ""
+    return (
+        f"{filled:,.0f} missed rows and {written:,.0f} written back a batch{overflow}; PCIe alone needs {floor_ms:.2f} "
+        f"ms, {floor_ms / times.mean_ms:.0%} of the step"
+    )
+
+
+def hit_record(work: CudaWorkload, cache: Cache, config: str, done: CacheStats) -> Record:
+    more: dict[str, Any] = {} if cache.least_hit_rate is None else at_least(done.hit_rate, cache.least_hit_rate, "")
+    if work.peer is not None and work.peer.hit_rate is not None:
+        more["peer"] = f"{work.peer.hit_rate:g} ({PEER_EARLIER})"
+    return measured(f"{work.name}, hit rate", OURS, config, "", once(done.hit_rate), **more)
+
+
+def memory_record(work: CudaWorkload, cache: Cache, config: str, report: dict[str, Any], tiered: Tiered) -> Record:
+    mib = cache_bytes(report) / 2**20
+    more: dict[str, Any] = {} if cache.most_mib is None else at_most(mib, cache.most_mib, " MiB")
+    if work.peer is not None and work.peer.cache_mib is not None:
+        more["peer"] = f"{work.peer.cache_mib:,g} MiB ({PEER_EARLIER})"
+    note = f"batch buffers not included; torch allocated {tiered.allocated / 2**20:,.0f} MiB while it was built"
+    return measured(f"{work.name}, HBM of the cache", OURS, config, "MiB", once(mib), note=note, **more)
+
+
+def build_record(work: CudaWorkload, config: str, tiered: Tiered) -> Record:
+    note = f"then {tiered.load_seconds:.1f} s to set all weights" if tiered.load_seconds else ""
+    op = f"{work.name}, building {work.cold_bytes / 2**30:.1f} GiB"
+    return measured(op, OURS, config, "s", once(tiered.build_seconds), note=note)
+
+
+def cache_bytes(report: dict[str, Any]) -> int:
+    """Bytes of everything that a `memory_report()` lists under "cache", of all widths."""
+    return sum(_total(part["cache"]) for part in report.values())
+
+
+def _total(sizes: int | dict[str, Any]) -> int:
+    return sum(map(_total, sizes.values())) if isinstance(sizes, dict) else sizes
+
+
+def once(value: float) -> Quantiles:
+    return Quantiles(value, value, value, 1)
+
+
+# --- command line ---------------------------------------------------------------------------------------------------
+
+
+def as_policy(text: str) -> Policy:
+    """`lru`, or the half-life of an LFU in batches, which may be `inf`."""
+    try:
+        return tieredemb.LRU() if text == "lru" else tieredemb.LFU(half_life_batches=float(text))
+    except ValueError as error:  # `ConfigError` is one
+        raise argparse.ArgumentTypeError(f"{text!r} is neither lru nor a half-life of at least 1 ({error})") from error
+
+
+def describe(chosen: Policy) -> str:
+    return "LRU" if isinstance(chosen, tieredemb.LRU) else f"LFU with half-life {chosen.half_life_batches:g}"
+
+
+def parse(args: Sequence[str] | None = None) -> tuple[Plan, Path | None]:
+    """The plan, and where its results go: what is not the whole benchmark is kept only where --results asks for it, as
+    it would replace the whole one."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_step", description=__doc__)
+    parser.add_argument(
+        "--results", type=Path, help=f"directory of the results (default: {RESULTS.name}/ for a whole run)"
+    )
+    parser.add_argument("--workloads", nargs="+", choices=list(workloads()), default=list(workloads()))
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps (default: %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before them (default: %(default)s)")
+    parser.add_argument(
+        "--policy", type=as_policy, nargs="+", default=[as_policy("300")], metavar="HALF_LIFE", dest="policies",
+        help="half-lives of the LFU in batches, inf, or lru; the first has the bars (default: 300)",
+    )  # fmt: skip
+    parser.add_argument("--providers", nargs="+", choices=(OURS, TORCH, FBGEMM), default=[OURS, TORCH, FBGEMM])
+    parser.add_argument(
+        "--untouched", action="store_true", help="do not set the weights: rows are generated when missed"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes and few steps")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"), help="cpu only with --quick")
+    chosen = parser.parse_args(args)
+    if chosen.steps < 1 or chosen.warm_up < 1:
+        parser.error(f"--steps and --warm-up must be at least 1, got {chosen.steps} and {chosen.warm_up}")
+    if chosen.device.type == "cpu" and not chosen.quick:
+        parser.error("the workloads are made for a GPU; try the harness out with --quick --device cpu")
+    known = quick_workloads() if chosen.quick else workloads()
+    plan = Plan(
+        works=tuple(known[name] for name in dict.fromkeys(chosen.workloads)),
+        policies=tuple(dict.fromkeys(chosen.policies)),
+        providers=tuple(chosen.providers),
+        warm_up=min(chosen.warm_up, 8) if chosen.quick else chosen.warm_up,
+        steps=min(chosen.steps, 20) if chosen.quick else chosen.steps,
+        untouched=chosen.untouched,
+        device=chosen.device,
+    )
+    usual = {
+        "workloads": list(known),
+        "warm_up": WARM_UP,
+        "policies": [as_policy("300")],
+        "untouched": False,
+        "quick": False,
+    }
+    whole = all(getattr(chosen, name) == value for name, value in usual.items())
+    whole = whole and chosen.steps >= STEPS and OURS in plan.providers
+    return plan, chosen.results or (RESULTS if whole else None)
+
+
+def check_device(device: torch.device) -> None:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no GPU: torch.cuda.is_available() is false; try the harness out with --quick --device cpu")
+
+
+def title(plan: Plan) -> str:
+    cold = "rows were never written" if plan.untouched else "all rows written before"
+    first = describe(plan.policies[0])
+    text = (
+        f"Forward, backward and update, bags of 1 id, fp32, row-wise Adagrad, {first}, unified memory, {cold}, no "
+        f"prefetch: the mean of {plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up. "
+        f"{'; '.join(map(str, plan.works))}. Hit rate: of the lookups, before the batch's own rows came in."
+    )
+    if FBGEMM in plan.providers and not fbgemm_installed():
+        text += f" FBGEMM is not installed here; its figures were {PEER_EARLIER}."
+    return text
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def show(record: Record) -> None:
+    verdict = "" if record.met is None else f"{record.bar}: {'met' if record.met else 'MISSED'}"
+    figure = f"{record.median:9.4g} {record.unit:4}"
+    line = f"{record.op:28} {record.provider:12.12} {record.config:26} {figure} {verdict:18} {record.note}"
+    print(line, flush=True)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    plan, results = parse(args)
+    check_device(plan.device)
+    start, records = perf_counter(), []
+    for work in plan.works:
+        of_work = measure(plan, work)
+        for record in of_work:
+            show(record)
+        records += of_work
+    if results is None:
+        say("not the whole benchmark: nothing is kept without --results")
+    else:
+        save(results, "cuda-step", title(plan), records, statistic=STATISTIC)
+    say(f"{perf_counter() - start:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

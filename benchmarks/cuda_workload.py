@@ -1,0 +1,146 @@
+"""Workloads of the GPU step benchmark, their bars, and ids that no cache has seen before.
+
+Ids follow a bounded Zipf over the rows of each table, p(r) ∝ r^-α for r = 1 … rows, ranks mapped to ids by a random
+permutation of the table. All batches of a run are drawn on the device before anything is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tieredemb.config import Capacity
+
+SEED = 7
+PEER_EARLIER = "measured earlier on an H200, with FBGEMM 1.6.0"
+DRAWN_AT_ONCE = 1 << 22  # doubles and ranks of a chunk: 64 MiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """A cache to measure, and its bars: milliseconds a step, hit rate, MiB of HBM."""
+
+    capacity: Capacity
+    most_ms: float | None = None
+    least_hit_rate: float | None = None
+    most_mib: float | None = None
+
+    def __str__(self) -> str:
+        if self.capacity == 1.0:
+            return "all resident"
+        return self.capacity if isinstance(self.capacity, str) else f"{self.capacity:,} slots"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """What FBGEMM, the strongest peer, reaches on the workload: milliseconds a step, hit rate, MiB of HBM for its cache
+    (LFU, 1 % of the rows, managed memory); `name` says when it was measured."""
+
+    name: str
+    ms: float
+    hit_rate: float | None = None
+    cache_mib: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CudaWorkload:
+    """`tables` tables of `rows` × `width`, fp32, batches of `batch` samples, bags of 1 id, Zipf `alpha`; the `caches`
+    to measure, and the `peer`."""
+
+    name: str
+    tables: int = 26
+    rows: int
+    width: int = 128
+    batch: int
+    alpha: float
+    caches: tuple[Cache, ...]
+    peer: Peer | None = None
+
+    @property
+    def lookups(self) -> int:
+        """Ids of a batch."""
+        return self.tables * self.batch
+
+    @property
+    def resident(self) -> bool:
+        return all(cache.capacity == 1.0 for cache in self.caches)
+
+    @property
+    def cold_bytes(self) -> int:
+        """Bytes of all rows in cold storage: weights, one word of optimizer state, one of score."""
+        return self.tables * self.rows * (4 * self.width + 8)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.tables} × {self.rows:,} × {self.width}, batch {self.batch:,}, Zipf {self.alpha:g}"
+
+
+def workloads() -> dict[str, CudaWorkload]:
+    """By name. The peer's figures are of the same batches, and the bars are for an H200 too."""
+    small = Cache(capacity="1051MiB", most_ms=1.85, least_hit_rate=0.823, most_mib=1051)
+    known = (
+        CudaWorkload(
+            name="W-HBM", rows=1_000_000, batch=65_536, alpha=1.05, caches=(Cache(capacity=1.0, most_ms=1.30),),
+            peer=Peer(name=PEER_EARLIER, ms=1.424),
+        ),
+        CudaWorkload(
+            name="W-small", rows=1_000_000, batch=2048, alpha=1.05, caches=(Cache(capacity=1.0),),
+            peer=Peer(name=PEER_EARLIER, ms=0.439),
+        ),
+        CudaWorkload(
+            name="W-1.05", rows=2_000_000, batch=16_384, alpha=1.05,
+            caches=(Cache(capacity=520_000, most_ms=2.40, least_hit_rate=0.757, most_mib=300), small),
+            peer=Peer(name=PEER_EARLIER, ms=2.855, hit_rate=0.766, cache_mib=1051),
+        ),
+        CudaWorkload(
+            name="W-1.2", rows=2_000_000, batch=16_384, alpha=1.2,
+            caches=(
+                Cache(capacity=520_000, most_ms=1.08, least_hit_rate=0.917, most_mib=300),
+                Cache(capacity="1051MiB", most_ms=0.95, least_hit_rate=0.939, most_mib=1051),
+            ),
+            peer=Peer(name=PEER_EARLIER, ms=1.428, hit_rate=0.919, cache_mib=1051),
+        ),
+    )  # fmt: skip
+    return {workload.name: workload for workload in known}
+
+
+def quick_workloads() -> dict[str, CudaWorkload]:
+    """The same names at sizes that try the harness out: their figures mean nothing, so they have no bars."""
+    sizes = {"W-HBM": (1.05, 1.0), "W-small": (1.05, 1.0), "W-1.05": (1.05, 600), "W-1.2": (1.2, "512KiB")}
+    return {
+        name: CudaWorkload(
+            name=name, tables=3, rows=20_000, width=128, batch=64 if name == "W-small" else 256, alpha=alpha,
+            caches=(Cache(capacity=capacity),),
+        )
+        for name, (alpha, capacity) in sizes.items()
+    }  # fmt: skip
+
+
+def batches(work: CudaWorkload, count: int, device: torch.device) -> torch.Tensor:
+    """Ids of `count` batches, int64 (count, T · B), each row table-major. The same ids for the same seed and device.
+
+    Drawn in chunks, one table after the other: beside the result 8 · rows bytes of cumulative weights, as much for one
+    permutation, and a few chunks.
+    """
+    random = torch.Generator(device).manual_seed(SEED)
+    ranks = torch.arange(1, work.rows + 1, dtype=torch.double, device=device)
+    cumulative = ranks.pow_(-work.alpha).cumsum_(0)
+    cumulative /= cumulative[-1].clone()
+    ids = torch.empty(count, work.tables, work.batch, dtype=torch.int64, device=device)
+    together = max(1, DRAWN_AT_ONCE // work.batch)
+    for table in range(work.tables):
+        id_of_rank = torch.randperm(work.rows, generator=random, device=device)
+        for start in range(0, count, together):
+            part = ids[start : start + together, table]
+            uniform = torch.rand(part.shape, dtype=torch.double, generator=random, device=device)
+            # uniform < 1 and the last cumulative is exactly 1, so the rank stays below the rows
+            part.copy_(id_of_rank[torch.searchsorted(cumulative, uniform, right=True)])
+    return ids.view(count, -1)
+
+
+def every_row(work: CudaWorkload, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Ids and offsets of batches, none larger than the workload's, that name every row of every table once."""
+    for start in range(0, work.rows, work.batch):
+        ids = torch.arange(start, min(start + work.batch, work.rows), device=device)
+        yield ids.repeat(work.tables), torch.arange(len(ids) * work.tables + 1, device=device)
