@@ -1,53 +1,33 @@
-"""The CUDA kernels one by one on a GPU: `python -m benchmarks.cuda_kernels [--results DIR]`.
+"""The CUDA kernels one by one on a GPU: `python -m benchmarks.cuda_kernels [--only swap] [--results DIR]`.
 
 Medians of device events over graph replays, each kernel's bytes as a share of the measured copy. Workload W-HBM:
-26 tables × 1,000,000 × 128, batch 65,536, bags of 1 id, bounded Zipf 1.05, fp32, row-wise Adagrad.
+26 tables × 1,000,000 × 128, batch 65,536, bags of 1 id, bounded Zipf 1.05, fp32, row-wise Adagrad. Rows move to and
+from a unified table of 25 GiB (`cuda_swap`).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from benchmarks.cuda_swap import swap_records
+from benchmarks.cuda_timing import timed, zeros
 from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
 from benchmarks.timing import Quantiles
 from tieredemb.kernels.compiler import Kernel, blocks_for, options
 
 TABLES, ROWS, BATCH, WIDTH, ALPHA = 26, 1_000_000, 65_536, 128, 1.05
 FINDS = 1 << 24
-ROUNDS, WARM_UP = 30, 3
-WORKLOAD = "26 tables × 1,000,000 × 128, batch 65,536, bags of 1 id, ids Zipf 1.05, fp32; maps at load 0.5."
-
-
-def timed(run: Callable[[], object], *, graph: bool = True) -> Quantiles:
-    """Milliseconds of `run`, captured in a CUDA graph: a launch from Python would cost as much as a short kernel."""
-    for _ in range(WARM_UP):
-        run()
-    torch.cuda.synchronize()
-    repeat = run
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            run()
-        repeat = captured.replay
-    samples = []
-    for _ in range(ROUNDS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        repeat()
-        stop.record()
-        stop.synchronize()
-        samples.append(start.elapsed_time(stop))
-    return Quantiles.of(samples)
-
-
-def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=dtype, device="cuda")
+GROUPS = ("map", "victims", "lookup", "update", "swap")
+WORKLOAD = (
+    "26 tables × 1,000,000 × 128, batch 65,536, bags of 1 id, ids Zipf 1.05, fp32, row-wise Adagrad; maps at load 0.5; "
+    "swap and fill: random rows of a unified table of 52,000,000 × 128, their state and score included."
+)
 
 
 def zipf_keys() -> torch.Tensor:
@@ -115,14 +95,14 @@ def victim_records(rate: float) -> list[Record]:
     clock = torch.tensor([300, 1000, (290 << 32) | 300], device="cuda")
     begin = Kernel("cache/policy.cu", "victims_begin", "any i32 any x")
     digit = Kernel("cache/policy.cu", "victims_count", "any i32 i32 i32 any i i i")
-    emit = Kernel("cache/policy.cu", "victims_emit", "any i32 i32 i32 any i32 i32")
+    emit = Kernel("cache/policy.cu", "victims_emit", "any i32 i32 i32 any i32 i32 i")
 
     def choose() -> None:
         begin(1, 1024, selection, needed, clock, 1024.0)
         for by_age in (0, 1):
             for shift, bits in ((21, 11), (10, 11), (0, 10)):
                 digit(264, 1024, selection, score, last, used, clock, shift, bits, by_age)
-        emit(528, 1024, selection, score, last, used, clock, needed, victims)
+        emit(528, 1024, selection, score, last, used, clock, needed, victims, 1)
 
     samples = timed(choose)
     moved = slots * (2 * 8 + 2 * 4 + 8)  # two digits of the score, two of the age, the pass that emits
@@ -132,14 +112,14 @@ def victim_records(rate: float) -> list[Record]:
 
 def lookup_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> list[Record]:
     """The pooled lookup of all tables."""
-    flags = (*options(torch.float32, WIDTH), "-DONLY_SUMS", "-DBAGS=4")
-    pool = Kernel("lookup/embedding_bag.cu", "bags_pool", "any i32 i64 n n i32 i64 p any n p", flags)
+    flags = options(torch.float32, WIDTH)
+    pool = Kernel("lookup/embedding_bag.cu", "bags_pool", "any p p i32 i64 n n i32 i64 p any n p", flags)
     offsets, mode = torch.arange(len(homes) + 1, device="cuda"), zeros(TABLES)
     column, out = torch.arange(TABLES, device="cuda") * WIDTH, torch.empty(BATCH, TABLES * WIDTH, device="cuda")
     blocks = blocks_for(TABLES * ((BATCH + 3) // 4) * 32, 256)
     samples = timed(
         lambda: pool(
-            blocks, 256, weight, homes, offsets, BATCH, len(homes), mode, column, 0, out, TABLES * WIDTH, 0
+            blocks, 256, weight, 0, 0, homes, offsets, BATCH, len(homes), mode, column, 0, out, TABLES * WIDTH, 0
         )
     )  # fmt: skip
     if not torch.equal(out[7, :WIDTH], weight[homes[7].long()]):
@@ -152,10 +132,15 @@ def lookup_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
 def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> list[Record]:
     """Sorting, finding segments, and backward with row-wise Adagrad."""
     n, flags = len(homes), options(torch.float32, WIDTH)
-    gather = Kernel("lookup/optimizer.cu", "occurrences_gather", "i64 i32 i i32", flags)
+    gather = Kernel("lookup/optimizer.cu", "occurrences_gather", "i64 i32 i i32 p p", flags)
     segments = Kernel("lookup/optimizer.cu", "segments_find", "i32 i i32 i any any any", flags)
-    short = Kernel("lookup/optimizer.cu", "segments_update", "any any i32 i i64 f32 n p any f32 u8 f32 any f32", flags)
-    long = Kernel("lookup/optimizer.cu", "long_segments_update", "any any f32 any f32 u8 f32 any", flags)
+    short = Kernel(
+        "lookup/optimizer.cu",
+        "segments_update",
+        "any any i32 i i64 f32 n p p p p any f32 p p p u8 f32 any f32",
+        flags,
+    )
+    long = Kernel("lookup/optimizer.cu", "long_segments_update", "any any f32 any f32 p p p u8 f32 any", flags)
     bag, bags, grad = (
         torch.arange(n, dtype=torch.int32, device="cuda"),
         zeros(n),
@@ -170,15 +155,15 @@ def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
 
     def find() -> None:
         work.zero_()
-        gather(blocks_for(n, 256), 256, order.indices, bag, n, bags)
+        gather(blocks_for(n, 256), 256, order.indices, bag, n, bags, 0, 0)
         segments(blocks_for(n, 256), 256, order.values, n, bags, BATCH, work, items, longs)
 
     def update() -> None:
         short(
-            8448, 256, work, items, bags, BATCH, column, grad, TABLES * WIDTH, 0, weight, state, dirty, rates, numbers,
-            parts,
+            8448, 256, work, items, bags, BATCH, column, grad, TABLES * WIDTH, 0, 0, 0, 0, weight, state, 0, 0, 0,
+            dirty, rates, numbers, parts,
         )  # fmt: skip
-        long(132, 256, work, longs, parts, weight, state, dirty, rates, numbers)
+        long(132, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rates, numbers)
 
     found = timed(find)
     samples = timed(update)
@@ -192,20 +177,37 @@ def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
     ]
 
 
+def measure(only: Collection[str]) -> list[Record]:
+    """Records of the chosen `GROUPS`; the copy is always measured, as the others are compared with it."""
+    copied, rate = copy_bandwidth()
+    records = [copied]
+    if "map" in only:
+        bars = {"slot_map insert": 13.0, "slot_map find, hits": 32.0, "slot_map find, half misses": 28.0}
+        records += [*map_records(10_000_000, bars), *map_records(50_000_000, {"slot_map find, hits": 28.0})]
+    if "victims" in only:
+        records += victim_records(rate)
+    if {"lookup", "update"} & set(only):
+        weight, homes = torch.randn(TABLES * ROWS, WIDTH, device="cuda"), zipf_keys().int()
+        records += lookup_records(rate, weight, homes) if "lookup" in only else []
+        records += update_records(rate, weight, homes) if "update" in only else []
+        del weight, homes
+    if "swap" in only:
+        records += swap_records()
+    return records
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_kernels", description=__doc__)
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--only", nargs="+", choices=GROUPS, default=GROUPS, help="measure these and keep nothing")
     chosen = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU: torch.cuda.is_available() is false")
     torch.manual_seed(0)
     np.random.seed(0)
-    copied, rate = copy_bandwidth()
-    bars = {"slot_map insert": 13.0, "slot_map find, hits": 32.0, "slot_map find, half misses": 28.0}
-    records = [copied, *map_records(10_000_000, bars), *map_records(50_000_000, {"slot_map find, hits": 28.0})]
-    records += victim_records(rate)
-    weight = torch.randn(TABLES * ROWS, WIDTH, device="cuda")
-    homes = zipf_keys().int()
-    records += [*lookup_records(rate, weight, homes), *update_records(rate, weight, homes)]
-    save(chosen.results, "cuda-kernels", WORKLOAD, records)
+    records = measure(chosen.only)
+    if chosen.only == GROUPS:
+        save(chosen.results, "cuda-kernels", WORKLOAD, records)
     for record in records:
         verdict = "" if record.met is None else f"{record.bar}: {'met' if record.met else 'missed'}"
         share = "" if record.share is None else f"{record.share:.0%} of the copy"
