@@ -1,0 +1,23 @@
+"""CPU kernels that touch a tier's memory: all cores at once, as one alone commits it at a tenth of the speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tieredemb.kernels.cpu import jit
+
+
+@jit
+def bytes_zero(lo: int, hi: int, memory: Any) -> None:
+    """Writes zeros to `memory[lo:hi]` (uint8); hi - lo bytes."""
+    for i in range(lo, hi):
+        memory[i] = np.uint8(0)
+
+
+@jit
+def blocks_touch(lo: int, hi: int, memory: Any, block_bytes: int) -> None:
+    """Writes a zero to the first byte of each block lo … hi - 1 of `memory` (uint8), which commits the block."""
+    for block in range(lo, hi):
+        memory[block * block_bytes] = np.uint8(0)
