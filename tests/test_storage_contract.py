@@ -17,12 +17,15 @@ from tieredemb.storage.base import CARRIERS, ColdRows, Metadata, RowLayout
 from tieredemb.storage.file import File
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.pmem import Pmem
+from tieredemb.storage.unified import UnifiedMemory
 
 TIERS = {
     "host": lambda directory: HostMemory(),
     "file": lambda directory: File(directory / "rows.bin"),
     "pmem": lambda directory: Pmem(directory),
 }
+if torch.cuda.is_available():  # what it answers elsewhere is in test_unified.py
+    TIERS["unified"] = lambda directory: UnifiedMemory()
 LAYOUTS = [
     RowLayout(rows=0, width=0),
     RowLayout(rows=0, width=8, state_width=1),
@@ -208,6 +211,7 @@ def test_paths_are_checked(path):
 
 def test_importing_storages_compiles_nothing():
     code = (
-        "import sys\nfrom tieredemb.storage import base, host, file, pmem, checkpoint\nsys.exit('numba' in sys.modules)"
+        "import sys\nfrom tieredemb.storage import base, host, unified, file, pmem, checkpoint\n"
+        "sys.exit('numba' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
