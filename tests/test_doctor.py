@@ -14,20 +14,24 @@ import numpy as np
 import pytest
 import torch
 
-from tieredemb import doctor
 from tieredemb.__main__ import main
-from tieredemb.doctor import Finding, examine, render
+from tieredemb.doctor import bandwidth, checks, examine, render
+from tieredemb.doctor.bandwidth import Rates, advice, check_bandwidth, rates_finding
+from tieredemb.doctor.finding import Check, Finding, ok
+from tieredemb.errors import StorageError
 
 NAMES = {"python", "torch", "numpy", "numba", "numba cache", "cpu", "memory", "huge pages", "disk", "memkind", "cupy"}
 
+UNMEASURED = ("--table", "0B")  # where there is a GPU
 
-def _only(check: doctor.Check) -> Finding:
+
+def _only(check: Check) -> Finding:
     (finding,) = check()
     return finding
 
 
 def test_doctor_reports_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json"]) == 0
+    assert main(["doctor", "--json", *UNMEASURED]) == 0
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert findings.keys() >= NAMES
     assert findings["numpy"]["values"] == {"version": np.__version__}
@@ -52,7 +56,7 @@ def test_doctor_prints_a_line_a_finding_and_the_install_below(capsys: pytest.Cap
         "missing  memkind  does not load",
         "                  → apt-get install libmemkind0",
     ]
-    assert main(["doctor"]) == 0
+    assert main(["doctor", *UNMEASURED]) == 0
     assert re.search(rf"^ok +numpy +{re.escape(np.__version__)}$", capsys.readouterr().out, re.MULTILINE)
 
 
@@ -60,8 +64,8 @@ def test_doctor_survives_a_check_that_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "sysconf", lambda name: int("none"))
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: {}["odd"])
-    assert main(["doctor"]) == 0
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: {}["odd"])
+    assert main(["doctor", *UNMEASURED]) == 0
     printed = capsys.readouterr().out
     assert re.search("^unknown +memory +ValueError: invalid literal", printed, re.MULTILINE)
     assert re.search("^unknown +disk +KeyError: 'odd'$", printed, re.MULTILINE)
@@ -69,7 +73,7 @@ def test_doctor_survives_a_check_that_fails(
 
 
 def test_doctor_survives_a_machine_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_first_match", lambda path, pattern: None)
+    monkeypatch.setattr(checks, "_first_match", lambda path, pattern: None)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     found = {finding.name: finding for finding in examine()}
     assert found["memory"].values["available_bytes"] is None
@@ -83,18 +87,18 @@ def test_doctor_names_the_install_of_a_missing_package(monkeypatch: pytest.Monke
         raise importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
-    installs = {finding.name: finding.install for finding in doctor.check_packages() if finding.status == "missing"}
+    installs = {finding.name: finding.install for finding in checks.check_packages() if finding.status == "missing"}
     assert installs["numba"] == "pip install tieredemb"
     assert installs["matplotlib"] == "pip install 'tieredemb[plots]'"
     assert installs["zstandard"] == "pip install 'tieredemb[bench]'"
 
 
 def test_doctor_says_whether_memkind_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_library", lambda name: None)
-    finding = _only(doctor.check_memkind)
+    monkeypatch.setattr(checks, "_library", lambda name: None)
+    finding = _only(checks.check_memkind)
     assert (finding.status, finding.install) == ("missing", "apt-get install libmemkind0")
-    monkeypatch.setattr(doctor, "_library", lambda name: object())
-    assert _only(doctor.check_memkind).values == {"library": "libmemkind.so.0"}
+    monkeypatch.setattr(checks, "_library", lambda name: object())
+    assert _only(checks.check_memkind).values == {"library": "libmemkind.so.0"}
 
 
 @pytest.mark.parametrize(
@@ -104,9 +108,9 @@ def test_doctor_says_whether_memkind_loads(monkeypatch: pytest.MonkeyPatch) -> N
 def test_doctor_reads_the_huge_page_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, status: str
 ) -> None:
-    monkeypatch.setattr(doctor, "THP", tmp_path / "enabled")
+    monkeypatch.setattr(checks, "THP", tmp_path / "enabled")
     (tmp_path / "enabled").write_text(setting)
-    finding = _only(doctor.check_huge_pages)
+    finding = _only(checks.check_huge_pages)
     assert finding.status == status
     assert finding.values["setting"] in ("madvise", "always", "never")
     assert ("echo madvise" in finding.install) == (status == "missing")
@@ -114,14 +118,14 @@ def test_doctor_reads_the_huge_page_setting(
 
 def test_doctor_finds_where_kernels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "made" / "later"))
-    assert _only(doctor.check_numba_cache).values == {"directory": str(tmp_path / "made" / "later")}
-    monkeypatch.setattr(doctor, "_writable", lambda directory: False)
-    finding = _only(doctor.check_numba_cache)
+    assert _only(checks.check_numba_cache).values == {"directory": str(tmp_path / "made" / "later")}
+    monkeypatch.setattr(checks, "_writable", lambda directory: False)
+    finding = _only(checks.check_numba_cache)
     assert finding.status == "missing"
     assert "NUMBA_CACHE_DIR" in finding.install
     monkeypatch.delenv("NUMBA_CACHE_DIR")
-    monkeypatch.setattr(doctor, "_writable", lambda directory: ".cache" in directory.parts)
-    assert str(_only(doctor.check_numba_cache).values["directory"]).endswith(".cache/numba")
+    monkeypatch.setattr(checks, "_writable", lambda directory: ".cache" in directory.parts)
+    assert str(_only(checks.check_numba_cache).values["directory"]).endswith(".cache/numba")
 
 
 # --- GPU: libcuda and torch are stood in for, as most machines that run these tests have neither ----------------------
@@ -140,19 +144,19 @@ class _Driver:
 
 @pytest.mark.parametrize("driver", [None, _Driver(13_000, failing=True), _Driver(0)])
 def test_doctor_without_a_driver_advises_one(monkeypatch: pytest.MonkeyPatch, driver: _Driver | None) -> None:
-    monkeypatch.setattr(doctor, "_library", lambda name: driver)
-    finding = _only(doctor.check_driver)
+    monkeypatch.setattr(checks, "_library", lambda name: driver)
+    finding = _only(checks.check_driver)
     assert finding.status == "missing"
     assert "nvidia-driver" in finding.install
 
 
 def test_doctor_reports_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_library", lambda name: _Driver(12_090))
-    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(checks, "_library", lambda name: _Driver(12_090))
+    monkeypatch.setattr(checks, "DRIVER", tmp_path / "version")
     (tmp_path / "version").write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  575.57.08  Release Build  (builder)\nGCC 12\n"
     )
-    finding = _only(doctor.check_driver)
+    finding = _only(checks.check_driver)
     assert finding.detail == "575.57.08, CUDA up to 12.9"
     assert finding.values == {"release": "575.57.08", "cuda_version": 12_090}
 
@@ -163,7 +167,7 @@ def test_doctor_lists_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
-    found = doctor.check_gpus()
+    found = checks.check_gpus()
     assert [finding.name for finding in found] == ["gpu 0", "gpu 1"]
     assert found[0].detail == "H200, 128.0 GiB, compute capability 9.0"
     assert found[0].values["memory_bytes"] == 2**37
@@ -173,16 +177,16 @@ def test_doctor_lists_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_advises_a_torch_that_fits_the_driver(
     monkeypatch: pytest.MonkeyPatch, version: int | None, build: str
 ) -> None:
-    monkeypatch.setattr(doctor, "_driver_cuda", lambda: version)
+    monkeypatch.setattr(checks, "_driver_cuda", lambda: version)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert _only(doctor.check_gpus).install.endswith(f"https://download.pytorch.org/whl/{build}")
+    assert _only(checks.check_gpus).install.endswith(f"https://download.pytorch.org/whl/{build}")
 
 
 def test_doctor_says_when_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    finding = _only(doctor.check_gpus)
+    finding = _only(checks.check_gpus)
     assert finding.status == "missing"
     assert "CUDA_VISIBLE_DEVICES" in finding.install
 
@@ -191,8 +195,115 @@ def test_doctor_says_when_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 def test_doctor_advises_the_cupy_that_fits_the_driver(
     monkeypatch: pytest.MonkeyPatch, version: int | None, extra: str
 ) -> None:
-    monkeypatch.setattr(doctor, "_driver_cuda", lambda: version)
-    monkeypatch.setattr(doctor, "_version", lambda package: None)
-    assert f"tieredemb[{extra}]" in _only(doctor.check_cupy).install
-    monkeypatch.setattr(doctor, "_version", lambda package: "14.0" if package == "cupy-cuda12x" else None)
-    assert _only(doctor.check_cupy).values == {"package": "cupy-cuda12x", "version": "14.0"}
+    monkeypatch.setattr(checks, "_driver_cuda", lambda: version)
+    monkeypatch.setattr(checks, "_version", lambda package: None)
+    assert f"tieredemb[{extra}]" in _only(checks.check_cupy).install
+    monkeypatch.setattr(checks, "_version", lambda package: "14.0" if package == "cupy-cuda12x" else None)
+    assert _only(checks.check_cupy).values == {"package": "cupy-cuda12x", "version": "14.0"}
+
+
+# --- bandwidth --------------------------------------------------------------------------------------------------------
+
+
+def _rates(gb_s: float, *, rows: int = 1 << 20, row_bytes: int = 512) -> Rates:
+    milliseconds = rows * row_bytes / gb_s / 1e6
+    return Rates(rows=rows, row_bytes=row_bytes, table_bytes=4 << 30, read_ms=milliseconds, write_ms=2 * milliseconds)
+
+
+def test_doctor_without_a_gpu_measures_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert check_bandwidth(128, 4 << 30) == []
+
+
+def test_doctor_measures_nothing_in_a_table_of_no_size(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert check_bandwidth(128, 0) == []
+    monkeypatch.undo()
+    assert main(["doctor", "--table", "0B", "--json"]) == 0
+    assert "bandwidth" not in capsys.readouterr().out
+
+
+def test_doctor_does_not_measure_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(checks, "_version", lambda package: None)
+    finding = _only(lambda: check_bandwidth(128, 1 << 20))
+    assert (finding.name, finding.status) == ("gpu bandwidth", "missing")
+    assert "tieredemb[cuda" in finding.install
+
+
+def test_doctor_cuts_its_table_and_goes_on_where_one_tier_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = []
+
+    def measured(layout: object, device: torch.device) -> Rates:
+        layouts.append(layout)
+        return _rates(50.0)
+
+    def failing(layout: object, device: torch.device) -> Rates:
+        raise StorageError("cannot be pinned")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 20, 16 << 20))
+    monkeypatch.setattr(checks, "_version", lambda package: "14.0")
+    monkeypatch.setattr(bandwidth, "_copy_finding", lambda device, free: ok("gpu memory", ""))
+    monkeypatch.setattr(bandwidth, "_measure_unified", measured)
+    monkeypatch.setattr(bandwidth, "_measure_pinned", failing)
+    found = {finding.name: finding for finding in check_bandwidth(64, 4 << 30)}
+    assert list(found) == ["gpu memory", "unified memory", "pinned memory", "gpu tier"]
+    assert layouts[0].weight_bytes == 2 << 20
+    assert (found["pinned memory"].status, found["pinned memory"].detail) == (
+        "unknown",
+        "StorageError: cannot be pinned",
+    )
+    assert found["gpu tier"].values == {"storage": "UnifiedMemory()"}
+
+
+def test_doctor_says_rates_in_bytes_and_rows() -> None:
+    finding = rates_finding("unified memory", _rates(51.2))
+    assert finding.detail == (
+        "random rows of 512 B in 4.0 GiB: read 51.2 GB/s (100 M rows/s), written 25.6 GB/s (50 M rows/s)"
+    )
+    assert finding.values["read_rows_s"] == pytest.approx(1e8)
+    assert finding.values["table_bytes"] == 4 << 30
+
+
+@pytest.mark.parametrize(
+    ("unified", "pinned", "tier", "said"),
+    [
+        (50.0, 16.0, "UnifiedMemory()", "reads 3.1 × as fast as pinned memory"),
+        (50.0, 51.0, "UnifiedMemory()", "as fast as pinned memory at this size and stays so"),
+        (20.0, 50.0, "HostMemory()", "reads 2.5 × as fast at this size; a larger --table may differ"),
+        (None, 50.0, "HostMemory()", "cannot use managed memory at once"),
+        (50.0, None, "UnifiedMemory()", "could not be pinned"),
+    ],
+)
+def test_doctor_advises_the_tier_that_reads_faster(
+    unified: float | None, pinned: float | None, tier: str, said: str
+) -> None:
+    (finding,) = advice(*(None if gb_s is None else _rates(gb_s) for gb_s in (unified, pinned)))
+    assert finding.values == {"storage": tier}
+    assert finding.detail.startswith(f"storage={tier}: ")
+    assert said in finding.detail
+
+
+def test_doctor_advises_no_tier_that_it_could_not_measure() -> None:
+    assert advice(None, None) == []
+
+
+@pytest.mark.parametrize("options", [["--width", "0"], ["--width", "5000"], ["--table", "4"]])
+def test_doctor_refuses_options_that_it_cannot_measure(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *options]) == 2
+    assert options[1] in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("gpu")
+def test_doctor_measures_the_gpu() -> None:
+    found = {finding.name: finding for finding in check_bandwidth(128, 64 << 20)}
+    assert {finding.status for finding in found.values()} == {"ok"}
+    assert found["gpu memory"].values["copy_gb_s"] > 100
+    for name in ("unified memory", "pinned memory"):
+        assert found[name].values["read_gb_s"] > 1
+        assert found[name].values["write_gb_s"] > 1
+    assert found["gpu tier"].values["storage"] in ("UnifiedMemory()", "HostMemory()")
