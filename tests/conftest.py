@@ -98,12 +98,15 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
-def gpu() -> None:
-    """For tests that mean something on a GPU alone."""
+def gpu() -> Iterator[None]:
+    """For tests that mean something on a GPU alone: torch's default device is the GPU."""
+    import devices
     import torch
 
     if not torch.cuda.is_available():
         (pytest.fail if REQUIRE_CUDA else pytest.skip)("no GPU: torch.cuda.is_available() is false")
+    with devices.default_device("cuda"):
+        yield
 
 
 @pytest.fixture(scope="session")
