@@ -13,7 +13,7 @@ import torch
 from tieredemb.kernels.compiler import PACKAGE, options, source
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
-PLAIN = ("hash/slot_map.cu", "cache/policy.cu", "cache/plan.cu")
+PLAIN = ("hash/slot_map.cu", "cache/policy.cu", "cache/plan.cu", "lookup/bags.cu")
 BY_ROW = ("doctor/probe.cu", "storage/initial.cu", "storage/move.cu", "lookup/embedding_bag.cu", "lookup/optimizer.cu")
 FLOAT, HALF, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 ROWS = [(FLOAT, 1), (FLOAT, 6), (FLOAT, 128), (FLOAT, 300), (HALF, 6), (HALF, 64), (BFLOAT16, 100), (BFLOAT16, 128)]

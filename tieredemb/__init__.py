@@ -10,6 +10,7 @@ from tieredemb.stats import CacheStats
 from tieredemb.storage.file import File
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.pmem import Pmem
+from tieredemb.storage.unified import UnifiedMemory
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "TieredEmbedding",
     "TieredEmbeddingBag",
     "TieredEmbeddingBagCollection",
+    "UnifiedMemory",
     "Uniform",
     "replace_embedding_bags",
 ]

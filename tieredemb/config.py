@@ -14,6 +14,10 @@ from tieredemb.errors import ConfigError
 
 Mode = Literal["sum", "mean", "max"]
 MODES: tuple[Mode, ...] = ("sum", "mean", "max")
+Placement = Literal["auto", "resident", "cached"]
+PLACEMENTS: tuple[Placement, ...] = ("auto", "resident", "cached")
+CheckIds = Literal["deferred", "always"]
+CHECKS: tuple[CheckIds, ...] = ("deferred", "always")
 Capacity = int | float | str
 MAX_ROWS = 2**48  # of one key space: a key takes 48 bits of the hash, see hash/slot_map.py
 MAX_SLOTS = 2**31 - 2**16  # slots are int32; the lowest int32 values are sentinels
@@ -80,7 +84,9 @@ class TableConfig:
     """One embedding table of a collection.
 
     `padding_idx`: an id that adds nothing to a bag and is never trained; negative values count from the end.
-    `init`: the rows' initial values (default: `Normal()`).
+    `init`: the rows' initial values (default: `Normal()`). `placement`: "resident" keeps all rows in the hot cache, out
+    of its capacity; "cached" lets them come and go; "auto" decides, on a GPU for resident where they are few beside the
+    capacity, or where it holds all tables.
     """
 
     name: str
@@ -89,6 +95,7 @@ class TableConfig:
     mode: Mode = "sum"
     padding_idx: int | None = None
     init: Init = Normal()
+    placement: Placement = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -97,6 +104,10 @@ class TableConfig:
         _whole(f"embedding_dim of table {self.name!r}", self.embedding_dim, low=1)
         if self.mode not in MODES:
             raise ConfigError(f"mode of table {self.name!r} must be one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.placement not in PLACEMENTS:
+            raise ConfigError(
+                f"placement of table {self.name!r} must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}"
+            )
         if self.num_embeddings > MAX_ROWS:
             raise ConfigError(f"table {self.name!r} has {self.num_embeddings} rows; at most {MAX_ROWS} are supported")
         if not isinstance(self.init, (Normal, Uniform)):

@@ -60,3 +60,7 @@ class ForkedError(TieredEmbError, RuntimeError):
 
 class MissingDependencyError(TieredEmbError, ImportError):
     """An optional library is absent; the message names the install command."""
+
+
+class DeviceMemoryError(TieredEmbError, MemoryError):
+    """The GPU has not enough memory for a cache. What was allocated is freed; the message says what fits."""

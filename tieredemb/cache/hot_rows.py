@@ -108,6 +108,12 @@ class HotRows:
         self.score[slots] = 0
         self._free = np.concatenate([self._free, slots[slots < self.capacity]])
 
+    def reset(self) -> None:
+        """Empties all slots, and takes them from the first one on again."""
+        self.vacate(self.occupied())
+        self._free = np.empty(0, np.int32)
+        self._used = 0
+
     def ensure_transient(self, count: int) -> None:
         """Makes sure that `count` transient slots are empty. Raises `MemoryError` before anything changes."""
         self._transient_slots(count)

@@ -1,25 +1,10 @@
 // Planning a batch on the device: find and lock what is resident, claim what is missed, pair it with slots.
 //
-// Nothing here waits for the host: counts live in `Counts`, the batch number in `Clock`.
+// Nothing here waits for the host: counts live in `Counts`, the batch number in `Clock`. With -DSLOTLESS a batch may
+// exceed the cache: rows left over are used where they lie, under a record that lives as long as a ticket uses it. No
+// home changes while a ticket is in flight, so a row under a record gets a slot only in a plan after its last ticket.
 #include "common.cuh"
-
-struct Clock {
-    i64 batch;    // number of the batch being planned
-    i64 now;      // its clock as a score
-    int stamp;    // its number as `last_batch` holds it
-    int oldest;   // slots used at or after this batch are locked
-};
-
-struct Counts {
-    int missed;      // unique keys without a slot
-    int needed;      // victims that make room for them
-    int free_slots;  // freed slots on the stack
-    int used;        // slots that ever held a row: those below are candidates
-    int tombstones;
-    int slotless;    // missed keys that got no slot
-    int pad[2];
-    u64 lookups, hits, unique, filled, evicted, written_back, overflow, batches;  // totals
-};
+#include "plan.cuh"
 
 struct alignas(16) Claim {
     i64 key;  // + 1; 0 is free
@@ -33,180 +18,255 @@ struct alignas(16) Cell {
 };
 constexpr i64 EMPTY = 0;
 constexpr i64 TOMBSTONE = -1;
-constexpr u32 MIN_SCORE = 1u, MAX_SCORE = 0xffffffffu;
-constexpr int AGED = 0, CLOCK = 2;  // else an exact count
+constexpr int NOT_FOUND = -1;
 
-// Score of a row after one more use at clock `now`: LRFU in forward-decay form (cache/policy.py).
-__device__ __forceinline__ u32 raised(u32 score, i64 now, int kind, float unit) {
-    i64 old = score, next;
-    if (kind == AGED) {
-        next = old > now ? old : now;
-        if (old > MIN_SCORE) {
-            float distance = (float)(next - (old < now ? old : now)) / unit;
-            next += (i64)(unit * log2f(1.0f + exp2f(-distance)) + 0.5f);
-        }
-    } else if (kind == CLOCK) {
-        next = now;
-    } else {
-        next = (old > MIN_SCORE ? old : MIN_SCORE) + 1;
+__device__ __forceinline__ int find_slot(const Cell *cells, i64 n_cells, i64 key) {
+    i64 at = first_cell(key, n_cells);
+    while (true) {
+        int4 raw = *reinterpret_cast<const int4 *>(cells + at);
+        i64 found = (i64)((u64)(u32)raw.x | ((u64)(u32)raw.y << 32));
+        if (found == key + 1) return raw.z;
+        if (found == EMPTY) return NOT_FOUND;
+        at = at + 1 == n_cells ? 0 : at + 1;
     }
-    return (u32)(next < (i64)MAX_SCORE ? next : (i64)MAX_SCORE);
 }
 
-// Starts a plan: the next batch number, zero counts. `lag` batches before it may still be in flight.
-extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, float units_per_batch, int lag) {
+// Takes the first free cell in probe order for `key`, which is absent and inserted by this thread alone.
+__device__ __forceinline__ void insert_slot(Cell *cells, i64 n_cells, i64 key, int slot) {
+    i64 at = first_cell(key, n_cells);
+    while (true) {
+        i64 seen = __ldcg(&cells[at].key);
+        if (seen == EMPTY || seen == TOMBSTONE)
+            if ((i64)atomicCAS(reinterpret_cast<u64 *>(&cells[at].key), (u64)seen, (u64)(key + 1)) == seen) break;
+        at = at + 1 == n_cells ? 0 : at + 1;
+    }
+    cells[at].slot = slot;
+}
+
+// Starts a plan: the next batch number, zero counts. Slots of the `lag` batches before it are locked.
+extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units_per_batch, int lag, int scored) {
     clock->batch += 1;
-    double now = (double)MIN_SCORE + floor((double)clock->batch * (double)units_per_batch);
+    double now = (double)MIN_SCORE + floor((double)clock->batch * units_per_batch);
     clock->now = now < (double)MAX_SCORE ? (i64)now : (i64)MAX_SCORE;
     clock->stamp = (int)(u32)(u64)clock->batch;
     clock->oldest = clock->stamp - lag;
-    counts->missed = counts->slotless = counts->needed = 0;
-    counts->batches += 1;
+    counts->missed = counts->slotless = counts->needed = counts->room = 0;
+    counts->batches += scored;
 }
 
-// Finds each key; the first thread that meets a resident row in this batch locks it and raises its score. A missed key
-// is claimed once; homes[i] then names its claim, as −2 − cell, until `homes_resolve`.
+// Indexes the records that a ticket still uses and frees the others. The map comes empty.
+extern "C" __global__ void records_index(Record *records, int n_records, Cell *map, i64 n_map, const Clock *clock) {
+    for (i64 r = thread_index(); r < n_records; r += thread_count()) {
+        i64 key = records[r].key - 1;
+        if (key < 0) continue;
+        if (records[r].last_batch - clock->oldest < 0) records[r].key = 0;
+        else insert_slot(map, n_map, key, (int)r);
+    }
+}
+
+// Finds each key; the first thread that meets a resident row in this batch locks it and, where `scored`, raises its
+// score. A missed key is claimed once; homes[i] then names its claim, as −2 − cell, until `homes_resolve`, or its
+// record, as −2 − n_claims − record; rows under records lie away, by key or by record. Without a key a home stays as it came: a resident table's slot, or DROPPED.
 extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *keys, i64 n, const Clock *clock,
-                                     int *last_batch, u32 *score, int kind, float unit, Claim *claims, i64 n_claims,
-                                     int *homes, i64 *missed_keys, Counts *counts) {
-    __shared__ int block_lookups, block_hits, block_unique;
-    if (threadIdx.x == 0) block_lookups = block_hits = block_unique = 0;
+                                     int *last_batch, u32 *score, int kind, float unit, int scored, Claim *claims,
+                                     i64 n_claims, int *homes, i64 *missed_keys, Record *records,
+                                     const Cell *map, i64 n_map, u32 *away_state, i64 away_stride, int away_by_key,
+                                     Counts *counts) {
+    __shared__ int block_lookups, block_hits, block_unique, block_overflow;
+    if (threadIdx.x == 0) block_lookups = block_hits = block_unique = block_overflow = 0;
     __syncthreads();
     const int stamp = clock->stamp;
     const i64 now = clock->now;
     for (i64 start = (i64)blockIdx.x * blockDim.x; start < n; start += thread_count()) {
         i64 i = start + threadIdx.x;
         i64 key = i < n ? keys[i] : -1;
-        bool hit = false, first = false, won = false;
+        bool hit = false, first = false, won = false, over = false;
         i64 at = 0;
         if (key >= 0) {
-            i64 cell = first_cell(key, n_cells);
-            int slot = -1;
-            while (true) {
-                int4 raw = *reinterpret_cast<const int4 *>(cells + cell);
-                i64 found = (i64)((u64)(u32)raw.x | ((u64)(u32)raw.y << 32));
-                if (found == key + 1) {
-                    slot = raw.z;
-                    break;
-                }
-                if (found == EMPTY) break;
-                cell = cell + 1 == n_cells ? 0 : cell + 1;
-            }
+            int slot = find_slot(cells, n_cells, key);
             hit = slot >= 0;
             if (hit) {
                 homes[i] = slot;
                 if (__ldcg(last_batch + slot) != stamp) first = atomicExch(last_batch + slot, stamp) != stamp;
-                if (first) score[slot] = raised(score[slot], now, kind, unit);
+                if (first && scored) score[slot] = raised(score[slot], now, kind, unit);
             } else {
-                at = (i64)(((u64)key * 0x9E3779B97F4A7C15ull) >> 32) & (n_claims - 1);
-                while (true) {
-                    i64 seen = __ldcg(&claims[at].key);
-                    if (seen == EMPTY) {
-                        seen = (i64)atomicCAS(reinterpret_cast<u64 *>(&claims[at].key), (u64)EMPTY, (u64)(key + 1));
-                        won = seen == EMPTY;
-                        if (won) break;
-                    }
-                    if (seen == key + 1) break;
-                    at = (at + 1) & (n_claims - 1);
+                int record = NOT_FOUND;
+#ifdef SLOTLESS
+                record = find_slot(map, n_map, key);
+                if (record >= 0) {
+                    homes[i] = (int)(-2 - n_claims - record);
+                    int *last = &records[record].last_batch;
+                    if (__ldcg(last) != stamp) over = first = atomicExch(last, stamp) != stamp;
+                    u32 *its_score = away_state + ((away_by_key ? key : record) + 1) * away_stride - 1;
+                    if (first && scored) *its_score = raised(*its_score, now, kind, unit);
                 }
-                homes[i] = (int)(-2 - at);
+#endif
+                if (record < 0) {
+                    at = (i64)(((u64)key * 0x9E3779B97F4A7C15ull) >> 32) & (n_claims - 1);
+                    while (true) {
+                        i64 seen = __ldcg(&claims[at].key);
+                        if (seen == EMPTY) {
+                            seen = (i64)atomicCAS(reinterpret_cast<u64 *>(&claims[at].key), (u64)EMPTY, (u64)(key + 1));
+                            won = seen == EMPTY;
+                            if (won) break;
+                        }
+                        if (seen == key + 1) break;
+                        at = (at + 1) & (n_claims - 1);
+                    }
+                    homes[i] = (int)(-2 - at);
+                }
             }
         } else if (i < n) {
-            homes[i] = DROPPED;
+            hit = homes[i] >= 0;
         }
         int m = append(&counts->missed, won);
         if (won) {
             missed_keys[m] = key;
             claims[at].missed = m;
         }
-        u32 lookups = __ballot_sync(FULL_WARP, key >= 0), hits = __ballot_sync(FULL_WARP, hit);
-        u32 unique = __ballot_sync(FULL_WARP, first || won);
+        u32 lookups = __ballot_sync(FULL_WARP, key >= 0 || hit), hits = __ballot_sync(FULL_WARP, hit);
+        u32 unique = __ballot_sync(FULL_WARP, first || won), overflow = __ballot_sync(FULL_WARP, over);
         if (lane_index() == 0 && lookups) {
             atomicAdd(&block_lookups, __popc(lookups));
             atomicAdd(&block_hits, __popc(hits));
             atomicAdd(&block_unique, __popc(unique));
+            if (overflow) atomicAdd(&block_overflow, __popc(overflow));
         }
     }
     __syncthreads();
-    if (threadIdx.x == 0 && block_lookups) {
+    if (threadIdx.x == 0 && block_lookups && scored) {
         atomicAdd(&counts->lookups, (u64)block_lookups);
         atomicAdd(&counts->hits, (u64)block_hits);
         atomicAdd(&counts->unique, (u64)block_unique);
+        if (block_overflow) atomicAdd(&counts->overflow, (u64)block_overflow);
     }
 }
 
-// How many victims the missed keys need, given the slots that are free.
+// How many victims the missed keys need beyond the slots never used.
 extern "C" __global__ void room_count(Counts *counts, int capacity) {
-    int room = counts->free_slots + capacity - counts->used;
-    counts->needed = counts->missed > room ? counts->missed - room : 0;
+    int room = capacity - counts->used;
+    counts->room = counts->missed < room ? counts->missed : room;
+    counts->needed = counts->missed - counts->room;
 }
 
-// Pairs missed keys with freed slots, fresh slots and victims; takes the slots over from the victims' keys.
-// missed_slots[m]: the slot, or −1 · victim_keys[m]: the key that was there, or −1.
-extern "C" __global__ void missed_assign(Counts *counts, int capacity, const int *free_stack, const int *victims,
-                                         const int *chosen, const i64 *missed_keys, Cell *cells, i64 n_cells,
-                                         i64 *slot_keys, int *last_batch, const Clock *clock, int *missed_slots,
-                                         i64 *victim_keys) {
-    const int freed = counts->free_slots, used = counts->used, fresh = capacity - used;
-    const int missed = counts->missed, n_victims = *chosen;
+// Pairs missed keys with slots never used and with victims. missed_slots[m]: the slot, or −1 · victim_keys[m]: the key
+// that was there, or −1. With `commit` the slots pass over: the victims leave the map and the missed keys own them.
+extern "C" __global__ void missed_assign(const Counts *counts, const int *victims, const int *chosen,
+                                         const i64 *missed_keys, Cell *cells, i64 n_cells, i64 *slot_keys,
+                                         int *last_batch, const Clock *clock, int *missed_slots, i64 *victim_keys,
+                                         int commit) {
+    const int room = counts->room, used = counts->used, missed = counts->missed;
+    const int n_victims = counts->needed ? *chosen : 0;
     for (i64 m = thread_index(); m < missed; m += thread_count()) {
         int slot = -1;
         i64 victim = -1;
-        if (m < freed) {
-            slot = free_stack[freed - 1 - m];
-        } else if (m - freed < fresh) {
-            slot = used + (int)(m - freed);
-        } else if (m - freed - fresh < n_victims) {
-            slot = victims[m - freed - fresh];
+        if (m < room) {
+            slot = used + (int)m;
+        } else if (m - room < n_victims) {
+            slot = victims[m - room];
             victim = slot_keys[slot];
+        }
+        missed_slots[m] = slot;
+        victim_keys[m] = victim;
+        if (slot < 0 || !commit) continue;
+        if (victim >= 0) {
             i64 at = first_cell(victim, n_cells);
             while (cells[at].key != victim + 1) at = at + 1 == n_cells ? 0 : at + 1;
             cells[at].key = TOMBSTONE;
         }
-        missed_slots[m] = slot;
-        victim_keys[m] = victim;
-        if (slot >= 0) {
-            slot_keys[slot] = missed_keys[m];
-            last_batch[slot] = clock->stamp;
-        }
+        slot_keys[slot] = missed_keys[m];
+        last_batch[slot] = clock->stamp;
     }
 }
 
-// Publishes the missed keys' new slots.
-extern "C" __global__ void missed_publish(Cell *cells, i64 n_cells, const i64 *missed_keys, const int *missed_slots,
-                                          const Counts *counts) {
+// Publishes the missed keys' new slots; a key without one gets a record, and missed_slots[m] becomes its home.
+extern "C" __global__ void missed_publish(Cell *cells, i64 n_cells, const i64 *missed_keys, int *missed_slots,
+                                          Counts *counts, Record *records, int n_records, const Clock *clock) {
     for (i64 m = thread_index(); m < counts->missed; m += thread_count()) {
-        if (missed_slots[m] < 0) continue;
-        i64 wanted = missed_keys[m] + 1, at = first_cell(missed_keys[m], n_cells);
-        while (true) {
-            i64 seen = __ldcg(&cells[at].key);
-            if (seen == EMPTY || seen == TOMBSTONE) {
-                if ((i64)atomicCAS(reinterpret_cast<u64 *>(&cells[at].key), (u64)seen, (u64)wanted) == seen) break;
-            }
-            at = at + 1 == n_cells ? 0 : at + 1;
+        i64 key = missed_keys[m];
+        int slot = missed_slots[m];
+        if (slot >= 0) insert_slot(cells, n_cells, key, slot);
+#ifdef SLOTLESS
+        while (slot < 0) {  // records are at most half taken
+            int r = (int)(atomicAdd(&counts->record, 1u) % (u32)n_records);
+            if (atomicCAS(reinterpret_cast<u64 *>(&records[r].key), 0ull, (u64)(key + 1)) != 0ull) continue;
+            records[r].last_batch = clock->stamp;
+            missed_slots[m] = -2 - r;
+            break;
         }
-        cells[at].slot = missed_slots[m];
+#endif
     }
 }
 
-// Home of every occurrence of a missed key, from its claim.
-extern "C" __global__ void homes_resolve(int *homes, i64 n, const Claim *claims, const int *missed_slots) {
+// Home of every occurrence of a missed key, from its claim or its record.
+extern "C" __global__ void homes_resolve(int *homes, i64 n, const Claim *claims, i64 n_claims,
+                                         const int *missed_slots) {
     for (i64 i = thread_index(); i < n; i += thread_count()) {
         int home = homes[i];
-        if (home < -1 && home != DROPPED) homes[i] = missed_slots[claims[-2 - home].missed];
+        if (home >= -1 || home == DROPPED) continue;
+        i64 at = -2 - (i64)home;
+        homes[i] = at < n_claims ? missed_slots[claims[at].missed] : (int)(-2 - (at - n_claims));
     }
 }
 
-// Ends a plan: what the slots' stacks have become.
-extern "C" __global__ void plan_end(Counts *counts, int capacity, const int *chosen) {
-    int missed = counts->missed, from_stack = missed < counts->free_slots ? missed : counts->free_slots;
-    int fresh = capacity - counts->used, taken = missed - from_stack < fresh ? missed - from_stack : fresh;
+// Scores of the missed rows, once they have arrived: what came along, or the lowest; raised by this use.
+extern "C" __global__ void missed_score(const Counts *counts, const i64 *missed_keys, const int *missed_slots,
+                                        u32 *score, u32 *away_state, i64 away_stride, int away_by_key,
+                                        const Clock *clock, int kind, float unit, int remember, int scored) {
+    for (i64 m = thread_index(); m < counts->missed; m += thread_count()) {
+        const int slot = missed_slots[m];
+        const i64 away = away_by_key ? missed_keys[m] : -2 - (i64)slot;
+        u32 *at = slot >= 0 ? score + slot : away_state + (away + 1) * away_stride - 1;
+        u32 old = *at;
+        if (old == 0 || !remember) old = MIN_SCORE;
+        *at = scored ? raised(old, clock->now, kind, unit) : old;
+    }
+}
+
+// Ends a plan: what the counts have become.
+extern "C" __global__ void plan_end(Counts *counts, const int *chosen) {
     int victims = counts->needed ? *chosen : 0;
-    counts->free_slots -= from_stack;
-    counts->used += taken;
+    counts->used += counts->room;
     counts->tombstones += victims;
-    counts->slotless = missed - from_stack - taken - victims;
-    counts->filled += (u64)(missed - counts->slotless);
+    counts->slotless = counts->missed - counts->room - victims;
+    counts->filled += (u64)(counts->room + victims);
     counts->evicted += (u64)victims;
     counts->overflow += (u64)counts->slotless;
+}
+
+// Rebuilds the map from the slots' keys once tombstones hold an eighth of its cells: two launches, clear then fill.
+extern "C" __global__ void map_clear(Cell *cells, i64 n_cells, const Counts *counts) {
+    if (counts->tombstones <= n_cells / 8) return;
+    for (i64 at = thread_index(); at < n_cells; at += thread_count())
+        *reinterpret_cast<int4 *>(cells + at) = make_int4(0, 0, 0, 0);
+}
+extern "C" __global__ void map_fill(Cell *cells, i64 n_cells, const i64 *slot_keys, Counts *counts, int *finished) {
+    if (counts->tombstones <= n_cells / 8) return;
+    for (i64 slot = thread_index(); slot < counts->used; slot += thread_count())
+        if (slot_keys[slot] >= 0) insert_slot(cells, n_cells, slot_keys[slot], (int)slot);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0 && atomicAdd(finished, 1) == gridDim.x - 1) {
+        counts->tombstones = 0;
+        *finished = 0;
+    }
+}
+
+// Where every row is resident a plan only counts: lookups are homes, and all of them hit.
+extern "C" __global__ void homes_count(const int *homes, i64 n, Clock *clock, Counts *counts, int scored) {
+    __shared__ int block_lookups;
+    if (threadIdx.x == 0) block_lookups = 0;
+    __syncthreads();
+    int lookups = 0;
+    for (i64 i = thread_index(); i < n; i += thread_count()) lookups += homes[i] != DROPPED;
+    atomicAdd(&block_lookups, lookups);
+    __syncthreads();
+    if (threadIdx.x == 0 && scored && block_lookups) {
+        atomicAdd(&counts->lookups, (u64)block_lookups);
+        atomicAdd(&counts->hits, (u64)block_lookups);
+    }
+    if (thread_index() == 0) {
+        clock->batch += 1;
+        counts->batches += scored;
+    }
 }

@@ -4,6 +4,7 @@
 // the slots that still match the prefix; its last block finds the digit in which the threshold lies. All counts stay
 // on the device, and a pass with nothing to decide returns at once. Then one pass emits the victims.
 #include "common.cuh"
+#include "plan.cuh"
 
 constexpr int DIGIT_BITS = 11;
 constexpr int BINS = 1 << DIGIT_BITS;
@@ -20,13 +21,6 @@ struct Selection {
     u32 highest;    // no score is higher
     int bins[BINS];
 };
-struct Clock {
-    i64 batch;
-    i64 now;
-    int stamp;
-    int oldest;
-};
-
 // Order of the last use among unlocked slots; below 2^21 for the first two million batches, which saves a pass.
 __device__ __forceinline__ u32 age_rank(int last_batch, const Clock &clock) {
     return (u32)(last_batch - clock.oldest) + (u32)clock.batch;
@@ -156,10 +150,11 @@ extern "C" __global__ void __launch_bounds__(1024)
     if (threadIdx.x == 0) selection->finished = 0;
 }
 
-// Appends the victims' slots to `victims`; selection->chosen becomes their number.
+// Appends the victims' slots to `victims`; selection->chosen becomes their number. Of rows whose score is the
+// threshold's the oldest go with `by_age`, any without.
 extern "C" __global__ void __launch_bounds__(1024)
     victims_emit(Selection *selection, const u32 *score, const int *last_batch, const int *used, const Clock *at,
-                 const int *needed, int *victims) {
+                 const int *needed, int *victims, int by_age) {
     if (*needed == 0) return;
     const Clock clock = *at;
     const u32 threshold = selection->score, age = selection->age;
@@ -175,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(1024)
                 int last = last_batch[slot];
                 if (unlocked(s, last, clock)) {
                     u32 rank = age_rank(last, clock);
-                    goes = all || s < threshold || rank < age;
-                    if (!goes && rank == age) goes = atomicAdd(&selection->ties, 1) < ties;
+                    goes = all || s < threshold || (by_age && rank < age);
+                    if (!goes && (!by_age || rank == age)) goes = atomicAdd(&selection->ties, 1) < ties;
                 }
             }
         }

@@ -19,8 +19,25 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-class Ticket:
-    """A planned batch in flight, and what was planned for it.
+class Flight:
+    """A planned batch in flight, whatever was planned for it: it ends when it is released, or dropped."""
+
+    def __init__(self, batch: int, book: TicketBook) -> None:
+        self.batch = batch
+        self._finalizer = weakref.finalize(self, book.released.append, batch)
+        self._finalizer.atexit = False
+
+    def release(self) -> None:
+        """Ends the flight: the batch's rows may be evicted. A second call does nothing."""
+        self._finalizer()
+
+    def size_bytes(self) -> int:
+        """Bytes of the plan's arrays."""
+        raise NotImplementedError
+
+
+class Ticket(Flight):
+    """A planned batch in flight on the CPU.
 
     `homes`: int32 (N,), the slot of each occurrence, or `DROPPED` for padding · `inverse`: int32 (N,), the position of
     each occurrence among the unique keys, −1 for padding · `unique_keys`: int64 (U,) · `unique_slots`: int32 (U,).
@@ -35,18 +52,12 @@ class Ticket:
         unique_slots: Array,
         book: TicketBook,
     ) -> None:
-        self.batch = batch
+        super().__init__(batch, book)
         self.homes = homes
         self.inverse = inverse
         self.unique_keys = unique_keys
         self.unique_slots = unique_slots
-        self._finalizer = weakref.finalize(self, book.released.append, batch)
-        self._finalizer.atexit = False
         self._segments: dict[int | None, Segments] = {}
-
-    def release(self) -> None:
-        """Ends the flight: the batch's rows may be evicted. A second call does nothing."""
-        self._finalizer()
 
     def size_bytes(self) -> int:
         """Bytes of the plan's arrays, segments included."""
@@ -72,11 +83,11 @@ class TicketBook:
 
     def __init__(self) -> None:
         self.released: deque[int] = deque()
-        self._live: set[int] = set()
-        self._tickets: weakref.WeakSet[Ticket] = weakref.WeakSet()
+        self._live: dict[int, tuple[int, bool]] = {}  # ids of each batch, and whether it may use rows without a slot
+        self._tickets: weakref.WeakSet[Flight] = weakref.WeakSet()
 
-    def open(self, ticket: Ticket) -> None:
-        self._live.add(ticket.batch)
+    def open(self, ticket: Flight, ids: int = 0, slotless: bool = False) -> None:
+        self._live[ticket.batch] = (ids, slotless)
         self._tickets.add(ticket)
 
     def size_bytes(self) -> int:
@@ -86,7 +97,7 @@ class TicketBook:
     def oldest(self, default: int) -> int:
         """Batch of the oldest ticket in flight, or `default`. Rows used at or after it are locked."""
         while self.released:
-            self._live.discard(self.released.popleft())
+            self._live.pop(self.released.popleft(), None)
         return min(self._live, default=default)
 
     @property
@@ -94,3 +105,14 @@ class TicketBook:
         """Tickets in flight."""
         self.oldest(0)
         return len(self._live)
+
+    def exceeds(self, slots: int, ids: int) -> bool:
+        """Whether a batch of `ids` more ids could need more than `slots` rows beside those in flight, or meet rows
+        that a ticket in flight uses without a slot."""
+        self.oldest(0)
+        return sum(held for held, _ in self._live.values()) + ids > slots or any(s for _, s in self._live.values())
+
+    def ids(self) -> int:
+        """Ids of all batches in flight: no more rows are locked."""
+        self.oldest(0)
+        return sum(held for held, _ in self._live.values())

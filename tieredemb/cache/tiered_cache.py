@@ -1,4 +1,4 @@
-"""The hot cache over one key space: plan, fill, write back, tickets, failures.
+"""The hot cache on the CPU over one key space: plan, fill, write back, tickets, failures.
 
 `plan` brings the rows of a batch into slots and returns a ticket that locks them. Whoever updates hot rows afterwards
 marks them dirty; a dirty row is written back when it is evicted, at a flush and at the close, a clean one gives back
@@ -10,27 +10,29 @@ are published after they were filled.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from tieredemb.cache.base import Cache
 from tieredemb.cache.hot_rows import HotRows, slot_bytes, stamp
 from tieredemb.cache.plan import number, resolve
-from tieredemb.cache.policy import MIN_SCORE, policy_kernels, scoring
-from tieredemb.cache.tickets import Ticket, TicketBook
-from tieredemb.config import LFU, Policy
-from tieredemb.errors import ConfigError, ForkedError, StorageError
+from tieredemb.cache.policy import MIN_SCORE, policy_kernels
+from tieredemb.cache.tickets import Ticket
+from tieredemb.config import Policy
 from tieredemb.hash.slot_map import map_bytes_per_slot, slot_map
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows, RowLayout
 from tieredemb.storage.initial import InitialRows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     Array = np.ndarray[Any, Any]
+
+PIN_ROWS = 1 << 18  # rows of a resident table brought in at once: bounds the memory it takes
 
 
 def cache_bytes_per_slot(layout: RowLayout) -> int:
@@ -38,12 +40,8 @@ def cache_bytes_per_slot(layout: RowLayout) -> int:
     return slot_bytes(layout) + map_bytes_per_slot()
 
 
-class TieredCache:
-    """A cache of `slots` rows over `cold`.
-
-    `initial` generates rows that were never written (without it they are zeros). `lock_window`: rows of this many
-    previous batches are never evicted. Calls are serialised; none may come from a forked child.
-    """
+class TieredCache(Cache):
+    """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, are brought in once and never leave."""
 
     def __init__(
         self,
@@ -53,26 +51,19 @@ class TieredCache:
         policy: Policy | None = None,
         initial: InitialRows | None = None,
         lock_window: int = 0,
-        device: torch.device | None = None,
+        resident: Sequence[tuple[int, int]] = (),
     ) -> None:
-        if lock_window < 0:
-            raise ConfigError(f"lock_window must be 0 or more batches, got {lock_window}")
-        self.cold = cold
-        self.slots = slots
-        self.policy = policy or LFU()
-        self.device = device or torch.device("cpu")
+        super().__init__(
+            cold, slots=slots, policy=policy, initial=initial, lock_window=lock_window, device=torch.device("cpu")
+        )
         self.hot = HotRows(cold.layout, slots)
         self._index = slot_map(slots, self.device)
-        self._initial = initial
-        self._lock_window = lock_window
         self._kernels = policy_kernels(self.device)
-        self._scoring = scoring(self.policy)
-        self._book = TicketBook()
         self._counts: Counter[str] = Counter()
-        self.lock = threading.RLock()
-        self._pid = os.getpid()
-        self._closed = False
+        self._resident = tuple(resident)
+        self._pinned = sum(rows for _, rows in self._resident)  # slots below are theirs
         self._adopt_scores()
+        self._pin()
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -108,9 +99,13 @@ class TieredCache:
             self._book.open(ticket)
             return ticket
 
-    def _oldest(self, batch: int) -> int:
-        """Rows used at or after this batch are locked while `batch` is planned."""
-        return min(self._book.oldest(batch), batch - self._lock_window)
+    def _pin(self) -> None:
+        """Brings the rows of resident tables into the first slots, where no victim is looked for."""
+        for first, rows in self._resident:
+            for start in range(first, first + rows, PIN_ROWS):
+                keys = np.arange(start, min(start + PIN_ROWS, first + rows), dtype=np.int64)
+                self._fill(keys, self.hot.take(len(keys)))
+        self._counts.clear()
 
     def _retire_transients(self, batch: int) -> None:
         """Evicts the transient rows that no ticket uses: capacity is a promise between batches."""
@@ -126,9 +121,11 @@ class TieredCache:
         if short > 0:
             hot = self.hot
             oldest, used = stamp(self._oldest(batch)), min(hot.used, hot.capacity)
+            key, score, last_batch = (array[self._pinned :] for array in (hot.key, hot.score, hot.last_batch))
             victims = self._kernels.choose_victims(
-                short, hot.key, hot.score, hot.last_batch, oldest, used, self._scoring.ties_by_age
+                short, key, score, last_batch, oldest, used - self._pinned, self._scoring.ties_by_age
             )
+            victims += np.int32(self._pinned)
             self.hot.ensure_transient(short - len(victims))
             self._evict(victims)
             self._count(rows_overflow=short - len(victims))
@@ -174,45 +171,12 @@ class TieredCache:
     # --- whole-cache calls ------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Writes every dirty row and every score back: afterwards cold storage alone holds the truth."""
         with self.lock:
             self._check_usable()
             slots = self.hot.occupied()
             self._write_back(self.hot.key[slots], slots)
             self.cold.metadata.policy = self._scoring.name
             self.cold.flush()
-
-    def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
-        """Copies the rows start … stop − 1 as they are now: `weight` carrier (K, D), `state` uint32 (K, S), either
-        may have no columns. Rows never used are generated into the copy alone: cold storage does not grow."""
-        with self.lock:
-            self._write_back_range(start, stop)
-            cold = self.cold
-            weight[:] = cold.weight[start:stop, : weight.shape[1]]
-            state[:] = cold.state[start:stop, : state.shape[1]]
-            untouched = np.flatnonzero(cold.state[start:stop, -1] == 0)
-            self._generate(untouched + start, untouched, weight, state, state.shape[1])
-
-    def import_rows(self, start: int, weight: Array | None, state: Array | None) -> None:
-        """Overwrites weights (carrier (K, D)) or optimizer state (uint32 (K, S)) of the rows from `start` on, wherever
-        they live. What is None stays, scores too; rows in flight stay in their slots. Raises `StorageFullError` before
-        anything changes."""
-        stop = start + len(weight if weight is not None else state if state is not None else ())
-        with self.lock:
-            self._write_back_range(start, stop)
-            cold = self.cold
-            cold.reserve_range(start, stop)
-            untouched = np.flatnonzero(cold.state[start:stop, -1] == 0) + start
-            # weights that are about to be overwritten need not be generated
-            target = cold.weight if weight is None else np.empty((cold.layout.rows, 0), cold.layout.carrier)
-            self._generate(untouched, untouched, target, cold.state, cold.layout.state_width)
-            cold.state[untouched, -1] = MIN_SCORE
-            if weight is not None:
-                cold.weight[start:stop] = weight
-            if state is not None:
-                cold.state[start:stop, :-1] = state
-            slots = self._slots_in(start, stop)
-            cold.read(self.hot.key[slots], slots, self.hot)
 
     def _slots_in(self, start: int, stop: int) -> Array:
         """Slots that hold rows of the key range start … stop − 1."""
@@ -221,44 +185,27 @@ class TieredCache:
         return slots[(keys >= start) & (keys < stop)]
 
     def _write_back_range(self, start: int, stop: int) -> None:
-        self._check_usable()
         slots = self._slots_in(start, stop)
         self._write_back(self.hot.key[slots], slots)
 
+    def _reload_range(self, start: int, stop: int) -> None:
+        slots = self._slots_in(start, stop)
+        self.cold.read(self.hot.key[slots], slots, self.hot)
+
     def forget(self) -> None:
-        """Drops every hot row without writing it back, for a cold storage that was replaced as a whole. Refused while
-        tickets are in flight."""
         with self.lock:
             self._check_usable()
             self.check_idle("load a checkpoint")
             slots = self.hot.occupied()
             self._index.erase(self.hot.key[slots])
-            self.hot.vacate(slots)
+            self.hot.reset()
             self._adopt_scores()
-
-    def check_idle(self, call: str) -> None:
-        """Raises `StorageError` if a batch is in flight."""
-        if self._book.live:
-            raise StorageError(
-                f"cannot {call} while {self._book.live} batch(es) are in flight; run or drop their backward first"
-            )
-
-    def close(self) -> None:
-        """Flushes a cold storage that outlives the process, and closes it. A second call does nothing."""
-        with self.lock:
-            if self._closed or os.getpid() != self._pid:
-                return
-            if not self.cold.volatile:
-                self.flush()
-            self._closed = True
-            self.cold.close()
+            self._pin()
 
     def stats(self) -> CacheStats:
-        """Totals since the cache was built. Does not synchronise."""
         return CacheStats(**self._counts)
 
     def memory_report(self) -> dict[str, Any]:
-        """Bytes of every allocation: `cache` (what the capacity buys), `batch` (beyond it), `cold`."""
         with self.lock:
             sizes = self.hot.size_bytes()
             cells = self.slots * map_bytes_per_slot()  # what it has beyond them it grew for a batch
@@ -275,31 +222,5 @@ class TieredCache:
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def _generate(self, keys: Array, rows: Array, weight: Array, state: Array, state_width: int) -> None:
-        """Writes the initial row of each key to `rows` of `weight` and of the first words of `state`."""
-        if self._initial is not None:
-            self._initial.generate(keys, rows, weight, state, state_width)
-        else:
-            weight[rows] = 0
-            state[rows, :state_width] = 0
-
-    def _adopt_scores(self) -> None:
-        """Scores left by another policy mean nothing here: such rows start from the lowest score."""
-        metadata = self.cold.metadata
-        if metadata.policy not in ("", self._scoring.name):
-            for start, stop in self.cold.used_ranges():
-                scores = self.cold.state[start:stop, -1]
-                scores[np.flatnonzero(scores > MIN_SCORE)] = MIN_SCORE  # pages of untouched rows stay unwritten
-        metadata.policy = self._scoring.name
-
     def _count(self, **more: int) -> None:
         self._counts.update(more)
-
-    def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise ForkedError(
-                "this cache belongs to the parent process; build the module in the child, or start the process with "
-                "the 'spawn' method (a DataLoader's workers must not touch the module)"
-            )
-        if self._closed:
-            raise StorageError("this cache was closed; build a new module over the same storage to go on")

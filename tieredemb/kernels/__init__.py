@@ -13,16 +13,27 @@ import torch
 
 from tieredemb.errors import UnsupportedError
 
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
 
 
 def check_device(device: torch.device) -> torch.device:
-    """Returns `device` if it has kernels; raises `UnsupportedError` otherwise."""
+    """Returns `device` if it has kernels and is there; raises `UnsupportedError` otherwise, or
+    `MissingDependencyError` without CuPy."""
     if device.type not in DEVICES:
         raise UnsupportedError(
             f"device {str(device)!r} has no kernels in this version of tieredemb (available: {', '.join(DEVICES)}); "
             f"pass device='cpu', or move the cache with .to('cpu')"
         )
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
+            raise UnsupportedError(
+                f"device {str(device)!r} was given, but torch {torch.__version__} (built for {built}) finds no GPU; "
+                f"install a CUDA build of torch and a driver, or pass device='cpu'"
+            )
+        from tieredemb.kernels.compiler import cupy
+
+        cupy()
     return device
 
 

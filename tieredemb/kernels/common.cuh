@@ -39,6 +39,18 @@ __device__ __forceinline__ u32 group_mask(int lanes) {
     return lanes == 32 ? FULL_WARP : ((1u << lanes) - 1) << (lane_index() & ~(lanes - 1));
 }
 
+// A row that a batch in flight uses where it lies, for want of a slot; its home is −2 − its number.
+struct alignas(16) Record {
+    i64 key;  // + 1; 0 is free
+    int last_batch;
+    int pad;
+};
+// Row of a slotless home among the rows away from the slots: its key's, or the record's own where none are given.
+__device__ __forceinline__ i64 away_row(const Record *records, int home) {
+    i64 record = -2 - (i64)home;
+    return records ? records[record].key - 1 : record;
+}
+
 __device__ __forceinline__ float bits_float(u32 bits) { return __uint_as_float(bits); }
 
 #if defined(ROW_HALF)
@@ -89,6 +101,13 @@ __device__ __forceinline__ row_vector load_row(const row_t *rows, i64 row, int u
 }
 __device__ __forceinline__ void store_row(row_t *rows, i64 row, int unit, row_vector value) {
     *reinterpret_cast<row_vector *>(rows + row * WIDTH + unit * VECTOR) = value;
+}
+__device__ __forceinline__ row_vector load_home(const row_t *hot, const row_t *away, const Record *records, int home,
+                                                int unit) {
+#ifdef SLOTLESS
+    if (home < 0) return load_row(away, away_row(records, home), unit);
+#endif
+    return load_row(hot, home, unit);
 }
 // Stores past the caches what is not read again soon.
 __device__ __forceinline__ void store_streaming(row_t *at, row_vector value) {

@@ -69,19 +69,36 @@ class Bags:
 
 def check_offsets(offsets: Array, ids: int) -> None:
     """Raises `InvalidInputError` unless `offsets` (int64 (K,), K ≥ 1) rise from 0 to at most `ids`."""
-    if offsets[0] != 0:
-        raise InvalidInputError(f"offsets[0] must be 0, got {offsets[0]}; the first bag starts at the first id")
-    falls = np.flatnonzero(offsets[1:] < offsets[:-1])
-    if len(falls):
-        i = int(falls[0]) + 1
-        raise InvalidInputError(
-            f"offsets must not fall, but offsets[{i}] = {offsets[i]} after offsets[{i - 1}] = {offsets[i - 1]}; "
-            f"a bag's offset is where it starts, not its length"
-        )
-    if offsets[-1] > ids:
-        raise InvalidInputError(
-            f"offsets[{len(offsets) - 1}] = {offsets[-1]} lies beyond the {ids} ids given; offsets count ids"
-        )
+    wrong = np.flatnonzero(offsets[1:] < offsets[:-1]) + 1
+    first = 0 if offsets[0] != 0 else int(wrong[0]) if len(wrong) else len(offsets) - 1
+    if offsets[0] != 0 or len(wrong) or offsets[-1] > ids:
+        before = offsets[first - 1] if first else 0
+        raise InvalidInputError(offsets_out_of_order(first, int(offsets[first]), int(before), ids, len(offsets)))
+
+
+def offsets_out_of_order(k: int, value: int, before: int, ids: int, count: int) -> str:
+    """What is wrong with offset `k` of `count`, of value `value` after `before`, over `ids` ids."""
+    if k == 0 and value != 0:
+        return f"offsets[0] must be 0, got {value}; the first bag starts at the first id"
+    if k and value < before:
+        if value == ids and k == count - 1:  # the end that goes without saying
+            k, value = k - 1, before
+        else:
+            return (
+                f"offsets must not fall, but offsets[{k}] = {value} after offsets[{k - 1}] = {before}; "
+                f"a bag's offset is where it starts, not its length"
+            )
+    if value > ids:
+        return f"offsets[{k}] = {value} lies beyond the {ids} ids given; offsets count ids"
+    return f"the last offset is {value} but there are {ids} ids; it must be their number"
+
+
+def id_out_of_range(table: str, rows: int, value: int, position: int) -> str:
+    """What is wrong with an id."""
+    return (
+        f"id {value} at position {position} is out of range for table {table!r} (0 … {rows - 1}); "
+        f"check the feature's hashing or raise num_embeddings"
+    )
 
 
 def make_bags(ids: Array, offsets: Array, space: KeySpace, batch: int, *, padding_is_dropped: bool) -> Bags:
@@ -121,7 +138,4 @@ def _refuse_id(ids: Array, offsets: Array, space: KeySpace, batch: int, position
     bag = int(np.searchsorted(offsets, position, side="right")) - 1
     j = int(np.flatnonzero(space.tables == bag // batch)[0])
     rows = int(space.start[j + 1] - space.start[j])
-    raise IdOutOfRangeError(
-        f"id {ids[position]} at position {position} is out of range for table {space.names[j]!r} (0 … {rows - 1}); "
-        f"check the feature's hashing or raise num_embeddings"
-    )
+    raise IdOutOfRangeError(id_out_of_range(space.names[j], rows, int(ids[position]), position))

@@ -10,10 +10,10 @@ constexpr int STEPS = (UNITS + LANES - 1) / LANES;
 #define BAGS 4
 #endif
 constexpr int MEAN = 1, MAX = 2;
-#ifdef ONLY_SUMS  // no table needs the maximum: fewer registers, so more rows in flight
-constexpr bool HAS_MAX = false;
+#ifdef HAS_MAX  // without it no table takes maxima: fewer registers, so more rows in flight
+constexpr bool MAXIMA = true;
 #else
-constexpr bool HAS_MAX = true;
+constexpr bool MAXIMA = false;
 #endif
 
 __device__ __forceinline__ void add_row(float *acc, row_vector row, float weight) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ void add_row(float *acc, row_vector row, float weight
 
 // out (B, total): columns column[t] … of row b take bag t · B + b. Moves D · itemsize bytes an occurrence and a bag.
 extern "C" __global__ void __launch_bounds__(256) bags_pool(
-    const row_t *weight, const int *homes, const i64 *offsets, i64 batch, i64 bags, const int *mode,
+    const row_t *weight, const row_t *away, const Record *records, const int *homes, const i64 *offsets, i64 batch, i64 bags, const int *mode,
     const i64 *column, const float *sample_weights, row_t *out, i64 total, int *argmax) {
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES;
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_pool(
     }
     int home[BAGS];
 #pragma unroll
-    for (int b = 0; b < BAGS; b++) home[b] = begin[b] < end[b] ? homes[begin[b]] : -1;
+    for (int b = 0; b < BAGS; b++) home[b] = begin[b] < end[b] ? homes[begin[b]] : DROPPED;
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
         const int unit = s * LANES + lane;
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_pool(
         row_vector head[BAGS];
 #pragma unroll
         for (int b = 0; b < BAGS; b++)
-            if (home[b] >= 0) head[b] = load_row(weight, home[b], unit);
+            if (home[b] != DROPPED) head[b] = load_home(weight, away, records, home[b], unit);
 #pragma unroll
         for (int b = 0; b < BAGS; b++) {
             if (first + b >= batch) break;
@@ -59,9 +59,9 @@ extern "C" __global__ void __launch_bounds__(256) bags_pool(
             for (int k = 0; k < VECTOR; k++) acc[k] = 0.0f, winner[k] = -1;
             for (i64 i = begin[b]; i < end[b]; i++) {
                 int at = i == begin[b] ? home[b] : homes[i];
-                if (at < 0) continue;
-                row_vector row = i == begin[b] ? head[b] : load_row(weight, at, unit);
-                if (HAS_MAX && kind == MAX) {
+                if (at == DROPPED) continue;
+                row_vector row = i == begin[b] ? head[b] : load_home(weight, away, records, at, unit);
+                if (MAXIMA && kind == MAX) {
 #pragma unroll
                     for (int k = 0; k < VECTOR; k++) {
                         float value = to_float(row.v[k]);
@@ -81,10 +81,65 @@ extern "C" __global__ void __launch_bounds__(256) bags_pool(
                 result.v[k] = from_float(kind == MEAN && count > 1 ? __fdiv_rn(acc[k], (float)count) : acc[k]);
             i64 at = (first + b) * total + column[table] + unit * VECTOR;
             store_streaming(out + at, result);  // read by other kernels, later: the cache is for rows
-            if (HAS_MAX && argmax && kind == MAX) {
+            if (MAXIMA && argmax && kind == MAX) {
 #pragma unroll
                 for (int k = 0; k < VECTOR; k++) argmax[at + k] = winner[k];
             }
         }
+    }
+}
+
+// rows[i] = the row of homes[i], zeros for padding: what a gradient of per-sample weights needs of the forward.
+extern "C" __global__ void __launch_bounds__(256) rows_gather(const row_t *weight, const row_t *away,
+                                                              const Record *records, const int *homes, i64 n,
+                                                              row_t *rows) {
+    const int lane = threadIdx.x % LANES;
+    for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
+        const int home = homes[i];
+        for (int unit = lane; unit < UNITS; unit += LANES) {
+            row_vector row = {};
+            if (home != DROPPED) row = load_home(weight, away, records, home, unit);
+            store_row(rows, i, unit, row);
+        }
+    }
+}
+
+// gradient[i] = inner product of rows[i] with the gradient of its bag: a fixed tree over the lanes.
+extern "C" __global__ void __launch_bounds__(256) weights_gradient(const row_t *rows, const int *homes, const int *bag,
+                                                                   i64 n, int batch, const i64 *column,
+                                                                   const float *grad, i64 total, float *gradient) {
+    const int lane = threadIdx.x % LANES;
+    for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
+        const bool real = homes[i] != DROPPED;
+        const int table = real ? bag[i] / batch : 0, sample = real ? bag[i] - table * batch : 0;
+        const float *from = grad + (i64)sample * total + column[table];
+        float sum = 0.0f;
+        for (int unit = lane; real && unit < UNITS; unit += LANES) {
+            row_vector row = load_row(rows, i, unit);
+#pragma unroll
+            for (int k = 0; k < VECTOR; k++) sum = __fmaf_rn(to_float(row.v[k]), from[unit * VECTOR + k], sum);
+        }
+#pragma unroll
+        for (int step = LANES / 2; step > 0; step /= 2)
+            sum = __fadd_rn(sum, __shfl_xor_sync(group_mask(LANES), sum, step, LANES));
+        if (lane == 0) gradient[i] = sum;
+    }
+}
+
+// scale[i] = one over the bag's size where the table takes means, else 1. A warp a bag.
+extern "C" __global__ void __launch_bounds__(256) bags_mean_scale(const int *homes, const i64 *offsets, i64 batch,
+                                                                  i64 bags, const int *mode, float *scale) {
+    for (i64 bag = thread_index() / 32; bag < bags; bag += thread_count() / 32) {
+        const i64 begin = offsets[bag], end = offsets[bag + 1];
+        int count = 1;
+        if (mode[bag / batch] == MEAN) {
+            count = 0;
+            for (i64 base = begin; base < end; base += 32) {
+                bool real = base + lane_index() < end && homes[base + lane_index()] != DROPPED;
+                count += __popc(__ballot_sync(FULL_WARP, real));
+            }
+        }
+        const float share = __fdiv_rn(1.0f, (float)(count > 1 ? count : 1));
+        for (i64 i = begin + lane_index(); i < end; i += 32) scale[i] = share;
     }
 }

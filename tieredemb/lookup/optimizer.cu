@@ -17,22 +17,29 @@ constexpr int STEPS = (UNITS + LANES - 1) / LANES;
 #ifndef AHEAD
 #define AHEAD 4  // gradient rows in flight
 #endif
+#ifdef HAS_MAX
+constexpr int MAX = 2;  // the mode of a table whose gradients go to the winners alone
+#endif
 
 struct Work {
     int items, parts, longs, pad;
 };
 struct alignas(16) Item {
     int start, count;  // occurrences in the sorted order
-    int home;          // the row, or of a chunk where its sum goes, as −1 − part
-    int table;
+    int home;          // the row, or of a chunk where its sum goes
+    int table;         // of a chunk −1 − table
 };
 struct alignas(16) Long {
     int home, first, parts, table;
 };
 
-// sorted_bag[p] = bag of the p-th occurrence in the sorted order.
-extern "C" __global__ void occurrences_gather(const i64 *order, const int *bag, int n, int *sorted_bag) {
-    for (i64 p = thread_index(); p < n; p += thread_count()) sorted_bag[p] = bag[order[p]];
+// Bag, and scale where there is one, of the p-th occurrence in the sorted order.
+extern "C" __global__ void occurrences_gather(const i64 *order, const int *bag, int n, int *sorted_bag,
+                                              const float *scale, float *sorted_scale) {
+    for (i64 p = thread_index(); p < n; p += thread_count()) {
+        if (bag) sorted_bag[p] = bag[order[p]];
+        if (scale) sorted_scale[p] = scale[order[p]];
+    }
 }
 
 // End of the segment that starts at `start` and is longer than CHUNK, found by the whole warp 32 places at a time.
@@ -56,12 +63,12 @@ extern "C" __global__ void segments_find(const int *homes, int n, const int *sor
                                          Item *items, Long *longs) {
     for (i64 base = (i64)blockIdx.x * blockDim.x; base < n; base += thread_count()) {
         int p = (int)base + threadIdx.x;
-        int home = p < n ? homes[p] : -1;
-        bool head = home >= 0 && (p == 0 || homes[p - 1] != home);
+        int home = p < n ? homes[p] : DROPPED;
+        bool head = home != DROPPED && (p == 0 || homes[p - 1] != home);
         bool is_long = head && p + CHUNK < n && homes[p + CHUNK] == home;
         bool is_short = head && !is_long;
         // the next head in the warp ends a short segment; the last one of the warp has to look on
-        u32 heads = __ballot_sync(FULL_WARP, head || home < 0);
+        u32 heads = __ballot_sync(FULL_WARP, head || home == DROPPED);
         u32 later = heads & ~((2u << lane_index()) - 1);
         int count = later ? __ffs(later) - 1 - lane_index() : 32 - lane_index();
         if (is_short && !later)
@@ -82,7 +89,7 @@ extern "C" __global__ void segments_find(const int *homes, int n, const int *sor
             item = __shfl_sync(FULL_WARP, item, 0);
             for (int c = lane_index(); c < parts; c += 32) {
                 int from = start + c * CHUNK;
-                items[item + c] = Item{from, end - from < CHUNK ? end - from : CHUNK, -1 - (first + c), table};
+                items[item + c] = Item{from, end - from < CHUNK ? end - from : CHUNK, first + c, -1 - table};
             }
         }
     }
@@ -95,8 +102,31 @@ struct Numbers {
 // Sum of a lane's squares over the lanes of the row, the same on every lane: a fixed tree.
 __device__ __forceinline__ float lanes_sum(float value) {
 #pragma unroll
-    for (int step = LANES / 2; step > 0; step /= 2) value = __fadd_rn(value, __shfl_xor_sync(group_mask(LANES), value, step, LANES));
+    for (int step = LANES / 2; step > 0; step /= 2)
+        value = __fadd_rn(value, __shfl_xor_sync(group_mask(LANES), value, step, LANES));
     return value;
+}
+
+// Where rows live: in slots, or with -DSLOTLESS away from them, where a state ends with the row's score.
+struct Rows {
+    row_t *weight;
+    float *state;
+    row_t *away_weight;
+    float *away_state;
+    const Record *records;
+};
+struct Place {
+    row_t *weight;
+    float *state;
+};
+__device__ __forceinline__ Place place_of(const Rows &rows, int home) {
+#ifdef SLOTLESS
+    if (home < 0) {
+        i64 row = away_row(rows.records, home);
+        return {rows.away_weight + row * WIDTH, rows.away_state + row * (STATE + 1)};
+    }
+#endif
+    return {rows.weight + (i64)home * WIDTH, rows.state + (i64)home * STATE};
 }
 
 // What an update reads of a row besides its gradient; asked for early, as it does not depend on it.
@@ -104,18 +134,18 @@ struct Row {
     row_vector weight[STEPS];
     float accumulator;
 };
-__device__ __forceinline__ Row row_read(const row_t *weight, const float *state, i64 home, int lane) {
+__device__ __forceinline__ Row row_read(const Place &place, int lane) {
     Row row;
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
-        if (s * LANES + lane < UNITS) row.weight[s] = load_row(weight, home, s * LANES + lane);
-    row.accumulator = KIND == 2 ? state[home] : 0.0f;
+        if (s * LANES + lane < UNITS) row.weight[s] = load_row(place.weight, 0, s * LANES + lane);
+    row.accumulator = KIND == 2 ? *place.state : 0.0f;
     return row;
 }
 
 // One optimizer step of a row; weights are rounded once. The only update routine: hot, cold, long, short.
-__device__ __forceinline__ void row_update(row_t *weight, float *state, i64 home, Row row, float (*g)[VECTOR], int lane,
-                                           float rate, const Numbers &numbers) {
+__device__ __forceinline__ void row_update(const Place &place, Row row, float (*g)[VECTOR], int lane, float rate,
+                                           const Numbers &numbers) {
     float step_size = rate;
     if (KIND == 2) {
         float squares = 0.0f;
@@ -125,7 +155,7 @@ __device__ __forceinline__ void row_update(row_t *weight, float *state, i64 home
             for (int k = 0; k < VECTOR; k++)
                 if (s * LANES + lane < UNITS) squares = __fmaf_rn(g[s][k], g[s][k], squares);
         float total = __fadd_rn(row.accumulator, __fdiv_rn(lanes_sum(squares), (float)WIDTH));
-        if (lane == 0) state[home] = total;
+        if (lane == 0) *place.state = total;
         step_size = __fdiv_rn(rate, __fadd_rn(__fsqrt_rn(total), numbers.eps));
     }
 #pragma unroll
@@ -139,12 +169,12 @@ __device__ __forceinline__ void row_update(row_t *weight, float *state, i64 home
             if (KIND == 0 || KIND == 2) {
                 w = __fmaf_rn(-step_size, d, w);
             } else if (KIND == 1) {
-                float *sum = state + home * STATE + unit * VECTOR + k;
+                float *sum = place.state + unit * VECTOR + k;
                 float total = __fmaf_rn(d, d, *sum);
                 *sum = total;
                 w = __fmaf_rn(-rate, __fdiv_rn(d, __fadd_rn(__fsqrt_rn(total), numbers.eps)), w);
             } else {
-                float *m_at = state + home * STATE + unit * VECTOR + k, *v_at = m_at + WIDTH;
+                float *m_at = place.state + unit * VECTOR + k, *v_at = m_at + WIDTH;
                 float m = __fmaf_rn(__fsub_rn(d, *m_at), numbers.one_less_beta1, *m_at);
                 float v = __fmaf_rn(__fmaf_rn(d, d, -*v_at), numbers.one_less_beta2, *v_at);
                 *m_at = m;
@@ -153,26 +183,36 @@ __device__ __forceinline__ void row_update(row_t *weight, float *state, i64 home
             }
             value.v[k] = from_float(w);
         }
-        store_row(weight, home, unit, value);
+        store_row(place.weight, 0, unit, value);
     }
 }
 
-// Sums the gradients of each item. Reads 4 D bytes an occurrence; a short segment's row and state once each way.
+// Sums the gradients of each item. Reads 4 D bytes an occurrence; a short segment's row and state once each way. The
+// gradient of a maximum counts where its winner (`argmax`) is the occurrence (`order`) itself.
 extern "C" __global__ void __launch_bounds__(256) segments_update(
     const Work *work, const Item *items, const int *sorted_bag, int batch, const i64 *column, const float *grad,
-    i64 total, const float *sorted_scale, row_t *weight, float *state, unsigned char *dirty, const float *rate,
-    const Numbers *numbers, float *parts) {
+    i64 total, const float *sorted_scale, const i64 *order, const int *argmax, const int *mode, row_t *weight,
+    float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty,
+    const float *rate, const Numbers *numbers, float *parts) {
     const int lane = threadIdx.x % LANES;
     const int group = (int)(thread_index() / LANES), groups = (int)(thread_count() / LANES);
     const Numbers constants = *numbers;
+    const Rows rows{weight, state, away_weight, away_state, records};
     const int count = work->items;
     Item next = group < count ? items[group] : Item{0, 0, 0, 0};
     for (int w = group; w < count; w += groups) {
         const Item item = next;
         if (w + groups < count) next = items[w + groups];
-        const float *base = grad + column[item.table] - (i64)item.table * batch * total + lane * VECTOR;
+        const bool whole = item.table >= 0;
+        const int table = whole ? item.table : -1 - item.table;
+        const i64 shift = column[table] - (i64)table * batch * total + lane * VECTOR;
+        const float *base = grad + shift;
+        Place place;
         Row row;
-        if (item.home >= 0) row = row_read(weight, state, item.home, lane);
+        if (whole) {
+            place = place_of(rows, item.home);
+            row = row_read(place, lane);
+        }
         float acc[STEPS][VECTOR];
 #pragma unroll
         for (int s = 0; s < STEPS; s++)
@@ -191,6 +231,18 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
                     if (s * LANES + lane < UNITS)
                         g[a][s] = *reinterpret_cast<const float_vector *>(from + s * LANES * VECTOR);
             }
+#ifdef HAS_MAX
+            if (mode[table] == MAX)
+                for (int a = 0; a < AHEAD; a++) {
+                    if (p + a >= item.count) break;
+                    const int *winner = argmax + shift + (i64)sorted_bag[item.start + p + a] * total;
+                    const int own = (int)order[item.start + p + a];
+                    scale[a] = 1.0f;
+                    for (int s = 0; s < STEPS; s++)
+                        for (int k = 0; k < VECTOR; k++)
+                            if (s * LANES + lane < UNITS && winner[s * LANES * VECTOR + k] != own) g[a][s].v[k] = 0.0f;
+                }
+#endif
 #pragma unroll
             for (int a = 0; a < AHEAD; a++) {
                 if (p + a >= item.count) break;
@@ -203,8 +255,8 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
                                                      : __fadd_rn(acc[s][k], g[a][s].v[k]);
             }
         }
-        if (item.home < 0) {
-            float *part = parts + (i64)(-1 - item.home) * WIDTH + lane * VECTOR;
+        if (!whole) {
+            float *part = parts + (i64)item.home * WIDTH + lane * VECTOR;
 #pragma unroll
             for (int s = 0; s < STEPS; s++)
 #pragma unroll
@@ -216,18 +268,19 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = __fmul_rn(acc[s][k], constants.scale);
-        row_update(weight, state, item.home, row, acc, lane, rate[item.table], constants);
-        if (lane == 0) dirty[item.home] = 1;
+        row_update(place, row, acc, lane, rate[table], constants);
+        if (lane == 0 && item.home >= 0) dirty[item.home] = 1;
     }
 }
 
 // Adds the chunks of each long segment in order and updates its row.
 extern "C" __global__ void __launch_bounds__(256) long_segments_update(
-    const Work *work, const Long *longs, const float *parts, row_t *weight, float *state,
-    unsigned char *dirty, const float *rate, const Numbers *numbers) {
+    const Work *work, const Long *longs, const float *parts, row_t *weight, float *state, row_t *away_weight,
+    float *away_state, const Record *records, unsigned char *dirty, const float *rate, const Numbers *numbers) {
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES, groups = thread_count() / LANES;
     const Numbers constants = *numbers;
+    const Rows rows{weight, state, away_weight, away_state, records};
     for (i64 w = group; w < work->longs; w += groups) {
         Long segment = longs[w];
         float acc[STEPS][VECTOR];
@@ -247,8 +300,91 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = __fmul_rn(acc[s][k], constants.scale);
-        Row row = row_read(weight, state, segment.home, lane);
-        row_update(weight, state, segment.home, row, acc, lane, rate[segment.table], constants);
-        if (lane == 0) dirty[segment.home] = 1;
+        const Place place = place_of(rows, segment.home);
+        row_update(place, row_read(place, lane), acc, lane, rate[segment.table], constants);
+        if (lane == 0 && segment.home >= 0) dirty[segment.home] = 1;
     }
+}
+
+// The row at `home` scaled down to `max_norm` where its norm exceeds it, as torch.embedding_renorm_ does; the norm in
+// double, by a fixed tree over the lanes.
+__device__ __forceinline__ void row_limit_norm(const Rows &rows, int home, int lane, double max_norm, double norm_type,
+                                               unsigned char *dirty) {
+    const Place place = place_of(rows, home);
+    const bool largest = norm_type > 1e300;
+    Row row = row_read(Place{place.weight, rows.state}, lane);
+    double norm = 0.0;
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+#pragma unroll
+        for (int k = 0; k < VECTOR; k++)
+            if (s * LANES + lane < UNITS) {
+                double size = fabs((double)to_float(row.weight[s].v[k]));
+                if (largest) norm = size > norm ? size : norm;
+                else norm += norm_type == 2.0 ? size * size : pow(size, norm_type);
+            }
+#pragma unroll
+    for (int step = LANES / 2; step > 0; step /= 2) {
+        double other = __shfl_xor_sync(group_mask(LANES), norm, step, LANES);
+        norm = largest ? (other > norm ? other : norm) : norm + other;
+    }
+    if (!largest) norm = norm_type == 2.0 ? sqrt(norm) : pow(norm, 1.0 / norm_type);
+    if (!(norm > max_norm)) return;
+    const float factor = (float)(max_norm / (norm + 1e-7));
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+        if (s * LANES + lane >= UNITS) break;
+#pragma unroll
+        for (int k = 0; k < VECTOR; k++)
+            row.weight[s].v[k] = from_float(__fmul_rn(to_float(row.weight[s].v[k]), factor));
+        store_row(place.weight, 0, s * LANES + lane, row.weight[s]);
+    }
+    if (lane == 0 && home >= 0) dirty[home] = 1;
+}
+
+// Limits the norm of every row of a batch, once each. A refused batch (a fault) changes none.
+extern "C" __global__ void __launch_bounds__(256) segments_limit_norm(
+    const Work *work, const Item *items, const Long *longs, const u64 *fault, double max_norm, double norm_type,
+    row_t *weight, float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty) {
+    if (fault[0] | fault[1]) return;
+    const Rows rows{weight, state, away_weight, away_state, records};
+    const int lane = threadIdx.x % LANES;
+    const i64 groups = thread_count() / LANES;
+    for (i64 w = thread_index() / LANES; w < work->items; w += groups)
+        if (items[w].table >= 0) row_limit_norm(rows, items[w].home, lane, max_norm, norm_type, dirty);
+    for (i64 w = thread_index() / LANES; w < work->longs; w += groups)
+        row_limit_norm(rows, longs[w].home, lane, max_norm, norm_type, dirty);
+}
+
+// What the host sets: changed by schedulers, seldom.
+struct Options {
+    double lr, lr_decay, beta1, beta2, eps;
+};
+extern "C" __global__ void options_set(Options *options, double lr, double lr_decay, double beta1, double beta2,
+                                       double eps) {
+    *options = Options{lr, lr_decay, beta1, beta2, eps};
+}
+
+// Numbers of an update, from the host's options and the steps each table has taken. A batch that was refused, and one
+// whose gradient is not finite under a scaler, leaves no work. One block.
+extern "C" __global__ void step_begin(const Options *options, i64 *steps, int n_tables, const u64 *faults,
+                                      int n_faults, const float *found_inf, const float *grad_scale, float *rate,
+                                      Numbers *numbers, Work *work) {
+    bool refused = found_inf && *found_inf != 0.0f;
+    for (int f = 0; f < 2 * n_faults; f++) refused = refused || faults[f] != 0;
+    if (refused) {
+        if (threadIdx.x == 0) work->items = work->longs = 0;
+        return;
+    }
+    const Options given = *options;
+    for (int t = threadIdx.x; t < n_tables; t += blockDim.x) {
+        const double step = (double)(steps[t] += 1);
+        double value = given.lr;
+        if (KIND == 1) value = given.lr / (1.0 + (step - 1.0) * given.lr_decay);
+        if (KIND == 3) value = given.lr * sqrt(1.0 - pow(given.beta2, step)) / (1.0 - pow(given.beta1, step));
+        rate[t] = (float)value;
+    }
+    if (threadIdx.x == 0)
+        *numbers = Numbers{(float)given.eps, (float)(1.0 - given.beta1), (float)(1.0 - given.beta2),
+                           grad_scale ? (float)(1.0 / (double)*grad_scale) : 1.0f};
 }

@@ -62,17 +62,23 @@ class Hyperparameters:
     scale: float = 1.0
 
 
+def check_rate(lr: float | torch.Tensor) -> float:
+    """The learning rate as a number. Raises `ConfigError` if it is negative or none."""
+    rate = float(lr)
+    if not np.isfinite(rate) or rate < 0:
+        raise ConfigError(
+            f"the learning rate is {rate!r}; it must be a finite number of 0 or more: check the scheduler. "
+            f"Nothing was updated"
+        )
+    return rate
+
+
 def hyperparameters(
     optimizer: config.OptimizerConfig, group: Mapping[str, Any], steps: Array, scale: float
 ) -> Hyperparameters:
     """The numbers of an update whose tables take their `steps`-th step (int64 (T,), from 1). `group` holds lr, eps, …
     as a torch param group does. Raises `ConfigError` for a learning rate that is negative or no number."""
-    lr = float(group["lr"])
-    if not np.isfinite(lr) or lr < 0:
-        raise ConfigError(
-            f"the learning rate is {lr!r}; it must be a finite number of 0 or more: check the scheduler. "
-            f"Nothing was updated"
-        )
+    lr = check_rate(group["lr"])
     kind = KINDS[type(optimizer)]
     eps = float(group.get("eps", 0.0))
     step = steps.astype(np.float64)

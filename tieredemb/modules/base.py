@@ -6,9 +6,8 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -19,22 +18,22 @@ from tieredemb.config import (
     Adagrad,
     Adam,
     Capacity,
+    CheckIds,
     OptimizerConfig,
     Policy,
     RowWiseAdagrad,
     TableConfig,
 )
 from tieredemb.errors import BackwardError, ConfigError, UnsupportedError
-from tieredemb.modules.call import BackwardPass, Call, GroupCall, Lookup, apply_update, inside_backward
+from tieredemb.modules.call import BackwardPass, Call, Lookup, inside_backward
 from tieredemb.modules.group import TableSetConfig
+from tieredemb.modules.inputs import Batch
 from tieredemb.modules.optimizer import FusedOptimizer
 from tieredemb.modules.table_set import TableSet
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import Storage
 from tieredemb.storage.host import HostMemory
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
+from tieredemb.storage.unified import UnifiedMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +64,9 @@ def table_set_config(
     seed: int,
     dtype: torch.dtype | None,
     device: torch.device | str | None,
+    check_ids: CheckIds,
 ) -> TableSetConfig:
-    """Fills in the defaults: `LFU()`, `HostMemory()`, torch's default dtype, the CPU."""
+    """Fills in the defaults: `LFU()`, torch's default dtype and device, `HostMemory()`, on a GPU `UnifiedMemory()`."""
     if policy is not None and not isinstance(policy, (LFU, LRU)):
         raise ConfigError(f"policy must be LFU(…) or LRU(), got {policy!r}")
     if optimizer is not None and not isinstance(optimizer, (SGD, Adagrad, RowWiseAdagrad, Adam)):
@@ -74,15 +74,21 @@ def table_set_config(
             f"optimizer must be one of tieredemb.SGD, Adagrad, RowWiseAdagrad, Adam (it is fused into backward; "
             f"torch.optim instances cannot reach the rows), got {optimizer!r}"
         )
+    place = torch.get_default_device() if device is None else torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    if storage is None:
+        storage = UnifiedMemory() if place.type == "cuda" else HostMemory()
     return TableSetConfig(
         tables=tables,
         capacity=capacity,
         policy=LFU() if policy is None else policy,
-        storage=HostMemory() if storage is None else storage,
+        storage=storage,
         optimizer=optimizer,
         seed=seed,
         dtype=dtype or torch.get_default_dtype(),
-        device=torch.device(device or "cpu"),
+        device=place,
+        check_ids=check_ids,
     )
 
 
@@ -118,34 +124,23 @@ class TieredModule(nn.Module):
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
-    def _lookup(self, ids: Array, offsets: Array, batch: int, weights: torch.Tensor | None) -> torch.Tensor:
-        """Pools checked arrays: `ids` int32 or int64 (N,), `offsets` int64 (T·B + 1,), `weights` (N,)."""
+    def _lookup(self, batch: Batch) -> torch.Tensor:
+        """Pools a batch: (B, ΣD)."""
         if inside_backward():
             self.backward_pass.touch()
-        grad = torch.is_grad_enabled()
+        grad, weights = torch.is_grad_enabled(), batch.weights
         if grad and not self._frozen:
             self._check_world_size()
         if grad and (not self._frozen or (weights is not None and weights.requires_grad)):
-            return Lookup.apply(self._hook, weights, lambda: Call(self, ids, offsets, batch))  # type: ignore[no-any-return, no-untyped-call]
-        call = Call(self, ids, offsets, batch)
+            return Lookup.apply(self._hook, weights, lambda: batch.call(self))  # type: ignore[no-any-return, no-untyped-call]
+        call = batch.call(self)
         try:
             return call.pool(weights, differentiable=False)
         finally:
             call.release()
 
     def _apply_updates(self, collected: list[tuple[Call, torch.Tensor]]) -> None:
-        optimizer = self.check_trainable()
-        todo = []
-        with self.tables.locked():
-            for g, group in enumerate(self.tables.groups):
-                parts: list[tuple[GroupCall, torch.Tensor]] = [(call.parts[g], grad) for call, grad in collected]
-                numbers = optimizer.numbers(group, [grad for _, grad in parts])
-                if numbers is None:
-                    return
-                todo.append((group, parts, numbers))
-            for group, parts, numbers in todo:
-                apply_update(group, parts, numbers, self)
-                group.steps[:] = [step + 1 for step in group.steps]
+        type(collected[0][0]).apply(self, collected)
 
     def check_trainable(self) -> FusedOptimizer:
         """The optimizer; raises `BackwardError` without one (never a silent default learning rate)."""
@@ -258,13 +253,14 @@ class TieredModule(nn.Module):
                 f"rows cannot be converted to {probe.dtype} in place; build the module with dtype={probe.dtype}, or "
                 f"use autocast for the dense part"
             )
-        if probe.device.type != self.tables.config.device.type:
-            raise UnsupportedError(
-                f"the tables live on {self.tables.config.device} and cannot move to {probe.device} in this version"
-            )
-        if probe.is_shared():  # type: ignore[no-untyped-call]
+        if probe.device.type == "cpu" and probe.is_shared():  # type: ignore[no-untyped-call]
             raise UnsupportedError("rows cannot be shared between processes; train in one process")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if probe.device != self.tables.config.device:
+            self.tables.move(probe.device)
+            self._hook = self._make_hook()
+            if self._fused is not None:
+                self._fused.move()
         return self
 
     def __getattr__(self, name: str) -> Any:

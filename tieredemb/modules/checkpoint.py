@@ -49,9 +49,7 @@ def _check_directory(directory: str | os.PathLike[str]) -> None:
 
 def _forget(groups: list[Group]) -> None:
     for group in groups:
-        group.cache.forget()
-        if not group.steps:
-            group.cache.cold.metadata.steps = [0] * len(group.space)
+        group.adopt()
 
 
 def _spaces(tables: TableSet) -> dict[str, ColdRows]:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from tieredemb.config import Capacity, OptimizerConfig, Policy, TableConfig
+from tieredemb.config import Capacity, CheckIds, OptimizerConfig, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.modules.base import LookupOptions, TieredModule, table_set_config
 from tieredemb.modules.call import untraced
-from tieredemb.modules.inputs import as_ids, as_offsets, check_weights
+from tieredemb.modules.inputs import Batch, as_ids, as_offsets, check_weights
 from tieredemb.storage.base import Storage
 
 
@@ -42,6 +42,7 @@ class TieredEmbeddingBagCollection(TieredModule):
         max_norm: float | None = None,
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
+        check_ids: CheckIds = "deferred",
     ) -> None:
         tables = tuple(tables)
         for table in tables:
@@ -51,7 +52,7 @@ class TieredEmbeddingBagCollection(TieredModule):
                 raise ConfigError(f"scale_grad_by_freq is not supported with mode='max' of table {table.name!r}")
         config = table_set_config(
             tables, capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
-            device=device,
+            device=device, check_ids=check_ids,
         )  # fmt: skip
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
         super().__init__(config, options)
@@ -78,17 +79,13 @@ class TieredEmbeddingBagCollection(TieredModule):
             other = next(table for table in configs if table.mode != "sum")
             raise InvalidInputError(f"per_sample_weights needs mode='sum'; table {other.name!r} has {other.mode!r}")
         weights = check_weights(per_sample_weights, indices)
-        edges = as_offsets(offsets, len(ids), self)
+        edges = as_offsets(offsets, self)
         batch, rest = divmod(len(edges) - 1, len(configs))
         if len(edges) == 0 or rest:
             raise InvalidInputError(
                 f"offsets has {len(edges)} elements; {len(configs)} tables need {len(configs)} · B + 1 of them"
             )
-        if edges[-1] != len(ids):
-            raise InvalidInputError(
-                f"the last offset is {edges[-1]} but there are {len(ids)} ids; it must be their number"
-            )
-        return self._lookup(ids, edges, batch, weights)
+        return self._lookup(Batch(ids, edges, len(edges), True, batch, weights))
 
     def extra_repr(self) -> str:
         config = self.tables.config

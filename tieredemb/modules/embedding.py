@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from tieredemb.config import Capacity, Init, Normal, OptimizerConfig, Policy, TableConfig
+from tieredemb.config import Capacity, CheckIds, Init, Normal, OptimizerConfig, Placement, Policy, TableConfig
 from tieredemb.modules.base import LookupOptions, TieredModule, table_set_config
 from tieredemb.modules.call import untraced
-from tieredemb.modules.inputs import as_ids
+from tieredemb.modules.inputs import Batch, as_ids, equal_bags
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.storage.base import Storage
 
@@ -46,6 +45,8 @@ class TieredEmbedding(TieredModule):
         optimizer: OptimizerConfig | None = None,
         seed: int = 0,
         init: Init | None = None,
+        placement: Placement = "auto",
+        check_ids: CheckIds = "deferred",
     ) -> None:
         table = TableConfig(
             name="weight",
@@ -53,12 +54,13 @@ class TieredEmbedding(TieredModule):
             embedding_dim=embedding_dim,
             padding_idx=padding_idx,
             init=Normal() if init is None else init,
+            placement=placement,
         )
         check_rows(_weight, num_embeddings, embedding_dim)
         dtype = dtype or (None if _weight is None else _weight.dtype)
         config = table_set_config(
             (table,), capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
-            device=device,
+            device=device, check_ids=check_ids,
         )  # fmt: skip
         options = LookupOptions(
             max_norm=max_norm,
@@ -96,8 +98,9 @@ class TieredEmbedding(TieredModule):
         """Rows of `input` (ids, int32 or int64, any shape): (*input.shape, D). Raises `InvalidInputError` or
         `IdOutOfRangeError` and changes nothing."""
         ids = as_ids("input", input, self)
-        edges = np.arange(len(ids) + 1, dtype=np.int64)
-        return self._lookup(ids, edges, len(ids), None).reshape(*input.shape, self.embedding_dim)
+        n = len(ids)
+        batch = Batch(ids, equal_bags(n, 1, ids.device), n + 1, True, n, None)
+        return self._lookup(batch).reshape(*input.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
         config = self.tables.config

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
-from tieredemb.config import Capacity, Init, Mode, Normal, OptimizerConfig, Policy, TableConfig
+from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, OptimizerConfig, Placement, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.modules.base import LookupOptions, TieredModule, table_set_config
 from tieredemb.modules.call import untraced
-from tieredemb.modules.inputs import as_ids, as_offsets, check_weights
+from tieredemb.modules.inputs import Batch, as_ids, as_offsets, check_weights, equal_bags
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.storage.base import Storage
 
@@ -24,12 +23,19 @@ class TieredEmbeddingBag(TieredModule):
 
     - `capacity`: rows of the hot cache (int), their share of the table (float in (0, 1]) or its bytes (`"512MiB"`).
     - `policy`: `LFU(half_life_batches=300)` or `LRU()`.
-    - `storage`: `HostMemory()`, `File(path)` or `Pmem(directory)`.
+    - `storage`: `HostMemory()` (the default on the CPU), `UnifiedMemory()` (the default on a GPU), `File(path)` or
+      `Pmem(directory)`.
     - `optimizer`: `SGD(lr=…)`, `Adagrad(…)`, `RowWiseAdagrad(…)` or `Adam(…)`, applied in backward. Without one the
       module serves, and a backward through it raises `BackwardError`.
     - `seed`, `init`: what the rows start as; a row is generated when it is first used.
+    - `placement`: whether all rows stay in the hot cache (`"resident"`), come and go (`"cached"`), or as suits the
+      capacity (`"auto"`).
+    - `check_ids`: on a GPU `"deferred"` lets a batch with a bad id read zeros and update nothing, and raises at the
+      next call that synchronises anyway (`stats`, `flush`, `state_dict`, …) or a forward that sees it; `"always"`
+      waits for the GPU in every forward and raises there. The CPU always raises at once.
 
-    Raises `ConfigError` for an argument that is not allowed. Nothing on the CPU synchronises with anything.
+    Raises `ConfigError` for an argument that is not allowed. No forward or backward synchronises with a GPU, unless
+    its tier is staged through the host (`File`, `Pmem`).
 
     >>> bag = TieredEmbeddingBag(1000, 4, mode="sum", capacity=100, optimizer=SGD(lr=0.1))
     >>> out = bag(torch.tensor([1, 2, 2, 999]), torch.tensor([0, 1]))
@@ -59,6 +65,8 @@ class TieredEmbeddingBag(TieredModule):
         optimizer: OptimizerConfig | None = None,
         seed: int = 0,
         init: Init | None = None,
+        placement: Placement = "auto",
+        check_ids: CheckIds = "deferred",
     ) -> None:
         table = TableConfig(
             name="weight",
@@ -67,6 +75,7 @@ class TieredEmbeddingBag(TieredModule):
             mode=mode,
             padding_idx=padding_idx,
             init=Normal() if init is None else init,
+            placement=placement,
         )
         if scale_grad_by_freq and mode == "max":
             raise ConfigError("scale_grad_by_freq is not supported with mode='max'; use 'sum' or 'mean'")
@@ -74,7 +83,7 @@ class TieredEmbeddingBag(TieredModule):
         dtype = dtype or (None if _weight is None else _weight.dtype)
         config = table_set_config(
             (table,), capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
-            device=device,
+            device=device, check_ids=check_ids,
         )  # fmt: skip
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
         super().__init__(config, options)
@@ -133,23 +142,20 @@ class TieredEmbeddingBag(TieredModule):
         if input.dim() == 2:
             if offsets is not None:
                 raise InvalidInputError("offsets must be None for 2-D input, whose rows are the bags")
-            edges = np.arange(input.shape[0] + 1, dtype=np.int64) * input.shape[1]
-        elif input.dim() == 1:
-            edges = self._edges(ids, offsets)
-        else:
+            bags, length = input.shape
+            return self._lookup(Batch(ids, equal_bags(bags, length, ids.device), bags + 1, True, bags, weights))
+        if input.dim() != 1:
             raise InvalidInputError(f"input must have one or two dimensions, got shape {tuple(input.shape)}")
-        return self._lookup(ids[: edges[-1]], edges, len(edges) - 1, None if weights is None else weights[: edges[-1]])
-
-    def _edges(self, ids: np.ndarray[Any, Any], offsets: torch.Tensor | None) -> np.ndarray[Any, Any]:
-        """Offsets with the end of the last bag, int64 (B + 1,)."""
         if offsets is None:
             raise InvalidInputError("offsets is missing: 1-D input needs the start of each bag; or pass 2-D input")
-        starts = as_offsets(offsets, len(ids), self)
-        if self.include_last_offset:
-            if len(starts) == 0:
-                raise InvalidInputError("with include_last_offset offsets has at least one element, got none")
-            return starts
-        return np.append(starts, len(ids)) if len(starts) else np.zeros(1, np.int64)
+        starts = as_offsets(offsets, self)
+        if self.include_last_offset and len(starts) == 0:
+            raise InvalidInputError("with include_last_offset offsets has at least one element, got none")
+        if len(starts) == 0:
+            starts = equal_bags(0, 0, ids.device)
+            return self._lookup(Batch(ids, starts, 1, False, 0, weights))
+        bags = len(starts) - self.include_last_offset
+        return self._lookup(Batch(ids, starts, bags + 1, False, bags, weights))
 
     def extra_repr(self) -> str:
         parts = f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}"

@@ -1,17 +1,22 @@
-"""What callers pass to a forward, checked before anything changes, as the arrays that kernels take."""
+"""What callers pass to a forward, checked before anything changes, and turned into a call.
+
+On the CPU ids and offsets are checked here, whole; on a GPU their values are the device's to check.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tieredemb.errors import InvalidInputError, UnsupportedError
-from tieredemb.lookup.bags import check_offsets
+from tieredemb.lookup.bags import check_offsets, offsets_out_of_order
 
 if TYPE_CHECKING:
     from tieredemb.modules.base import TieredModule
+    from tieredemb.modules.call import Call
 
     Array = np.ndarray[Any, Any]
 
@@ -19,8 +24,47 @@ INTEGER_DTYPES = (torch.int32, torch.int64)
 MAX_IDS = 2**31 - 1  # of one batch: plans and gradients number its occurrences in int32
 
 
-def as_ids(name: str, value: torch.Tensor, module: TieredModule) -> Array:
-    """A CPU int32 or int64 tensor as a flat numpy array. Raises `InvalidInputError`."""
+@dataclass(frozen=True)
+class Batch:
+    """One batch as a module's forward took it. `ids`: int32 or int64 (N,) · `offsets`: int32 or int64, edges of the
+    bags of all tables · `edges`: T·B + 1, how many there are; the last may be missing and is then N · `exact`: whether
+    the last must be N · `size`: B · `weights`: floats (N,) or None. Dtypes and shapes are checked, values are not."""
+
+    ids: torch.Tensor
+    offsets: torch.Tensor
+    edges: int
+    exact: bool
+    size: int
+    weights: torch.Tensor | None
+
+    def call(self, module: TieredModule) -> Call:
+        """Checks the values and plans the batch on the module's device."""
+        if module.tables.config.device.type == "cuda":
+            from tieredemb.lookup.device_bags import Edges
+            from tieredemb.modules.device_call import DeviceCall
+
+            edges = Edges(self.offsets.detach().to(torch.int64).contiguous(), self.edges, self.exact)
+            return DeviceCall(module, self.ids, edges, self.size)
+        from tieredemb.modules.host_call import HostCall
+
+        return HostCall(module, self.ids.numpy(), self._edges(), self.size)
+
+    def _edges(self) -> Array:
+        """Checked offsets with the end of the last bag, as an int64 array of our own: backward reads them again, and
+        loaders reuse their buffers."""
+        array, n = self.offsets.numpy().astype(np.int64), len(self.ids)
+        if len(array):
+            check_offsets(array, n)
+        if len(array) < self.edges:
+            array = np.append(array, n)
+        if self.exact and array[-1] != n:
+            before = int(array[-2]) if len(array) > 1 else 0
+            raise InvalidInputError(offsets_out_of_order(len(array) - 1, int(array[-1]), before, n, len(array)))
+        return array
+
+
+def as_ids(name: str, value: torch.Tensor, module: TieredModule) -> torch.Tensor:
+    """An int32 or int64 tensor on the module's device, flat. Raises `InvalidInputError`."""
     if not isinstance(value, torch.Tensor):
         raise InvalidInputError(f"{name} must be a tensor, got {type(value).__name__}")
     if torch._C._are_functorch_transforms_active():
@@ -30,24 +74,25 @@ def as_ids(name: str, value: torch.Tensor, module: TieredModule) -> Array:
         )
     if value.dtype not in INTEGER_DTYPES:
         raise InvalidInputError(f"{name} must be int32 or int64, got {value.dtype}; use {name}.long()")
-    if value.device.type != module.tables.config.device.type:
+    if value.device != module.tables.config.device:
         raise InvalidInputError(
             f"{name} is on {value.device}, the tables are on {module.tables.config.device}; move one of them"
         )
     if value.numel() > MAX_IDS:
         raise InvalidInputError(f"{name} has {value.numel()} elements, at most {MAX_IDS} are allowed; split the batch")
-    return value.detach().contiguous().reshape(-1).numpy()
+    return value.detach().contiguous().reshape(-1)
 
 
-def as_offsets(offsets: torch.Tensor, ids: int, module: TieredModule) -> Array:
-    """Checked offsets as an int64 array of our own: backward reads them again, and loaders reuse their buffers. Raises
-    `InvalidInputError`."""
+def as_offsets(offsets: torch.Tensor, module: TieredModule) -> torch.Tensor:
+    """Offsets of the right shape and dtype. Raises `InvalidInputError`."""
     if isinstance(offsets, torch.Tensor) and offsets.dim() != 1:
         raise InvalidInputError(f"offsets must have one dimension, got shape {tuple(offsets.shape)}")
-    array = as_ids("offsets", offsets, module).astype(np.int64)
-    if len(array):
-        check_offsets(array, ids)
-    return array
+    return as_ids("offsets", offsets, module)
+
+
+def equal_bags(bags: int, length: int, device: torch.device) -> torch.Tensor:
+    """Edges of `bags` bags of `length` ids each, int64 (bags + 1,)."""
+    return torch.arange(bags + 1, dtype=torch.int64, device=device) * length
 
 
 def check_weights(weights: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
@@ -56,7 +101,7 @@ def check_weights(weights: torch.Tensor | None, ids: torch.Tensor) -> torch.Tens
         return None
     if not isinstance(weights, torch.Tensor) or not weights.is_floating_point():
         raise InvalidInputError("per_sample_weights must be a floating-point tensor")
-    if weights.device.type != ids.device.type:
+    if weights.device != ids.device:
         raise InvalidInputError(
             f"per_sample_weights are on {weights.device}, the ids are on {ids.device}; move one of them"
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,8 @@ import torch
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import ConfigError, InvalidInputError
-from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters, state_names, state_start
-from tieredemb.modules.group import Group
+from tieredemb.lookup.optimizer import Hyperparameters, check_rate, hyperparameters, state_names, state_start
+from tieredemb.modules.group import DeviceGroup, Group
 from tieredemb.modules.table_set import TableSet
 
 if TYPE_CHECKING:
@@ -29,12 +30,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, tables: TableSet, config: OptimizerConfig) -> None:
-        stand_ins = [torch.nn.Parameter(torch.zeros((), device="cpu")) for _ in tables.config.tables]
+        device = tables.config.device
+        stand_ins = [torch.nn.Parameter(torch.zeros((), device=device)) for _ in tables.config.tables]
         super().__init__(stand_ins, asdict(config))
         self._tables = tables
         self._config = config
         self._scaler: torch.amp.GradScaler | None = None
-        self.found_inf = False
+        self.found_inf: bool | torch.Tensor = False
+        self._options: torch.Tensor | None = None  # what a GPU knows of the param group, and when it was told
+        self._told: dict[str, Any] | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -68,6 +72,50 @@ class FusedOptimizer(torch.optim.Optimizer):
                 return None
         steps = np.array(group.steps, np.int64) + 1
         return hyperparameters(self._config, self.param_groups[0], steps, scale)
+
+    def scaling(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """On a GPU: whether `grads` are not finite, and what they were scaled by, both float32 (); None without an
+        attached scaler. Does not synchronise; `found_inf` is a tensor there."""
+        scaler = self._scaler
+        if scaler is None or not scaler.is_enabled():
+            return None, None
+        finite = torch.stack([torch.isfinite(grad).all() for grad in grads]).all()
+        self.found_inf = found = torch.where(finite, 0.0, 1.0)
+        for param in self.param_groups[0]["params"]:
+            param.grad = torch.where(finite, 0.0, float("inf"))
+        return found, scaler._get_scale_async()
+
+    def upload(self) -> None:
+        """Tells the GPU of the param group as it is now. Every eager step does; after a scheduler has changed `lr`,
+        call it before replaying a captured step. Does not synchronise. Raises `ConfigError` for a learning rate that
+        is negative or no number."""
+        group = self.options()
+        if self._told == group:
+            return
+        check_rate(group["lr"])
+        device = self._tables.config.device
+        first = self._tables.groups[0]
+        assert isinstance(first, DeviceGroup)
+        if self._options is None:
+            self._options = torch.zeros(5, dtype=torch.float64, device=device)
+        with torch.cuda.device(device), _outside_capture():
+            first.lookup.set_options(self._options, group)
+        self._told = group
+
+    def options_on(self, group: DeviceGroup) -> torch.Tensor:
+        """The param group as the GPU of `group` knows it, float64 (5,): lr, lr_decay, beta1, beta2, eps."""
+        self.upload()
+        assert self._options is not None
+        return self._options
+
+    def move(self) -> None:
+        """Follows the tables to another device."""
+        device = self._tables.config.device
+        for param in self.param_groups[0]["params"]:
+            param.data = param.data.to(device)
+            param.grad = None
+        self._options = self._told = None
+        self.found_inf = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: the tables are the parameters."""
@@ -109,7 +157,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             loaded.append((table, float(entry.get("step", 0)), words))
         for table, step, words in loaded:
             group, position, _ = self._tables.locate(table)
-            group.steps[position] = int(step)
+            group.steps = [*group.steps[:position], int(step), *group.steps[position + 1 :]]
             if words is not None:
                 self._tables.set_state(table, words)
         self.set_options(groups[0])
@@ -143,4 +191,14 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_tables": self._tables, "_config": self._config, "_scaler": None, "found_inf": self.found_inf}
-        return {**super().__getstate__(), **own}
+        return {**super().__getstate__(), **own, "_options": None, "_told": None}
+
+
+@contextlib.contextmanager
+def _outside_capture() -> Iterator[None]:
+    """Launches at once even while the current stream is being captured: what the graph reads, not what it does."""
+    if not torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        yield

@@ -7,17 +7,16 @@ import json
 import os
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from tieredemb.cache.tiered_cache import cache_bytes_per_slot
 from tieredemb.config import Capacity, parse_bytes
 from tieredemb.errors import ConfigError, StorageFullError
 from tieredemb.lookup.bags import KeySpace
-from tieredemb.modules.group import Group, TableSetConfig, row_layout
+from tieredemb.modules.group import Group, TableSetConfig, make_group, move_group, row_layout, slot_bytes
 from tieredemb.stats import CacheStats
 
 if TYPE_CHECKING:
@@ -33,6 +32,7 @@ class TableSet:
         self.config = config
         self.columns = np.concatenate([[0], np.cumsum([t.embedding_dim for t in config.tables])]).astype(np.int64)
         widths = sorted({table.embedding_dim for table in config.tables})
+        self.faults = make_fault_report(config)
         self.groups: list[Group] = []
         self._finalizer = weakref.finalize(self, _close_groups, self.groups)
         for width in widths:
@@ -40,7 +40,7 @@ class TableSet:
             space = KeySpace(config.tables, members, list(self.columns))
             capacity = _share(config.capacity, space, config) if len(widths) > 1 else config.capacity
             try:
-                self.groups.append(Group(config, space, capacity, f"width{width}" if len(widths) > 1 else ""))
+                self.groups.append(make_group(config, space, capacity, f"width{width}" if len(widths) > 1 else ""))
             except BaseException:
                 self.close()
                 raise
@@ -68,6 +68,7 @@ class TableSet:
         for start, stop in _chunks(config.num_embeddings):
             rows = carrier_view(out[start:stop])
             group.cache.export_rows(first + start, first + stop, rows, np.empty((stop - start, 0), np.uint32))
+        self.check_faults()
         return out
 
     def set_weight(self, table: int, weight: torch.Tensor) -> None:
@@ -118,6 +119,19 @@ class TableSet:
         """Writes all hot rows back: afterwards cold storage alone holds the truth."""
         for group in self.groups:
             group.cache.flush()
+        self.check_faults()
+
+    def move(self, device: torch.device) -> None:
+        """Moves the caches to `device` over the same cold rows. Raises `StorageError` while batches are in flight."""
+        with self.locked():
+            for group in self.groups:
+                group.cache.check_idle("move the tables")
+            config = replace(self.config, device=device)
+            self.flush()
+            groups = [move_group(group, config) for group in self.groups]
+            self.faults = make_fault_report(config)
+            self.groups[:] = groups
+            self.config = config
 
     def close(self) -> None:
         """Flushes and closes. A second call does nothing; after a failed one (a full disk) it tries again."""
@@ -125,8 +139,15 @@ class TableSet:
         self._finalizer.detach()
 
     def stats(self) -> CacheStats:
-        """Totals of all groups."""
-        return sum((group.cache.stats() for group in self.groups), CacheStats())
+        """Totals of all groups. Synchronises with a GPU, and raises what it has found wrong since."""
+        total = sum((group.cache.stats() for group in self.groups), CacheStats())
+        self.check_faults()
+        return total
+
+    def check_faults(self) -> None:
+        """Raises for a batch that a GPU refused, once the device has said so."""
+        if self.faults is not None:
+            self.faults.check()
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes of every allocation, for each width."""
@@ -160,6 +181,15 @@ class TableSet:
         return copied
 
 
+def make_fault_report(config: TableSetConfig) -> Any:
+    """Where a GPU reports ids and offsets that are out of range; None on the CPU, which refuses them at once."""
+    if config.device.type != "cuda":
+        return None
+    from tieredemb.lookup.device_bags import FaultReport
+
+    return FaultReport([t.name for t in config.tables], [t.num_embeddings for t in config.tables])
+
+
 def _rebuild(config: TableSetConfig, parts: list[Any], metadata: list[Any]) -> TableSet:
     tables = TableSet(config)
     for group, rows, remembered in zip(tables.groups, parts, metadata, strict=True):
@@ -168,6 +198,7 @@ def _rebuild(config: TableSetConfig, parts: list[Any], metadata: list[Any]) -> T
             cold.weight[start:stop] = weight
             cold.state[start:stop] = state
         cold.metadata.__dict__.update(json.loads(json.dumps(asdict(remembered))))
+        group.adopt()
     return tables
 
 
@@ -191,15 +222,15 @@ def _share(capacity: Capacity, space: KeySpace, config: TableSetConfig) -> Capac
     """The part of a capacity that one of several widths gets: the same share of its rows as the others, but at least
     one row."""
     if isinstance(capacity, str):
-        slot_bytes = {
-            t.embedding_dim: cache_bytes_per_slot(row_layout(config, 1, t.embedding_dim)) for t in config.tables
+        each = {
+            t.embedding_dim: slot_bytes(row_layout(config, 1, t.embedding_dim), config.device) for t in config.tables
         }
-        budget, least = parse_bytes(capacity), sum(slot_bytes.values())
+        budget, least = parse_bytes(capacity), sum(each.values())
         if budget < least:
             raise ConfigError(
                 f"capacity {capacity!r} holds no row of each width; one of each takes {least} bytes in the cache"
             )
-        total = sum(table.num_embeddings * slot_bytes[table.embedding_dim] for table in config.tables)
+        total = sum(table.num_embeddings * each[table.embedding_dim] for table in config.tables)
         return max(1, (budget - least) * space.rows // total)
     if isinstance(capacity, int) and capacity >= 1:
         return max(1, capacity * space.rows // sum(table.num_embeddings for table in config.tables))

@@ -1,25 +1,33 @@
 // Moving rows: a victim's row from its slot to cold storage if it is dirty, the missed row from there into the slot.
 //
 // A group of lanes takes a row, 16 bytes a lane, and keeps ROWS rows in flight. Weights and state are arrays of their
-// own on both sides. 8 blocks of 1,024 threads saturate PCIe and leave the other multiprocessors to the lookup.
+// own on both sides; the last word of a cold state is the score. A few blocks saturate PCIe and leave the other
+// multiprocessors to the lookup.
 #include "common.cuh"
 
 #ifndef STATE
 #define STATE 1  // words of optimizer state a row, without the score
 #endif
 #ifndef ROWS
-#define ROWS 4  // rows in flight a group
+#define ROWS 2  // rows in flight a group: 4 took a third longer
 #endif
-constexpr int LANES = UNITS >= 32 ? 32 : UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : UNITS > 2 ? 4 : UNITS;
+constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : UNITS > 2 ? 4 : UNITS;
 constexpr int STEPS = (UNITS + LANES - 1) / LANES;
-constexpr u32 MIN_SCORE = 1u;
+
+struct Moved {
+    u64 generated, evicted, written_back, scores_written;  // totals, inside the plan's counts
+};
 
 // For each missed key with a slot: write back what was there, bring the row in. Moves (per direction) D · itemsize +
-// 4 (S + 1) bytes a row over PCIe. untouched[m] says that the row was never written and has to be generated.
+// 4 (S + 1) bytes a row over PCIe. untouched[m] says that the row was never written and has to be generated; a row
+// that stays in cold storage (a negative slot) is looked at for that alone.
 extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     const int *count, const i64 *missed_keys, const int *missed_slots, const i64 *victim_keys, row_t *hot_weight,
     u32 *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight, u32 *cold_state, unsigned char *untouched,
-    u64 *written_back) {
+    Moved *moved) {
+    __shared__ int written, clean, fresh;
+    if (threadIdx.x == 0) written = clean = fresh = 0;
+    __syncthreads();
     const int n = *count;
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES, groups = thread_count() / LANES;
@@ -28,21 +36,22 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
         u32 in_score[ROWS];
         i64 key[ROWS], victim[ROWS];
         int slot[ROWS];
-        bool is_dirty[ROWS];
+        bool have[ROWS], is_dirty[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            bool have = base + r < n;
-            slot[r] = have ? missed_slots[base + r] : -1;
-            key[r] = have ? missed_keys[base + r] : 0;
-            victim[r] = have ? victim_keys[base + r] : -1;
+            have[r] = base + r < n;
+            slot[r] = have[r] ? missed_slots[base + r] : -1;
+            key[r] = have[r] ? missed_keys[base + r] : 0;
+            victim[r] = have[r] ? victim_keys[base + r] : -1;
+            is_dirty[r] = false;
         }
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
+            if (have[r]) in_score[r] = cold_state[key[r] * (STATE + 1) + STATE];
             if (slot[r] < 0) continue;
 #pragma unroll
             for (int s = 0; s < STEPS; s++)
                 if (s * LANES + lane < UNITS) in[r][s] = load_row(cold_weight, key[r], s * LANES + lane);
-            in_score[r] = cold_state[key[r] * (STATE + 1) + STATE];
             is_dirty[r] = victim[r] >= 0 && dirty[slot[r]];
             if (is_dirty[r]) {
 #pragma unroll
@@ -72,11 +81,57 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
         __syncwarp(group_mask(LANES));
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            if (slot[r] < 0 || lane != 0) continue;
-            score[slot[r]] = in_score[r] ? in_score[r] : MIN_SCORE;
+            if (!have[r] || lane != 0) continue;
             untouched[base + r] = in_score[r] == 0;
-            dirty[slot[r]] = in_score[r] == 0;
-            if (is_dirty[r]) atomicAdd(written_back, 1ull);
+            if (slot[r] < 0) continue;
+            if (in_score[r] == 0) atomicAdd(&fresh, 1);
+            score[slot[r]] = in_score[r];
+            dirty[slot[r]] = in_score[r] == 0;  // until it was written once, cold storage does not know the row
+            if (victim[r] >= 0) atomicAdd(is_dirty[r] ? &written : &clean, 1);
         }
     }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    if (fresh) atomicAdd(&moved->generated, (u64)fresh);
+    if (written) atomicAdd(&moved->written_back, (u64)written);
+    if (clean) atomicAdd(&moved->scores_written, (u64)clean);
+}
+
+// Writes slots back and leaves them in place: slot first_slot + i for i < n, or slots[i] for i < *count, to cold row
+// keys[i], or first_key + i without keys; negative keys are skipped. A dirty row moves whole and becomes clean, of a
+// clean one only the score does. Where `was_dirty` is given it takes the dirty flags, and those of the slots stay.
+extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
+    const int *count, i64 n, i64 first_slot, i64 first_key, const int *slots, const i64 *keys, const row_t *hot_weight,
+    const u32 *hot_state, const u32 *score, unsigned char *dirty, row_t *cold_weight, u32 *cold_state,
+    unsigned char *was_dirty, Moved *moved) {
+    __shared__ int written, clean;
+    if (threadIdx.x == 0) written = clean = 0;
+    __syncthreads();
+    if (count) n = *count;
+    const int lane = threadIdx.x % LANES;
+    const i64 group = thread_index() / LANES, groups = thread_count() / LANES;
+    for (i64 i = group; i < n; i += groups) {
+        const i64 slot = slots ? slots[i] : first_slot + i, key = keys ? keys[i] : first_key + i;
+        if (key < 0 || slot < 0) continue;
+        const bool is_dirty = dirty[slot];
+        if (!is_dirty && !keys) continue;  // without keys: rows of resident tables, whose scores stand still
+        if (is_dirty)
+#pragma unroll
+            for (int s = 0; s < STEPS; s++)
+                if (s * LANES + lane < UNITS)
+                    store_row(cold_weight, was_dirty ? i : key, s * LANES + lane,
+                              load_row(hot_weight, slot, s * LANES + lane));
+        u32 *home = cold_state + (was_dirty ? i : key) * (STATE + 1);
+        for (int w = lane; w <= STATE; w += LANES)
+            if (is_dirty || w == STATE) home[w] = w == STATE ? score[slot] : hot_state[slot * STATE + w];
+        __syncwarp(group_mask(LANES));
+        if (lane != 0) continue;
+        if (was_dirty) was_dirty[i] = is_dirty;
+        else dirty[slot] = 0;
+        atomicAdd(is_dirty ? &written : &clean, 1);
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    if (written) atomicAdd(&moved->written_back, (u64)written);
+    if (clean) atomicAdd(&moved->scores_written, (u64)clean);
 }

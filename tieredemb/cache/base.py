@@ -1,0 +1,177 @@
+"""What a cache is on every device: one owner process, one lock, cold storage behind it, whole-cache calls over it."""
+
+from __future__ import annotations
+
+import abc
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tieredemb.cache.policy import MIN_SCORE, scoring
+from tieredemb.cache.tickets import TicketBook
+from tieredemb.config import LFU, Policy
+from tieredemb.errors import ConfigError, ForkedError, StorageError
+from tieredemb.stats import CacheStats
+from tieredemb.storage.base import ColdRows
+from tieredemb.storage.initial import InitialRows
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+
+class Cache(abc.ABC):
+    """A cache of `slots` rows over `cold`.
+
+    `initial` generates rows that were never written (without it they are zeros). `lock_window`: rows of this many
+    previous batches are never evicted. Calls are serialised; none may come from a forked child.
+    """
+
+    def __init__(
+        self,
+        cold: ColdRows,
+        *,
+        slots: int,
+        policy: Policy | None,
+        initial: InitialRows | None,
+        lock_window: int,
+        device: torch.device,
+    ) -> None:
+        if lock_window < 0:
+            raise ConfigError(f"lock_window must be 0 or more batches, got {lock_window}")
+        self.cold = cold
+        self.slots = slots
+        self.policy = policy or LFU()
+        self.device = device
+        self.lock = threading.RLock()
+        self._initial = initial
+        self._lock_window = lock_window
+        self._scoring = scoring(self.policy)
+        self._book = TicketBook()
+        self._pid = os.getpid()
+        self._closed = False
+
+    # --- what a device provides -------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Writes every dirty row and every score back: afterwards cold storage alone holds the truth."""
+
+    @abc.abstractmethod
+    def forget(self) -> None:
+        """Drops every hot row without writing it back, for a cold storage that was replaced as a whole. Refused while
+        tickets are in flight."""
+
+    @abc.abstractmethod
+    def stats(self) -> CacheStats:
+        """Totals since the cache was built. Synchronises with a GPU."""
+
+    @abc.abstractmethod
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes of every allocation: `cache` (what the capacity buys), `batch` (beyond it), `cold`."""
+
+    @abc.abstractmethod
+    def _write_back_range(self, start: int, stop: int) -> None:
+        """Makes cold storage know the rows start … stop − 1 as they are now."""
+
+    @abc.abstractmethod
+    def _reload_range(self, start: int, stop: int) -> None:
+        """Takes the rows start … stop − 1 over from cold storage, wherever they are hot."""
+
+    # --- rows as arrays ---------------------------------------------------------------------------------------------
+
+    def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
+        """Copies the rows start … stop − 1 as they are now: `weight` carrier (K, D), `state` uint32 (K, S), either
+        may have no columns. Rows never used are generated into the copy alone: cold storage does not grow."""
+        with self.lock:
+            self._check_usable()
+            self._write_back_range(start, stop)
+            cold = self.cold
+            weight[:] = cold.weight[start:stop, : weight.shape[1]]
+            state[:] = cold.state[start:stop, : state.shape[1]]
+            untouched = np.flatnonzero(cold.state[start:stop, -1] == 0)
+            self._generate(untouched + start, untouched, weight, state, state.shape[1])
+
+    def import_rows(self, start: int, weight: Array | None, state: Array | None) -> None:
+        """Overwrites weights (carrier (K, D)) or optimizer state (uint32 (K, S)) of the rows from `start` on, wherever
+        they live. What is None stays, scores too; rows in flight stay in their slots. Raises `StorageFullError` before
+        anything changes."""
+        stop = start + len(weight if weight is not None else state if state is not None else ())
+        with self.lock:
+            self._check_usable()
+            self._write_back_range(start, stop)
+            cold = self.cold
+            cold.reserve_range(start, stop)
+            untouched = np.flatnonzero(cold.state[start:stop, -1] == 0) + start
+            # weights that are about to be overwritten need not be generated
+            target = cold.weight if weight is None else np.empty((cold.layout.rows, 0), cold.layout.carrier)
+            self._generate(untouched, untouched, target, cold.state, cold.layout.state_width)
+            cold.state[untouched, -1] = MIN_SCORE
+            if weight is not None:
+                cold.weight[start:stop] = weight
+            if state is not None:
+                cold.state[start:stop, :-1] = state
+            self._reload_range(start, stop)
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def check_idle(self, call: str) -> None:
+        """Raises `StorageError` if a batch is in flight."""
+        if self._book.live:
+            raise StorageError(
+                f"cannot {call} while {self._book.live} batch(es) are in flight; run or drop their backward first"
+            )
+
+    def close(self) -> None:
+        """Flushes a cold storage that outlives the process, and closes it. A second call does nothing."""
+        with self.lock:
+            if self._closed or os.getpid() != self._pid:
+                return
+            if not self.cold.volatile:
+                self.flush()
+            self._closed = True
+            self._release()
+            self.cold.close()
+
+    def abandon(self) -> None:
+        """Leaves cold storage to another cache; this one was flushed and can do nothing any more."""
+        with self.lock:
+            self._closed = True
+            self._release()
+
+    def _release(self) -> None:  # noqa: B027 - arrays in host memory go with the cache
+        """Gives back what the cache holds beside its cold storage."""
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _oldest(self, batch: int) -> int:
+        """Rows used at or after this batch are locked while `batch` is planned."""
+        return min(self._book.oldest(batch), batch - self._lock_window)
+
+    def _generate(self, keys: Array, rows: Array, weight: Array, state: Array, state_width: int) -> None:
+        """Writes the initial row of each key to `rows` of `weight` and of the first words of `state`."""
+        if self._initial is not None:
+            self._initial.generate(keys, rows, weight, state, state_width)
+        else:
+            weight[rows] = 0
+            state[rows, :state_width] = 0
+
+    def _adopt_scores(self) -> None:
+        """Scores left by another policy mean nothing here: such rows start from the lowest score."""
+        metadata = self.cold.metadata
+        if metadata.policy not in ("", self._scoring.name):
+            for start, stop in self.cold.used_ranges():
+                scores = self.cold.state[start:stop, -1]
+                scores[np.flatnonzero(scores > MIN_SCORE)] = MIN_SCORE  # pages of untouched rows stay unwritten
+        metadata.policy = self._scoring.name
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                "this cache belongs to the parent process; build the module in the child, or start the process with "
+                "the 'spawn' method (a DataLoader's workers must not touch the module)"
+            )
+        if self._closed:
+            raise StorageError("this cache was closed; build a new module over the same storage to go on")

@@ -1,0 +1,238 @@
+"""The hot cache on a GPU over one key space: the twin of `TieredCache`, without a word from the device to the host.
+
+`plan` launches; what it found, missed and moved is known to the device alone. Cold rows that kernels read in place
+(`transfer.InPlace`) need no host at all, so that a step can be captured in a CUDA graph; other tiers are staged
+(`transfer.Staged`) and make the host wait.
+
+Rows of a batch larger than the cache stay where they are and are used there, under records (`device_plan.Records`): no
+home changes while a ticket is in flight, so such a row gets a slot only in a plan after its last ticket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tieredemb.cache.base import Cache
+from tieredemb.cache.device_plan import Away, DevicePlan, Missed
+from tieredemb.cache.device_rows import DeviceRows
+from tieredemb.cache.policy import MIN_SCORE
+from tieredemb.cache.tickets import Flight, TicketBook
+from tieredemb.cache.transfer import InPlace, Staged, Transfer
+from tieredemb.config import Policy
+from tieredemb.errors import StorageError
+from tieredemb.stats import CacheStats
+from tieredemb.storage.base import ColdRows
+from tieredemb.storage.initial import InitialRows
+
+LOAD_ROWS = 1 << 20  # rows brought in at once by whole-cache calls
+
+
+class DeviceTicket(Flight):
+    """A planned batch in flight on a GPU. `homes`: int32 (N,), the slot of each occurrence, −2 − r for a row that is
+    used without one, or `DROPPED` · `slotless`: whether there may be such rows."""
+
+    def __init__(self, batch: int, homes: torch.Tensor, slotless: bool, book: TicketBook) -> None:
+        super().__init__(batch, book)
+        self.homes = homes
+        self.slotless = slotless
+
+    def size_bytes(self) -> int:
+        return self.homes.nbytes
+
+
+class DeviceCache(Cache):
+    """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, have slots of their own, from
+    `slots` less their number on, in that order.
+
+    Calls may come on any stream: one that differs from the last call's waits for what that has queued. Raises
+    `DeviceMemoryError` where the slots do not fit.
+    """
+
+    def __init__(
+        self,
+        cold: ColdRows,
+        *,
+        slots: int,
+        policy: Policy | None = None,
+        initial: InitialRows,
+        lock_window: int = 0,
+        device: torch.device,
+        resident: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        super().__init__(cold, slots=slots, policy=policy, initial=initial, lock_window=lock_window, device=device)
+        self._resident = tuple(resident)
+        pinned = sum(rows for _, rows in self._resident)
+        self._cached = slots - pinned
+        self.on_flush: list[Callable[[], None]] = []
+        self._stream = torch.cuda.current_stream(device)
+        with torch.cuda.device(device):
+            self.hot = DeviceRows(cold.layout, self._cached, pinned, device)
+            cold.attach(device)
+            self._plan = DevicePlan(self.hot, self._scoring, device)
+            kind = InPlace if cold.device_readable else Staged
+            self._transfer: Transfer = kind(cold, self.hot, initial, self._plan)
+            self._adopt_scores()
+            self._restart(fresh=cold.volatile)
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    def plan(self, keys: torch.Tensor, homes: torch.Tensor, *, score: bool = True) -> DeviceTicket:
+        """Makes the rows of `keys` (int64 (N,), in range, negative where there is nothing to look up) resident and
+        locks them; completes `homes` (int32 (N,)), which comes with −1 for each key, else with the slot of a resident
+        table's row or `DROPPED`. Does not synchronise, unless the tier is staged.
+
+        With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
+        recomputed. A failing storage raises its error and changes no row; the cache stays usable.
+        """
+        with self.entered():
+            n, batch = len(keys), self.cold.metadata.batch + 1
+            if self._cached == 0 or n == 0:
+                self.cold.metadata.batch = batch
+                self._plan.count(homes, scored=score)
+                return self._ticket(batch, homes, slotless=False)
+            self._check_capture()
+            slotless = self._lock_window > 0 or self._book.exceeds(self._cached, n)
+            if slotless:
+                self._plan.records.reserve(self._book.ids() + n)
+            missed = Missed.empty(n, self.device)
+            lag = batch - self._oldest(batch)
+            self._transfer.retire(batch, lag)
+            self.cold.metadata.batch = batch
+            self._plan.find(keys, homes, missed, lag=lag, scored=score, away=self.away(slotless))
+            self._transfer.bring(missed, self._plan.choose(n), homes, slotless)
+            self._plan.score(missed, self.away(slotless), scored=score)
+            return self._ticket(batch, homes, slotless)
+
+    def away(self, slotless: bool) -> Away:
+        """Where the rows of a batch lie that have no slot, now: a later plan may move them as a whole."""
+        return self._transfer.away(slotless)
+
+    def _ticket(self, batch: int, homes: torch.Tensor, slotless: bool) -> DeviceTicket:
+        ticket = DeviceTicket(batch, homes, slotless, self._book)
+        self._book.open(ticket, len(homes) if self._cached else 0, slotless)
+        return ticket
+
+    def _check_capture(self) -> None:
+        if torch.cuda.is_current_stream_capturing() and not self.cold.device_readable:
+            raise StorageError(
+                f"a step over the {self.cold.kind} tier cannot be captured in a CUDA graph: its rows pass through the "
+                f"host; use UnifiedMemory() or HostMemory(), or run the step eagerly"
+            )
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Holds the cache for one call: its lock, its device, and its place behind what other streams have queued."""
+        with self.lock, torch.cuda.device(self.device):
+            self._check_usable()
+            stream = torch.cuda.current_stream()
+            if stream != self._stream and not torch.cuda.is_current_stream_capturing():
+                stream.wait_stream(self._stream)
+            self._stream = stream
+            yield
+
+    # --- whole-cache calls ------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        with self.entered():
+            self._write_back()
+            for update in self.on_flush:
+                update()
+            metadata = self.cold.metadata
+            metadata.batch = self._plan.batch()
+            metadata.policy = self._scoring.name
+            self.cold.flush()
+
+    def _write_back(self) -> None:
+        """All dirty rows, and the scores of the cached ones. Synchronises."""
+        self._transfer.write_back(0, self._cached, None)
+        first_slot = self._cached
+        for first_key, rows in self._resident:
+            self._transfer.write_back(first_slot, rows, first_key)
+            first_slot += rows
+        self._transfer.settle()
+        torch.cuda.synchronize(self.device)
+
+    def _write_back_range(self, start: int, stop: int) -> None:
+        with self.entered():
+            self._write_back()
+
+    def _reload_range(self, start: int, stop: int) -> None:
+        with self.entered():
+            key = self.hot.key
+            slots = torch.nonzero((key >= start) & (key < stop)).flatten()
+            for part in torch.split(slots, LOAD_ROWS):
+                self._load(key[part], part.to(torch.int32))
+            first_slot = self._cached
+            for first_key, rows in self._resident:
+                low, high = max(start, first_key), min(stop, first_key + rows)
+                self._load_range(low, first_slot + low - first_key, high - low)
+                first_slot += rows
+            self._transfer.reload()
+
+    def forget(self) -> None:
+        with self.entered():
+            self.check_idle("load a checkpoint")
+            self._adopt_scores()
+            self._restart(fresh=False)
+
+    def _restart(self, *, fresh: bool) -> None:
+        """Empties the cached slots and brings the rows of resident tables in; none was ever written if `fresh`."""
+        torch.cuda.synchronize(self.device)  # cold rows may have been replaced on the host
+        self.hot.reset()
+        self._plan.restart(self.cold.metadata.batch)
+        self._transfer.restart()
+        first_slot = self._cached
+        for first_key, rows in self._resident:
+            if fresh:
+                self._transfer.generate(first_key, first_slot, rows)
+            else:
+                self._load_range(first_key, first_slot, rows)
+            first_slot += rows
+        self.hot.score[self._cached :].fill_(MIN_SCORE)
+        self._plan.clear_totals()
+
+    def _load_range(self, first_key: int, first_slot: int, rows: int) -> None:
+        for start in range(0, rows, LOAD_ROWS):
+            span = torch.arange(start, min(start + LOAD_ROWS, rows), device=self.device)
+            self._load(span + first_key, (span + first_slot).to(torch.int32))
+
+    def _load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
+        """Brings cold rows into slots that are theirs. A row never written is generated, and stays clean in the slot
+        of a resident table, whose score is never written back."""
+        self._transfer.load(keys, slots)
+        resident = slots[slots >= self._cached].long()
+        self.hot.dirty[resident] = 0
+        self.hot.score[resident] = MIN_SCORE
+
+    def stats(self) -> CacheStats:
+        with self.entered():
+            totals = self._plan.totals()
+        layout = self.cold.layout
+        return CacheStats(
+            batches=totals["batches"],
+            lookups=totals["lookups"],
+            hits=totals["hits"],
+            unique=totals["unique"],
+            rows_filled=totals["filled"],
+            bytes_filled=(totals["filled"] - totals["generated"]) * layout.row_bytes,
+            evictions=totals["evicted"],
+            rows_written_back=totals["written_back"],
+            bytes_written_back=totals["written_back"] * layout.row_bytes + totals["scores_written"] * 4,
+            rows_overflow=totals["overflow"],
+        )
+
+    def memory_report(self) -> dict[str, Any]:
+        with self.lock:
+            batch = {"plans": self._book.size_bytes(), "records": self._plan.records.size_bytes()}
+            return {
+                "cache": self.hot.size_bytes() | {"plan": self._plan.size_bytes()},
+                "batch": batch | self._transfer.size_bytes(),
+                "cold": {"tier": self.cold.kind} | self.cold.size_bytes(),
+            }
+
+    def _release(self) -> None:
+        torch.cuda.synchronize(self.device)  # kernels may still read cold rows

@@ -1,0 +1,147 @@
+"""A batch of bags on a GPU: ids and offsets checked there, without a word to the host.
+
+A fault marks its batch: bad ids read zeros, bad offsets nothing at all, and the batch updates no row. The host learns
+of the first one from a few words of its own memory that kernels write to (`FaultReport`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tieredemb.errors import IdOutOfRangeError, InvalidInputError
+from tieredemb.kernels.compiler import blocks_for, kernel
+from tieredemb.lookup.bags import KeySpace, id_out_of_range, offsets_out_of_order
+
+FILE = "lookup/bags.cu"
+THREADS = 256
+MOST_BLOCKS = 4224
+BAD_ID = 1
+MAX_BAGS = 2**31 - 1
+
+
+class DeviceKeySpace:
+    """The arrays of a `KeySpace` on a device, and `resident`: int64 (T,), the slot of the first row of a table that is
+    resident, or −1."""
+
+    def __init__(self, space: KeySpace, resident: Sequence[int], device: torch.device) -> None:
+        def upload(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        self.space = space
+        self.device = device
+        self.tables = None if space.covers_all else upload(space.tables)
+        self.start = upload(space.start)
+        self.column = upload(space.column)
+        self.mode = upload(space.mode)
+        self.padding = upload(space.padding)
+        self.no_padding = torch.full_like(self.padding, -1)
+        self.resident = upload(np.array(resident, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.space)
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Where the bags of all tables start and end. `offsets`: int64 (K,) on the device, not yet checked · `count`: T · B
+    + 1, of which the last may be missing and is the number of ids · `exact`: whether the last must be that number."""
+
+    offsets: torch.Tensor
+    count: int
+    exact: bool
+
+
+@dataclass(frozen=True)
+class DeviceBags:
+    """The bags of one key space in one batch of B samples; N is the number of ids given.
+
+    `keys`: int64 (N,), negative where there is nothing to look up · `homes`: int32 (N,), −1 for a key, the slot of a
+    resident table's row, or `DROPPED` · `offsets`: int64 (T·B + 1,) · `bag`: int32 (N,), of each occurrence ·
+    `position`: int64 (N,), of each occurrence in the ids, or None where they are the same. Occurrences of other key
+    spaces' ids are at the end, dropped.
+    """
+
+    keys: torch.Tensor
+    homes: torch.Tensor
+    offsets: torch.Tensor
+    bag: torch.Tensor
+    position: torch.Tensor | None
+    batch: int
+
+
+def new_fault(device: torch.device) -> torch.Tensor:
+    """The mark of a batch, int64 (2,): zero while there is no fault."""
+    return torch.zeros(2, dtype=torch.int64, device=device)
+
+
+def check_edges(edges: Edges, ids: torch.Tensor, fault: torch.Tensor) -> None:
+    """Marks offsets that do not start at 0, fall, or leave the ids. Does not synchronise."""
+    check = kernel(FILE, "offsets_check", "i64 n n n i i64")
+    blocks = blocks_for(edges.count, THREADS, MOST_BLOCKS)
+    check(blocks, THREADS, edges.offsets, len(edges.offsets), len(ids), edges.count, edges.exact, fault)
+
+
+def make_device_bags(
+    ids: torch.Tensor,
+    edges: Edges,
+    space: DeviceKeySpace,
+    batch: int,
+    fault: torch.Tensor,
+    *,
+    padding_is_dropped: bool,
+) -> DeviceBags:
+    """The bags of `space` among `ids` (int64 (N,)) and checked edges. Does not synchronise; bad ids leave a mark."""
+    n, given, device = len(ids), len(edges.offsets), ids.device
+    bags = DeviceBags(
+        keys=torch.empty(n, dtype=torch.int64, device=device),
+        homes=torch.empty(n, dtype=torch.int32, device=device),
+        offsets=torch.empty(len(space) * batch + 1, dtype=torch.int64, device=device),
+        bag=torch.empty(n, dtype=torch.int32, device=device),
+        position=None if space.tables is None else torch.empty(n, dtype=torch.int64, device=device),
+        batch=batch,
+    )
+    tables = 0 if space.tables is None else space.tables
+    local = kernel(FILE, "offsets_local", "i64 n n n p i i64 i64")
+    local(
+        blocks_for(len(bags.offsets), THREADS, MOST_BLOCKS), THREADS, edges.offsets, given, n, batch, tables,
+        len(space), fault, bags.offsets,
+    )  # fmt: skip
+    fill = kernel(FILE, "bags_fill", "i64 i64 n n i64 n p i i64 i64 i64 i64 i32 i32 p i64")
+    fill(
+        blocks_for(n, THREADS, MOST_BLOCKS), THREADS, ids, edges.offsets, given, n, bags.offsets, batch, tables,
+        len(space), space.start, space.padding if padding_is_dropped else space.no_padding, space.resident, bags.keys,
+        bags.homes, bags.bag, 0 if bags.position is None else bags.position, fault,
+    )  # fmt: skip
+    return bags
+
+
+class FaultReport:
+    """The first fault that nobody was told of: eight words of host memory that kernels write to."""
+
+    def __init__(self, names: Sequence[str], rows: Sequence[int]) -> None:
+        self._names = names
+        self._rows = rows
+        self._words = torch.zeros(8, dtype=torch.int64, pin_memory=True)
+        self._seen = self._words.numpy()
+
+    def watch(self, edges: Edges, ids: torch.Tensor, batch: int, fault: torch.Tensor) -> None:
+        """Has the device report a fault of this batch once its bags were made. Does not synchronise."""
+        report = kernel(FILE, "fault_report", "i64 i64 i64 n n n n p")
+        report(
+            1, 1, fault, ids, edges.offsets, len(edges.offsets), len(ids), edges.count, max(1, batch),
+            self._words.data_ptr(),
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raises `IdOutOfRangeError` or `InvalidInputError` for a fault that the device has reported by now, once."""
+        if self._seen[0] == 0:
+            return
+        _, kind, table, position, value, before, ids, edges = (int(word) for word in self._seen)
+        self._seen[0] = 0
+        if kind == BAD_ID:
+            raise IdOutOfRangeError(id_out_of_range(self._names[table], self._rows[table], value, position))
+        raise InvalidInputError(offsets_out_of_order(position, value, before, ids, edges))

@@ -1,0 +1,262 @@
+"""Lookup, backward and update on a GPU: what `embedding_bag.py` and `optimizer.py` do, launched over device tensors.
+
+Nothing here waits for the device. Rows are read and updated where they live: in slots, or away from them (`away`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from tieredemb import config
+from tieredemb.kernels.compiler import Kernel, blocks_for, kernel, options
+from tieredemb.lookup.bags import MAX, MEAN
+from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace
+from tieredemb.lookup.optimizer import CHUNK, KINDS, SGD, state_width
+
+BAG, OPTIMIZER = "lookup/embedding_bag.cu", "lookup/optimizer.cu"
+THREADS = 256
+MOST_BLOCKS = 4224
+UPDATE_BLOCKS = 8448  # 64 a multiprocessor of an H200: items differ in length, so a block is worth little
+BAGS_OF_ONE, LONG_BAGS = 4, 1  # bags a group of lanes takes: four for bags of one id, to have as many rows in flight
+
+
+class Away(Protocol):
+    """Where rows without a slot are; see `cache.device_plan.Away`."""
+
+    @property
+    def weight(self) -> int: ...
+    @property
+    def state(self) -> int: ...
+    @property
+    def records(self) -> torch.Tensor | None: ...
+    @property
+    def flags(self) -> tuple[str, ...]: ...
+
+
+class HotTensors(Protocol):
+    """`weight` (C, D), `state` float32 (C, S), `dirty` uint8 (C,)."""
+
+    weight: torch.Tensor
+    state: torch.Tensor
+    dirty: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The occurrences of a batch sorted by home, those of a row in order. `order`: int64 (N,) · `sorted_bag`: int32
+    (N,) · `work`: int32 (4,), how many items, chunks and long segments there are · `items`, `longs`: int32 (·, 4)."""
+
+    order: torch.Tensor
+    sorted_bag: torch.Tensor
+    work: torch.Tensor
+    items: torch.Tensor
+    longs: torch.Tensor
+
+
+class DeviceLookup:
+    """The kernels of one key space, compiled for its rows and optimizer."""
+
+    def __init__(self, space: DeviceKeySpace, dtype: torch.dtype, optimizer: config.OptimizerConfig | None) -> None:
+        self.space = space
+        width = space.space.width
+        self.has_max = bool((space.space.mode == MAX).any())
+        self.has_mean = bool((space.space.mode == MEAN).any())
+        kind = SGD if optimizer is None else KINDS[type(optimizer)]
+        most = ("-DHAS_MAX",) if self.has_max else ()
+        self._rows = (*options(dtype, width), *most)
+        self._update = (*self._rows, f"-DKIND={kind}", f"-DSTATE={state_width(optimizer, width)}")
+        self._lanes = _lanes(dtype, width)
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def pool(
+        self,
+        hot: HotTensors,
+        away: Away,
+        homes: torch.Tensor,
+        bags: DeviceBags,
+        weights: torch.Tensor | None,
+        out: torch.Tensor,
+        argmax: torch.Tensor | None,
+    ) -> None:
+        """Writes the pooled rows of `bags` to columns `space.column` of `out` (B, ΣD). `weights`: float32 (N,), for
+        sums · `argmax`: int32 (B, ΣD), takes the winning occurrence of each maximum, −1 for an empty bag."""
+        count = len(self.space) * bags.batch
+        each = BAGS_OF_ONE if len(homes) <= 2 * count else LONG_BAGS
+        pool = self._kernel(
+            BAG, "bags_pool", "any p p i32 i64 n n i32 i64 p any n p", *self._rows, *away.flags, f"-DBAGS={each}"
+        )
+        groups = len(self.space) * ((bags.batch + each - 1) // each)
+        pool(
+            blocks_for(groups * self._lanes, THREADS), THREADS, hot.weight, away.weight, _address(away.records), homes,
+            bags.offsets, bags.batch, count, self.space.mode, self.space.column, _address(weights), out, out.shape[1],
+            _address(argmax),
+        )  # fmt: skip
+
+    def gather(self, hot: HotTensors, away: Away, homes: torch.Tensor) -> torch.Tensor:
+        """The rows of `homes`, (N, D); zeros for padding."""
+        rows = torch.empty((len(homes), hot.weight.shape[1]), dtype=hot.weight.dtype, device=hot.weight.device)
+        gather = self._kernel(BAG, "rows_gather", "any p p i32 n any", *self._rows, *away.flags)
+        blocks = blocks_for(len(homes) * self._lanes, THREADS, MOST_BLOCKS)
+        gather(blocks, THREADS, hot.weight, away.weight, _address(away.records), homes, len(homes), rows)
+        return rows
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def weights_gradient(
+        self, rows: torch.Tensor, homes: torch.Tensor, bags: DeviceBags, grad: torch.Tensor
+    ) -> torch.Tensor:
+        """Gradient of per-sample weights, float32 (N,): the inner product of each of the `rows` (N, D) with the
+        gradient of its bag (`grad`, float32 (B, ΣD)). Zero for padding."""
+        gradient = torch.zeros(len(homes), dtype=torch.float32, device=grad.device)
+        product = self._kernel(BAG, "weights_gradient", "any i32 i32 n i i64 f32 n f32", *self._rows)
+        product(
+            blocks_for(len(homes) * self._lanes, THREADS, MOST_BLOCKS), THREADS, rows, homes, bags.bag, len(homes),
+            bags.batch, self.space.column, grad, grad.shape[1], gradient,
+        )  # fmt: skip
+        return gradient
+
+    def mean_scale(self, homes: torch.Tensor, bags: DeviceBags) -> torch.Tensor:
+        """One over the size of each occurrence's bag where its table takes means, else 1: float32 (N,)."""
+        scale = torch.ones(len(homes), dtype=torch.float32, device=homes.device)
+        count = len(self.space) * bags.batch
+        mean = self._kernel(BAG, "bags_mean_scale", "i32 i64 n n i32 f32", *self._rows)
+        blocks = blocks_for(count * 32, THREADS, MOST_BLOCKS)
+        mean(blocks, THREADS, homes, bags.offsets, bags.batch, count, self.space.mode, scale)
+        return scale
+
+    def segments(self, homes: torch.Tensor, bag: torch.Tensor, batch: int) -> Segments:
+        """Groups the occurrences by home: `bag` int32 (N,) is that of each, of `batch` bags a table."""
+        n, device = len(homes), homes.device
+        values, order = torch.sort(homes, stable=True)
+        longs = n // CHUNK + 1  # a long segment has more than one chunk, and a chunk more than the longs one in part
+        segments = Segments(
+            order=order,
+            sorted_bag=torch.empty(n, dtype=torch.int32, device=device),
+            work=torch.zeros(4, dtype=torch.int32, device=device),
+            items=torch.empty((n, 4), dtype=torch.int32, device=device),
+            longs=torch.empty((longs, 4), dtype=torch.int32, device=device),
+        )
+        gather = self._kernel(OPTIMIZER, "occurrences_gather", "i64 p i p p p", *self._update)
+        gather(blocks_for(n, THREADS, MOST_BLOCKS), THREADS, order, bag, n, segments.sorted_bag, 0, 0)
+        find = self._kernel(OPTIMIZER, "segments_find", "i32 i i32 i any any any", *self._update)
+        find(
+            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, values, n, segments.sorted_bag, max(1, batch), segments.work,
+            segments.items, segments.longs,
+        )  # fmt: skip
+        return segments
+
+    def update(
+        self,
+        hot: HotTensors,
+        away: Away,
+        segments: Segments,
+        grad: torch.Tensor,
+        scale: torch.Tensor | None,
+        argmax: torch.Tensor | None,
+        rate: torch.Tensor,
+        numbers: torch.Tensor,
+    ) -> None:
+        """Applies one optimizer step to the rows of `segments` and marks hot ones dirty. `grad`: float32 (B, ΣD) ·
+        `scale`: float32 (N,), what each occurrence's share is multiplied by · `argmax`: int32 (B, ΣD) · `rate`, float32
+        (T,), and `numbers`, float32 (4,): as `begin` made them."""
+        n = len(segments.order)
+        sorted_scale = None
+        if scale is not None:
+            sorted_scale = torch.empty(n, dtype=torch.float32, device=grad.device)
+            gather = self._kernel(OPTIMIZER, "occurrences_gather", "i64 p i p p p", *self._update)
+            gather(blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.order, 0, n, 0, scale, sorted_scale)
+        parts = torch.empty((2 * len(segments.longs), hot.weight.shape[1]), dtype=torch.float32, device=grad.device)
+        rows = (hot.weight, hot.state, away.weight, away.state, _address(away.records), hot.dirty)
+        short = self._kernel(
+            OPTIMIZER, "segments_update", "any any i32 i i64 f32 n p i64 p i32 any f32 p p p u8 f32 f32 f32",
+            *self._update, *away.flags,
+        )  # fmt: skip
+        short(
+            blocks_for(n * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work, segments.items,
+            segments.sorted_bag, max(1, grad.shape[0]), self.space.column, grad, grad.shape[1], _address(sorted_scale),
+            segments.order, _address(argmax), self.space.mode, *rows, rate, numbers, parts,
+        )  # fmt: skip
+        long = self._kernel(
+            OPTIMIZER, "long_segments_update", "any any f32 any f32 p p p u8 f32 f32", *self._update, *away.flags
+        )
+        long(
+            blocks_for(len(segments.longs) * self._lanes, THREADS, 132), THREADS, segments.work, segments.longs, parts,
+            *rows, rate, numbers,
+        )  # fmt: skip
+
+    def begin(
+        self,
+        options: torch.Tensor,
+        steps: torch.Tensor,
+        faults: torch.Tensor,
+        found_inf: torch.Tensor | None,
+        grad_scale: torch.Tensor | None,
+        work: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Starts an update: counts `steps` (int64 (T,)) on; returns the tables' rates and the other numbers.
+
+        `options`: float64 (5,), see `set_options` · `faults`: int64 (2 K,), the marks of the calls · `found_inf`,
+        `grad_scale`: float32 (), of a scaler. After a mark or an infinity no `work` is left and no step counted.
+        """
+        rate = torch.empty(len(steps), dtype=torch.float32, device=steps.device)
+        numbers = torch.empty(4, dtype=torch.float32, device=steps.device)
+        begin = self._kernel(OPTIMIZER, "step_begin", "any i64 i i64 i p p f32 f32 i32", *self._update)
+        begin(
+            1, THREADS, options, steps, len(steps), faults, len(faults) // 2, _address(found_inf),
+            _address(grad_scale), rate, numbers, work,
+        )  # fmt: skip
+        return rate, numbers
+
+    def set_options(self, target: torch.Tensor, group: dict[str, Any]) -> None:
+        """Writes lr, lr_decay, betas and eps of a param group to `target`, float64 (5,)."""
+        beta1, beta2 = group.get("betas", (0.0, 0.0))
+        numbers = (group["lr"], group.get("lr_decay", 0.0), beta1, beta2, group.get("eps", 0.0))
+        setting = self._kernel(OPTIMIZER, "options_set", "any d d d d d", *self._update)
+        setting(1, 1, target, *(float(number) for number in numbers))
+
+    def limit_norms(
+        self,
+        hot: HotTensors,
+        away: Away,
+        segments: Segments,
+        fault: torch.Tensor,
+        max_norm: float,
+        norm_type: float,
+    ) -> None:
+        """Scales every row of `segments` whose norm exceeds `max_norm` down to it, as `torch.embedding_renorm_` does,
+        and marks it dirty; none after a fault."""
+        limit = self._kernel(
+            OPTIMIZER, "segments_limit_norm", "any any any i64 d d any f32 p p p u8", *self._update, *away.flags
+        )
+        limit(
+            blocks_for(len(segments.order) * self._lanes, THREADS, MOST_BLOCKS), THREADS, segments.work, segments.items,
+            segments.longs, fault, max_norm, norm_type, hot.weight, hot.state, away.weight, away.state,
+            _address(away.records), hot.dirty,
+        )  # fmt: skip
+
+    def _kernel(self, file: str, name: str, words: str, *flags: str) -> Kernel:
+        return kernel(file, name, words, *flags)
+
+
+def frequency_scale(homes: torch.Tensor) -> torch.Tensor:
+    """One over how often each occurrence's row occurs in the batch: float32 (N,). Does not synchronise."""
+    ordered = torch.sort(homes).values
+    count = torch.searchsorted(ordered, homes, right=True) - torch.searchsorted(ordered, homes)
+    return 1 / count.to(torch.float32)
+
+
+def _address(tensor: torch.Tensor | None) -> torch.Tensor | int:
+    return 0 if tensor is None else tensor
+
+
+def _lanes(dtype: torch.dtype, width: int) -> int:
+    """Lanes that share a row, as LANES of the kernels."""
+    vector = 16 // dtype.itemsize
+    while width % vector:
+        vector //= 2
+    units = width // vector
+    return next((lanes for most, lanes in ((1, 1), (2, 2), (4, 4), (8, 8), (16, 16)) if units <= most), 32)

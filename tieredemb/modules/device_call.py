@@ -1,0 +1,192 @@
+"""One forward of a module on a GPU, and its update: launches alone, nothing waits for the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tieredemb.cache.plan import DROPPED
+from tieredemb.errors import ConfigError
+from tieredemb.lookup.device_bags import DeviceBags, Edges, check_edges, make_device_bags, new_fault
+from tieredemb.lookup.device_lookup import Segments, frequency_scale
+from tieredemb.modules.call import Call, inside_backward
+from tieredemb.modules.group import DeviceGroup
+
+if TYPE_CHECKING:
+    from tieredemb.modules.base import LookupOptions, TieredModule
+
+
+class DeviceGroupCall:
+    """One forward in one group: its bags, its ticket, and what its gradient needs."""
+
+    def __init__(self, group: DeviceGroup, bags: DeviceBags, ids: torch.Tensor, options: LookupOptions) -> None:
+        self.group = group
+        self.bags = bags
+        self.ticket = group.cache.plan(bags.keys, bags.homes, score=not inside_backward())
+        self.trained = self._trained(ids, options)
+        self.weights: torch.Tensor | None = None
+        self.argmax: torch.Tensor | None = None
+        self.forward_rows: torch.Tensor | None = None
+        self._segments: Segments | None = None
+
+    def _trained(self, ids: torch.Tensor, options: LookupOptions) -> torch.Tensor:
+        """Homes of the occurrences that gradients reach: padding that lookups read is left out."""
+        padding = int(self.group.space.padding[0])
+        if options.padding_is_dropped or padding < 0:
+            return self.ticket.homes
+        return torch.where(ids == padding, DROPPED, self.ticket.homes)
+
+    def limit_norms(self, fault: torch.Tensor, options: LookupOptions) -> None:
+        """Scales the rows of this forward down to `max_norm`, where they are longer."""
+        assert options.max_norm is not None
+        cache = self.group.cache
+        with cache.entered():
+            segments = self.group.lookup.segments(self.ticket.homes, self.bags.bag, self.bags.batch)
+            away = cache.away(self.ticket.slotless)
+            self.group.lookup.limit_norms(cache.hot, away, segments, fault, options.max_norm, options.norm_type)
+
+    def pool(self, out: torch.Tensor, weights: torch.Tensor | None, *, keep_argmax: bool, keep_rows: bool) -> None:
+        """Pools into `out` (B, ΣD); keeps what a backward will want to know of the forward."""
+        group, bags = self.group, self.bags
+        if weights is not None:
+            self.weights = weights if bags.position is None else weights[bags.position]
+        if keep_argmax and group.lookup.has_max:
+            self.argmax = torch.full(out.shape, -1, dtype=torch.int32, device=out.device)
+        with group.cache.entered():
+            hot, away = group.cache.hot, group.cache.away(self.ticket.slotless)
+            group.lookup.pool(hot, away, self.ticket.homes, bags, self.weights, out, self.argmax)
+            if keep_rows:
+                self.forward_rows = group.lookup.gather(hot, away, self.ticket.homes)
+
+    def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
+        """Adds the gradient of the per-sample weights to `out`, float32 (N,), at their positions."""
+        assert self.forward_rows is not None
+        homes, bags = self.ticket.homes, self.bags
+        gradient = self.group.lookup.weights_gradient(self.forward_rows, homes, bags, grad)
+        if bags.position is None:
+            out += gradient
+        else:  # what belongs to other groups has no position of its own, and a gradient of zero
+            out.index_add_(0, bags.position, gradient)
+
+    def scale(self, options: LookupOptions) -> torch.Tensor | None:
+        """What each occurrence's share of the gradient is multiplied by, float32 (N,), or None for ones."""
+        scale = self.weights
+        if scale is None and self.group.lookup.has_mean:
+            scale = self.group.lookup.mean_scale(self.ticket.homes, self.bags)
+        if options.scale_grad_by_freq:
+            share = frequency_scale(self.trained)
+            scale = share if scale is None else scale * share
+        return scale
+
+
+class DeviceCall(Call):
+    """One forward of a module. `ids`: int32 or int64 (N,) · `edges`: of the bags of all tables, not yet checked."""
+
+    def __init__(self, module: TieredModule, ids: torch.Tensor, edges: Edges, batch: int) -> None:
+        super().__init__(module, batch)
+        self.parts: list[DeviceGroupCall] = []
+        options, tables = module.options, module.tables
+        tables.faults.check()  # what an earlier batch has left, if the device is that far
+        ids = ids.to(torch.int64)
+        self.ids = len(ids)
+        self.fault = new_fault(ids.device)
+        groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
+        with torch.cuda.device(ids.device):
+            check_edges(edges, ids, self.fault)
+            bags = [
+                make_device_bags(
+                    ids, edges, group.device_space, batch, self.fault, padding_is_dropped=options.padding_is_dropped
+                )
+                for group in groups
+            ]
+            tables.faults.watch(edges, ids, batch, self.fault)
+        if tables.config.check_ids == "always":
+            _check_at_once(module, ids.device)
+        try:
+            for group, its_bags in zip(groups, bags, strict=True):
+                self.parts.append(DeviceGroupCall(group, its_bags, ids, options))
+            if options.max_norm is not None:
+                for part in self.parts:
+                    part.limit_norms(self.fault, options)
+        except BaseException:
+            self.release()
+            raise
+
+    def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
+        tables = self.module.tables
+        out = torch.empty((self.batch, tables.output_width), dtype=tables.config.dtype, device=tables.config.device)
+        if weights is not None:  # backward reads them again, and loaders reuse their buffers
+            weights = weights.detach().to(torch.float32, copy=differentiable).contiguous()
+        for part in self.parts:
+            part.pool(out, weights, keep_argmax=differentiable, keep_rows=self.keeps_rows)
+        return out
+
+    def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(self.ids, dtype=torch.float32, device=grad.device)
+        for part in self.parts:
+            part.weights_gradient(grad, out)
+        return out
+
+    @staticmethod
+    def apply(module: TieredModule, collected: list[tuple[Call, torch.Tensor]]) -> None:
+        optimizer = module.check_trainable()
+        calls = [(call, grad) for call, grad in collected if isinstance(call, DeviceCall)]
+        device = module.tables.config.device
+        with module.tables.locked(), torch.cuda.device(device):
+            faults = calls[0][0].fault if len(calls) == 1 else torch.cat([call.fault for call, _ in calls])
+            grads = [grad for _, grad in calls]
+            found_inf, grad_scale = optimizer.scaling(grads)
+            for g, group in enumerate(module.tables.groups):
+                assert isinstance(group, DeviceGroup)
+                parts = [call.parts[g] for call, _ in calls]
+                batch = _Combined(parts, grads, module.options)
+                options = optimizer.options_on(group)
+                with group.cache.entered():
+                    rate, numbers = group.lookup.begin(
+                        options, group.device_steps, faults, found_inf, grad_scale, batch.segments.work
+                    )
+                    away = group.cache.away(any(part.ticket.slotless for part in parts))
+                    group.lookup.update(
+                        group.cache.hot, away, batch.segments, batch.grad, batch.scale, batch.argmax, rate, numbers
+                    )
+
+
+class _Combined:
+    """The calls of one backward pass in one group, as one batch: samples and winning occurrences count on."""
+
+    def __init__(self, parts: list[DeviceGroupCall], grads: list[torch.Tensor], options: LookupOptions) -> None:
+        lookup = parts[0].group.lookup
+        scales = [part.scale(options) for part in parts]
+        if len(parts) == 1:
+            part = parts[0]
+            self.grad, self.scale, self.argmax = grads[0], scales[0], part.argmax
+            self.segments = lookup.segments(part.trained, part.bags.bag, part.bags.batch)
+            return
+        samples = sum(len(grad) for grad in grads)
+        bags, argmax, first_sample, first = [], [], 0, 0
+        for part in parts:
+            own = max(1, part.bags.batch)
+            table = torch.div(part.bags.bag, own, rounding_mode="floor")
+            bags.append(part.bags.bag + table * (samples - part.bags.batch) + first_sample)
+            if part.argmax is not None:
+                argmax.append(torch.where(part.argmax < 0, part.argmax, part.argmax + first))
+            first_sample += part.bags.batch
+            first += len(part.trained)
+        self.grad = torch.cat(grads)
+        self.argmax = torch.cat(argmax) if argmax else None
+        ones = [torch.ones(len(p.trained), device=p.trained.device, dtype=torch.float32) for p in parts]
+        filled = [one if scale is None else scale for one, scale in zip(ones, scales, strict=True)]
+        self.scale = torch.cat(filled) if any(scale is not None for scale in scales) else None
+        homes = torch.cat([part.trained for part in parts])
+        self.segments = lookup.segments(homes, torch.cat(bags), samples)
+
+
+def _check_at_once(module: TieredModule, device: torch.device) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            "check_ids='always' waits for the GPU in every forward, which a CUDA graph cannot capture; build the "
+            "module with check_ids='deferred'"
+        )
+    torch.cuda.synchronize(device)
+    module.tables.faults.check()
