@@ -106,17 +106,6 @@ def on_cpu(module: nn.Module) -> nn.Module:
 # --- our modules ------------------------------------------------------------------------------------------------------
 
 
-def at_once(device: str) -> dict[str, Any]:
-    """Keywords of a module that raises for a bad batch in its forward. On a GPU the error waits for the next
-    synchronisation by default."""
-    return {} if device == "cpu" else {"check_ids": "always"}
-
-
-def behind_a_cache(device: str) -> dict[str, Any]:
-    """Keywords of a module whose table is never resident as a whole, so that it counts fills and evictions."""
-    return {} if device == "cpu" else {"placement": "cached"}
-
-
 def idle(module: TieredModule) -> bool:
     """Whether no batch is in flight."""
     gc.collect()

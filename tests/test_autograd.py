@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from devices import assert_close, at_once, behind_a_cache, equal, idle
+from devices import assert_close, equal, idle
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -302,7 +302,7 @@ def test_lookup_and_update_wait_for_the_cache_s_lock(device):
 
 
 def test_everything_that_touches_hot_rows_holds_the_lock(monkeypatch):
-    import tieredemb.modules.call as call
+    import tieredemb.modules.host_call as call
 
     bag, _, _ = make(max_norm=1.0)
     (group,) = bag.tables.groups
@@ -338,7 +338,7 @@ def test_training_on_several_threads_loses_no_update(device):
 
 
 def test_max_norm_holds_while_other_threads_grow_the_cache(device):
-    bag = te.TieredEmbeddingBag(2000, WIDTH, mode="sum", capacity=1, max_norm=0.5, **behind_a_cache(device))
+    bag = te.TieredEmbeddingBag(2000, WIDTH, mode="sum", capacity=1, max_norm=0.5, placement="cached")
     too_long = []
 
     def work(seed):
@@ -412,7 +412,7 @@ def test_checkpointing_gives_the_bits_of_plain_training(device, reentrant, neste
 def test_recomputation_scores_once_and_counts_once(device, reentrant):
     counts, scores = [], []
     for how in (None, reentrant):
-        bag, _, _ = make(capacity=ROWS, **behind_a_cache(device))
+        bag, _, _ = make(capacity=ROWS, placement="cached")
         for _ in range(3):
             TwoCalls(bag)(ids(1, 2), ids(2, 3), how).sum().backward()
         counts.append((bag.stats().lookups, bag.stats().batches))
@@ -563,7 +563,7 @@ def test_weighted_and_unweighted_calls_share_one_backward(device):
 
 def test_an_error_that_is_kept_holds_no_ticket(device):
     tables = [te.TableConfig(name=n, num_embeddings=9, embedding_dim=d) for n, d in (("a", 4), ("b", 5))]
-    model = te.TieredEmbeddingBagCollection(tables, capacity=2, optimizer=te.SGD(lr=1.0), **at_once(device))
+    model = te.TieredEmbeddingBagCollection(tables, capacity=2, optimizer=te.SGD(lr=1.0), check_ids="always")
     with pytest.raises(IndexError) as kept:  # found in the second key space; the first one has planned
         model(torch.tensor([99, 3]), torch.tensor([0, 1, 2]))
     assert idle(model)

@@ -149,7 +149,7 @@ def test_last_offset_of_a_collection_must_be_the_number_of_ids():
     model = te.TieredEmbeddingBagCollection(tables, capacity=2, optimizer=te.SGD(lr=1.0))
     before = bits(model)
     model(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2])).sum().backward()
-    with pytest.raises(InvalidInputError, match="the last offset is 2"):
+    with pytest.raises(InvalidInputError, match="the last offset is 2 but there are 3 ids"):
         model.flush()
     assert_same_bits(bits(model), before)
 

@@ -208,6 +208,23 @@ def test_eager_steps_and_replays_take_turns():
     assert_same_bits(run.numbers(), eager.numbers())
 
 
+def test_learning_rate_that_was_uploaded_reaches_replayed_steps():
+    tables = table_configs(widths=(4,), rows=(3, 300))
+    eager, run = (Run(tables, capacity=20, optimizer=te.Adagrad(lr=0.1, lr_decay=0.01)) for _ in range(2))
+    eager.warm_up()
+    run.warm_up()
+    graph = run.capture()
+    for seed in range(3, 12):
+        for each in (eager, run):
+            each.load(seed)
+            each.table.fused_optimizer.param_groups[0]["lr"] = 0.5 / seed
+        eager.step()
+        run.table.fused_optimizer.upload()
+        graph.replay()
+        assert_same_bits(run.seen(), eager.seen())
+    assert_same_bits(run.numbers(), eager.numbers())
+
+
 def test_bad_ids_of_a_replayed_step_are_told_and_update_nothing():
     tables = table_configs(widths=(4,), rows=(3, 300))
     run = Run(tables, capacity=20, optimizer=te.SGD(lr=0.1))

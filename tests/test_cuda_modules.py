@@ -69,20 +69,19 @@ def test_any_capacity_placement_and_tier_gives_the_same_bits(tmp_path, optimizer
             rows.unlink()
 
 
-def test_a_table_that_fits_is_resident_beside_one_that_does_not():
+def test_a_resident_table_stands_beside_a_cached_one():
     tables = table_configs(rows=(10, ROWS))
     expected = run(placed(tables, "cached"), capacity=5, optimizer=te.Adam(lr=0.1))
     mixed = [replace(tables[0], placement="resident"), replace(tables[1], placement="cached")]
     assert_same_bits(run(mixed, capacity=20, optimizer=te.Adam(lr=0.1)), expected)
 
 
-def test_every_lookup_of_a_resident_table_hits():
-    for placement in ("auto", "resident"):
-        table = te.TieredEmbedding(ROWS, WIDTH, capacity=1.0, placement=placement, optimizer=te.SGD(lr=0.1))
-        for seed in range(3):
-            table(randint(0, ROWS, (500,), seed=seed)).sum().backward()
-        stats = table.stats()
-        assert (stats.lookups, stats.hits, stats.evictions, stats.batches) == (1500, 1500, 0, 3)
+def test_a_table_that_fits_is_resident_by_itself():
+    table = te.TieredEmbedding(ROWS, WIDTH, capacity=1.0, optimizer=te.SGD(lr=0.1))
+    for seed in range(3):
+        table(randint(0, ROWS, (500,), seed=seed)).sum().backward()
+    stats = table.stats()
+    assert (stats.lookups, stats.hits, stats.evictions, stats.batches) == (1500, 1500, 0, 3)
 
 
 # --- the CPU's numbers ------------------------------------------------------------------------------------------------
@@ -394,3 +393,46 @@ def test_checkpoints_travel_between_devices(tmp_path, source, target, optimizer)
         train(saved, tables, 2)
     for mine, other in zip(bits(loaded), bits(saved), strict=True):
         assert_close(mine, other, **TOLERANCE[torch.float32])
+
+
+# --- moves ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", ["host", "file"])
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS[0], OPTIMIZERS[3]], ids=[NAMES[0], NAMES[3]])
+def test_tables_move_with_their_model(tmp_path, optimizer, storage):
+    cold = te.File(str(tmp_path / "rows")) if storage == "file" else te.HostMemory()
+    tables = table_configs(widths=(4, 5), rows=(1, 3, 17, 300))
+    model = nn.Sequential(
+        te.TieredEmbeddingBagCollection(tables, capacity=9, optimizer=optimizer, storage=cold, device="cpu")
+    )
+    (table,) = model
+    for device in ("cpu", "cuda", "cpu", "cuda"):
+        before = bits(table)
+        assert model.to(device) is model
+        assert_same_bits(bits(table), before)
+        with torch.device(device):
+            outs = train(table, tables, 3)
+        assert outs[0].device.type == device
+        assert not all(equal(a, b) for a, b in zip(bits(table), before, strict=True))
+    table.close()
+
+
+def test_moved_tables_train_as_those_that_stayed():
+    tables = table_configs(widths=(4, 5), rows=(1, 3, 17, 300))
+    stayed, moved = (te.TieredEmbeddingBagCollection(tables, capacity=9, optimizer=te.Adam(lr=0.1)) for _ in range(2))
+    for step in range(3):
+        train(stayed, tables, 1 + step)
+        train(moved, tables, 1 + step)
+        moved.cpu()
+        moved.cuda()
+    assert_same_bits(bits(moved), bits(stayed))
+
+
+def test_tables_with_a_batch_in_flight_do_not_move():
+    bag = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=9, optimizer=te.SGD(lr=1.0))
+    out = bag(batch(0))
+    with pytest.raises(te.errors.StorageError, match="in flight"):
+        bag.cpu()
+    out.sum().backward()
+    assert not bag.cpu()(batch(0).cpu()).is_cuda

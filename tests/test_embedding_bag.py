@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from devices import assert_close, at_once, equal, given_on_devices, on_cpu, randint, randn
+from devices import assert_close, equal, given_on_devices, on_cpu, randint, randn
 from hypothesis import strategies as st
 from torch import nn
 
@@ -249,7 +249,7 @@ def test_embedding_reads_the_padding_row_and_never_trains_it(device):
 @pytest.mark.parametrize("bad", [-1, 50, 2**31, 2**40, -(2**62)])
 @pytest.mark.parametrize("position", [0, 3, 8])
 def test_id_out_of_range_names_table_id_and_position_and_changes_nothing(device, bad, position):
-    ours, _ = pair(mode="sum", optimizer=te.SGD(lr=1.0), capacity=3, **at_once(device))
+    ours, _ = pair(mode="sum", optimizer=te.SGD(lr=1.0), capacity=3, check_ids="always")
     ids = torch.arange(9)
     ids[position] = bad
     before, stats = ours.state_dict()["weight"], ours.stats()
@@ -261,7 +261,7 @@ def test_id_out_of_range_names_table_id_and_position_and_changes_nothing(device,
 
 def test_bad_id_in_one_width_leaves_the_tables_of_another_alone(device):
     tables = [te.TableConfig(name=n, num_embeddings=9, embedding_dim=d) for n, d in (("a", 4), ("b", 5))]
-    model = te.TieredEmbeddingBagCollection(tables, capacity=2, max_norm=0.1, **at_once(device))
+    model = te.TieredEmbeddingBagCollection(tables, capacity=2, max_norm=0.1, check_ids="always")
     before = model.state_dict()
     with pytest.raises(IdOutOfRangeError, match="table 'b'"):
         model(torch.tensor([1, 9]), torch.tensor([0, 1, 2]))
@@ -282,7 +282,7 @@ def test_bad_id_in_one_width_leaves_the_tables_of_another_alone(device):
 )
 def test_wrong_offsets_are_refused(device, offsets, message):
     for last in (False, True):
-        ours = te.TieredEmbeddingBag(50, 5, mode="sum", include_last_offset=last, **at_once(device))
+        ours = te.TieredEmbeddingBag(50, 5, mode="sum", include_last_offset=last, check_ids="always")
         with pytest.raises(InvalidInputError, match=message):
             ours(torch.arange(6), torch.tensor(offsets))
 
@@ -436,7 +436,7 @@ def test_max_norm_is_kept_when_the_row_leaves_the_cache(device):
 
 
 def test_the_first_of_several_ids_out_of_range_is_named(device):
-    embedding = te.TieredEmbedding(50, 5, capacity=1.0, **at_once(device))
+    embedding = te.TieredEmbedding(50, 5, capacity=1.0, check_ids="always")
     ids = torch.zeros(200_000, dtype=torch.int64)
     ids[[70_000, 150_000, 199_999]] = 50
     with pytest.raises(IdOutOfRangeError, match="position 70000 "):

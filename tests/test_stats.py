@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
-from devices import behind_a_cache, given_on_devices
+from devices import given_on_devices
 from hypothesis import strategies as st
 from oracle import OracleCache
 
 import tieredemb as te
 from tieredemb.cache.policy import scoring
+from tieredemb.errors import ConfigError
 
 ROWS, WIDTH = 64, 4
 ROW_BYTES = 4 * WIDTH + 4  # weights and score; SGD keeps no state
 BATCHES = st.lists(st.lists(st.integers(0, ROWS - 1), max_size=30), min_size=1, max_size=15)
 
 
-def make(device, capacity, **keywords):
-    return te.TieredEmbedding(
-        ROWS, WIDTH, capacity=capacity, optimizer=te.SGD(lr=0.5), **keywords, **behind_a_cache(device)
-    )
+def make(capacity, **keywords):
+    keywords = {"placement": "cached", "optimizer": te.SGD(lr=0.5)} | keywords
+    return te.TieredEmbedding(ROWS, WIDTH, capacity=capacity, **keywords)
 
 
 def look_up(module, *ids):
@@ -42,7 +43,7 @@ def train(module, *ids):
 )
 def test_hits_are_those_of_the_oracle(device, batches, slots, half_life, remember):
     policy = te.LRU() if half_life == 0 else te.LFU(half_life_batches=half_life, remember_evicted=remember)
-    module = make(device, slots, policy=policy)
+    module = make(slots, policy=policy)
     fixed_point = 8 / scoring(policy).unit if half_life in (1, 7, 300) else 0.0  # each use rounds to half a unit
     oracle = OracleCache(slots, half_life, remember=remember or half_life == 0, precision=fixed_point)
     for batch in batches:
@@ -53,7 +54,7 @@ def test_hits_are_those_of_the_oracle(device, batches, slots, half_life, remembe
 
 
 def test_stats_count_each_kind_of_event(device):
-    module = make(device, 2)
+    module = make(2)
     for ids in ((1, 1, 2), (2, 3), (4, 5)):
         train(module, *ids)
     s = module.stats()
@@ -66,13 +67,13 @@ def test_stats_count_each_kind_of_event(device):
 
 
 def test_stats_count_rows_beyond_the_capacity(device):
-    module = make(device, 2)
+    module = make(2)
     counted = train(module, 7, 8, 9, 8)
     assert (counted.lookups, counted.hits, counted.unique, counted.rows_overflow) == (4, 0, 3, 1)
 
 
 def test_clean_rows_give_back_their_score_alone(device):
-    module = make(device, 1)
+    module = make(1)
     train(module, 1)
     module.flush()
     look_up(module, 1)
@@ -81,6 +82,19 @@ def test_clean_rows_give_back_their_score_alone(device):
 
 
 def test_padding_counts_nowhere(device):
-    bag = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", padding_idx=3, capacity=2, **behind_a_cache(device))
+    bag = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", padding_idx=3, capacity=2, placement="cached")
     counted = look_up(bag, [3, 5, 3])
     assert (counted.lookups, counted.unique, counted.batches) == (1, 1, 1)
+
+
+def test_every_lookup_of_a_resident_table_hits(device):
+    module = make(1.0, placement="resident")
+    for ids in ((1, 1, 2), (2, 3), range(ROWS)):
+        train(module, *ids)
+    s = module.stats()
+    assert (s.batches, s.lookups, s.hits, s.evictions, s.rows_overflow) == (3, 5 + ROWS, 5 + ROWS, 0, 0)
+
+
+def test_resident_tables_must_fit(device):
+    with pytest.raises(ConfigError, match=r"'weight' have 64 rows.*capacity of 63 slots"):
+        make(63, placement="resident")

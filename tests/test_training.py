@@ -23,7 +23,7 @@ OPTIMIZERS = [
 NAMES = [type(optimizer).__name__ for optimizer in OPTIMIZERS]
 
 
-def table_configs(*, widths=(4,), modes=("sum",), rows=(1, 3, 17, 40), padding=(None, 0)):
+def table_configs(*, widths=(4,), modes=("sum",), rows=(1, 3, 17, 40), padding=(None, 0), placement="auto"):
     return [
         te.TableConfig(
             name=f"t{i}",
@@ -31,6 +31,7 @@ def table_configs(*, widths=(4,), modes=("sum",), rows=(1, 3, 17, 40), padding=(
             embedding_dim=widths[i % len(widths)],
             mode=modes[i % len(modes)],
             padding_idx=padding[i % len(padding)],
+            placement=placement,
         )
         for i, n in enumerate(rows)
     ]
@@ -128,6 +129,17 @@ def test_any_capacity_policy_and_dtype_gives_the_bits_of_all_rows_resident(
         model = te.TieredEmbeddingBagCollection(tables, capacity=rows, optimizer=optimizer, dtype=dtype, policy=which)
         runs.append([*train(model, tables, 6), *bits(model)])
     assert_same_bits(*runs)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
+def test_resident_tables_give_the_bits_of_cached_ones(device, optimizer):
+    runs = []
+    for placement, capacity in (("cached", 5), ("resident", 1.0), ("cached", 1.0)):
+        tables = table_configs(widths=(4, 5), modes=("sum", "mean", "max"), placement=placement)
+        model = te.TieredEmbeddingBagCollection(tables, capacity=capacity, optimizer=optimizer)
+        runs.append([*train(model, tables, 6), *bits(model)])
+    assert_same_bits(runs[1], runs[0])
+    assert_same_bits(runs[2], runs[0])
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
