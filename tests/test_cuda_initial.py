@@ -52,6 +52,7 @@ def missed(keys, slots, untouched, *, extra=5):
     tail = [0] * extra
     return (
         count,
+        len(keys) + extra,
         torch.tensor([*keys, *tail], dtype=torch.int64, device=GPU),
         torch.tensor([*slots, *tail], dtype=torch.int32, device=GPU),
         torch.tensor([*untouched, *(1 for _ in tail)], dtype=torch.uint8, device=GPU),

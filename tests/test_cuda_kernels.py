@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from tieredemb.cache.device_cache import DeviceCache
+from tieredemb.config import LFU, LRU, Uniform
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.compiler import Kernel, blocks_for, options
+from tieredemb.storage.base import RowLayout
+from tieredemb.storage.initial import InitialRows, InitialTable
+from tieredemb.storage.unified import UnifiedMemory
 
 FLOAT = options(torch.float32, 12)
 GPU = torch.device("cuda")
@@ -96,17 +101,14 @@ def test_slot_map_takes_a_duplicate_once():
 
 def choose_victims(score, last, needed, *, batch, oldest, unit=1024.0, now=None):
     slots = len(score)
-    selection, victims, used = zeros(8 + 2048), zeros(slots), count(slots)
+    selection, victims, counts = zeros(4 + 3 * 2048), zeros(slots), zeros(28)
+    counts[0], counts[2] = needed, slots  # missed, used
     clock = torch.tensor([batch, batch if now is None else now, (oldest << 32) | batch], device=GPU)
-    begin = Kernel("cache/policy.cu", "victims_begin", "any i32 any x")
-    digit = Kernel("cache/policy.cu", "victims_count", "any i32 i32 i32 any i i i")
-    emit = Kernel("cache/policy.cu", "victims_emit", "any i32 i32 i32 any i32 i32")
-    begin(1, 1024, selection, count(needed), clock, unit)
-    for by_age in (0, 1):
-        for shift, bits in ((21, 11), (10, 11), (0, 10)):
-            digit(16, 1024, selection, score, last, used, clock, shift, bits, by_age)
-    emit(16, 1024, selection, score, last, used, clock, count(needed), victims)
-    return victims[: selection[6].item()].long()
+    words = "any i32 any i32 i32 i x i i32"
+    select = Kernel("cache/policy.cu", "victims_select", words, options(), cooperative=True)
+    select(16, 1024, selection, counts, clock, score, last, slots, unit, 1, victims)
+    assert counts[1].item() == needed
+    return victims[: selection[0].item()].long()
 
 
 @pytest.mark.parametrize("kind", ["aged", "counts", "wide", "equal"])
@@ -137,106 +139,50 @@ def test_victims_are_the_lowest_unlocked_rows(slots, needed, kind):
 # --- plan and swap ----------------------------------------------------------------------------------------------------
 
 
-class DeviceCache:
-    """The kernels of a plan in their order; cold rows in device memory."""
-
-    WIDTH = 12
-
-    def __init__(self, rows, slots, n, kind=0, half_life=300.0):
-        self.slots, self.n = slots, n
-        self.unit = 2.0 ** math.ceil(math.log2(2 * half_life))
-        self.kind, self.units_per_batch = kind, self.unit / half_life
-        self.cold, self.cold_state = zeros(rows, self.WIDTH, dtype=torch.float32), zeros(rows, 2)
-        self.hot, self.state = zeros(slots, self.WIDTH, dtype=torch.float32), zeros(slots, 1)
-        self.cells = zeros(2 * slots, 2, dtype=torch.int64)
-        self.key, self.score = zeros(slots, dtype=torch.int64) - 1, zeros(slots)
-        self.last, self.dirty = zeros(slots) - 2**31, zeros(slots, dtype=torch.uint8)
-        self.claims = zeros(1 << math.ceil(math.log2(2 * n)), 2, dtype=torch.int64)
-        self.homes, self.missed_keys, self.missed_slots = zeros(n), zeros(n, dtype=torch.int64), zeros(n)
-        self.victim_keys, self.untouched = zeros(n, dtype=torch.int64), zeros(n, dtype=torch.uint8)
-        self.clock, self.counts = zeros(3, dtype=torch.int64), zeros(8 + 16)
-        self.selection, self.victims, self.free = zeros(8 + 2048), zeros(slots), zeros(slots)
-
-    def at(self, tensor, index, width=4):
-        return tensor.data_ptr() + width * index
-
-    def plan(self, keys):
-        def kernel(name, signature, file="cache/plan.cu", flags=None):
-            return Kernel(file, name, signature, flags or options())
-
-        n_cells, cells, counts = len(self.cells), self.cells, self.counts
-        self.claims.zero_()
-        kernel("plan_begin", "any any x i")(1, 1, self.clock, counts, self.units_per_batch, 0)
-        kernel("keys_find", "any n i64 n any i32 i32 i x any n i32 i64 any")(
-            8, 256, cells, n_cells, keys, len(keys), self.clock, self.last, self.score, self.kind, self.unit,
-            self.claims, len(self.claims), self.homes, self.missed_keys, counts,
-        )  # fmt: skip
-        kernel("room_count", "any i")(1, 1, counts, self.slots)
-        policy = "cache/policy.cu"
-        needed, used, chosen = self.at(counts, 1), self.at(counts, 3), self.at(self.selection, 6)
-        kernel("victims_begin", "any p any x", policy)(1, 1024, self.selection, needed, self.clock, self.unit)
-        for by_age in (0, 1):
-            for shift, bits in ((21, 11), (10, 11), (0, 10)):
-                kernel("victims_count", "any i32 i32 p any i i i", policy)(
-                    2, 1024, self.selection, self.score, self.last, used, self.clock, shift, bits, by_age
-                )
-        kernel("victims_emit", "any i32 i32 p any p i32", policy)(
-            2, 1024, self.selection, self.score, self.last, used, self.clock, needed, self.victims
-        )
-        kernel("missed_assign", "any i i32 i32 p i64 any n i64 i32 any i32 i64")(
-            4, 256, counts, self.slots, self.free, self.victims, chosen, self.missed_keys, cells, n_cells, self.key,
-            self.last, self.clock, self.missed_slots, self.victim_keys,
-        )  # fmt: skip
-        kernel("missed_publish", "any n i64 i32 any")(
-            4, 256, cells, n_cells, self.missed_keys, self.missed_slots, counts
-        )
-        kernel("homes_resolve", "i32 n any i32")(8, 256, self.homes, len(keys), self.claims, self.missed_slots)
-        kernel("plan_end", "any i p")(1, 1, counts, self.slots, chosen)
-        kernel("rows_swap", "any i64 i32 i64 any i32 i32 u8 any i32 u8 p", "storage/move.cu", (*FLOAT, "-DSTATE=1"))(
-            2, 256, counts, self.missed_keys, self.missed_slots, self.victim_keys, self.hot, self.state, self.score,
-            self.dirty, self.cold, self.cold_state, self.untouched, self.at(counts, 8 + 2 * 5),
-        )  # fmt: skip
-        return self.homes[: len(keys)].long()
-
-    def rebuild(self):
-        self.cells.zero_()
-        Kernel("hash/slot_map.cu", "slot_map_rebuild", "any n i64 n")(
-            8, 256, self.cells, len(self.cells), self.key, self.slots
-        )
-        self.counts[4] = 0
-
-
-@pytest.mark.parametrize("kind", [0, 1, 2])
-@pytest.mark.parametrize("slots", [1700, 2500, 9000])
-def test_plan_and_swap_keep_every_row_exact(slots, kind):
-    rows, n = 9000, 1664
-    cache, expected = DeviceCache(rows, slots, n, kind), torch.zeros(rows, device=GPU)
-    lookups = hits = 0
-    for batch in range(40):
+@pytest.mark.parametrize("policy", [LFU(), LFU(half_life_batches=math.inf), LRU(), LFU(remember_evicted=False)])
+@pytest.mark.parametrize("slots", [700, 2500, 9000])
+def test_plan_and_swap_keep_every_row_exact(slots, policy):
+    """Rows are counted up where a ticket says they are: in slots, and away from them."""
+    rows, n, width = 9000, 1664, 12
+    cold = UnifiedMemory().open(RowLayout(rows=rows, width=width, state_width=1), name="", identity={})
+    table = InitialTable(start=0, number=0, init=Uniform(low=0.0, high=0.0), padding_idx=None)
+    device = torch.device("cuda", torch.cuda.current_device())
+    initial = InitialRows([table], seed=0, state_value=0.0, device=device)
+    cache = DeviceCache(cold, slots=slots, policy=policy, initial=initial, device=device)
+    expected, lookups = torch.zeros(rows, device=GPU), 0
+    for _ in range(40):
         keys = (torch.rand(n, device=GPU) ** 3 * rows).long()
         keys[::97] = -1
-        resident = torch.zeros(rows, dtype=torch.bool, device=GPU)
-        resident[cache.key[cache.key >= 0]] = True
         real = keys >= 0
-        lookups, hits = lookups + int(real.sum()), hits + int(resident[keys[real]].sum())
-        homes = cache.plan(keys)
+        lookups += int(real.sum())
+        homes = torch.where(real, -1, -(2**31)).int()
+        ticket = cache.plan(keys, homes)
+        homes = ticket.homes.long()
         assert (homes[~real] == -(2**31)).all()
-        assert torch.equal(cache.key[homes[real]], keys[real])
-        assert torch.equal(cache.hot[homes[real]], expected[keys[real]][:, None].expand(-1, cache.WIDTH))
-        used = torch.unique(homes[real])
-        cache.hot[used] += 1
-        cache.state[used] += 1
-        cache.dirty[used] = 1
+        hot = homes >= 0
+        assert torch.equal(cache.hot.key[homes[hot]], keys[hot])
+        assert torch.equal(cache.hot.weight[homes[hot]], expected[keys[hot]][:, None].expand(-1, width))
+        away = ~hot & real
+        if slots > n:
+            assert not away.any()
+        records = cache.away(ticket.slotless).records[-2 - homes[away], 0]
+        assert torch.equal(records - 1, keys[away])
+        used = torch.unique(homes[hot])
+        cache.hot.weight[used] += 1
+        cache.hot.state[used] += 1
+        cache.hot.dirty[used] = 1
+        torch.cuda.synchronize()
+        where = torch.unique(keys[away]).cpu().numpy()
+        assert np.array_equal(cold.weight[where, 0], expected[torch.from_numpy(where).to(GPU)].cpu().numpy())
+        cold.weight[where] += 1
+        cold.state[where, 0] = (cold.state[where, 0].view(np.float32) + 1).view(np.uint32)
         expected[torch.unique(keys[real])] += 1
-        if batch % 10 == 9:
-            cache.rebuild()
-    whole, states = cache.cold.clone(), cache.cold_state[:, 0].clone()
-    resident = cache.key >= 0
-    whole[cache.key[resident]] = cache.hot[resident]
-    states[cache.key[resident]] = cache.state[resident, 0]
-    assert torch.equal(whole, expected[:, None].expand(-1, cache.WIDTH))
-    assert torch.equal(states.float(), expected)
-    assert cache.counts[8:12].view(torch.int64).tolist() == [lookups, hits]
+        ticket.release()
+    cache.flush()
+    assert np.array_equal(cold.weight[:, 0], expected.cpu().numpy())
+    assert np.array_equal(cold.state[:, 0].view(np.float32), expected.cpu().numpy())
+    assert cache.stats().lookups == lookups
+    assert (cache.stats().rows_overflow > 0) == (slots == 700)
 
 
 # --- lookup and update ------------------------------------------------------------------------------------------------
@@ -256,8 +202,9 @@ def test_pooled_lookup_equals_torch(width, dtype):
     argmax = torch.zeros(batch, tables * width, dtype=torch.int32, device=GPU)
     lanes = 32
     groups = tables * ((batch + 3) // 4)
-    Kernel("lookup/embedding_bag.cu", "bags_pool", "any i32 i64 n n i32 i64 p any n i32", options(dtype, width))(
-        blocks_for(groups * lanes, 256), 256, weight, homes, offsets, batch, tables * batch, mode, column, 0, out,
+    words, flags = "any p p i32 i64 n n i32 i64 p any n i32", (*options(dtype, width), "-DHAS_MAX")
+    Kernel("lookup/embedding_bag.cu", "bags_pool", words, flags)(
+        blocks_for(groups * lanes, 256), 256, weight, 0, 0, homes, offsets, batch, tables * batch, mode, column, 0, out,
         tables * width, argmax,
     )  # fmt: skip
     for t, name in enumerate(("sum", "mean", "max")):
@@ -300,30 +247,16 @@ def test_update_equals_the_formula_and_repeats_its_bits(kind, width):
         order = torch.sort(homes, stable=True)
         bags, items, longs = zeros(n), zeros(2 * n, 4), zeros(n // 128 + 1, 4)
         parts = torch.empty(2 * (n // 128 + 1), width, device=GPU)
-        kernel("occurrences_gather", "i64 i32 i i32")(blocks_for(n, 256), 256, order.indices, bag, n, bags)
-        kernel("segments_find", "i32 i i32 i any any any")(
-            blocks_for(n, 256), 256, order.values, n, bags, batch, work, items, longs
+        kernel("segments_find", "i32 i i64 i32 i32 i any any any")(
+            blocks_for(n, 256), 256, order.values, n, order.indices, bag, bags, batch, work, items, longs
         )
-        kernel("segments_update", "any any i32 i i64 f32 n p any f32 u8 f32 any f32")(
-            64,
-            256,
-            work,
-            items,
-            bags,
-            batch,
-            column,
-            grad,
-            tables * width,
-            0,
-            weight,
-            state,
-            dirty,
-            rate,
-            numbers,
-            parts,
-        )
-        kernel("long_segments_update", "any any f32 any f32 u8 f32 any")(
-            8, 256, work, longs, parts, weight, state, dirty, rate, numbers
+        words = "any any i32 i i64 f32 n p i64 p p any f32 p p p u8 f32 any f32"
+        kernel("segments_update", words)(
+            64, 256, work, items, bags, batch, column, grad, tables * width, 0, order.indices, 0, 0, weight, state, 0,
+            0, 0, dirty, rate, numbers, parts,
+        )  # fmt: skip
+        kernel("long_segments_update", "any any f32 any f32 p p p u8 f32 any")(
+            8, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rate, numbers
         )
         return weight, state, dirty
 

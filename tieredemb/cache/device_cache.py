@@ -31,6 +31,14 @@ from tieredemb.storage.initial import InitialRows
 LOAD_ROWS = 1 << 20  # rows brought in at once by whole-cache calls
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes `device` the current one; for nothing where it is."""
+    return _NOTHING if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device)
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
 class DeviceTicket(Flight):
     """A planned batch in flight on a GPU. `homes`: int32 (N,), the slot of each occurrence, −2 − r for a row that is
     used without one, or `DROPPED` · `slotless`: whether there may be such rows."""
@@ -69,6 +77,7 @@ class DeviceCache(Cache):
         self._cached = slots - pinned
         self.on_flush: list[Callable[[], None]] = []
         self._stream = torch.cuda.current_stream(device)
+        self._handle = self._stream.cuda_stream
         with torch.cuda.device(device):
             self.hot = DeviceRows(cold.layout, self._cached, pinned, device)
             cold.attach(device)
@@ -98,12 +107,13 @@ class DeviceCache(Cache):
             slotless = self._lock_window > 0 or self._book.exceeds(self._cached, n)
             if slotless:
                 self._plan.records.reserve(self._book.ids() + n)
-            missed = Missed.empty(n, self.device)
+            missed = Missed(n, self.device)
             lag = batch - self._oldest(batch)
             self._transfer.retire(batch, lag)
             self.cold.metadata.batch = batch
             self._plan.find(keys, homes, missed, lag=lag, scored=score, away=self.away(slotless))
-            self._transfer.bring(missed, self._plan.choose(n), homes, slotless)
+            self._plan.choose(missed)
+            self._transfer.bring(missed, homes, slotless)
             self._plan.score(missed, self.away(slotless), scored=score)
             return self._ticket(batch, homes, slotless)
 
@@ -126,12 +136,14 @@ class DeviceCache(Cache):
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Holds the cache for one call: its lock, its device, and its place behind what other streams have queued."""
-        with self.lock, torch.cuda.device(self.device):
+        with self.lock, on_device(self.device):
             self._check_usable()
-            stream = torch.cuda.current_stream()
-            if stream != self._stream and not torch.cuda.is_current_stream_capturing():
-                stream.wait_stream(self._stream)
-            self._stream = stream
+            handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+            if handle != self._handle:
+                stream = torch.cuda.current_stream()
+                if not torch.cuda.is_current_stream_capturing():
+                    stream.wait_stream(self._stream)
+                self._stream, self._handle = stream, handle
             yield
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------

@@ -5,28 +5,26 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
 
 from tieredemb.cache.device_rows import DeviceRows
 from tieredemb.cache.policy import Scoring
-from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
+from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, resident_blocks
 
 PLAN, POLICY = "cache/plan.cu", "cache/policy.cu"
 THREADS = 256
 MOST_BLOCKS = 1056  # eight a multiprocessor of an H200: loops stride over what is beyond
-SELECT_BLOCKS = 264  # of 1,024 threads
-DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of a score and of an age, from the top
-RECORD_BYTES = 16
+TOGETHER = 1024  # threads of a block of those that wait for each other
 
-# byte offsets in the control tensor: Clock, Counts, the flag of map_fill, Selection
-CLOCK, COUNTS, FINISHED, SELECTION = 0, 32, 160, 192
-SELECTION_BYTES = 4 * (8 + 2048)
-MISSED, NEEDED, USED, TOMBSTONES = (COUNTS + 4 * i for i in range(4))
+# byte offsets in the control tensor: Clock, Counts, Selection
+CLOCK, COUNTS, SELECTION = 0, 32, 160
+SELECTION_BYTES = 4 * (4 + 3 * 2048)
+MISSED = COUNTS
 TOTALS = COUNTS + 32
 MOVED = TOTALS + 8 * 5  # what `storage/move.cu` counts
-CHOSEN = SELECTION + 4 * 6
 TOTAL_NAMES = (
     *("batches", "lookups", "hits", "unique", "filled", "generated", "evicted", "written_back", "scores_written"),
     "overflow",
@@ -55,28 +53,31 @@ class Away:
         return ("-DSLOTLESS",) if self.slotless else ()
 
 
-@dataclass(frozen=True)
 class Missed:
-    """What a plan has to move. `keys`: int64 (N,) · `slots`: int32 (N,), where each goes: a slot, −1 while it has none,
-    or the home −2 − r of a record · `victims`: int64 (N,), the key that leaves the slot, or −1. How many of the N
-    places are taken is known to the device alone."""
+    """What a plan of n ids has to move, in one allocation; addresses of its parts.
 
-    keys: torch.Tensor
-    slots: torch.Tensor
-    victims: torch.Tensor
-    claims: torch.Tensor
+    `keys`: int64 (n,) · `slots`: int32 (n,), where each goes: a slot, −1 while it has none, or the home −2 − r of a
+    record · `victims`: int64 (n,), the key that leaves the slot, or −1 · `untouched`: uint8 (n,), whether it has to be
+    generated · `chosen`: int32 (n,), the slots that victims leave · `claims`: cells by which a key is missed once. How
+    many of the n places are taken is known to the device alone.
+    """
 
-    @staticmethod
-    def empty(n: int, device: torch.device) -> Missed:
-        cells = 2
-        while cells < 2 * n:
-            cells *= 2
-        return Missed(
-            keys=torch.empty(n, dtype=torch.int64, device=device),
-            slots=torch.empty(n, dtype=torch.int32, device=device),
-            victims=torch.empty(n, dtype=torch.int64, device=device),
-            claims=torch.zeros((cells, 2), dtype=torch.int64, device=device),
-        )
+    def __init__(self, n: int, device: torch.device) -> None:
+        self.n = n
+        self.cells = 2
+        while self.cells < 2 * n:
+            self.cells *= 2
+        room = n + n % 2  # what follows stays aligned to 8 bytes
+        sizes = (16 * self.cells, 8 * room, 8 * room, 4 * room, 4 * room, room)
+        self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        starts = itertools.accumulate(sizes[:-1], initial=self._memory.data_ptr())
+        self.claims, self.keys, self.victims, self.slots, self.chosen, self.untouched = starts
+
+    def view(self, name: str, count: int) -> torch.Tensor:
+        """The first `count` elements of a part as a tensor."""
+        dtype = torch.int64 if name in ("keys", "victims") else torch.int32
+        start = getattr(self, name) - self._memory.data_ptr()
+        return self._memory[start : start + count * dtype.itemsize].view(dtype)
 
 
 class Records:
@@ -110,8 +111,8 @@ class DevicePlan:
         self.records = Records(device)
         base = self.control.data_ptr()
         self.clock, self.counts, self.selection = base + CLOCK, base + COUNTS, base + SELECTION
-        self.missed, self.moved, self.chosen = base + MISSED, base + MOVED, base + CHOSEN
-        self._needed, self._used, self._finished = base + NEEDED, base + USED, base + FINISHED
+        self.missed, self.moved = base + MISSED, base + MOVED
+        self._together = resident_blocks(device.index)
 
     def count(self, homes: torch.Tensor, *, scored: bool) -> None:
         """A plan where every row is resident."""
@@ -123,8 +124,11 @@ class DevicePlan:
     ) -> None:
         """Locks and scores what is resident, claims what is missed, into `missed.keys` and, for now, `homes`."""
         rows, scoring, n = self.rows, self.scoring, len(keys)
-        begin = kernel(PLAN, "plan_begin", "p p d i i")
-        begin(1, 1, self.clock, self.counts, scoring.units_per_batch, lag, scored)
+        begin = kernel(PLAN, "plan_begin", "p p d i i p n p n")
+        begin(
+            blocks_for(missed.cells, 4 * THREADS, MOST_BLOCKS), THREADS, self.clock, self.counts,
+            scoring.units_per_batch, lag, scored, missed.claims, missed.cells, self.selection, SELECTION_BYTES // 16,
+        )  # fmt: skip
         table, index = self.records.table, None
         if away.slotless:
             index = torch.zeros((2 * len(table), 2), dtype=torch.int64, device=table.device)
@@ -132,69 +136,41 @@ class DevicePlan:
             sort_out(
                 blocks_for(len(table), THREADS, MOST_BLOCKS), THREADS, table, len(table), index, len(index), self.clock
             )
-        find = kernel(
-            PLAN, "keys_find", "any n i64 n p i32 i32 i x i any n i32 i64 any p n p n i p", *OPTIONS, *away.flags
-        )
+        words = "any n i64 n p i32 i32 i x i p n i32 p any p n p n i p"
+        find = kernel(PLAN, "keys_find", words, *OPTIONS, *away.flags)
         find(
             blocks_for(n, THREADS), THREADS, rows.cells, len(rows.cells), keys, n, self.clock, rows.last_batch,
-            rows.score, scoring.kind, scoring.unit, scored, missed.claims, len(missed.claims), homes, missed.keys,
-            table, 0 if index is None else index, 0 if index is None else len(index), away.state,
+            rows.score, scoring.kind, scoring.unit, scored, missed.claims, missed.cells, homes, missed.keys, table,
+            0 if index is None else index, 0 if index is None else len(index), away.state,
             rows.layout.state_width + 1, away.by_key, self.counts,
         )  # fmt: skip
 
-    def choose(self, n: int) -> torch.Tensor:
-        """Victims that make room for what is missed of n ids: int32 (min(n, slots),), as many as `chosen` says."""
-        rows = self.rows
-        victims = torch.empty(min(n, rows.slots), dtype=torch.int32, device=self.control.device)
-        kernel(PLAN, "room_count", "p i")(1, 1, self.counts, rows.slots)
-        begin = kernel(POLICY, "victims_begin", "p p p x")
-        begin(1, 1024, self.selection, self._needed, self.clock, self.scoring.unit)
-        blocks = blocks_for(rows.slots, 4096, SELECT_BLOCKS)
-        digit = kernel(POLICY, "victims_count", "p i32 i32 p p i i i")
-        for by_age in (0, 1) if self.scoring.ties_by_age else (0,):
-            for shift, bits in DIGITS:
-                digit(
-                    blocks, 1024, self.selection, rows.score, rows.last_batch, self._used, self.clock, shift, bits,
-                    by_age,
-                )  # fmt: skip
-        emit = kernel(POLICY, "victims_emit", "p i32 i32 p p p i32 i")
-        emit(
-            blocks_for(rows.slots, 1024, 2 * SELECT_BLOCKS), 1024, self.selection, rows.score, rows.last_batch,
-            self._used, self.clock, self._needed, victims, self.scoring.ties_by_age,
-        )  # fmt: skip
-        return victims
-
-    def assign(self, missed: Missed, victims: torch.Tensor, *, commit: bool) -> None:
-        """Pairs missed keys with slots; with `commit` the slots change hands."""
-        rows = self.rows
-        assign = kernel(PLAN, "missed_assign", "p i32 p i64 any n i64 i32 p i32 i64 i")
-        assign(
-            blocks_for(len(missed.keys), THREADS, MOST_BLOCKS), THREADS, self.counts, victims, self.chosen, missed.keys,
-            rows.cells, len(rows.cells), rows.key, rows.last_batch, self.clock, missed.slots, missed.victims, commit,
+    def choose(self, missed: Missed) -> None:
+        """Victims that make room for what is missed: their slots, into `missed.chosen`."""
+        rows, scoring = self.rows, self.scoring
+        select = cooperative_kernel(POLICY, "victims_select", "p p p i32 i32 i x i p")
+        select(
+            blocks_for(rows.slots, 4 * TOGETHER, self._together), TOGETHER, self.selection, self.counts, self.clock,
+            rows.score, rows.last_batch, rows.slots, scoring.unit, scoring.ties_by_age, missed.chosen,
         )  # fmt: skip
 
-    def publish(self, homes: torch.Tensor, missed: Missed, away: Away) -> None:
-        """Lets later plans find the missed keys in their slots, resolves all homes, and ends the plan."""
+    def settle(self, homes: torch.Tensor, missed: Missed, away: Away, *, commit: bool) -> None:
+        """Pairs missed keys with slots. With `commit` the slots change hands, later plans find the missed keys there,
+        `homes` are resolved, and the plan ends."""
         rows, n = self.rows, len(homes)
-        some = blocks_for(n, THREADS, MOST_BLOCKS)
-        publish = kernel(PLAN, "missed_publish", "any n i64 i32 p any i p", *OPTIONS, *away.flags)
-        publish(
-            some, THREADS, rows.cells, len(rows.cells), missed.keys, missed.slots, self.counts, self.records.table,
-            len(self.records.table), self.clock,
+        words = "p p p p any n i64 i32 p p p i32 n p n any i i"
+        settle = cooperative_kernel(PLAN, "missed_settle", words, *OPTIONS, *away.flags)
+        settle(
+            blocks_for(n, TOGETHER, self._together), TOGETHER, self.counts, missed.chosen, self.selection, missed.keys,
+            rows.cells, len(rows.cells), rows.key, rows.last_batch, self.clock, missed.slots, missed.victims, homes, n,
+            missed.claims, missed.cells, self.records.table, len(self.records.table), commit,
         )  # fmt: skip
-        resolve = kernel(PLAN, "homes_resolve", "i32 n any n i32")
-        resolve(blocks_for(n, THREADS), THREADS, homes, n, missed.claims, len(missed.claims), missed.slots)
-        kernel(PLAN, "plan_end", "p p")(1, 1, self.counts, self.chosen)
-        cells = blocks_for(len(rows.cells), 1024, SELECT_BLOCKS)
-        kernel(PLAN, "map_clear", "any n p")(cells, 1024, rows.cells, len(rows.cells), self.counts)
-        fill = kernel(PLAN, "map_fill", "any n i64 p p")
-        fill(cells, 1024, rows.cells, len(rows.cells), rows.key, self.counts, self._finished)
 
     def score(self, missed: Missed, away: Away, *, scored: bool) -> None:
         """Scores of the missed rows, once they have arrived."""
-        score = kernel(PLAN, "missed_score", "p i64 i32 i32 p n i p i x i i")
+        score = kernel(PLAN, "missed_score", "p p p i32 p n i p i x i i")
         score(
-            blocks_for(len(missed.keys), THREADS, MOST_BLOCKS), THREADS, self.counts, missed.keys, missed.slots,
+            blocks_for(missed.n, THREADS, MOST_BLOCKS), THREADS, self.counts, missed.keys, missed.slots,
             self.rows.score, away.state, self.rows.layout.state_width + 1, away.by_key, self.clock, self.scoring.kind,
             self.scoring.unit, self.scoring.remember, scored,
         )  # fmt: skip

@@ -43,14 +43,20 @@ __device__ __forceinline__ void insert_slot(Cell *cells, i64 n_cells, i64 key, i
     cells[at].slot = slot;
 }
 
-// Starts a plan: the next batch number, zero counts. Slots of the `lag` batches before it are locked.
-extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units_per_batch, int lag, int scored) {
+// Starts a plan: the next batch number, zero counts, empty claims and `selection` (16-byte units each). Slots of the
+// `lag` batches before it are locked.
+extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units_per_batch, int lag, int scored,
+                                      int4 *claims, i64 n_claims, int4 *selection, i64 n_selection) {
+    for (i64 at = thread_index(); at < n_claims; at += thread_count()) claims[at] = make_int4(0, 0, 0, 0);
+    for (i64 at = thread_index(); at < n_selection; at += thread_count()) selection[at] = make_int4(0, 0, 0, 0);
+    if (thread_index() != 0) return;
     clock->batch += 1;
     double now = (double)MIN_SCORE + floor((double)clock->batch * units_per_batch);
     clock->now = now < (double)MAX_SCORE ? (i64)now : (i64)MAX_SCORE;
     clock->stamp = (int)(u32)(u64)clock->batch;
     clock->oldest = clock->stamp - lag;
     counts->missed = counts->slotless = counts->needed = counts->room = 0;
+    counts->arrivals = 0;
     counts->batches += scored;
 }
 
@@ -142,21 +148,12 @@ extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *
     }
 }
 
-// How many victims the missed keys need beyond the slots never used.
-extern "C" __global__ void room_count(Counts *counts, int capacity) {
-    int room = capacity - counts->used;
-    counts->room = counts->missed < room ? counts->missed : room;
-    counts->needed = counts->missed - counts->room;
-}
-
 // Pairs missed keys with slots never used and with victims. missed_slots[m]: the slot, or −1 · victim_keys[m]: the key
 // that was there, or −1. With `commit` the slots pass over: the victims leave the map and the missed keys own them.
-extern "C" __global__ void missed_assign(const Counts *counts, const int *victims, const int *chosen,
-                                         const i64 *missed_keys, Cell *cells, i64 n_cells, i64 *slot_keys,
-                                         int *last_batch, const Clock *clock, int *missed_slots, i64 *victim_keys,
-                                         int commit) {
-    const int room = counts->room, used = counts->used, missed = counts->missed;
-    const int n_victims = counts->needed ? *chosen : 0;
+__device__ __forceinline__ void missed_assign(int missed, int room, int used, int n_victims, const int *victims,
+                                              const i64 *missed_keys, Cell *cells, i64 n_cells, i64 *slot_keys,
+                                              int *last_batch, int stamp, int *missed_slots, i64 *victim_keys,
+                                              bool commit) {
     for (i64 m = thread_index(); m < missed; m += thread_count()) {
         int slot = -1;
         i64 victim = -1;
@@ -175,14 +172,15 @@ extern "C" __global__ void missed_assign(const Counts *counts, const int *victim
             cells[at].key = TOMBSTONE;
         }
         slot_keys[slot] = missed_keys[m];
-        last_batch[slot] = clock->stamp;
+        last_batch[slot] = stamp;
     }
 }
 
 // Publishes the missed keys' new slots; a key without one gets a record, and missed_slots[m] becomes its home.
-extern "C" __global__ void missed_publish(Cell *cells, i64 n_cells, const i64 *missed_keys, int *missed_slots,
-                                          Counts *counts, Record *records, int n_records, const Clock *clock) {
-    for (i64 m = thread_index(); m < counts->missed; m += thread_count()) {
+__device__ __forceinline__ void missed_publish(int missed, Cell *cells, i64 n_cells, const i64 *missed_keys,
+                                               int *missed_slots, Counts *counts, Record *records, int n_records,
+                                               int stamp) {
+    for (i64 m = thread_index(); m < missed; m += thread_count()) {
         i64 key = missed_keys[m];
         int slot = missed_slots[m];
         if (slot >= 0) insert_slot(cells, n_cells, key, slot);
@@ -190,7 +188,7 @@ extern "C" __global__ void missed_publish(Cell *cells, i64 n_cells, const i64 *m
         while (slot < 0) {  // records are at most half taken
             int r = (int)(atomicAdd(&counts->record, 1u) % (u32)n_records);
             if (atomicCAS(reinterpret_cast<u64 *>(&records[r].key), 0ull, (u64)(key + 1)) != 0ull) continue;
-            records[r].last_batch = clock->stamp;
+            records[r].last_batch = stamp;
             missed_slots[m] = -2 - r;
             break;
         }
@@ -198,15 +196,44 @@ extern "C" __global__ void missed_publish(Cell *cells, i64 n_cells, const i64 *m
     }
 }
 
-// Home of every occurrence of a missed key, from its claim or its record.
-extern "C" __global__ void homes_resolve(int *homes, i64 n, const Claim *claims, i64 n_claims,
-                                         const int *missed_slots) {
+// Ends a plan once its victims are chosen: slots pass over, homes of the missed keys' occurrences are resolved from
+// their claims or records, and the map is rebuilt from the slots' keys once tombstones hold an eighth of its cells.
+// Without `commit` it only pairs. All blocks resident at once.
+extern "C" __global__ void __launch_bounds__(1024, 2)
+    missed_settle(Counts *counts, const int *victims, const int *chosen, const i64 *missed_keys, Cell *cells,
+                  i64 n_cells, i64 *slot_keys, int *last_batch, const Clock *clock, int *missed_slots,
+                  i64 *victim_keys, int *homes, i64 n, const Claim *claims, i64 n_claims, Record *records,
+                  int n_records, int commit) {
+    const int room = counts->room, used = counts->used, missed = counts->missed, stamp = clock->stamp;
+    const int n_victims = counts->needed ? *chosen : 0, tombstones = counts->tombstones + n_victims;
+    const bool rebuild = tombstones > n_cells / 8;
+    missed_assign(missed, room, used, n_victims, victims, missed_keys, cells, n_cells, slot_keys, last_batch, stamp,
+                  missed_slots, victim_keys, commit);
+    if (!commit) return;
+    grid_meet(&counts->arrivals);
+    missed_publish(missed, cells, n_cells, missed_keys, missed_slots, counts, records, n_records, stamp);
+    grid_meet(&counts->arrivals);
     for (i64 i = thread_index(); i < n; i += thread_count()) {
         int home = homes[i];
         if (home >= -1 || home == DROPPED) continue;
         i64 at = -2 - (i64)home;
         homes[i] = at < n_claims ? missed_slots[claims[at].missed] : (int)(-2 - (at - n_claims));
     }
+    if (thread_index() == 0) {
+        const int slotless = missed - room - n_victims;
+        counts->used = used + room;
+        counts->tombstones = rebuild ? 0 : tombstones;
+        counts->slotless = slotless;
+        counts->filled += (u64)(room + n_victims);
+        counts->evicted += (u64)n_victims;
+        counts->overflow += (u64)slotless;
+    }
+    if (!rebuild) return;
+    for (i64 at = thread_index(); at < n_cells; at += thread_count())
+        *reinterpret_cast<int4 *>(cells + at) = make_int4(0, 0, 0, 0);
+    grid_meet(&counts->arrivals);
+    for (i64 slot = thread_index(); slot < used + room; slot += thread_count())
+        if (slot_keys[slot] >= 0) insert_slot(cells, n_cells, slot_keys[slot], (int)slot);
 }
 
 // Scores of the missed rows, once they have arrived: what came along, or the lowest; raised by this use.
@@ -220,35 +247,6 @@ extern "C" __global__ void missed_score(const Counts *counts, const i64 *missed_
         u32 old = *at;
         if (old == 0 || !remember) old = MIN_SCORE;
         *at = scored ? raised(old, clock->now, kind, unit) : old;
-    }
-}
-
-// Ends a plan: what the counts have become.
-extern "C" __global__ void plan_end(Counts *counts, const int *chosen) {
-    int victims = counts->needed ? *chosen : 0;
-    counts->used += counts->room;
-    counts->tombstones += victims;
-    counts->slotless = counts->missed - counts->room - victims;
-    counts->filled += (u64)(counts->room + victims);
-    counts->evicted += (u64)victims;
-    counts->overflow += (u64)counts->slotless;
-}
-
-// Rebuilds the map from the slots' keys once tombstones hold an eighth of its cells: two launches, clear then fill.
-extern "C" __global__ void map_clear(Cell *cells, i64 n_cells, const Counts *counts) {
-    if (counts->tombstones <= n_cells / 8) return;
-    for (i64 at = thread_index(); at < n_cells; at += thread_count())
-        *reinterpret_cast<int4 *>(cells + at) = make_int4(0, 0, 0, 0);
-}
-extern "C" __global__ void map_fill(Cell *cells, i64 n_cells, const i64 *slot_keys, Counts *counts, int *finished) {
-    if (counts->tombstones <= n_cells / 8) return;
-    for (i64 slot = thread_index(); slot < counts->used; slot += thread_count())
-        if (slot_keys[slot] >= 0) insert_slot(cells, n_cells, slot_keys[slot], (int)slot);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0 && atomicAdd(finished, 1) == gridDim.x - 1) {
-        counts->tombstones = 0;
-        *finished = 0;
     }
 }
 

@@ -16,7 +16,7 @@ struct Counts {
     int slotless;    // missed keys that got no slot
     int room;        // missed keys that get a slot never used
     u32 record;      // where the next record is looked for
-    int pad;
+    u32 arrivals;    // blocks that have come to a meeting
     // totals
     u64 batches, lookups, hits, unique, filled, generated, evicted, written_back, scores_written, overflow;
 };
@@ -40,4 +40,17 @@ __device__ __forceinline__ u32 raised(u32 score, i64 now, int kind, float unit) 
         next = (old > MIN_SCORE ? old : MIN_SCORE) + 1;
     }
     return (u32)(next < (i64)MAX_SCORE ? next : (i64)MAX_SCORE);
+}
+
+// All blocks of a cooperative launch wait for each other; what they wrote before is seen after. `arrivals` starts at 0.
+__device__ __forceinline__ void grid_meet(u32 *arrivals) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        const u32 turn = atomicAdd(arrivals, 1u) / gridDim.x;
+        while (*(volatile u32 *)arrivals < (turn + 1) * gridDim.x) {
+        }
+        __threadfence();
+    }
+    __syncthreads();
 }

@@ -1,8 +1,8 @@
 // Which rows leave: the `needed` slots of lowest (score, last batch) among the occupied, unlocked ones.
 //
 // Radix select from the highest digit down: digits of the score, then of the last batch. A pass counts a digit among
-// the slots that still match the prefix; its last block finds the digit in which the threshold lies. All counts stay
-// on the device, and a pass with nothing to decide returns at once. Then one pass emits the victims.
+// the slots that still match the prefix, all blocks meet, and each finds the digit in which the threshold lies. Then
+// one pass emits the victims. One cooperative launch: eight of their own would cost the host more than the device.
 #include "common.cuh"
 #include "plan.cuh"
 
@@ -11,34 +11,28 @@ constexpr int BINS = 1 << DIGIT_BITS;
 constexpr int PER_THREAD = 4;  // slots read in one load
 
 struct Selection {
-    int remaining;  // victims still to be found in the bin of the threshold
-    u32 score;      // digits of the threshold found so far, in place
-    u32 age;
-    int all;        // fewer unlocked rows than are needed: all of them go
-    int finished;   // blocks that have finished the pass
-    int ties;       // victims taken among those equal to the threshold
-    int chosen;     // victims emitted
-    u32 highest;    // no score is higher
-    int bins[BINS];
+    int chosen;    // victims emitted
+    int ties;      // of them those equal to the threshold
+    u32 arrivals;  // blocks that have come to a meeting
+    int pad;
+    int bins[3][BINS];  // of this pass, the next, and the one before, which is being cleared
 };
+
+// What every block knows of the threshold.
+struct Threshold {
+    int remaining;  // victims still to be found in its bin
+    u32 score;      // its digits found so far, in place
+    u32 age;
+    bool all;    // fewer unlocked rows than are needed: all of them go
+    bool whole;  // of the rows of its score all go
+};
+
 // Order of the last use among unlocked slots; below 2^21 for the first two million batches, which saves a pass.
 __device__ __forceinline__ u32 age_rank(int last_batch, const Clock &clock) {
     return (u32)(last_batch - clock.oldest) + (u32)clock.batch;
 }
 __device__ __forceinline__ bool unlocked(u32 score, int last_batch, const Clock &clock) {
     return score != 0 && last_batch - clock.oldest < 0;  // a score of 0: no row
-}
-
-extern "C" __global__ void victims_begin(Selection *selection, const int *needed, const Clock *clock, float unit) {
-    for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) selection->bins[bin] = 0;
-    if (threadIdx.x == 0) {
-        selection->remaining = *needed;
-        selection->score = selection->age = 0;
-        selection->all = selection->finished = selection->ties = selection->chosen = 0;
-        // a count of 2^32 uses lies 32 units above the clock
-        float highest = (float)clock->now + 32.0f * unit;
-        selection->highest = highest < 4.0e9f ? (u32)highest : 0xffffffffu;
-    }
 }
 
 // Inclusive sums of bins by a block of 1,024 threads, two bins a thread; returns the sum up to bin 2 t + 1.
@@ -63,22 +57,13 @@ __device__ __forceinline__ int block_scan(int value) {
     return value + (warp ? warps[warp - 1] : 0);
 }
 
-// One digit at `shift` of `bits` bits: of the score, or with `by_age` of the age among the slots whose score is the
-// threshold's. 1,024 threads a block. Reads 8 bytes a slot, 4 where the prefix does not match.
-extern "C" __global__ void __launch_bounds__(1024)
-    victims_count(Selection *selection, const u32 *score, const int *last_batch, const int *used, const Clock *at,
-                  int shift, int bits, int by_age) {
-    __shared__ int bins[BINS];
-    __shared__ bool last_block;
-    const Clock clock = *at;
-    const u32 top = by_age ? (clock.batch < 0x7fffffff ? 2u * (u32)clock.batch : 0xffffffffu) : selection->highest;
-    if (selection->remaining == 0 || selection->all) return;
-    if (shift > 0 && (top >> shift) == 0 && shift + bits == 32) return;  // all digits are zero
+// Counts one digit at `shift` of `bits` bits: of the score, or with `by_age` of the age among the slots whose score is
+// the threshold's. Reads 8 bytes a slot, 4 where the prefix does not match.
+__device__ __forceinline__ void digit_count(int *bins, const Threshold &at, const u32 *score, const int *last_batch,
+                                            i64 n, const Clock &clock, int shift, int bits, bool by_age, int *total) {
     for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) bins[bin] = 0;
     __syncthreads();
     const u32 mask = shift + bits >= 32 ? 0u : ~0u << (shift + bits);
-    const u32 score_prefix = selection->score, age_prefix = selection->age;
-    const i64 n = *used;
     for (i64 start = (i64)blockIdx.x * blockDim.x; start * PER_THREAD < n; start += thread_count()) {
         i64 slot = (start + threadIdx.x) * PER_THREAD;
         u32 s[PER_THREAD];
@@ -92,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(1024)
         bool any = false;
 #pragma unroll
         for (int k = 0; k < PER_THREAD; k++) {
-            bool match = s[k] != 0 && (by_age ? s[k] == score_prefix : (s[k] & mask) == (score_prefix & mask));
+            bool match = s[k] != 0 && (by_age ? s[k] == at.score : (s[k] & mask) == (at.score & mask));
             digit[k] = match ? 0 : -1;
             any |= match;
         }
@@ -108,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(1024)
             for (int k = 0; k < PER_THREAD; k++) {
                 if (digit[k] < 0) continue;
                 u32 rank = by_age ? age_rank(last[k], clock) : s[k];
-                bool match = unlocked(s[k], last[k], clock) && (!by_age || (rank & mask) == (age_prefix & mask));
+                bool match = unlocked(s[k], last[k], clock) && (!by_age || (rank & mask) == (at.age & mask));
                 digit[k] = match ? (int)((rank >> shift) & ((1u << bits) - 1)) : -1;
             }
         }
@@ -127,55 +112,86 @@ extern "C" __global__ void __launch_bounds__(1024)
     }
     __syncthreads();
     for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x)
-        if (bins[bin]) atomicAdd(&selection->bins[bin], bins[bin]);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) last_block = atomicAdd(&selection->finished, 1) == gridDim.x - 1;
-    __syncthreads();
-    if (!last_block) return;
-
-    const int even = __ldcg(&selection->bins[2 * threadIdx.x]), odd = __ldcg(&selection->bins[2 * threadIdx.x + 1]);
-    selection->bins[2 * threadIdx.x] = selection->bins[2 * threadIdx.x + 1] = 0;
-    const int remaining = selection->remaining;
-    const int upto = block_scan(even + odd), before = upto - even - odd;
-    __syncthreads();
-    if (before < remaining && upto >= remaining) {
-        bool is_odd = before + even < remaining;
-        u32 digit = (u32)(2 * threadIdx.x + is_odd) << shift;
-        if (by_age) selection->age |= digit;
-        else selection->score |= digit;
-        selection->remaining = remaining - before - (is_odd ? even : 0);
-    }
-    if (threadIdx.x == blockDim.x - 1 && upto < remaining) selection->all = 1;
-    if (threadIdx.x == 0) selection->finished = 0;
+        if (bins[bin]) atomicAdd(total + bin, bins[bin]);
 }
 
-// Appends the victims' slots to `victims`; selection->chosen becomes their number. Of rows whose score is the
-// threshold's the oldest go with `by_age`, any without.
-extern "C" __global__ void __launch_bounds__(1024)
-    victims_emit(Selection *selection, const u32 *score, const int *last_batch, const int *used, const Clock *at,
-                 const int *needed, int *victims, int by_age) {
-    if (*needed == 0) return;
-    const Clock clock = *at;
-    const u32 threshold = selection->score, age = selection->age;
-    const int ties = selection->remaining;
-    const bool all = selection->all;
-    const i64 n = *used;
+// The digit in which the threshold lies, given the counts of all blocks; every block finds the same.
+__device__ __forceinline__ void digit_choose(Threshold &at, const int *total, int shift, bool by_age) {
+    __shared__ Threshold next;
+    if (threadIdx.x == 0) next = at;
+    __syncthreads();
+    const int even = __ldcg(total + 2 * threadIdx.x), odd = __ldcg(total + 2 * threadIdx.x + 1);
+    const int upto = block_scan(even + odd), before = upto - even - odd;
+    if (before < at.remaining && upto >= at.remaining) {
+        bool is_odd = before + even < at.remaining;
+        u32 digit = (u32)(2 * threadIdx.x + is_odd) << shift;
+        if (by_age) next.age |= digit;
+        else next.score |= digit;
+        next.remaining = at.remaining - before - (is_odd ? even : 0);
+        next.whole = shift == 0 && next.remaining == (is_odd ? odd : even);
+    }
+    if (threadIdx.x == blockDim.x - 1 && upto < at.remaining) next.all = true;
+    __syncthreads();
+    at = next;
+    __syncthreads();
+}
+
+// Appends the victims' slots to `victims`. Of rows whose score is the threshold's the oldest go with `by_age`, any
+// without.
+__device__ __forceinline__ void victims_emit(Selection *selection, const Threshold &at, const u32 *score,
+                                             const int *last_batch, i64 n, const Clock &clock, bool by_age,
+                                             int *victims) {
     for (i64 start = (i64)blockIdx.x * blockDim.x; start < n; start += thread_count()) {
         i64 slot = start + threadIdx.x;
         bool goes = false;
         if (slot < n) {
             u32 s = score[slot];
-            if (s != 0 && (all || s <= threshold)) {
+            if (s != 0 && (at.all || s <= at.score)) {
                 int last = last_batch[slot];
                 if (unlocked(s, last, clock)) {
                     u32 rank = age_rank(last, clock);
-                    goes = all || s < threshold || (by_age && rank < age);
-                    if (!goes && (!by_age || rank == age)) goes = atomicAdd(&selection->ties, 1) < ties;
+                    goes = at.all || s < at.score || (by_age && rank < at.age);
+                    if (!goes && (!by_age || rank == at.age)) goes = atomicAdd(&selection->ties, 1) < at.remaining;
                 }
             }
         }
         int place = append(&selection->chosen, goes);
         if (goes) victims[place] = (int)slot;
     }
+}
+
+// Makes room for what a plan has missed: as many victims as the slots never used leave wanting. 1,024 threads a block,
+// all blocks resident at once. `selection` comes as zeros.
+extern "C" __global__ void __launch_bounds__(1024, 2)
+    victims_select(Selection *selection, Counts *counts, const Clock *clock_at, const u32 *score,
+                   const int *last_batch, int capacity, float unit, int by_age, int *victims) {
+    __shared__ int bins[BINS];
+    const int missed = counts->missed, free = capacity - counts->used, n = counts->used;
+    const int needed = missed > free ? missed - free : 0;
+    if (thread_index() == 0) {
+        counts->needed = needed;
+        counts->room = missed - needed;
+    }
+    if (needed == 0) return;
+    const Clock clock = *clock_at;
+    float highest = (float)clock.now + 32.0f * unit;  // a count of 2^32 uses lies 32 units above the clock
+    const u32 top_score = highest < 4.0e9f ? (u32)highest : 0xffffffffu;
+    const u32 top_age = clock.batch < 0x7fffffff ? 2u * (u32)clock.batch : 0xffffffffu;
+    Threshold at{needed, 0u, 0u, false, false};
+    int pass = 0;
+    for (int round = 0; round < (by_age ? 6 : 3); round++) {
+        const bool ages = round >= 3;
+        const int shift = round % 3 == 0 ? 21 : round % 3 == 1 ? 10 : 0, bits = shift ? 11 : 10;
+        if (at.all || (ages && at.whole)) break;
+        if (shift == 21 && ((ages ? top_age : top_score) >> shift) == 0) continue;  // all digits are zero
+        int *total = selection->bins[pass % 3], *cleared = selection->bins[(pass + 2) % 3];
+        digit_count(bins, at, score, last_batch, n, clock, shift, bits, ages, total);
+        grid_meet(&selection->arrivals);
+        digit_choose(at, total, shift, ages);
+        if (blockIdx.x == 0)
+            for (int bin = threadIdx.x; bin < BINS; bin += blockDim.x) cleared[bin] = 0;
+        pass++;
+    }
+    if (at.whole && by_age && at.age == 0) at.age = 0xffffffffu, at.remaining = 0x7fffffff;
+    victims_emit(selection, at, score, last_batch, n, clock, by_age, victims);
 }

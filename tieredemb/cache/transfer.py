@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MOVE = "storage/move.cu"
 MOVE_BLOCKS, MOVE_THREADS = 32, 1024  # 16 and more saturate PCIe both ways; 8 reach two thirds of it
+RETURN_BLOCKS = 16  # of rows that go back beside other work
+LEAVING_ROWS = 1 << 17  # at most, of the rows that a batch evicts; what exceeds it goes back at once
 STAGE_ROWS = 1 << 16  # rows staged at once by whole-cache calls: bounds pinned memory
 
 
@@ -35,16 +37,16 @@ class Transfer(abc.ABC):
         self.plan = plan
         self.device = hot.weight.device
         self._initial = initial
-        flags = (*options(cold.layout.dtype, cold.layout.width), f"-DSTATE={cold.layout.state_width}")
-        self._swap = kernel(MOVE, "rows_swap", "p i64 i32 i64 any f32 i32 u8 p p u8 p", *flags)
+        flags = self._flags = (*options(cold.layout.dtype, cold.layout.width), f"-DSTATE={cold.layout.state_width}")
+        self._swap = kernel(MOVE, "rows_swap", "p p p p any f32 i32 u8 p p p p", *flags)
         self._write_back = kernel(MOVE, "rows_write_back", "p n n n p p any f32 i32 u8 p p p p", *flags)
 
     def retire(self, batch: int, lag: int) -> None:  # noqa: B027 - rows used in place need no farewell
         """Before `batch` is planned: gives up rows that are no longer used without a slot."""
 
     @abc.abstractmethod
-    def bring(self, missed: Missed, victims: torch.Tensor, homes: torch.Tensor, slotless: bool) -> None:
-        """Gives the slots of `victims` to missed keys, publishes them, resolves `homes`, and moves the rows."""
+    def bring(self, missed: Missed, homes: torch.Tensor, slotless: bool) -> None:
+        """Gives the chosen victims' slots to missed keys, publishes them, resolves `homes`, and moves the rows."""
 
     @abc.abstractmethod
     def away(self, slotless: bool) -> Away:
@@ -77,46 +79,111 @@ class Transfer(abc.ABC):
         """Bytes of buffers."""
         return {}
 
-    def _swap_rows(self, count: Any, keys: Any, missed: Missed, weight: int, state: int, untouched: Any) -> None:
+    def _swap_rows(
+        self, count: Any, n: int, keys: Any, slots: Any, victims: Any, weight: Any, state: Any, untouched: Any
+    ) -> None:
+        """Brings cold rows `keys` of `weight` and `state` into `slots`, after the rows `victims` went back there."""
         hot = self.hot
-        blocks = blocks_for(len(keys), 64, MOVE_BLOCKS)
         self._swap(
-            blocks, MOVE_THREADS, count, keys, missed.slots, missed.victims, hot.weight, hot.state, hot.score,
+            blocks_for(n, 64, MOVE_BLOCKS), MOVE_THREADS, count, keys, slots, victims, hot.weight, hot.state, hot.score,
             hot.dirty, weight, state, untouched, self.plan.moved,
         )  # fmt: skip
 
+    def _load_rows(self, keys: Any, slots: torch.Tensor, weight: Any, state: Any) -> torch.Tensor:
+        """Brings cold rows into slots that are theirs; returns which were never written, uint8 (K,)."""
+        n = len(slots)
+        count = torch.full((1,), n, dtype=torch.int32, device=self.device)
+        nobody = torch.full((n,), -1, dtype=torch.int64, device=self.device)
+        untouched = torch.empty(n, dtype=torch.uint8, device=self.device)
+        self._swap_rows(count, n, keys, slots.contiguous(), nobody, weight, state, untouched)
+        return untouched
+
+    def _score_loaded(self, slots: torch.Tensor) -> None:
+        """No row in a slot has a score of zero."""
+        score = self.hot.score[slots.long()]
+        self.hot.score[slots.long()] = torch.where(score == 0, MIN_SCORE, score)
+
+
+class _Leaving:
+    """Rows on their way back: a buffer on the device, and the stream that empties it."""
+
+    def __init__(self, cold: ColdRows, rows: int, device: torch.device) -> None:
+        layout = cold.layout
+        self.rows = rows
+        self.weight = torch.empty((rows, layout.width), dtype=layout.dtype, device=device)
+        self.state = torch.empty((rows, layout.state_width + 1), dtype=torch.int32, device=device)
+        self.key = torch.empty(rows, dtype=torch.int64, device=device)
+        self.dirty = torch.empty(rows, dtype=torch.uint8, device=device)
+        self.count = torch.zeros(1, dtype=torch.int32, device=device)
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.emptied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def size_bytes(self) -> int:
+        return sum(t.nbytes for t in (self.weight, self.state, self.key, self.dirty, self.count))
+
 
 class InPlace(Transfer):
-    """Cold rows that kernels read and write where they are. Nothing synchronises."""
+    """Cold rows that kernels read and write where they are. Nothing synchronises.
+
+    Victims leave their slots for a buffer, and go back from there on a stream of their own while their slots are
+    filled, looked up and updated: a step waits for half of what crosses PCIe. The next plan's rows are moved once the
+    buffer is empty, so cold storage is never behind when it is read. A captured step writes back at once: its end
+    would have to wait for the other stream.
+    """
 
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan) -> None:
         super().__init__(cold, hot, initial, plan)
         self._weight, self._state = cold.weight.ctypes.data, cold.state.ctypes.data
+        self._leaving = _Leaving(cold, min(LEAVING_ROWS, max(hot.slots // 4, min(hot.slots, 4096))), self.device)
+        self._captured = False  # a graph that has been may be replayed at any time: nothing may be on its way then
+        self._leave = kernel(MOVE, "rows_leave", "p p p any f32 i32 u8 any i32 i64 u8 i32 i p p p", *self._flags)
+        self._return = kernel(MOVE, "rows_return", "any i32 i64 u8 i32 p p", *self._flags)
 
     def away(self, slotless: bool) -> Away:
         return Away(slotless, self._weight, self._state, self.plan.records.table)
 
-    def bring(self, missed: Missed, victims: torch.Tensor, homes: torch.Tensor, slotless: bool) -> None:
-        self.plan.assign(missed, victims, commit=True)
-        self.plan.publish(homes, missed, self.away(slotless))
-        self._move(self.plan.missed, missed)
+    def bring(self, missed: Missed, homes: torch.Tensor, slotless: bool) -> None:
+        self.plan.settle(homes, missed, self.away(slotless), commit=True)
+        count, keys, slots = self.plan.missed, missed.keys, missed.slots
+        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
+        victims = missed.victims if self._captured else 0
+        if not self._captured:
+            self._send_back(missed)
+        self._swap_rows(count, missed.n, keys, slots, victims, self._weight, self._state, missed.untouched)
+        self._generate(count, missed.n, keys, slots, missed.untouched)
+
+    def _send_back(self, missed: Missed) -> None:
+        """Victims leave their slots, and are written back beside what follows."""
+        hot, leaving, stream = self.hot, self._leaving, torch.cuda.current_stream()
+        leaving.emptied.wait(stream)
+        buffer = (leaving.weight, leaving.state, leaving.key, leaving.dirty, leaving.count)
+        self._leave(
+            blocks_for(missed.n, 32, 132), MOVE_THREADS, self.plan.missed, missed.slots, missed.victims, hot.weight,
+            hot.state, hot.score, hot.dirty, *buffer, leaving.rows, self._weight, self._state, self.plan.moved,
+        )  # fmt: skip
+        leaving.filled.record(stream)
+        leaving.filled.wait(leaving.stream)
+        blocks = blocks_for(missed.n, 32, RETURN_BLOCKS)
+        self._return(blocks, MOVE_THREADS, *buffer, self._weight, self._state, stream=leaving.stream.cuda_stream)
+        leaving.emptied.record(leaving.stream)
+
+    def size_bytes(self) -> dict[str, int]:
+        return {"leaving": self._leaving.size_bytes()}
 
     def load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         if len(keys) == 0:
             return
-        victims = torch.full_like(keys, -1)
+        untouched = self._load_rows(keys, slots, self._weight, self._state)
         count = torch.full((1,), len(keys), dtype=torch.int32, device=self.device)
-        self._move(count, Missed(keys, slots, victims, keys))
-        score = self.hot.score[slots.long()]
-        self.hot.score[slots.long()] = torch.where(score == 0, MIN_SCORE, score)
+        self._generate(count, len(keys), keys, slots.contiguous(), untouched)
+        self._score_loaded(slots)
 
-    def _move(self, count: Any, missed: Missed) -> None:
-        untouched = torch.empty(len(missed.keys), dtype=torch.uint8, device=self.device)
-        self._swap_rows(count, missed.keys, missed, self._weight, self._state, untouched)
+    def _generate(self, count: Any, n: int, keys: Any, slots: Any, untouched: Any) -> None:
+        hot, width = self.hot, self.cold.layout.state_width
         self._initial.generate_missed(
-            count, missed.keys, missed.slots, untouched, self.hot.weight, self.hot.state, self._weight, self._state,
-            self.cold.layout.state_width,
-        )  # fmt: skip
+            count, n, keys, slots, untouched, hot.weight, hot.state, self._weight, self._state, width
+        )
 
     def write_back(self, first_slot: int, slots: int, first_key: int | None) -> None:
         hot = self.hot
@@ -196,28 +263,23 @@ class Staged(Transfer):
         for record in gone:
             del self._keys[record]
 
-    def bring(self, missed: Missed, victims: torch.Tensor, homes: torch.Tensor, slotless: bool) -> None:
-        self.plan.assign(missed, victims, commit=False)
+    def bring(self, missed: Missed, homes: torch.Tensor, slotless: bool) -> None:
+        self.plan.settle(homes, missed, self.away(slotless), commit=False)
         count = self.plan.missed_count()
-        keys = missed.keys[:count].cpu().numpy()
-        leaving = missed.victims[:count] >= 0
-        self._out(missed.slots[:count][leaving], missed.victims[:count][leaving])
+        keys = missed.view("keys", count).cpu().numpy()
+        victims, slots = missed.view("victims", count), missed.view("slots", count)
+        leaving = victims >= 0
+        self._out(slots[leaving], victims[leaving])
         weight, state = self._in(keys)
-        self.plan.assign(missed, victims, commit=True)
-        self.plan.publish(homes, missed, self.away(slotless))
-        self._place(missed, count, weight, state)
+        self.plan.settle(homes, missed, self.away(slotless), commit=True)
+        self._place(slots, weight, state)
         if slotless:
-            self._place_away(missed.slots[:count], keys, weight, state)
+            self._place_away(slots, keys, weight, state)
 
-    def _place(self, missed: Missed, count: int, weight: torch.Tensor, state: torch.Tensor) -> None:
-        """Puts staged row m into the slot of the m-th missed key."""
-        if count == 0:
-            return
-        rows = torch.arange(count, device=self.device)
-        number = torch.full((1,), count, dtype=torch.int32, device=self.device)
-        nobody = Missed(rows, missed.slots, torch.full_like(rows, -1), rows)
-        untouched = torch.empty(count, dtype=torch.uint8, device=self.device)
-        self._swap_rows(number, rows, nobody, weight.data_ptr(), state.data_ptr(), untouched)
+    def _place(self, slots: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:
+        """Puts staged row m into slots[m], where that is one."""
+        if len(slots):
+            self._load_rows(torch.arange(len(slots), device=self.device), slots, weight, state)
 
     def _place_away(self, slots: torch.Tensor, keys: Array, weight: torch.Tensor, state: torch.Tensor) -> None:
         """Puts the staged rows of missed keys without a slot to their records' rows."""
@@ -297,10 +359,8 @@ class Staged(Transfer):
 
     def load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         for some_keys, some_slots in zip(torch.split(keys, STAGE_ROWS), torch.split(slots, STAGE_ROWS), strict=True):
-            weight, state = self._in(some_keys.cpu().numpy())
-            self._place(Missed(some_keys, some_slots.contiguous(), some_keys, some_keys), len(some_keys), weight, state)
-            score = self.hot.score[some_slots.long()]
-            self.hot.score[some_slots.long()] = torch.where(score == 0, MIN_SCORE, score)
+            self._place(some_slots, *self._in(some_keys.cpu().numpy()))
+            self._score_loaded(some_slots)
 
     def settle(self) -> None:
         self._store_away(list(self._keys))

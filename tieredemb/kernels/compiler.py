@@ -6,19 +6,21 @@ tensors, whose dtype, device and contiguity are checked against the kernel's sig
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import struct
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from tieredemb.errors import InvalidInputError, MissingDependencyError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 OPTIONS = ("--std=c++17", "--fmad=false")  # no contraction but where the source says so
-NUMBERS = {"n": np.int64, "p": np.int64, "i": np.int32, "x": np.float32, "d": np.float64}
+PACKED = {"n": "q", "p": "q", "i": "i", "x": "f", "d": "d"}  # numbers as `struct` packs them
 ROW_FLAGS = {torch.float32: "-DROW_FLOAT", torch.float16: "-DROW_HALF", torch.bfloat16: "-DROW_BFLOAT16"}
 
 
@@ -59,10 +61,46 @@ def _module(file: str, flags: tuple[str, ...], device: int) -> Any:
         return cupy().RawModule(code=source(file), options=flags, backend="nvrtc")
 
 
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_: ClassVar = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("n_attributes", ctypes.c_uint),
+    ]
+
+
+COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE: all blocks are resident at once
+
+
 @functools.cache
-def _stream(handle: int) -> Any:
-    """CuPy's view of a stream, by its address: handing it over costs half of what entering it for each launch does."""
-    return cupy().cuda.ExternalStream(handle)
+def _driver() -> Any:
+    """The driver's library. With packed arguments its launch costs half of one through CuPy; a step has thirty."""
+    library = ctypes.CDLL("libcuda.so.1")
+    pointer, word = ctypes.c_void_p, ctypes.c_uint
+    library.cuLaunchKernel.argtypes = [pointer, *[word] * 7, pointer, pointer, pointer]
+    library.cuLaunchKernelEx.argtypes = [ctypes.POINTER(_Config), pointer, pointer, pointer]
+    return library
+
+
+class _Arguments(threading.local):
+    """A thread's packed arguments, as the driver takes them in place of pointers to each; it copies them before it
+    returns."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(1024)
+        self.size = ctypes.c_size_t()
+        # 1: here is the buffer, 2: and here its size, 0: the end
+        self.extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self.size), 0)
+        self._cooperative = (ctypes.c_uint * 18)(COOPERATIVE, 0, 1)  # CUlaunchAttribute: id, pad, a value of 64 bytes
+        self.config = _Config(attributes=ctypes.addressof(self._cooperative), n_attributes=1)
+
+
+_ARGUMENTS = _Arguments()
 
 
 class Kernel:
@@ -70,7 +108,7 @@ class Kernel:
 
     `signature`: a word for each argument: a dtype for a tensor (`i64`, `i32`, `f32`, `u8`; `any` for rows), `n` for an
     int64, `i` for an int32, `x` for a float32, `d` for a float64, `p` for an address (an int, 0 for none, or a tensor
-    of any dtype).
+    of any dtype). A `cooperative` kernel's blocks are all resident at once, and may wait for each other.
     """
 
     DTYPES: ClassVar = {
@@ -81,39 +119,55 @@ class Kernel:
         "any": None,
     }
 
-    def __init__(self, file: str, name: str, signature: str, flags: Sequence[str] = OPTIONS) -> None:
+    def __init__(
+        self, file: str, name: str, signature: str, flags: Sequence[str] = OPTIONS, *, cooperative: bool = False
+    ) -> None:
         self.file = file
+        self.cooperative = cooperative
         self.name = name
         self.flags = tuple(flags)
         words = signature.split()
-        self._words = [(word, NUMBERS.get(word), self.DTYPES.get(word)) for word in words]
-        self._functions: dict[int, Any] = {}
+        self._words = [(word, self.DTYPES.get(word), word in ("any", "p")) for word in words]
+        self._packing = struct.Struct("@" + "".join(PACKED.get(word, "q") for word in words))
+        self._functions: dict[int, int] = {}
 
-    def __call__(self, blocks: int, threads: int, *args: Any, shared_bytes: int = 0) -> None:
-        """Launches on torch's current stream. Does not synchronise. No blocks, no launch."""
+    def __call__(self, blocks: int, threads: int, *args: Any, stream: int | None = None) -> None:
+        """Launches on `stream`, an address, or torch's current one. Does not synchronise. No blocks, no launch."""
         if blocks == 0:
             return
         if len(args) != len(self._words):
             raise InvalidInputError(f"{self.name} takes {len(self._words)} arguments, got {len(args)}")
-        device = torch.cuda.current_device()
+        device = torch._C._cuda_getDevice()
         values: list[Any] = []
-        for (word, number, dtype), arg in zip(self._words, args, strict=True):
+        for arg, (word, dtype, any_dtype) in zip(args, self._words, strict=True):
             if isinstance(arg, torch.Tensor):
-                fits = arg.dtype == dtype or (dtype is None and word in ("any", "p"))
-                if not fits or arg.get_device() != device or not arg.is_contiguous():
+                if not (any_dtype or arg.dtype is dtype) or arg.get_device() != device or not arg.is_contiguous():
                     self._refuse(len(values), word, arg, device)
-                values.append(np.int64(arg.data_ptr()))
-            elif number is not None:
-                values.append(number(arg))
+                values.append(arg.data_ptr())
+            elif word in PACKED:
+                values.append(arg)
             else:
                 self._refuse(len(values), word, arg, device)
-        stream = _stream(torch._C._cuda_getCurrentRawStream(device))
-        self._function(device)((blocks,), (threads,), values, shared_bytes, stream)
+        function = self._functions.get(device) or self._load(device)
+        packed = _ARGUMENTS
+        self._packing.pack_into(packed.buffer, 0, *values)
+        packed.size.value = self._packing.size
+        if stream is None:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+        if self.cooperative:
+            config = packed.config
+            config.grid[:] = (blocks, 1, 1)
+            config.block[:] = (threads, 1, 1)
+            config.stream = stream
+            code = _driver().cuLaunchKernelEx(ctypes.byref(config), function, None, packed.extra)
+        else:
+            code = _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, None, packed.extra)
+        if code:
+            raise RuntimeError(f"the CUDA driver refused to launch {self.name} ({blocks} x {threads}): error {code}")
 
-    def _function(self, device: int) -> Any:
-        function = self._functions.get(device)
-        if function is None:
-            function = self._functions[device] = _module(self.file, self.flags, device).get_function(self.name).kernel
+    def _load(self, device: int) -> int:
+        function: int = _module(self.file, self.flags, device).get_function(self.name).kernel.ptr
+        self._functions[device] = function
         return function
 
     def _refuse(self, position: int, word: str, arg: Any, device: int) -> None:
@@ -127,6 +181,19 @@ class Kernel:
 def kernel(file: str, name: str, signature: str, *flags: str) -> Kernel:
     """The kernel of that name, made once: its compiled code is shared by all that use it."""
     return Kernel(file, name, signature, flags or OPTIONS)
+
+
+@functools.cache
+def cooperative_kernel(file: str, name: str, signature: str, *flags: str) -> Kernel:
+    """The cooperative kernel of that name, made once."""
+    return Kernel(file, name, signature, flags or OPTIONS, cooperative=True)
+
+
+@functools.cache
+def resident_blocks(device: int) -> int:
+    """Blocks of 1,024 threads (of 32 registers) that a device holds at once."""
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.multi_processor_count * (properties.max_threads_per_multi_processor // 1024))
 
 
 def blocks_for(n: int, threads: int, most: int = 1 << 20) -> int:

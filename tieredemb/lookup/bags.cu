@@ -9,6 +9,8 @@ constexpr int BAD_ID = 1, BAD_OFFSET = 2;
 
 struct Fault {
     u64 id, offset;
+    u32 finished;  // blocks of `bags_fill`
+    u32 pad;
 };
 struct Report {  // in host memory
     i64 state, kind, table, position, value, before, ids, edges;
@@ -23,34 +25,25 @@ struct Edges {
 
 __device__ __forceinline__ void mark(u64 *place, i64 position) { atomicMax(place, (u64)(FAR - position)); }
 
-// Edges must rise from 0 to at most n_ids; to n_ids itself with `exact`. Reads 8 bytes a bag.
-extern "C" __global__ void offsets_check(const i64 *offsets, i64 given, i64 n_ids, i64 n_edges, int exact,
-                                         Fault *fault) {
+// Checks the edges: they must rise from 0 to at most n_ids, to n_ids itself with `exact`. Writes those of the chosen
+// tables alone (all of them where `tables` is null), as if only their ids had been given: int64 (chosen · batch + 1).
+// Reads and writes 8 bytes a bag.
+extern "C" __global__ void offsets_check(const i64 *offsets, i64 given, i64 n_ids, i64 n_edges, int exact, i64 batch,
+                                         const i64 *tables, int n_tables, Fault *fault, i64 *local) {
     const Edges edges{offsets, given, n_ids};
+    const i64 bags = batch * n_tables;
     for (i64 k = thread_index(); k < n_edges; k += thread_count()) {
         i64 at = edges[k], before = k ? edges[k - 1] : 0;
         bool bad = k == 0 ? at != 0 : at < before;
         if (k == n_edges - 1) bad = bad || at > n_ids || (exact && at != n_ids);
         if (bad) mark(&fault->offset, k);
+        if (!tables) local[k] = at;
     }
-}
-
-// Edges of the chosen tables alone (all of them where `tables` is null), as if only their ids had been given: int64
-// (chosen · batch + 1). All zero after a fault.
-extern "C" __global__ void offsets_local(const i64 *offsets, i64 given, i64 n_ids, i64 batch, const i64 *tables,
-                                         int n_tables, const Fault *fault, i64 *local) {
-    const Edges edges{offsets, given, n_ids};
-    const bool bad = fault->offset != 0;
-    const i64 bags = batch * n_tables;
+    if (!tables) return;
     for (i64 bag = thread_index(); bag <= bags; bag += thread_count()) {
         i64 edge = 0, last = bag / (batch ? batch : 1);
-        if (!bad && !tables) {
-            edge = edges[bag];
-        } else if (!bad) {
-            for (i64 j = 0; j < last && j < n_tables; j++)
-                edge += edges[(tables[j] + 1) * batch] - edges[tables[j] * batch];
-            if (last < n_tables) edge += edges[tables[last] * batch + (bag - last * batch)] - edges[tables[last] * batch];
-        }
+        for (i64 j = 0; j < last && j < n_tables; j++) edge += edges[(tables[j] + 1) * batch] - edges[tables[j] * batch];
+        if (last < n_tables) edge += edges[tables[last] * batch + (bag - last * batch)] - edges[tables[last] * batch];
         local[bag] = edge;
     }
 }
@@ -70,15 +63,44 @@ __device__ __forceinline__ i64 bag_of(const i64 *local, i64 bags, i64 k) {
     return low;
 }
 
+// Tells the host of the first fault that it has not been told of. One thread, after all others.
+__device__ void fault_report(const volatile Fault *fault, const i64 *ids, const Edges &edges, i64 n_edges, i64 batch,
+                             volatile Report *report) {
+    if ((fault->id | fault->offset) == 0 || report->state != 0) return;
+    const bool bad_offset = fault->offset != 0;
+    const i64 at = FAR - (i64)(bad_offset ? fault->offset : fault->id);
+    report->kind = bad_offset ? BAD_OFFSET : BAD_ID;
+    report->position = at;
+    report->ids = edges.n_ids;
+    report->edges = n_edges;
+    if (bad_offset) {
+        report->value = edges[at];
+        report->before = at ? edges[at - 1] : 0;
+    } else {
+        i64 low = 0, high = n_edges;  // the bag of the id, and so its table
+        while (high - low > 1) {
+            i64 middle = (low + high) / 2;
+            if (edges[middle] <= at) low = middle;
+            else high = middle;
+        }
+        report->table = low / (batch ? batch : 1);
+        report->value = ids[at];
+    }
+    __threadfence_system();
+    report->state = 1;
+}
+
 // Keys, homes and bags of all occurrences. A home is the slot of a resident table's row, −1 for a key to be looked up,
-// DROPPED for padding, bad ids and what lies beyond the last bag. 256 threads a block. Moves 8 + 16 bytes an occurrence.
+// DROPPED for padding, bad ids and what lies beyond the last bag; after a bad offset there are no bags. 256 threads a block. Moves 8 + 16 bytes an occurrence.
 extern "C" __global__ void __launch_bounds__(256) bags_fill(
-    const i64 *ids, const i64 *offsets, i64 given, i64 n_ids, const i64 *local, i64 batch, const i64 *tables,
+    const i64 *ids, const i64 *offsets, i64 given, i64 n_ids, i64 *local, i64 batch, const i64 *tables,
     int n_tables, const i64 *start, const i64 *padding, const i64 *resident, i64 *keys, int *homes, int *bag,
-    i64 *position, Fault *fault) {
+    i64 *position, i64 n_edges, Fault *fault, Report *report) {
     __shared__ i64 range[2];
     const Edges edges{offsets, given, n_ids};
-    const i64 bags = batch * n_tables, count = local[bags];
+    const bool lost = fault->offset != 0;
+    const i64 bags = batch * n_tables, count = lost ? 0 : local[bags];
+    for (i64 bag = thread_index(); lost && bag <= bags; bag += thread_count()) local[bag] = 0;
     for (i64 base = (i64)blockIdx.x * blockDim.x; base < n_ids; base += thread_count()) {
         __syncthreads();
         if (base < count && threadIdx.x < 64) {
@@ -112,32 +134,10 @@ extern "C" __global__ void __launch_bounds__(256) bags_fill(
         bag[k] = (int)low;
         if (position) position[k] = i;
     }
-}
-
-// Tells the host of the first fault that it has not been told of. One thread.
-extern "C" __global__ void fault_report(const Fault *fault, const i64 *ids, const i64 *offsets, i64 given, i64 n_ids,
-                                        i64 n_edges, i64 batch, volatile Report *report) {
-    if ((fault->id | fault->offset) == 0 || report->state != 0) return;
-    const Edges edges{offsets, given, n_ids};
-    const bool bad_offset = fault->offset != 0;
-    const i64 at = FAR - (i64)(bad_offset ? fault->offset : fault->id);
-    report->kind = bad_offset ? BAD_OFFSET : BAD_ID;
-    report->position = at;
-    report->ids = n_ids;
-    report->edges = n_edges;
-    if (bad_offset) {
-        report->value = edges[at];
-        report->before = at ? edges[at - 1] : 0;
-    } else {
-        i64 low = 0, high = n_edges;  // the bag of the id, and so its table
-        while (high - low > 1) {
-            i64 middle = (low + high) / 2;
-            if (edges[middle] <= at) low = middle;
-            else high = middle;
-        }
-        report->table = low / batch;
-        report->value = ids[at];
+    __syncthreads();
+    __threadfence();
+    if (threadIdx.x == 0 && atomicAdd(&fault->finished, 1u) == gridDim.x - 1) {
+        fault->finished = 0;
+        fault_report(fault, ids, edges, n_edges, batch, report);
     }
-    __threadfence_system();
-    report->state = 1;
 }

@@ -74,15 +74,8 @@ class DeviceBags:
 
 
 def new_fault(device: torch.device) -> torch.Tensor:
-    """The mark of a batch, int64 (2,): zero while there is no fault."""
-    return torch.zeros(2, dtype=torch.int64, device=device)
-
-
-def check_edges(edges: Edges, ids: torch.Tensor, fault: torch.Tensor) -> None:
-    """Marks offsets that do not start at 0, fall, or leave the ids. Does not synchronise."""
-    check = kernel(FILE, "offsets_check", "i64 n n n i i64")
-    blocks = blocks_for(edges.count, THREADS, MOST_BLOCKS)
-    check(blocks, THREADS, edges.offsets, len(edges.offsets), len(ids), edges.count, edges.exact, fault)
+    """The mark of a batch, int64 (3,): zero while there is no fault."""
+    return torch.zeros(3, dtype=torch.int64, device=device)
 
 
 def make_device_bags(
@@ -91,10 +84,12 @@ def make_device_bags(
     space: DeviceKeySpace,
     batch: int,
     fault: torch.Tensor,
+    report: FaultReport,
     *,
     padding_is_dropped: bool,
 ) -> DeviceBags:
-    """The bags of `space` among `ids` (int64 (N,)) and checked edges. Does not synchronise; bad ids leave a mark."""
+    """The bags of `space` among `ids` (int64 (N,)). Does not synchronise; bad ids, and offsets that do not start at 0,
+    fall, or leave the ids, leave a mark in `fault` and are reported."""
     n, given, device = len(ids), len(edges.offsets), ids.device
     bags = DeviceBags(
         keys=torch.empty(n, dtype=torch.int64, device=device),
@@ -105,16 +100,16 @@ def make_device_bags(
         batch=batch,
     )
     tables = 0 if space.tables is None else space.tables
-    local = kernel(FILE, "offsets_local", "i64 n n n p i i64 i64")
-    local(
-        blocks_for(len(bags.offsets), THREADS, MOST_BLOCKS), THREADS, edges.offsets, given, n, batch, tables,
-        len(space), fault, bags.offsets,
+    check = kernel(FILE, "offsets_check", "i64 n n n i n p i i64 i64")
+    check(
+        blocks_for(edges.count, THREADS, MOST_BLOCKS), THREADS, edges.offsets, given, n, edges.count, edges.exact,
+        batch, tables, len(space), fault, bags.offsets,
     )  # fmt: skip
-    fill = kernel(FILE, "bags_fill", "i64 i64 n n i64 n p i i64 i64 i64 i64 i32 i32 p i64")
+    fill = kernel(FILE, "bags_fill", "i64 i64 n n i64 n p i i64 i64 i64 i64 i32 i32 p n i64 p")
     fill(
-        blocks_for(n, THREADS, MOST_BLOCKS), THREADS, ids, edges.offsets, given, n, bags.offsets, batch, tables,
+        max(1, blocks_for(n, THREADS, MOST_BLOCKS)), THREADS, ids, edges.offsets, given, n, bags.offsets, batch, tables,
         len(space), space.start, space.padding if padding_is_dropped else space.no_padding, space.resident, bags.keys,
-        bags.homes, bags.bag, 0 if bags.position is None else bags.position, fault,
+        bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count, fault, report.address,
     )  # fmt: skip
     return bags
 
@@ -127,14 +122,7 @@ class FaultReport:
         self._rows = rows
         self._words = torch.zeros(8, dtype=torch.int64, pin_memory=True)
         self._seen = self._words.numpy()
-
-    def watch(self, edges: Edges, ids: torch.Tensor, batch: int, fault: torch.Tensor) -> None:
-        """Has the device report a fault of this batch once its bags were made. Does not synchronise."""
-        report = kernel(FILE, "fault_report", "i64 i64 i64 n n n n p")
-        report(
-            1, 1, fault, ids, edges.offsets, len(edges.offsets), len(ids), edges.count, max(1, batch),
-            self._words.data_ptr(),
-        )  # fmt: skip
+        self.address = self._words.data_ptr()
 
     def check(self) -> None:
         """Raises `IdOutOfRangeError` or `InvalidInputError` for a fault that the device has reported by now, once."""

@@ -140,12 +140,10 @@ class DeviceLookup:
             items=torch.empty((n, 4), dtype=torch.int32, device=device),
             longs=torch.empty((longs, 4), dtype=torch.int32, device=device),
         )
-        gather = self._kernel(OPTIMIZER, "occurrences_gather", "i64 p i p p p", *self._update)
-        gather(blocks_for(n, THREADS, MOST_BLOCKS), THREADS, order, bag, n, segments.sorted_bag, 0, 0)
-        find = self._kernel(OPTIMIZER, "segments_find", "i32 i i32 i any any any", *self._update)
+        find = self._kernel(OPTIMIZER, "segments_find", "i32 i i64 i32 i32 i any any any", *self._update)
         find(
-            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, values, n, segments.sorted_bag, max(1, batch), segments.work,
-            segments.items, segments.longs,
+            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, values, n, order, bag, segments.sorted_bag, max(1, batch),
+            segments.work, segments.items, segments.longs,
         )  # fmt: skip
         return segments
 
@@ -167,8 +165,8 @@ class DeviceLookup:
         sorted_scale = None
         if scale is not None:
             sorted_scale = torch.empty(n, dtype=torch.float32, device=grad.device)
-            gather = self._kernel(OPTIMIZER, "occurrences_gather", "i64 p i p p p", *self._update)
-            gather(blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.order, 0, n, 0, scale, sorted_scale)
+            gather = self._kernel(OPTIMIZER, "scale_gather", "i64 i f32 f32", *self._update)
+            gather(blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.order, n, scale, sorted_scale)
         parts = torch.empty((2 * len(segments.longs), hot.weight.shape[1]), dtype=torch.float32, device=grad.device)
         rows = (hot.weight, hot.state, away.weight, away.state, _address(away.records), hot.dirty)
         short = self._kernel(
@@ -199,14 +197,14 @@ class DeviceLookup:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts an update: counts `steps` (int64 (T,)) on; returns the tables' rates and the other numbers.
 
-        `options`: float64 (5,), see `set_options` · `faults`: int64 (2 K,), the marks of the calls · `found_inf`,
+        `options`: float64 (5,), see `set_options` · `faults`: int64 (3 K,), the marks of the calls · `found_inf`,
         `grad_scale`: float32 (), of a scaler. After a mark or an infinity no `work` is left and no step counted.
         """
         rate = torch.empty(len(steps), dtype=torch.float32, device=steps.device)
         numbers = torch.empty(4, dtype=torch.float32, device=steps.device)
         begin = self._kernel(OPTIMIZER, "step_begin", "any i64 i i64 i p p f32 f32 i32", *self._update)
         begin(
-            1, THREADS, options, steps, len(steps), faults, len(faults) // 2, _address(found_inf),
+            1, THREADS, options, steps, len(steps), faults, len(faults) // 3, _address(found_inf),
             _address(grad_scale), rate, numbers, work,
         )  # fmt: skip
         return rate, numbers

@@ -33,13 +33,9 @@ struct alignas(16) Long {
     int home, first, parts, table;
 };
 
-// Bag, and scale where there is one, of the p-th occurrence in the sorted order.
-extern "C" __global__ void occurrences_gather(const i64 *order, const int *bag, int n, int *sorted_bag,
-                                              const float *scale, float *sorted_scale) {
-    for (i64 p = thread_index(); p < n; p += thread_count()) {
-        if (bag) sorted_bag[p] = bag[order[p]];
-        if (scale) sorted_scale[p] = scale[order[p]];
-    }
+// Scale of the p-th occurrence in the sorted order.
+extern "C" __global__ void scale_gather(const i64 *order, int n, const float *scale, float *sorted_scale) {
+    for (i64 p = thread_index(); p < n; p += thread_count()) sorted_scale[p] = scale[order[p]];
 }
 
 // End of the segment that starts at `start` and is longer than CHUNK, found by the whole warp 32 places at a time.
@@ -59,11 +55,14 @@ __device__ __forceinline__ int segment_end(const int *homes, int n, int start, i
     return low + 1;
 }
 
-extern "C" __global__ void segments_find(const int *homes, int n, const int *sorted_bag, int batch, Work *work,
-                                         Item *items, Long *longs) {
+// Lists the work on sorted `homes`, and puts the occurrences' bags into their order.
+extern "C" __global__ void segments_find(const int *homes, int n, const i64 *order, const int *bag, int *sorted_bag,
+                                         int batch, Work *work, Item *items, Long *longs) {
     for (i64 base = (i64)blockIdx.x * blockDim.x; base < n; base += thread_count()) {
         int p = (int)base + threadIdx.x;
         int home = p < n ? homes[p] : DROPPED;
+        int its_bag = p < n ? bag[order[p]] : 0;
+        if (p < n) sorted_bag[p] = its_bag;
         bool head = home != DROPPED && (p == 0 || homes[p - 1] != home);
         bool is_long = head && p + CHUNK < n && homes[p + CHUNK] == home;
         bool is_short = head && !is_long;
@@ -74,12 +73,12 @@ extern "C" __global__ void segments_find(const int *homes, int n, const int *sor
         if (is_short && !later)
             while (p + count < n && homes[p + count] == home) count++;
         int at = append(&work->items, is_short);
-        if (is_short) items[at] = Item{p, count, home, sorted_bag[p] / batch};
+        if (is_short) items[at] = Item{p, count, home, its_bag / batch};
         for (u32 todo = __ballot_sync(FULL_WARP, is_long); todo; todo &= todo - 1) {
             int leader = __ffs(todo) - 1;
             int start = __shfl_sync(FULL_WARP, p, leader), row = __shfl_sync(FULL_WARP, home, leader);
             int end = segment_end(homes, n, start, row), parts = (end - start + CHUNK - 1) / CHUNK;
-            int table = sorted_bag[start] / batch, first = 0, item = 0;
+            int table = __shfl_sync(FULL_WARP, its_bag, leader) / batch, first = 0, item = 0;
             if (lane_index() == 0) {
                 first = atomicAdd(&work->parts, parts);
                 item = atomicAdd(&work->items, parts);
@@ -371,7 +370,7 @@ extern "C" __global__ void step_begin(const Options *options, i64 *steps, int n_
                                       int n_faults, const float *found_inf, const float *grad_scale, float *rate,
                                       Numbers *numbers, Work *work) {
     bool refused = found_inf && *found_inf != 0.0f;
-    for (int f = 0; f < 2 * n_faults; f++) refused = refused || faults[f] != 0;
+    for (int f = 0; f < n_faults; f++) refused = refused || faults[3 * f] != 0 || faults[3 * f + 1] != 0;
     if (refused) {
         if (threadIdx.x == 0) work->items = work->longs = 0;
         return;

@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import functools
 import itertools
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -37,7 +36,9 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return disabled(*args, **kwargs) if "torch._dynamo" in sys.modules else function(*args, **kwargs)
+        # while dynamo traces, the first is true and a graph breaks; where it runs frames, it has left its callback
+        traced = torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+        return disabled(*args, **kwargs) if traced else function(*args, **kwargs)
 
     return call
 

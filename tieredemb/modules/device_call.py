@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tieredemb.cache.device_cache import on_device
 from tieredemb.cache.plan import DROPPED
 from tieredemb.errors import ConfigError
-from tieredemb.lookup.device_bags import DeviceBags, Edges, check_edges, make_device_bags, new_fault
+from tieredemb.lookup.device_bags import DeviceBags, Edges, make_device_bags, new_fault
 from tieredemb.lookup.device_lookup import Segments, frequency_scale
 from tieredemb.modules.call import Call, inside_backward
 from tieredemb.modules.group import DeviceGroup
@@ -92,15 +93,19 @@ class DeviceCall(Call):
         self.ids = len(ids)
         self.fault = new_fault(ids.device)
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
-        with torch.cuda.device(ids.device):
-            check_edges(edges, ids, self.fault)
+        with on_device(ids.device):
             bags = [
                 make_device_bags(
-                    ids, edges, group.device_space, batch, self.fault, padding_is_dropped=options.padding_is_dropped
+                    ids,
+                    edges,
+                    group.device_space,
+                    batch,
+                    self.fault,
+                    tables.faults,
+                    padding_is_dropped=options.padding_is_dropped,
                 )
                 for group in groups
             ]
-            tables.faults.watch(edges, ids, batch, self.fault)
         if tables.config.check_ids == "always":
             _check_at_once(module, ids.device)
         try:
@@ -133,7 +138,7 @@ class DeviceCall(Call):
         optimizer = module.check_trainable()
         calls = [(call, grad) for call, grad in collected if isinstance(call, DeviceCall)]
         device = module.tables.config.device
-        with module.tables.locked(), torch.cuda.device(device):
+        with module.tables.locked(), on_device(device):
             faults = calls[0][0].fault if len(calls) == 1 else torch.cat([call.fault for call, _ in calls])
             grads = [grad for _, grad in calls]
             found_inf, grad_scale = optimizer.scaling(grads)

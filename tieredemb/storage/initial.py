@@ -70,9 +70,10 @@ class InitialRows:
     def generate_missed(
         self,
         count: torch.Tensor | int,
-        keys: torch.Tensor,
-        slots: torch.Tensor,
-        untouched: torch.Tensor,
+        n: int,
+        keys: torch.Tensor | int,
+        slots: torch.Tensor | int,
+        untouched: torch.Tensor | int,
         hot_weight: torch.Tensor,
         hot_state: torch.Tensor,
         cold_weight_address: int,
@@ -81,13 +82,23 @@ class InitialRows:
     ) -> None:
         """Writes the initial rows of the missed keys that were never written, on the device. Does not synchronise.
 
-        `count`: how many are missed, int32 on the device or its address · `keys`: int64 (N,) · `slots`: int32 (N,),
+        `count`: how many of the `n` are missed, int32 on the device · `keys`: int64 (n,) · `slots`: int32 (n,),
         where each row goes: a slot of `hot_weight` (C, D) and `hot_state` (C, S), 32-bit words, or where negative its
-        own cold row · `untouched`: uint8 (N,), not 0 where the row is to be generated. Of a cold row all is written
+        own cold row · `untouched`: uint8 (n,), not 0 where the row is to be generated; all of these tensors or
+        addresses. Of a cold row all is written
         but its last state word, the score; the addresses may be 0 where no slot is negative.
         """
         self._on_device().generate_missed(
-            count, keys, slots, untouched, hot_weight, hot_state, cold_weight_address, cold_state_address, state_width
+            count,
+            n,
+            keys,
+            slots,
+            untouched,
+            hot_weight,
+            hot_state,
+            cold_weight_address,
+            cold_state_address,
+            state_width,
         )
 
     def generate_range(

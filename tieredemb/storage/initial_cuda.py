@@ -21,7 +21,7 @@ _MOST_BLOCKS = 2048  # some waves on the largest GPU: the kernels stride over wh
 
 @functools.cache
 def _missed_kernel(dtype: torch.dtype, width: int) -> Kernel:
-    return Kernel(_FILE, "rows_generate", f"p i64 i32 u8 any any p p {_SOURCE}", options(dtype, width))
+    return Kernel(_FILE, "rows_generate", f"p p p p any any p p {_SOURCE}", options(dtype, width))
 
 
 @functools.cache
@@ -55,9 +55,10 @@ class DeviceInitialRows:
     def generate_missed(
         self,
         count: torch.Tensor | int,
-        keys: torch.Tensor,
-        slots: torch.Tensor,
-        untouched: torch.Tensor,
+        n: int,
+        keys: torch.Tensor | int,
+        slots: torch.Tensor | int,
+        untouched: torch.Tensor | int,
         hot_weight: torch.Tensor,
         hot_state: torch.Tensor,
         cold_weight_address: int,
@@ -67,7 +68,7 @@ class DeviceInitialRows:
         """See `InitialRows.generate_missed`."""
         dtype, width = hot_weight.dtype, hot_weight.shape[1]
         _missed_kernel(dtype, width)(
-            _blocks(len(keys), width), _THREADS, count, keys, slots, untouched, hot_weight, hot_state,
+            _blocks(n, width), _THREADS, count, keys, slots, untouched, hot_weight, hot_state,
             cold_weight_address, cold_state_address, state_width, *self._words, *self._tables,
         )  # fmt: skip
 
