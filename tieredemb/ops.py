@@ -1,0 +1,317 @@
+"""Operators of torch's dispatcher over tensors of your own: the lookup of the modules, without their tables.
+
+Rows of any tensor are pooled by the very kernels that the modules use, on the CPU and on a GPU, as `tieredemb::
+pooled_lookup`. It has fake implementations and gradients, so `torch.compile(fullgraph=True)` keeps it in one graph,
+where a module breaks it. `import tieredemb` leaves it out: `import tieredemb.ops` registers it, and
+`tieredemb.ops.pooled_lookup` or `torch.ops.tieredemb.pooled_lookup` is what to call. A process's first call loads
+torch's compiler, as that of any operator written in Python does: some seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tieredemb.cache.plan import DROPPED
+from tieredemb.config import MODES, Mode, TableConfig
+from tieredemb.errors import InvalidInputError
+from tieredemb.kernels import check_device
+from tieredemb.kernels.segments import segments_of_homes
+from tieredemb.lookup.bags import Bags, KeySpace, check_offsets
+from tieredemb.lookup.embedding_bag import NO_ARGMAX, NO_WEIGHTS, gradient_scale, has_max, pool, weights_gradient
+from tieredemb.lookup.optimizer import SGD, Gradient, Hyperparameters, update
+from tieredemb.modules.table_set import carrier_view
+from tieredemb.storage.base import CARRIERS
+
+if TYPE_CHECKING:
+    from tieredemb.cache.device_plan import Away
+    from tieredemb.lookup.device_bags import DeviceBags
+    from tieredemb.lookup.device_lookup import DeviceLookup
+
+DEVICES = ("cpu", "cuda")
+
+
+def pooled_lookup(
+    weight: Tensor, homes: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None, mode: Mode = "sum"
+) -> Tensor:
+    """Pools rows of `weight` over bags: (B, D) in the rows' dtype.
+
+    `weight`: float32, float16 or bfloat16 (C, D), contiguous, CPU or CUDA; the others are on its device · `homes`:
+    int32 (N,), the row of each occurrence; negative ones are padding, which adds nothing and counts in no mean ·
+    `offsets`: int64 (B + 1,), from 0 to N, bag b being `homes[offsets[b]:offsets[b + 1]]` · `per_sample_weights`:
+    floats (N,), with mode "sum" · `mode`: "sum", "mean" or "max". Sums run in float32 in the order of the occurrences
+    and are rounded once; an empty bag is zero.
+
+    Differentiable once by `weight`, whose gradient is dense and the same bits in every run, and by
+    `per_sample_weights`. Backward looks for the winners of a maximum again, so it needs the rows of the forward.
+
+    Raises `InvalidInputError` for a wrong dtype, shape or device. On the CPU it is raised for values out of range too.
+    On a GPU nothing synchronises, so nobody sees them: a home of C or more counts as padding, offsets are cut to 0 … N.
+
+    >>> from tieredemb.ops import pooled_lookup
+    >>> weight = torch.arange(8.0).reshape(4, 2).requires_grad_()
+    >>> homes, offsets = torch.tensor([0, 3, -1, 3], dtype=torch.int32), torch.tensor([0, 2, 4])
+    >>> out = pooled_lookup(weight, homes, offsets)
+    >>> out.tolist()
+    [[6.0, 8.0], [6.0, 7.0]]
+    >>> out.sum().backward()
+    >>> weight.grad[:, 0].tolist()
+    [1.0, 0.0, 0.0, 2.0]
+    """
+    out: Tensor = torch.ops.tieredemb.pooled_lookup(weight, homes, offsets, per_sample_weights, mode)
+    return out
+
+
+# --- operators --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("tieredemb::pooled_lookup", mutates_args=(), device_types=DEVICES)
+def _pooled_lookup(
+    weight: Tensor, homes: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, mode: str
+) -> Tensor:
+    _check(weight, homes, offsets, per_sample_weights, mode)
+    factors = _float32(per_sample_weights)
+    if weight.is_cuda:
+        _check_alignment(weight)
+        with torch.cuda.device(weight.device):
+            return _pool_on_device(weight, _device_bags(homes, offsets, len(weight), whole=False), factors, mode)
+    bags, space, out = _host_bags(homes, offsets, len(weight)), _space(weight.shape[1], mode), _output(weight, offsets)
+    weights = None if factors is None else factors.numpy()
+    pool(carrier_view(weight.detach()), bags.keys, bags, space, weights, carrier_view(out), None)
+    return out
+
+
+@torch.library.custom_op("tieredemb::pooled_lookup_rows_gradient", mutates_args=(), device_types=DEVICES)
+def _rows_gradient(
+    grad: Tensor,
+    weight: Tensor | None,
+    homes: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    rows: int,
+    mode: str,
+) -> Tensor:
+    """Gradient of the rows, (C, D) in the dtype of `grad`, (B, D). `weight`: that of the forward, for maxima alone."""
+    out, factors = grad.new_zeros((rows, grad.shape[1])), _float32(per_sample_weights)
+    hot = _Rows.around(out)
+    if grad.is_cuda:
+        with torch.cuda.device(grad.device):
+            _add_on_device(hot, grad, weight, _device_bags(homes, offsets, rows), factors, mode)
+        return out
+    bags, space, argmax = _host_bags(homes, offsets, rows), _space(grad.shape[1], mode), NO_ARGMAX
+    if weight is not None and has_max(space):
+        argmax, again = np.full(grad.shape, -1, np.int32), carrier_view(_output(weight, offsets))
+        pool(carrier_view(weight.detach()), bags.keys, bags, space, None, again, argmax)
+    scale = gradient_scale(bags, space, bags.keys, None if factors is None else factors.numpy())
+    shares = Gradient(_float32(grad).numpy(), bags.sample, bags.table, NO_WEIGHTS if scale is None else scale, argmax)
+    carriers = _Rows(carrier_view(hot.weight), hot.state.numpy(), hot.dirty.numpy())
+    update(
+        carriers, segments_of_homes(bags.keys, rows), shares, space, Hyperparameters(SGD, np.array([-1], np.float32))
+    )
+    return out
+
+
+@torch.library.custom_op("tieredemb::pooled_lookup_weights_gradient", mutates_args=(), device_types=DEVICES)
+def _weights_gradient(grad: Tensor, weight: Tensor, homes: Tensor, offsets: Tensor) -> Tensor:
+    """Gradient of per-sample weights, float32 (N,): the inner products of the rows with the gradients of their bags."""
+    if grad.is_cuda:
+        with torch.cuda.device(grad.device):
+            lookup, there = _device_lookup(weight, "sum"), _device_bags(homes, offsets, len(weight))
+            rows = lookup.gather(_Rows(weight.detach()), _nowhere(), there.homes)
+            return lookup.weights_gradient(rows, there.homes, there, _float32(grad))
+    bags, space = _host_bags(homes, offsets, len(weight)), _space(weight.shape[1], "sum")
+    return torch.from_numpy(
+        weights_gradient(carrier_view(weight.detach()), bags.keys, bags, space, _float32(grad).numpy())
+    )
+
+
+@_pooled_lookup.register_fake
+def _(weight: Tensor, homes: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, mode: str) -> Tensor:
+    _check(weight, homes, offsets, per_sample_weights, mode)
+    return _output(weight, offsets)
+
+
+_rows_gradient.register_fake(
+    lambda grad, weight, homes, offsets, weights, rows, mode: grad.new_empty((rows, grad.shape[1]))
+)
+_weights_gradient.register_fake(lambda grad, weight, homes, offsets: homes.new_empty(homes.shape, dtype=torch.float32))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    weight, homes, offsets, weights, mode = inputs
+    needs_rows = mode == "max" or ctx.needs_input_grad[3]  # else they may be written before the backward
+    ctx.save_for_backward(weight if needs_rows else None, homes, offsets, weights)
+    ctx.rows, ctx.mode = weight.shape[0], mode
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
+    weight, homes, offsets, weights = ctx.saved_tensors
+    rows_grad = weights_grad = None
+    if ctx.needs_input_grad[0]:
+        kept = weight if ctx.mode == "max" else None
+        rows_grad = _rows_gradient(grad, kept, homes, offsets, weights, ctx.rows, ctx.mode)
+    if ctx.needs_input_grad[3]:
+        weights_grad = _weights_gradient(grad, weight, homes, offsets).to(weights.dtype)
+    return rows_grad, None, None, weights_grad, None
+
+
+_pooled_lookup.register_autograd(_backward, setup_context=_keep)
+
+
+# --- inputs -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Rows:
+    """Rows that kernels read, or add to: a gradient is an SGD step of rate −1 from zeros, so that it is summed along
+    the segments in float32 and rounded once."""
+
+    weight: Any
+    state: Any = None
+    dirty: Any = None
+
+    @staticmethod
+    def around(weight: Tensor) -> _Rows:
+        """With the state and marks that an SGD step asks for."""
+        state = weight.new_empty((len(weight), 0), dtype=torch.float32)
+        return _Rows(weight, state, weight.new_empty(len(weight), dtype=torch.uint8))
+
+
+def _output(weight: Tensor, offsets: Tensor) -> Tensor:
+    return weight.new_empty((offsets.shape[0] - 1, weight.shape[1]))
+
+
+@overload
+def _float32(values: Tensor) -> Tensor: ...
+@overload
+def _float32(values: None) -> None: ...
+def _float32(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.detach().to(torch.float32).contiguous()
+
+
+def _check(weight: Tensor, homes: Tensor, offsets: Tensor, weights: Tensor | None, mode: str) -> None:
+    """Raises `InvalidInputError` for dtypes, shapes and devices that do not fit. Looks at no value."""
+    if mode not in MODES:
+        raise InvalidInputError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    if weight.dtype not in CARRIERS or weight.dim() != 2 or weight.shape[0] < 1 or weight.shape[1] < 1:
+        raise InvalidInputError(
+            f"weight must be float32, float16 or bfloat16 of shape (C, D) with at least one row and column, got "
+            f"{weight.dtype} of shape {tuple(weight.shape)}"
+        )
+    if not weight.is_contiguous():
+        raise InvalidInputError("weight must be contiguous, as copying it would cost more than the lookup does")
+    for name, value, dtype in (("homes", homes, torch.int32), ("offsets", offsets, torch.int64)):
+        if value.dtype != dtype or value.dim() != 1:
+            raise InvalidInputError(
+                f"{name} must be {dtype} with one dimension, got {value.dtype} of shape {tuple(value.shape)}"
+            )
+    if offsets.shape[0] < 1:
+        raise InvalidInputError("offsets has B + 1 elements, so at least one, got none")
+    if weights is not None and mode != "sum":
+        raise InvalidInputError(f"per_sample_weights needs mode='sum', got mode={mode!r}")
+    if weights is not None and (not weights.is_floating_point() or weights.shape != homes.shape):
+        raise InvalidInputError(
+            f"per_sample_weights must be floats of the homes' shape {tuple(homes.shape)}, got {weights.dtype} of shape "
+            f"{tuple(weights.shape)}"
+        )
+    for name, tensor in (("homes", homes), ("offsets", offsets), ("per_sample_weights", weights)):
+        if tensor is not None and tensor.device != weight.device:
+            raise InvalidInputError(f"{name} is on {tensor.device}, weight is on {weight.device}; move one of them")
+
+
+@functools.cache
+def _space(width: int, mode: Any) -> KeySpace:
+    """A key space of one table, of which these kernels ask width and mode alone."""
+    return KeySpace([TableConfig(name="weight", num_embeddings=1, embedding_dim=width, mode=mode)], [0], [0])
+
+
+def _host_bags(homes: Tensor, offsets: Tensor, rows: int) -> Bags:
+    """The bags, with homes for keys. Raises `InvalidInputError` for values out of range."""
+    array, edges = homes.contiguous().numpy(), offsets.contiguous().numpy()
+    check_offsets(edges, len(array))
+    if edges[-1] != len(array):
+        raise InvalidInputError(f"the last offset is {edges[-1]}, and must be the number of homes, {len(array)}")
+    if len(array) and array.max() >= rows:
+        position = int(np.argmax(array >= rows))
+        raise InvalidInputError(
+            f"homes[{position}] = {array[position]} is out of range: the rows are 0 … {rows - 1}, and negative homes "
+            f"are padding"
+        )
+    sample = np.repeat(np.arange(len(edges) - 1, dtype=np.int32), np.diff(edges))
+    return Bags(array, edges, sample, np.zeros(len(array), np.int32), None, len(edges) - 1)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def _pool_on_device(
+    weight: Tensor, bags: DeviceBags, factors: Tensor | None, mode: str, argmax: Tensor | None = None
+) -> Tensor:
+    out = _output(weight, bags.offsets)
+    _device_lookup(weight, mode).pool(_Rows(weight.detach()), _nowhere(), bags.homes, bags, factors, out, argmax)
+    return out
+
+
+def _add_on_device(
+    hot: _Rows, grad: Tensor, weight: Tensor | None, bags: DeviceBags, factors: Tensor | None, mode: str
+) -> None:
+    lookup, scale, argmax = _device_lookup(grad, mode), factors, None
+    if weight is not None and lookup.has_max:
+        argmax = torch.full(grad.shape, -1, dtype=torch.int32, device=grad.device)
+        _pool_on_device(weight, bags, None, mode, argmax)
+    if lookup.has_mean:
+        scale = lookup.mean_scale(bags.homes, bags)
+    segments = lookup.segments(bags.homes, bags.bag, bags.batch)
+    rate = torch.full((1,), -1.0, dtype=torch.float32, device=grad.device)
+    numbers = torch.ones(4, dtype=torch.float32, device=grad.device)  # of which SGD reads the scale alone
+    lookup.update(hot, _nowhere(), segments, _float32(grad), scale, argmax, rate, numbers)
+
+
+def _device_lookup(rows: Tensor, mode: str) -> DeviceLookup:
+    return _kernels(rows.device, rows.dtype, rows.shape[1], mode)
+
+
+@functools.cache  # making one uploads a few words, which waits for the GPU
+def _kernels(device: torch.device, dtype: torch.dtype, width: int, mode: str) -> DeviceLookup:
+    from tieredemb.lookup.device_bags import DeviceKeySpace
+    from tieredemb.lookup.device_lookup import DeviceLookup
+
+    check_device(device)
+    return DeviceLookup(DeviceKeySpace(_space(width, mode), [-1], device), dtype, None)
+
+
+def _nowhere() -> Away:
+    """Where the rows without a slot are: there are none."""
+    from tieredemb.cache.device_plan import Away
+
+    return Away(slotless=False, weight=0, state=0, records=None)
+
+
+def _device_bags(homes: Tensor, offsets: Tensor, rows: int, *, whole: bool = True) -> DeviceBags:
+    """The bags, with homes and offsets that lead nowhere else. `whole`: with each occurrence's bag, for gradients."""
+    from tieredemb.lookup.device_bags import DeviceBags
+
+    n, batch = len(homes), len(offsets) - 1
+    homes, offsets = torch.where((homes < 0) | (homes >= rows), DROPPED, homes), offsets.clamp(0, n)
+    bag = homes
+    if whole:
+        bag = torch.searchsorted(offsets, torch.arange(n, device=homes.device), right=True, out_int32=True) - 1
+        outside = (bag < 0) | (bag >= batch)
+        homes, bag = homes.masked_fill(outside, DROPPED), bag.masked_fill(outside, 0)
+    return DeviceBags(keys=homes, homes=homes, offsets=offsets, bag=bag, position=None, batch=batch)
+
+
+def _check_alignment(weight: Tensor) -> None:
+    """Raises `InvalidInputError` for rows that do not start where the vectors of their width may."""
+    vector_bytes = math.gcd(16, weight.shape[1] * weight.itemsize)
+    if weight.data_ptr() % vector_bytes:
+        raise InvalidInputError(
+            f"weight must start at a multiple of {vector_bytes} bytes, as kernels read rows of {weight.shape[1]} "
+            f"{weight.dtype} in such pieces; pass weight.clone()"
+        )
