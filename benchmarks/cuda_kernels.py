@@ -19,7 +19,7 @@ from benchmarks.cuda_swap import swap_records
 from benchmarks.cuda_timing import timed, zeros
 from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
 from benchmarks.timing import Quantiles
-from tieredemb.kernels.compiler import Kernel, blocks_for, options
+from tieredemb.kernels.compiler import Kernel, blocks_for, meeting_blocks, options
 
 TABLES, ROWS, BATCH, WIDTH, ALPHA = 26, 1_000_000, 65_536, 128, 1.05
 FINDS = 1 << 24
@@ -90,19 +90,17 @@ def victim_records(rate: float) -> list[Record]:
     slots, needed = 10_000_000, torch.tensor([100_000], dtype=torch.int32, device="cuda")
     uniform = torch.rand(slots, device="cuda")
     score = (700 + 200 * uniform + torch.rand(slots, device="cuda") ** 8 * 8000).int()
-    last, used = torch.randint(1, 300, (slots,), device="cuda", dtype=torch.int32), zeros(1) + slots
-    selection, victims = zeros(8 + 2048), zeros(slots)
+    last = torch.randint(1, 300, (slots,), device="cuda", dtype=torch.int32)
+    selection, victims, counts = zeros(4 + 3 * 2048), zeros(slots), zeros(28)
+    counts[0], counts[2] = needed, slots  # missed, used
     clock = torch.tensor([300, 1000, (290 << 32) | 300], device="cuda")
-    begin = Kernel("cache/policy.cu", "victims_begin", "any i32 any x")
-    digit = Kernel("cache/policy.cu", "victims_count", "any i32 i32 i32 any i i i")
-    emit = Kernel("cache/policy.cu", "victims_emit", "any i32 i32 i32 any i32 i32 i")
+    words = "any i32 any i32 i32 i x i i32"
+    select = Kernel("cache/policy.cu", "victims_select", words, options(), cooperative=True)
+    blocks = meeting_blocks(torch.cuda.current_device())
 
     def choose() -> None:
-        begin(1, 1024, selection, needed, clock, 1024.0)
-        for by_age in (0, 1):
-            for shift, bits in ((21, 11), (10, 11), (0, 10)):
-                digit(264, 1024, selection, score, last, used, clock, shift, bits, by_age)
-        emit(528, 1024, selection, score, last, used, clock, needed, victims, 1)
+        selection.zero_()
+        select(blocks, 1024, selection, counts, clock, score, last, slots, 1024.0, 1, victims)
 
     samples = timed(choose)
     moved = slots * (2 * 8 + 2 * 4 + 8)  # two digits of the score, two of the age, the pass that emits
@@ -132,8 +130,7 @@ def lookup_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
 def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> list[Record]:
     """Sorting, finding segments, and backward with row-wise Adagrad."""
     n, flags = len(homes), options(torch.float32, WIDTH)
-    gather = Kernel("lookup/optimizer.cu", "occurrences_gather", "i64 i32 i i32 p p", flags)
-    segments = Kernel("lookup/optimizer.cu", "segments_find", "i32 i i32 i any any any", flags)
+    segments = Kernel("lookup/optimizer.cu", "segments_find", "i32 i i64 i32 i32 i any any any", flags)
     short = Kernel(
         "lookup/optimizer.cu",
         "segments_update",
@@ -155,8 +152,9 @@ def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
 
     def find() -> None:
         work.zero_()
-        gather(blocks_for(n, 256), 256, order.indices, bag, n, bags, 0, 0)
-        segments(blocks_for(n, 256), 256, order.values, n, bags, BATCH, work, items, longs)
+        segments(
+            blocks_for(n, 256), 256, order.values, n, order.indices, bag, bags, BATCH, work, items, longs
+        )  # fmt: skip
 
     def update() -> None:
         short(

@@ -42,14 +42,14 @@ class Swap:
         self._kernel = Kernel(
             "storage/move.cu",
             "rows_swap",
-            "any i64 i32 i64 any i32 i32 u8 p p u8 any",
+            "any i64 i32 i64 i any i32 i32 u8 p p u8 any",
             (*options(torch.float32, WIDTH), "-DSTATE=1"),
         )
 
     def run(self) -> None:
         """The launch: the one place that knows the kernel's arguments."""
         self._kernel(
-            MOVE_BLOCKS, MOVE_THREADS, self.count, self.missed, self.slots, self.victims, self.hot, self.state,
+            MOVE_BLOCKS, MOVE_THREADS, self.count, self.missed, self.slots, self.victims, 0, self.hot, self.state,
             self.score, self.dirty, self.cold.weight.ctypes.data, self.cold.state.ctypes.data, self.untouched,
             self.moved,
         )  # fmt: skip

@@ -154,7 +154,7 @@ def test_rows_of_a_graph_follow_its_count():
         initial.generate_missed(*plan, weight, state, 0, 0, 1)
     weight.fill_(123)
     plan[0].fill_(2)
-    plan[1][1] = 11
+    plan[2][1] = 11
     graph.replay()
     assert bits(weight[:2]) == expected([3, 11], width, FLOAT)[0].tobytes()
     assert (weight[2:] == 123).all()

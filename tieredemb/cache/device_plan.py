@@ -12,7 +12,7 @@ import torch
 
 from tieredemb.cache.device_rows import DeviceRows
 from tieredemb.cache.policy import Scoring
-from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, resident_blocks
+from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, meeting_blocks
 
 PLAN, POLICY = "cache/plan.cu", "cache/policy.cu"
 THREADS = 256
@@ -112,7 +112,7 @@ class DevicePlan:
         base = self.control.data_ptr()
         self.clock, self.counts, self.selection = base + CLOCK, base + COUNTS, base + SELECTION
         self.missed, self.moved = base + MISSED, base + MOVED
-        self._together = resident_blocks(device.index)
+        self._together = meeting_blocks(device.index)
 
     def count(self, homes: torch.Tensor, *, scored: bool) -> None:
         """A plan where every row is resident."""

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 MOVE = "storage/move.cu"
 MOVE_BLOCKS, MOVE_THREADS = 32, 1024  # 16 and more saturate PCIe both ways; 8 reach two thirds of it
 RETURN_BLOCKS = 16  # of rows that go back beside other work
-LEAVING_ROWS = 1 << 17  # at most, of the rows that a batch evicts; what exceeds it goes back at once
+LEAVING_SHARE = 9  # ids for each row that leaves through the buffer: what a step's other work hides. Rows both ways
+# at once cross PCIe at 510 M requests a second, one way alone at 380–440 M, so the others go while the fill comes
 STAGE_ROWS = 1 << 16  # rows staged at once by whole-cache calls: bounds pinned memory
 
 
@@ -38,7 +39,7 @@ class Transfer(abc.ABC):
         self.device = hot.weight.device
         self._initial = initial
         flags = self._flags = (*options(cold.layout.dtype, cold.layout.width), f"-DSTATE={cold.layout.state_width}")
-        self._swap = kernel(MOVE, "rows_swap", "p p p p any f32 i32 u8 p p p p", *flags)
+        self._swap = kernel(MOVE, "rows_swap", "p p p p i any f32 i32 u8 p p p p", *flags)
         self._write_back = kernel(MOVE, "rows_write_back", "p n n n p p any f32 i32 u8 p p p p", *flags)
 
     def retire(self, batch: int, lag: int) -> None:  # noqa: B027 - rows used in place need no farewell
@@ -80,13 +81,23 @@ class Transfer(abc.ABC):
         return {}
 
     def _swap_rows(
-        self, count: Any, n: int, keys: Any, slots: Any, victims: Any, weight: Any, state: Any, untouched: Any
+        self,
+        count: Any,
+        n: int,
+        keys: Any,
+        slots: Any,
+        victims: Any,
+        gone: int,
+        weight: Any,
+        state: Any,
+        untouched: Any,
     ) -> None:
-        """Brings cold rows `keys` of `weight` and `state` into `slots`, after the rows `victims` went back there."""
+        """Brings cold rows `keys` of `weight` and `state` into `slots`, after the rows `victims` went back there but
+        for the first `gone`."""
         hot = self.hot
         self._swap(
-            blocks_for(n, 64, MOVE_BLOCKS), MOVE_THREADS, count, keys, slots, victims, hot.weight, hot.state, hot.score,
-            hot.dirty, weight, state, untouched, self.plan.moved,
+            blocks_for(n, 64, MOVE_BLOCKS), MOVE_THREADS, count, keys, slots, victims, gone, hot.weight, hot.state,
+            hot.score, hot.dirty, weight, state, untouched, self.plan.moved,
         )  # fmt: skip
 
     def _load_rows(self, keys: Any, slots: torch.Tensor, weight: Any, state: Any) -> torch.Tensor:
@@ -95,7 +106,7 @@ class Transfer(abc.ABC):
         count = torch.full((1,), n, dtype=torch.int32, device=self.device)
         nobody = torch.full((n,), -1, dtype=torch.int64, device=self.device)
         untouched = torch.empty(n, dtype=torch.uint8, device=self.device)
-        self._swap_rows(count, n, keys, slots.contiguous(), nobody, weight, state, untouched)
+        self._swap_rows(count, n, keys, slots.contiguous(), nobody, 0, weight, state, untouched)
         return untouched
 
     def _score_loaded(self, slots: torch.Tensor) -> None:
@@ -107,37 +118,43 @@ class Transfer(abc.ABC):
 class _Leaving:
     """Rows on their way back: a buffer on the device, and the stream that empties it."""
 
-    def __init__(self, cold: ColdRows, rows: int, device: torch.device) -> None:
-        layout = cold.layout
-        self.rows = rows
-        self.weight = torch.empty((rows, layout.width), dtype=layout.dtype, device=device)
-        self.state = torch.empty((rows, layout.state_width + 1), dtype=torch.int32, device=device)
-        self.key = torch.empty(rows, dtype=torch.int64, device=device)
-        self.dirty = torch.empty(rows, dtype=torch.uint8, device=device)
-        self.count = torch.zeros(1, dtype=torch.int32, device=device)
+    def __init__(self, cold: ColdRows, device: torch.device) -> None:
+        self._layout, self._device = cold.layout, device
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.emptied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.reserve(0)
+
+    def reserve(self, rows: int) -> None:
+        """Makes the buffer hold `rows` rows. The current stream must have waited for `emptied`."""
+        layout, device = self._layout, self._device
+        self.rows = rows
+        self.places = (
+            torch.empty((rows, layout.width), dtype=layout.dtype, device=device),
+            torch.empty((rows, layout.state_width + 1), dtype=torch.int32, device=device),
+            torch.empty(rows, dtype=torch.int64, device=device),  # keys
+            torch.empty(rows, dtype=torch.uint8, device=device),  # whether dirty
+            torch.zeros(1, dtype=torch.int32, device=device),  # how many
+        )
 
     def size_bytes(self) -> int:
-        return sum(t.nbytes for t in (self.weight, self.state, self.key, self.dirty, self.count))
+        return sum(tensor.nbytes for tensor in self.places)
 
 
 class InPlace(Transfer):
     """Cold rows that kernels read and write where they are. Nothing synchronises.
 
-    Victims leave their slots for a buffer, and go back from there on a stream of their own while their slots are
-    filled, looked up and updated: a step waits for half of what crosses PCIe. The next plan's rows are moved once the
-    buffer is empty, so cold storage is never behind when it is read. A captured step writes back at once: its end
-    would have to wait for the other stream.
+    Some victims leave their slots for a buffer, and go back from there on a stream of their own while the new rows are
+    looked up and updated. The next plan's rows are moved once the buffer is empty, so cold storage is never behind when
+    it is read. A captured step writes all back at once: its end would have to wait for the other stream.
     """
 
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan) -> None:
         super().__init__(cold, hot, initial, plan)
         self._weight, self._state = cold.weight.ctypes.data, cold.state.ctypes.data
-        self._leaving = _Leaving(cold, min(LEAVING_ROWS, max(hot.slots // 4, min(hot.slots, 4096))), self.device)
+        self._leaving = _Leaving(cold, self.device)
         self._captured = False  # a graph that has been may be replayed at any time: nothing may be on its way then
-        self._leave = kernel(MOVE, "rows_leave", "p p p any f32 i32 u8 any i32 i64 u8 i32 i p p p", *self._flags)
+        self._leave = kernel(MOVE, "rows_leave", "p p p any f32 i32 u8 any i32 i64 u8 i32 i p", *self._flags)
         self._return = kernel(MOVE, "rows_return", "any i32 i64 u8 i32 p p", *self._flags)
 
     def away(self, slotless: bool) -> Away:
@@ -145,27 +162,37 @@ class InPlace(Transfer):
 
     def bring(self, missed: Missed, homes: torch.Tensor, slotless: bool) -> None:
         self.plan.settle(homes, missed, self.away(slotless), commit=True)
-        count, keys, slots = self.plan.missed, missed.keys, missed.slots
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
-        victims = missed.victims if self._captured else 0
-        if not self._captured:
-            self._send_back(missed)
-        self._swap_rows(count, missed.n, keys, slots, victims, self._weight, self._state, missed.untouched)
+        gone = 0 if self._captured else missed.n // LEAVING_SHARE
+        if gone:
+            self._send_off(missed, gone)
+        count, keys, slots = self.plan.missed, missed.keys, missed.slots
+        self._swap_rows(count, missed.n, keys, slots, missed.victims, gone, self._weight, self._state, missed.untouched)
         self._generate(count, missed.n, keys, slots, missed.untouched)
+        if gone:
+            self._send_back(gone)
 
-    def _send_back(self, missed: Missed) -> None:
-        """Victims leave their slots, and are written back beside what follows."""
-        hot, leaving, stream = self.hot, self._leaving, torch.cuda.current_stream()
-        leaving.emptied.wait(stream)
-        buffer = (leaving.weight, leaving.state, leaving.key, leaving.dirty, leaving.count)
+    def _send_off(self, missed: Missed, gone: int) -> None:
+        """The first victims leave their slots for the buffer, once it is empty."""
+        hot, leaving = self.hot, self._leaving
+        leaving.emptied.wait(torch.cuda.current_stream())
+        if gone > leaving.rows:
+            leaving.reserve(gone)
         self._leave(
-            blocks_for(missed.n, 32, 132), MOVE_THREADS, self.plan.missed, missed.slots, missed.victims, hot.weight,
-            hot.state, hot.score, hot.dirty, *buffer, leaving.rows, self._weight, self._state, self.plan.moved,
+            blocks_for(gone, 32, 132), MOVE_THREADS, self.plan.missed, missed.slots, missed.victims, hot.weight,
+            hot.state, hot.score, hot.dirty, *leaving.places, gone, self.plan.moved,
         )  # fmt: skip
-        leaving.filled.record(stream)
+
+    def _send_back(self, gone: int) -> None:
+        """The buffer is written back beside what follows; not beside the fill, as one direction of PCIe takes from the
+        other."""
+        leaving = self._leaving
+        leaving.filled.record(torch.cuda.current_stream())
         leaving.filled.wait(leaving.stream)
-        blocks = blocks_for(missed.n, 32, RETURN_BLOCKS)
-        self._return(blocks, MOVE_THREADS, *buffer, self._weight, self._state, stream=leaving.stream.cuda_stream)
+        blocks = blocks_for(gone, 32, RETURN_BLOCKS)
+        self._return(
+            blocks, MOVE_THREADS, *leaving.places, self._weight, self._state, stream=leaving.stream.cuda_stream
+        )
         leaving.emptied.record(leaving.stream)
 
     def size_bytes(self) -> dict[str, int]:

@@ -190,10 +190,10 @@ def cooperative_kernel(file: str, name: str, signature: str, *flags: str) -> Ker
 
 
 @functools.cache
-def resident_blocks(device: int) -> int:
-    """Blocks of 1,024 threads (of 32 registers) that a device holds at once."""
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.multi_processor_count * (properties.max_threads_per_multi_processor // 1024))
+def meeting_blocks(device: int) -> int:
+    """Blocks of 1,024 threads that may wait for each other on a device: one on each of three quarters of its
+    multiprocessors, so that a cooperative launch need not wait for kernels of other streams to end."""
+    return max(1, int(torch.cuda.get_device_properties(device).multi_processor_count) * 3 // 4)
 
 
 def blocks_for(n: int, threads: int, most: int = 1 << 20) -> int:

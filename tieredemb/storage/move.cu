@@ -18,12 +18,13 @@ struct Moved {
     u64 generated, evicted, written_back, scores_written;  // totals, inside the plan's counts
 };
 
-// For each missed key with a slot: write back what was there, where victims are given, and bring the row in. Moves (per direction) D · itemsize +
+// For each missed key with a slot: write back what was there, and bring the row in; the first `gone` victims have left
+// already. Moves (per direction) D · itemsize +
 // 4 (S + 1) bytes a row over PCIe. untouched[m] says that the row was never written and has to be generated; a row
 // that stays in cold storage (a negative slot) is looked at for that alone.
 extern "C" __global__ void __launch_bounds__(1024) rows_swap(
-    const int *count, const i64 *missed_keys, const int *missed_slots, const i64 *victim_keys, row_t *hot_weight,
-    u32 *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight, u32 *cold_state, unsigned char *untouched,
+    const int *count, const i64 *missed_keys, const int *missed_slots, const i64 *victim_keys, int gone,
+    row_t *hot_weight, u32 *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight, u32 *cold_state, unsigned char *untouched,
     Moved *moved) {
     __shared__ int written, clean, fresh;
     if (threadIdx.x == 0) written = clean = fresh = 0;
@@ -42,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
             have[r] = base + r < n;
             slot[r] = have[r] ? missed_slots[base + r] : -1;
             key[r] = have[r] ? missed_keys[base + r] : 0;
-            victim[r] = have[r] && victim_keys ? victim_keys[base + r] : -1;
+            victim[r] = have[r] && base + r >= gone ? victim_keys[base + r] : -1;
             is_dirty[r] = false;
         }
 #pragma unroll
@@ -136,34 +137,32 @@ extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
     if (clean) atomicAdd(&moved->scores_written, (u64)clean);
 }
 
-// A victim's row leaves its slot for a buffer on the device, from where `rows_return` writes it back while the slot is
-// in use again. What exceeds the buffer's `limit` goes back at once. Buffered states end with the score, as cold ones.
+// The first `limit` victims leave their slots for a buffer on the device, from where `rows_return` writes them back
+// while their slots are in use again. Buffered states end with the score, as cold ones; buffer_key[m] is −1 where there
+// is no victim.
 extern "C" __global__ void __launch_bounds__(1024) rows_leave(
     const int *count, const int *slots, const i64 *victim_keys, const row_t *hot_weight, const u32 *hot_state,
     const u32 *score, const unsigned char *dirty, row_t *buffer_weight, u32 *buffer_state, i64 *buffer_key,
-    unsigned char *buffer_dirty, int *buffer_count, int limit, row_t *cold_weight, u32 *cold_state, Moved *moved) {
+    unsigned char *buffer_dirty, int *buffer_count, int limit, Moved *moved) {
     __shared__ int written, clean;
     if (threadIdx.x == 0) written = clean = 0;
     __syncthreads();
-    const int n = *count, lane = threadIdx.x % LANES;
-    if (thread_index() == 0) *buffer_count = n < limit ? n : limit;
+    const int n = *count < limit ? *count : limit, lane = threadIdx.x % LANES;
+    if (thread_index() == 0) *buffer_count = n;
     for (i64 m = thread_index() / LANES; m < n; m += thread_count() / LANES) {
         const i64 victim = victim_keys[m], slot = slots[m];
-        const bool leaves = victim >= 0, is_dirty = leaves && dirty[slot], buffered = m < limit;
-        if (leaves) {
-            const i64 row = buffered ? m : victim;
-            row_t *weight = buffered ? buffer_weight : cold_weight;
-            u32 *state = (buffered ? buffer_state : cold_state) + row * (STATE + 1);
-            if (is_dirty)
+        const bool leaves = victim >= 0, is_dirty = leaves && dirty[slot];
+        if (is_dirty)
 #pragma unroll
-                for (int s = 0; s < STEPS; s++)
-                    if (s * LANES + lane < UNITS)
-                        store_row(weight, row, s * LANES + lane, load_row(hot_weight, slot, s * LANES + lane));
-            for (int w = lane; w <= STATE; w += LANES)
-                if (is_dirty || w == STATE) state[w] = w == STATE ? score[slot] : hot_state[slot * STATE + w];
-        }
+            for (int s = 0; s < STEPS; s++)
+                if (s * LANES + lane < UNITS)
+                    store_row(buffer_weight, m, s * LANES + lane, load_row(hot_weight, slot, s * LANES + lane));
+        for (int w = lane; w <= STATE; w += LANES)
+            if (is_dirty || (leaves && w == STATE))
+                buffer_state[m * (STATE + 1) + w] = w == STATE ? score[slot] : hot_state[slot * STATE + w];
         if (lane != 0) continue;
-        if (buffered) buffer_key[m] = victim, buffer_dirty[m] = is_dirty;
+        buffer_key[m] = victim;
+        buffer_dirty[m] = is_dirty;
         if (leaves) atomicAdd(is_dirty ? &written : &clean, 1);
     }
     __syncthreads();
