@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from examples.dlrm.criteo import CriteoFile, Log, LogError
 from examples.dlrm.synthetic import GeneratedLog
 from examples.dlrm.trainer import Trainer
 from tieredemb.errors import CheckpointError, ConfigError, MissingDependencyError, UnsupportedError
+from tieredemb.kernels import compiler
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -33,6 +35,7 @@ REAL = TrainConfig(model=ModelConfig(rows_per_table=20_000))
 SMALL = TrainConfig(model=ModelConfig(rows_per_table=2_000, bottom=(16,), top=(16,)), batch_size=64)
 SMALL_ROWS = 16_000  # 12,800 to train: 200 batches
 SMALL_OPTIONS = ["--rows", "16000", "--rows-per-table", "2000", "--bottom", "16", "--top", "16", "--batch-size", "64"]
+SHORT = GeneratedLog(rows=2_000)  # what a run on every device takes
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +68,8 @@ class Outcome:
 
 
 def outcome(config: TrainConfig, log: Log, saving: CheckpointConfig | None = None) -> Outcome:
-    with Trainer(config, log, saving) as trainer:
+    # as users run it: the device is the configured one alone, and none is torch's default
+    with torch.device("cpu"), Trainer(config, log, saving) as trainer:
         trainer.run()
         labels, probabilities = trainer.predict()
         return Outcome(
@@ -152,8 +156,41 @@ def test_generated_log_can_be_learned() -> None:
     assert report.score(run.labels, run.probabilities).auc > 0.65
 
 
-def test_prediction_trains_nothing(small_log: GeneratedLog) -> None:
-    with Trainer(SMALL, small_log) as trainer:
+@pytest.mark.parametrize("variant", ["capacity 100 %", "file", "LRU, 50 rows"])
+def test_training_has_the_same_bits_on_every_device(device: str, tmp_path: Path, variant: str) -> None:
+    base = replace(SMALL, device=device)
+    run = outcome(base, SHORT)
+    changes: dict[str, dict[str, object]] = {
+        "capacity 100 %": {"capacity": 1.0},
+        "file": {"storage": tieredemb.File(tmp_path / "rows")},
+        "LRU, 50 rows": {"capacity": 50, "policy": tieredemb.LRU()},
+    }
+    other = outcome(with_cache(base, **changes[variant]), SHORT)
+    run.assert_same_bits(other)
+    assert run.stats.evictions > 1_000, "the base run must evict, or this test compares nothing"
+
+
+def test_training_on_a_device_equals_plain_torch_there(device: str) -> None:
+    ours, plain = (outcome(replace(SMALL, device=device, reference=reference), SHORT) for reference in (False, True))
+    assert ours.losses[0] == pytest.approx(plain.losses[0], rel=1e-6)
+    assert ours.losses == pytest.approx(plain.losses, abs=0.02)
+
+
+def test_training_step_does_not_wait_for_the_gpu(gpu: None) -> None:
+    with torch.device("cpu"), Trainer(replace(SMALL, device="cuda"), SHORT) as trainer:
+        batches = list(SHORT.batches(0, 320, 64))
+        for rows in batches[:2]:  # compiles the kernels
+            trainer._step(rows)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for rows in batches[2:]:
+                trainer._step(rows)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_prediction_trains_nothing(device: str, small_log: GeneratedLog) -> None:
+    with Trainer(replace(SMALL, device=device), small_log) as trainer:
         before = {name: weight.clone() for name, weight in trainer.table_weights().items()}
         first, second = trainer.predict(), trainer.predict()
         assert torch.equal(first[1], second[1])
@@ -176,7 +213,18 @@ def test_training_sees_no_held_out_row(small_log: GeneratedLog) -> None:
 
 def kill_when(directory: Path, batches: int, *options: str) -> None:
     """Trains in a process of its own and kills it once it saved a checkpoint of at least `batches` batches."""
-    command = [sys.executable, "-m", "examples.dlrm", "train", "--quiet", "--threads", "1", *SMALL_OPTIONS]
+    command = [
+        sys.executable,
+        "-m",
+        "examples.dlrm",
+        "train",
+        "--quiet",
+        "--threads",
+        "1",
+        "--device",
+        "cpu",
+        *SMALL_OPTIONS,
+    ]
     saving = ["--checkpoint", str(directory), "--checkpoint-every", "10", *options]
     process = subprocess.Popen([*command, *saving], cwd=REPOSITORY, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
@@ -231,12 +279,12 @@ def test_kill_between_the_files_pairs_nothing_wrongly(
     small_run.assert_same_bits(resumed)
 
 
-def test_finished_run_resumes_into_more_epochs(tmp_path: Path) -> None:
-    log = GeneratedLog(rows=2_000)
-    twice = outcome(replace(SMALL, epochs=2), log)
-    outcome(SMALL, log, CheckpointConfig(directory=tmp_path))
+def test_finished_run_resumes_into_more_epochs(device: str, tmp_path: Path) -> None:
+    once = replace(SMALL, device=device)
+    twice = outcome(replace(once, epochs=2), SHORT)
+    outcome(once, SHORT, CheckpointConfig(directory=tmp_path))
     extended = outcome(
-        with_cache(replace(SMALL, epochs=2), capacity=0.5), log, CheckpointConfig(directory=tmp_path, resume=True)
+        with_cache(replace(once, epochs=2), capacity=0.5), SHORT, CheckpointConfig(directory=tmp_path, resume=True)
     )
     twice.assert_same_bits(extended)
 
@@ -291,15 +339,18 @@ def test_log_too_short_to_split_is_refused() -> None:
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def test_command_trains_reports_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_trains_reports_and_plots(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, picture = tmp_path / "log.tsv.gz", tmp_path / "plots" / "run.png"
     assert main(["generate", "--rows", "3000", "--out", str(data)]) == 0
-    small = ["--rows-per-table", "2000", "--capacity", "5%", "--threads", "1"]
+    small = ["--rows-per-table", "2000", "--capacity", "5%", "--threads", "1", "--device", device]
+    tier, place = ("host", "the CPU") if device == "cpu" else ("unified", torch.cuda.get_device_name())
     assert main(["train", "--data", str(data), *small, "--plot", str(picture)]) == 0
     shown = capsys.readouterr()
-    for name in ("train loss", "test AUC", "test log loss", "samples/s", "hit rate", "moved host → cache", "memory"):
+    moved = f"moved {tier} → cache"
+    for name in ("train loss", "test AUC", "test log loss", "samples/s", "hit rate", moved, "memory"):
         assert name in shown.out
-    assert "2,400 rows to train, 600 to test" in shown.out
+    assert f"2,400 rows to train, 600 to test; on {place}, tier {tier}, capacity 5 % of the rows" in shown.out
+    assert re.search(rf"samples/s +[\d,]+ on {re.escape(place)}", shown.out)
     assert "samples/s, loss" in shown.err
     assert "hit rate" in shown.err
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -338,7 +389,20 @@ def test_command_names_a_missing_library(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
 def test_command_refuses_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--rows", "100", "--device", "cuda"]) == 1
-    assert "torch finds no GPU" in capsys.readouterr().err
+    assert re.search(r"error: device 'cuda' was given, but torch .* finds no GPU", capsys.readouterr().err)
+
+
+def test_command_says_why_it_leaves_a_gpu_unused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler.cupy.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert main(["train", *SMALL_OPTIONS, "--rows", "300", "--threads", "1", "--quiet"]) == 0
+    shown = capsys.readouterr()
+    assert "training on the CPU: the GPU path needs CuPy" in shown.err
+    assert "pip install tieredemb[cuda" in shown.err
+    assert "on the CPU, tier host" in shown.out
 
 
 def test_configs_refuse_nonsense() -> None:

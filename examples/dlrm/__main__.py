@@ -15,13 +15,14 @@ from examples.dlrm.config import CacheConfig, CheckpointConfig, ModelConfig, Tra
 from examples.dlrm.criteo import CriteoFile, Log, LogError
 from examples.dlrm.optional import require
 from examples.dlrm.trainer import Trainer
-from tieredemb import LFU, LRU, SGD, Adagrad, Adam, File, HostMemory, Pmem, RowWiseAdagrad
+from tieredemb import LFU, LRU, SGD, Adagrad, Adam, File, HostMemory, Pmem, RowWiseAdagrad, UnifiedMemory
 from tieredemb.config import Capacity
 from tieredemb.errors import ConfigError, TieredEmbError
-from tieredemb.kernels import DEVICES
+from tieredemb.kernels import check_device
 from tieredemb.storage.base import Storage
 
 _OPTIMIZERS = {"sgd": SGD, "adagrad": Adagrad, "rowwise-adagrad": RowWiseAdagrad, "adam": Adam}
+_TIERS = ("unified", "host", "file", "pmem")
 _GENERATED_ROWS = 200_000  # under a minute of training on two cores
 
 
@@ -85,14 +86,17 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 def _add_tables(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--capacity", type=_capacity, default="0.01", help="cache: rows, share or bytes (512MiB)")
-    group.add_argument("--tier", choices=("host", "file", "pmem"), default="host", help="where all rows live")
+    group.add_argument("--tier", choices=("auto", *_TIERS), default="auto",
+                       help="where all rows live; auto: unified on a GPU, host on the CPU")  # fmt: skip
     group.add_argument("--tier-path", type=Path, help="file of the file tier, directory of the pmem tier")
     group.add_argument("--policy", choices=("lfu", "lru"), default="lfu", help="which rows stay in the cache")
     group.add_argument("--half-life", type=float, default=300.0, help="of a use's weight in LFU, in batches")
 
 
 def _add_run(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
+    group.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if one can be used"
+    )
     # at the default widths a second thread gains little, and loses much where another process wants its core
     group.add_argument("--threads", type=int, default=1, help="CPU threads; a resumed run needs the same number")
     group.add_argument("--seed", type=int, default=0, help="of initial weights and of a generated log")
@@ -103,31 +107,31 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
-def _storage(options: argparse.Namespace) -> Storage:
+def _storage(tier: str, path: Path | None) -> Storage:
     """The cold tier. Its file is scratch: what a run keeps is in its checkpoint."""
-    if options.tier == "host":
-        return HostMemory()
-    if options.tier_path is None:
-        what = "a file to create" if options.tier == "file" else "a directory on persistent memory"
-        raise ConfigError(f"--tier {options.tier} needs --tier-path: {what}")
-    return File(options.tier_path, fresh=True) if options.tier == "file" else Pmem(options.tier_path)
+    if tier in ("unified", "host"):
+        return UnifiedMemory() if tier == "unified" else HostMemory()
+    if path is None:
+        what = "a file to create" if tier == "file" else "a directory on persistent memory"
+        raise ConfigError(f"--tier {tier} needs --tier-path: {what}")
+    return File(path, fresh=True) if tier == "file" else Pmem(path)
 
 
 def _device(wanted: str) -> str:
     """The GPU if it is wanted and usable. One that `auto` cannot use is said; one asked for in vain is an error."""
-    present, kernels = torch.cuda.is_available(), "cuda" in DEVICES
-    if wanted == "cpu" or (wanted == "auto" and not present):
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return "cpu"
-    if present and kernels:
-        return "cuda"
-    reason = "this version of tieredemb has no CUDA kernels" if present else "torch finds no GPU"
-    if wanted == "cuda":
-        raise ConfigError(f"--device cuda was given, but {reason}; pass --device cpu")
-    print(f"training on the CPU, for {reason}", file=sys.stderr)
-    return "cpu"
+    try:
+        check_device(torch.device("cuda"))
+    except TieredEmbError as error:
+        if wanted == "cuda":
+            raise
+        print(f"training on the CPU: {error}", file=sys.stderr)
+        return "cpu"
+    return "cuda"
 
 
-def _train_config(options: argparse.Namespace) -> TrainConfig:
+def _train_config(options: argparse.Namespace, tier: str, device: str) -> TrainConfig:
     return TrainConfig(
         model=ModelConfig(
             rows_per_table=options.rows_per_table,
@@ -138,14 +142,14 @@ def _train_config(options: argparse.Namespace) -> TrainConfig:
         cache=CacheConfig(
             capacity=options.capacity,
             policy=LFU(half_life_batches=options.half_life) if options.policy == "lfu" else LRU(),
-            storage=_storage(options),
+            storage=_storage(tier, options.tier_path),
         ),
         optimizer=_OPTIMIZERS[options.optimizer](lr=options.lr),
         dense_lr=options.dense_lr,
         batch_size=options.batch_size,
         epochs=options.epochs,
         test_share=options.test_share,
-        device=_device(options.device),
+        device=device,
         seed=options.seed,
         reference=options.reference,
     )
@@ -165,17 +169,19 @@ def train(options: argparse.Namespace) -> None:
         require("matplotlib", "matplotlib", "--plot")  # said now, not after an hour of training
     require("sklearn", "scikit-learn", "measuring AUC")
     torch.set_num_threads(options.threads)
-    config, saving = _train_config(options), _saving(options)
+    device = _device(options.device)
+    tier = options.tier if options.tier != "auto" else "unified" if device == "cuda" else "host"
+    config, saving = _train_config(options, tier, device), _saving(options)
     log: Log
     if options.data is not None:
         log, name = CriteoFile(options.data, rows=options.rows), options.data.name
     else:
         log, name = _generated(options), "generated log"
-    capacity = report.capacity_text(config.cache.capacity)
+    capacity, place = report.capacity_text(config.cache.capacity), report.device_text(device)
     with Trainer(config, log, saving) as trainer:
         print(
             f"{name}: {trainer.train_rows:,} rows to train, {len(log) - trainer.train_rows:,} to test; "
-            f"device {config.device}, tier {options.tier}, capacity {capacity}"
+            f"on {place}, tier {tier}, capacity {capacity}"
         )
         if options.quiet:
             trainer.run()
@@ -184,9 +190,9 @@ def train(options: argparse.Namespace) -> None:
                 trainer.run(bar)
         scores = report.score(*trainer.predict())
         memory = {} if config.reference else trainer.collection.memory_report()
-        print(report.summary(trainer.progress, scores, options.tier, memory))
+        print(report.summary(trainer.progress, scores, tier, memory, place))
         if options.plot is not None:
-            report.plot(options.plot, trainer.progress, scores, f"DLRM on {name}, capacity {capacity}")
+            report.plot(options.plot, trainer.progress, scores, f"DLRM on {name}, trained on {place}, capacity {capacity}")
             print(f"plot written to {options.plot}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tieredemb import LFU, Adagrad, HostMemory
+from tieredemb import LFU, Adagrad
 from tieredemb.config import Capacity, OptimizerConfig, Policy
 from tieredemb.errors import ConfigError
 from tieredemb.storage.base import Storage
@@ -32,11 +32,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """What changes the speed of the tables, never the numbers. `capacity`: rows, share or bytes."""
+    """What changes the speed of the tables, never the numbers. `capacity`: rows, share or bytes; `storage`: None for
+    the library's default on the device."""
 
     capacity: Capacity = 0.01
     policy: Policy = field(default_factory=LFU)
-    storage: Storage = field(default_factory=HostMemory)
+    storage: Storage | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

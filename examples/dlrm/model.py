@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,11 +39,17 @@ def to_batch(rows: Rows, rows_per_table: int, device: str) -> Batch:
     missing = rows.categories == text.NO_CATEGORY
     ids = np.where(missing, 0, 1 + rows.categories % (rows_per_table - 1))
     return Batch(
-        torch.from_numpy(dense).to(device),
-        torch.from_numpy(np.ascontiguousarray(ids.T).reshape(-1)).to(device),
+        _on_device(dense, device),
+        _on_device(np.ascontiguousarray(ids.T).reshape(-1), device),
         torch.arange(ids.size + 1, device=device),
-        torch.from_numpy(rows.labels.astype(np.float32)).to(device),
+        _on_device(rows.labels.astype(np.float32), device),
     )
+
+
+def _on_device(array: np.ndarray[Any, Any], device: str) -> Tensor:
+    """A GPU copies it from pinned memory while the host goes on."""
+    tensor = torch.from_numpy(array)
+    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class DLRM(nn.Module):
@@ -55,7 +62,7 @@ class DLRM(nn.Module):
         super().__init__()
         self.embeddings = embeddings
         width, vectors = config.embedding_dim, len(TABLES) + 1
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)  # the same layers on every device
         self.bottom = _mlp([text.INTEGERS, *config.bottom, width], generator)
         self.top = _mlp([width + vectors * (vectors - 1) // 2, *config.top, 1], generator)
         first, second = torch.tril_indices(vectors, vectors, offset=-1)
@@ -82,7 +89,7 @@ def _mlp(widths: list[int], generator: torch.Generator) -> nn.Sequential:
     """Linear layers with ReLU between them and the initial values of the DLRM paper's code."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
-        linear = nn.Linear(inputs, outputs)
+        linear = nn.Linear(inputs, outputs, device="cpu")
         nn.init.normal_(linear.weight, std=(2 / (inputs + outputs)) ** 0.5, generator=generator)
         nn.init.normal_(linear.bias, std=(1 / outputs) ** 0.5, generator=generator)
         layers += [linear, nn.ReLU()]

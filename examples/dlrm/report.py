@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from examples.dlrm.optional import require
@@ -39,6 +40,11 @@ def capacity_text(capacity: Capacity) -> str:
     return f"{capacity:,} rows" if isinstance(capacity, int) else capacity
 
 
+def device_text(device: str) -> str:
+    """What trains: "the CPU", or the GPU's name."""
+    return "the CPU" if device == "cpu" else torch.cuda.get_device_name(device)
+
+
 class Bar:
     """A progress bar over `total` samples, `done` of which an earlier run trained. It shows loss and hit rate of the
     last interval, and samples/s."""
@@ -62,8 +68,9 @@ def last_tenth(points: list[Point]) -> Point:
     return Point(last[-1].samples, loss, hit_rate)
 
 
-def summary(progress: Progress, scores: Scores, tier: str, memory: dict[str, Any]) -> str:
-    """The run as a table of text. `tier`: name of the cold tier; `memory`: the collection's `memory_report()`."""
+def summary(progress: Progress, scores: Scores, tier: str, memory: dict[str, Any], device: str) -> str:
+    """The run as a table of text. `tier`: name of the cold tier; `memory`: the collection's `memory_report()`;
+    `device`: what trained."""
     last, stats = last_tenth(progress.points), progress.stats
     filled, written = _size(stats.bytes_filled), _size(stats.bytes_written_back)
     lines = [
@@ -71,7 +78,7 @@ def summary(progress: Progress, scores: Scores, tier: str, memory: dict[str, Any
         ("train loss, last tenth", f"{last.loss:.4f}"),
         ("test log loss", f"{scores.log_loss:.4f}"),
         ("test AUC", f"{scores.auc:.4f}"),
-        ("samples/s", f"{progress.samples / progress.seconds:,.0f}"),
+        ("samples/s", f"{progress.samples / progress.seconds:,.0f} on {device}"),
     ]
     if stats.lookups:  # nothing to say of the reference, which has no cache
         lines += [

@@ -28,6 +28,9 @@ from examples.dlrm.progress import Point, Progress
 from tieredemb.errors import CheckpointError, UnsupportedError
 from tieredemb.stats import CacheStats
 
+# cuBLAS is deterministic only with a fixed workspace; torch looks at this once, at a process's first matrix product
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 POINTS = 200  # an epoch, of the curves of loss and hit rate: enough for a plot, few enough reads of the counters
 
 
@@ -93,15 +96,15 @@ class Trainer:
 
     def predict(self) -> tuple[Tensor, Tensor]:
         """Labels and click probabilities of the held-out rows, float64 (rows,) on the CPU. Trains nothing."""
-        labels, logits = [], []
+        labels, logits = [], []  # fetched once: a GPU is waited for at the end alone
         self.model.eval()
         with _deterministic(), torch.no_grad():
             for rows in self.log.batches(self.train_rows, len(self.log), max(self.config.batch_size, 1024)):
                 batch = to_batch(rows, self.config.model.rows_per_table, self.config.device)
-                logits.append(self.model(batch).double().cpu())
-                labels.append(batch.labels.double().cpu())
+                logits.append(self.model(batch).double())
+                labels.append(batch.labels.double())
         self.model.train()
-        return torch.cat(labels), torch.sigmoid(torch.cat(logits))
+        return torch.cat(labels).cpu(), torch.sigmoid(torch.cat(logits).cpu())
 
     def table_weights(self) -> dict[str, Tensor]:
         """Weights by table name, float32 (rows, D), of whichever embeddings are trained."""
@@ -207,12 +210,14 @@ def _jsonable(items: list[tuple[str, Any]]) -> dict[str, Any]:
 @contextmanager
 def _deterministic() -> Iterator[None]:
     """Refuses torch operations that are not deterministic, for as long as the context lasts."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
-    before = torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic
+    before, filled = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # for debugging: one kernel more for every new tensor
     try:
         # torch warns about sparse gradients (the reference's) unless told whether to check them
         with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]
             yield
     finally:
         torch.use_deterministic_algorithms(before)
+        memory.fill_uninitialized_memory = filled
