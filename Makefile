@@ -35,6 +35,7 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# with a GPU, and a torch that can use it, the CuPy that fits that torch is installed too
 # setuptools first: the project is then built by the pinned one, not by whichever is newest
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
@@ -44,6 +45,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) install --constraint constraints.txt setuptools
 	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@nvidia-smi -L >/dev/null 2>&1 || exit 0; \
+		cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").partition(".")[0])'); \
+		test -z "$$cuda" || $(PIP) install --constraint constraints.txt --no-build-isolation --editable ".[dev,cuda$$cuda]"
 	@touch $@
 
 .PHONY: help train test lint wheel-check bench clean
