@@ -239,9 +239,10 @@ class DeviceCache(Cache):
 
     def memory_report(self) -> dict[str, Any]:
         with self.lock:
-            batch = {"plans": self._book.size_bytes(), "records": self._plan.records.size_bytes()}
+            batch = {"plans": self._book.size_bytes() + self._plan.size_bytes()}
+            batch["records"] = self._plan.records.size_bytes()
             return {
-                "cache": self.hot.size_bytes() | {"plan": self._plan.size_bytes()},
+                "cache": self.hot.size_bytes(),
                 "batch": batch | self._transfer.size_bytes(),
                 "cold": {"tier": self.cold.kind} | self.cold.size_bytes(),
             }

@@ -228,10 +228,10 @@ class _Buffers:
         layout = cold.layout
         self.rows = rows
         self.pinned = {
-            "weight": torch.empty((rows, layout.width), dtype=layout.dtype, pin_memory=True),
-            "state": torch.empty((rows, layout.state_width), dtype=torch.int32, pin_memory=True),
-            "score": torch.empty(rows, dtype=torch.int32, pin_memory=True),
-            "dirty": torch.empty(rows, dtype=torch.uint8, pin_memory=True),
+            "weight": torch.empty((rows, layout.width), dtype=layout.dtype, device="cpu", pin_memory=True),
+            "state": torch.empty((rows, layout.state_width), dtype=torch.int32, device="cpu", pin_memory=True),
+            "score": torch.empty(rows, dtype=torch.int32, device="cpu", pin_memory=True),
+            "dirty": torch.empty(rows, dtype=torch.uint8, device="cpu", pin_memory=True),
         }
         carriers = {"weight": layout.carrier, "state": np.dtype(np.uint32), "score": np.dtype(np.uint32)}
         arrays = {

@@ -109,8 +109,25 @@ __device__ __forceinline__ row_vector load_home(const row_t *hot, const row_t *a
 #endif
     return load_row(hot, home, unit);
 }
+// Outputs and their gradients lie side by side, so that a row's may start anywhere: -DUNALIGNED reads and writes them
+// one element at a time.
+__device__ __forceinline__ float_vector load_floats(const float *at) {
+#ifdef UNALIGNED
+    float_vector value;
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++) value.v[k] = at[k];
+    return value;
+#else
+    return *reinterpret_cast<const float_vector *>(at);
+#endif
+}
 // Stores past the caches what is not read again soon.
 __device__ __forceinline__ void store_streaming(row_t *at, row_vector value) {
+#ifdef UNALIGNED
+#pragma unroll
+    for (int k = 0; k < VECTOR; k++) at[k] = value.v[k];
+    return;
+#endif
     if (sizeof(row_vector) == 16) {
         __stcs(reinterpret_cast<int4 *>(at), *reinterpret_cast<int4 *>(&value));
         return;

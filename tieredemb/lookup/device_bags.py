@@ -120,7 +120,7 @@ class FaultReport:
     def __init__(self, names: Sequence[str], rows: Sequence[int]) -> None:
         self._names = names
         self._rows = rows
-        self._words = torch.zeros(8, dtype=torch.int64, pin_memory=True)
+        self._words = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=True)
         self._seen = self._words.numpy()
         self.address = self._words.data_ptr()
 

@@ -69,6 +69,8 @@ class DeviceLookup:
         self._rows = (*options(dtype, width), *most)
         self._update = (*self._rows, f"-DKIND={kind}", f"-DSTATE={state_width(optimizer, width)}")
         self._lanes = _lanes(dtype, width)
+        self._vector = _vector(dtype, width)
+        self._columns_fit = not (space.space.column % self._vector).any()
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -86,9 +88,8 @@ class DeviceLookup:
         sums · `argmax`: int32 (B, ΣD), takes the winning occurrence of each maximum, −1 for an empty bag."""
         count = len(self.space) * bags.batch
         each = BAGS_OF_ONE if len(homes) <= 2 * count else LONG_BAGS
-        pool = self._kernel(
-            BAG, "bags_pool", "any p p i32 i64 n n i32 i64 p any n p", *self._rows, *away.flags, f"-DBAGS={each}"
-        )
+        flags = (*self._rows, *away.flags, f"-DBAGS={each}", *self._alignment(out))
+        pool = self._kernel(BAG, "bags_pool", "any p p i32 i64 n n i32 i64 p any n p", *flags)
         groups = len(self.space) * ((bags.batch + each - 1) // each)
         pool(
             blocks_for(groups * self._lanes, THREADS), THREADS, hot.weight, away.weight, _address(away.records), homes,
@@ -171,7 +172,7 @@ class DeviceLookup:
         rows = (hot.weight, hot.state, away.weight, away.state, _address(away.records), hot.dirty)
         short = self._kernel(
             OPTIMIZER, "segments_update", "any any i32 i i64 f32 n p i64 p i32 any f32 p p p u8 f32 f32 f32",
-            *self._update, *away.flags,
+            *self._update, *away.flags, *self._alignment(grad),
         )  # fmt: skip
         short(
             blocks_for(n * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work, segments.items,
@@ -236,6 +237,11 @@ class DeviceLookup:
             _address(away.records), hot.dirty,
         )  # fmt: skip
 
+    def _alignment(self, outputs: torch.Tensor) -> tuple[str, ...]:
+        """What kernels are compiled with to read or write `outputs` (B, ΣD) in vectors, or where those do not fit."""
+        fits = self._columns_fit and outputs.shape[1] % self._vector == 0 and outputs.data_ptr() % 16 == 0
+        return () if fits else ("-DUNALIGNED",)
+
     def _kernel(self, file: str, name: str, words: str, *flags: str) -> Kernel:
         return kernel(file, name, words, *flags)
 
@@ -251,10 +257,15 @@ def _address(tensor: torch.Tensor | None) -> torch.Tensor | int:
     return 0 if tensor is None else tensor
 
 
-def _lanes(dtype: torch.dtype, width: int) -> int:
-    """Lanes that share a row, as LANES of the kernels."""
+def _vector(dtype: torch.dtype, width: int) -> int:
+    """Elements that a thread reads at once, as VECTOR of the kernels."""
     vector = 16 // dtype.itemsize
     while width % vector:
         vector //= 2
-    units = width // vector
+    return vector
+
+
+def _lanes(dtype: torch.dtype, width: int) -> int:
+    """Lanes that share a row, as LANES of the kernels."""
+    units = width // _vector(dtype, width)
     return next((lanes for most, lanes in ((1, 1), (2, 2), (4, 4), (8, 8), (16, 16)) if units <= most), 32)

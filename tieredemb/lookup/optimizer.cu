@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
 #pragma unroll
                 for (int s = 0; s < STEPS; s++)
                     if (s * LANES + lane < UNITS)
-                        g[a][s] = *reinterpret_cast<const float_vector *>(from + s * LANES * VECTOR);
+                        g[a][s] = load_floats(from + s * LANES * VECTOR);
             }
 #ifdef HAS_MAX
             if (mode[table] == MAX)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -118,12 +119,22 @@ class Lookup(torch.autograd.Function):
         return None, weights_grad, None
 
 
+def _backward_depth() -> int:
+    """Backward passes that this thread's Python frames are inside of."""
+    frame, depth = sys._getframe(), 0
+    while frame is not None:
+        depth += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth
+
+
 class BackwardPass:
     """Collects the calls that each backward pass reaches, and applies them once when its outermost task ends.
 
     Autograd runs a callback queued inside a nested (checkpointed) backward at that backward's end, so the first touch
     queues it: a nested backward is always preceded by a forward in its parent, on the same thread. Backward passes on
-    several threads are kept apart.
+    several threads are kept apart, also where one thread of autograd's serves the GPU nodes of all: there a pass is
+    nested only if Python is still inside the other.
     """
 
     def __init__(self, apply: Callable[[list[tuple[Call, torch.Tensor]]], None]) -> None:
@@ -134,9 +145,13 @@ class BackwardPass:
     def touch(self) -> _Collected:
         """To be called by everything that happens inside a backward pass; returns what that pass has collected."""
         task, thread = torch._C._current_graph_task_id(), threading.get_ident()
-        collected = self._of_task.get(task) or self._of_thread.get(thread)
+        collected = self._of_task.get(task)
         if collected is None or collected.finished:
-            collected = _Collected(self._apply)
+            depth, around = _backward_depth(), self._of_thread.get(thread)
+            nested = around is not None and not around.finished and depth > around.depth
+            collected = around if nested else None
+        if collected is None:
+            collected = _Collected(self._apply, depth)
             torch.autograd.Variable._execution_engine.queue_callback(collected)  # type: ignore[attr-defined]
         self._of_task[task] = self._of_thread[thread] = collected
         return collected
@@ -149,8 +164,11 @@ class _Collected:
     """The calls of one backward pass, and the callback that applies them. Autograd alone holds it, and drops it with a
     backward that failed: its calls then update nothing, and their tickets are released."""
 
-    def __init__(self, apply: weakref.WeakMethod[Callable[[list[tuple[Call, torch.Tensor]]], None]]) -> None:
+    def __init__(
+        self, apply: weakref.WeakMethod[Callable[[list[tuple[Call, torch.Tensor]]], None]], depth: int
+    ) -> None:
         self._apply = apply
+        self.depth = depth  # of backward passes around it on its thread
         self.calls: list[tuple[Call, torch.Tensor]] = []
         self.finished = False
 
