@@ -71,6 +71,12 @@ def test_optimizer_kernel_compiles_for_every_optimizer(kind, state):
     assert compile_for("lookup/optimizer.cu", "sm_90", flags) == ""
 
 
+@pytest.mark.parametrize("flags", [("-DSLOTLESS",), ("-DHAS_MAX",), ("-DUNALIGNED",), ("-DSLOTLESS", "-DHAS_MAX")])
+@pytest.mark.parametrize("file", ["cache/plan.cu", "lookup/embedding_bag.cu", "lookup/optimizer.cu"])
+def test_kernel_compiles_with_what_batches_ask_for(file, flags):
+    assert compile_for(file, "sm_90", (*options(torch.bfloat16, 12), *flags)) == ""
+
+
 def test_a_broken_kernel_fails():
     with pytest.raises(AssertionError, match="undefined"):
         compile_for("hash/slot_map.cu", "sm_90", (*options(), "-Dreturn=nowhere"))

@@ -199,7 +199,7 @@ __device__ __forceinline__ void missed_publish(int missed, Cell *cells, i64 n_ce
 // Ends a plan once its victims are chosen: slots pass over, homes of the missed keys' occurrences are resolved from
 // their claims or records, and the map is rebuilt from the slots' keys once tombstones hold an eighth of its cells.
 // Without `commit` it only pairs. All blocks resident at once.
-extern "C" __global__ void __launch_bounds__(1024, 2)
+extern "C" __global__ void __launch_bounds__(1024)
     missed_settle(Counts *counts, const int *victims, const int *chosen, const i64 *missed_keys, Cell *cells,
                   i64 n_cells, i64 *slot_keys, int *last_batch, const Clock *clock, int *missed_slots,
                   i64 *victim_keys, int *homes, i64 n, const Claim *claims, i64 n_claims, Record *records,

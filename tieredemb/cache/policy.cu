@@ -162,7 +162,7 @@ __device__ __forceinline__ void victims_emit(Selection *selection, const Thresho
 
 // Makes room for what a plan has missed: as many victims as the slots never used leave wanting. 1,024 threads a block,
 // all blocks resident at once. `selection` comes as zeros.
-extern "C" __global__ void __launch_bounds__(1024, 2)
+extern "C" __global__ void __launch_bounds__(1024)
     victims_select(Selection *selection, Counts *counts, const Clock *clock_at, const u32 *score,
                    const int *last_batch, int capacity, float unit, int by_age, int *victims) {
     __shared__ int bins[BINS];
