@@ -1,8 +1,8 @@
 """The hot cache on a GPU over one key space: the twin of `TieredCache`, without a word from the device to the host.
 
 `plan` launches; what it found, missed and moved is known to the device alone. Cold rows that kernels read in place
-(`transfer.InPlace`) need no host at all, so that a step can be captured in a CUDA graph; other tiers are staged
-(`transfer.Staged`) and make the host wait.
+(`in_place.InPlace`) need no host at all, so that a step can be captured in a CUDA graph; other tiers are staged
+(`staged.Staged`) and make the host wait.
 
 Rows of a batch larger than the cache stay where they are and are used there, under records (`device_plan.Records`): no
 home changes while a ticket is in flight, so such a row gets a slot only in a plan after its last ticket.
@@ -19,9 +19,11 @@ import torch
 from tieredemb.cache.base import Cache
 from tieredemb.cache.device_plan import Away, DevicePlan, Missed
 from tieredemb.cache.device_rows import DeviceRows
+from tieredemb.cache.in_place import InPlace
 from tieredemb.cache.policy import MIN_SCORE
+from tieredemb.cache.staged import Staged
 from tieredemb.cache.tickets import Flight, TicketBook
-from tieredemb.cache.transfer import InPlace, Staged, Transfer
+from tieredemb.cache.transfer import Transfer
 from tieredemb.config import Policy
 from tieredemb.errors import StorageError
 from tieredemb.stats import CacheStats
