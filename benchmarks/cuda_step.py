@@ -57,7 +57,7 @@ class Plan:
 def measure(plan: Plan, work: CudaWorkload) -> list[Record]:
     """The records of one workload, in the order of the table."""
     start = perf_counter()
-    ids = list(batches(work, plan.warm_up + plan.steps, plan.device))
+    ids = list(batches(work, plan.warm_up + 2 * plan.steps, plan.device))
     upstream = Upstream(work, plan.device)
     release(plan.device)
     say(f"{work}: {len(ids)} batches drawn in {perf_counter() - start:.1f} s")
@@ -69,7 +69,7 @@ def measure(plan: Plan, work: CudaWorkload) -> list[Record]:
         name = f"nn.EmbeddingBag × {work.tables}, sparse, torch.optim.Adagrad"
         records.append(measured(work.name, name, "all resident", "ms", times.quantiles(), note=str(times)))
     if FBGEMM in plan.providers and fbgemm_installed():
-        times = run_peer(fbgemm_step(work, upstream), ids, plan.warm_up, plan.device)
+        times = run_peer(fbgemm_step(work, upstream), ids[: plan.warm_up + plan.steps], plan.warm_up, plan.device)
         release(plan.device)
         config = "all resident" if work.resident else "LFU cache of 1 %, managed"
         records.append(measured(work.name, "FBGEMM", config, "ms", times.quantiles(), note=str(times)))
@@ -92,7 +92,7 @@ def run_peer(
 def measure_tiered(
     plan: Plan, work: CudaWorkload, cache: Cache, policy: Policy, ids: Sequence[torch.Tensor], upstream: Upstream
 ) -> list[Record]:
-    """Builds a collection, measures it, and gives its memory back."""
+    """Builds a collection, measures it step by step and as a CUDA graph, and gives its memory back."""
     release(plan.device)
     start = perf_counter()
     tiered = Tiered(work, cache, policy, upstream)
@@ -101,16 +101,20 @@ def measure_tiered(
             tiered.fill()
         elif not plan.untouched:
             tiered.load()
+        eager, replayed = ids[plan.warm_up : plan.warm_up + plan.steps], ids[plan.warm_up + plan.steps :]
         run_steps(tiered.step, ids[: plan.warm_up], plan.device)
-        before = tiered.module.stats()
-        times = run_steps(tiered.step, ids[plan.warm_up :], plan.device)
-        done = tiered.module.stats() - before
+        times, done = counted(tiered, tiered.step, eager, plan.device)
+        graph = None
+        if plan.device.type == "cuda":
+            graph = counted(tiered, tiered.captured(ids[0]), replayed, plan.device)
         report = tiered.module.memory_report()
     finally:
         tiered.close()
     barred = cache if policy == plan.policies[0] else Cache(capacity=cache.capacity)
     config = str(cache) if policy == plan.policies[0] else f"{cache}, {describe(policy)}"
     records = [step_record(work, barred, config, times, done)]
+    if graph is not None:
+        records.append(step_record(work, barred, f"{config}, CUDA graph", *graph))
     if not work.resident:
         records.append(hit_record(work, barred, config, done))
     records += [memory_record(work, barred, config, report, tiered), build_record(work, config, tiered)]
@@ -118,6 +122,15 @@ def measure_tiered(
     release(plan.device)
     say(f"{work.name}, {config}: {perf_counter() - start:.1f} s")
     return records
+
+
+def counted(
+    tiered: Tiered, step: Callable[[torch.Tensor], object], ids: Sequence[torch.Tensor], device: torch.device
+) -> tuple[StepTimes, CacheStats]:
+    """Runs steps; their times, and what they did."""
+    before = tiered.module.stats()
+    times = run_steps(step, ids, device)
+    return times, tiered.module.stats() - before
 
 
 # --- records --------------------------------------------------------------------------------------------------------
@@ -258,7 +271,8 @@ def title(plan: Plan) -> str:
     first = describe(plan.policies[0])
     text = (
         f"Forward, backward and update, bags of 1 id, fp32, row-wise Adagrad, {first}, unified memory, {cold}, no "
-        f"prefetch: the mean of {plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up. "
+        f"prefetch: the mean of {plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up; then "
+        f"of as many replays of one step captured as a CUDA graph. "
         f"{'; '.join(map(str, plan.works))}. Hit rate: of the lookups, before the batch's own rows came in."
     )
     if FBGEMM in plan.providers and not fbgemm_installed():

@@ -42,7 +42,7 @@ class Swap:
         self._kernel = Kernel(
             "storage/move.cu",
             "rows_swap",
-            "any i64 i32 i64 i any i32 i32 u8 p p u8 any",
+            "any i64 i32 i64 i any i32 i32 u8 p p u8 any p i x i i",
             (*options(torch.float32, WIDTH), "-DSTATE=1"),
         )
 
@@ -51,7 +51,7 @@ class Swap:
         self._kernel(
             MOVE_BLOCKS, MOVE_THREADS, self.count, self.missed, self.slots, self.victims, 0, self.hot, self.state,
             self.score, self.dirty, self.cold.weight.ctypes.data, self.cold.state.ctypes.data, self.untouched,
-            self.moved,
+            self.moved, 0, 0, 1.0, 0, 0,
         )  # fmt: skip
 
     def dirty_victims(self, i: int) -> None:

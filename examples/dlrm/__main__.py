@@ -192,7 +192,9 @@ def train(options: argparse.Namespace) -> None:
         memory = {} if config.reference else trainer.collection.memory_report()
         print(report.summary(trainer.progress, scores, tier, memory, place))
         if options.plot is not None:
-            report.plot(options.plot, trainer.progress, scores, f"DLRM on {name}, trained on {place}, capacity {capacity}")
+            report.plot(
+                options.plot, trainer.progress, scores, f"DLRM on {name}, trained on {place}, capacity {capacity}"
+            )
             print(f"plot written to {options.plot}")
 
 

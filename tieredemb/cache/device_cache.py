@@ -23,7 +23,7 @@ from tieredemb.cache.in_place import InPlace
 from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.cache.staged import Staged
 from tieredemb.cache.tickets import Flight, TicketBook
-from tieredemb.cache.transfer import Transfer
+from tieredemb.cache.transfer import Beside, Transfer
 from tieredemb.config import Policy
 from tieredemb.errors import StorageError
 from tieredemb.stats import CacheStats
@@ -91,13 +91,16 @@ class DeviceCache(Cache):
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
-    def plan(self, keys: torch.Tensor, homes: torch.Tensor, *, score: bool = True) -> DeviceTicket:
+    def plan(
+        self, keys: torch.Tensor, homes: torch.Tensor, *, score: bool = True, beside: Beside | None = None
+    ) -> DeviceTicket:
         """Makes the rows of `keys` (int64 (N,), in range, negative where there is nothing to look up) resident and
         locks them; completes `homes` (int32 (N,)), which comes with −1 for each key, else with the slot of a resident
         table's row or `DROPPED`. Does not synchronise, unless the tier is staged.
 
         With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
-        recomputed. A failing storage raises its error and changes no row; the cache stays usable.
+        recomputed. `beside`: what to launch beside the movement of rows, once `homes` are complete in its stream; not
+        called where no row can move. A failing storage raises its error and changes no row; the cache stays usable.
         """
         with self.entered():
             n, batch = len(keys), self.cold.metadata.batch + 1
@@ -115,8 +118,7 @@ class DeviceCache(Cache):
             self.cold.metadata.batch = batch
             self._plan.find(keys, homes, missed, lag=lag, scored=score, away=self.away(slotless))
             self._plan.choose(missed)
-            self._transfer.bring(missed, homes, slotless)
-            self._plan.score(missed, self.away(slotless), scored=score)
+            self._transfer.bring(missed, homes, slotless=slotless, scored=score, beside=beside)
             return self._ticket(batch, homes, slotless)
 
     def away(self, slotless: bool) -> Away:

@@ -8,7 +8,7 @@ import torch
 
 from tieredemb.cache.device_plan import Away, DevicePlan, Missed
 from tieredemb.cache.device_rows import DeviceRows
-from tieredemb.cache.transfer import MOVE, MOVE_BLOCKS, MOVE_THREADS, Transfer
+from tieredemb.cache.transfer import MOVE, MOVE_BLOCKS, MOVE_THREADS, Beside, Transfer
 from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
@@ -23,7 +23,8 @@ class _Leaving:
 
     def __init__(self, cold: ColdRows, device: torch.device) -> None:
         self._layout, self._device = cold.layout, device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # before what is queued meanwhile, or it would run after that
+        self.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.emptied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.reserve(0)
@@ -47,6 +48,8 @@ class _Leaving:
 class InPlace(Transfer):
     """Cold rows that kernels read and write where they are. Nothing synchronises.
 
+    What needs homes but no rows runs beside the movement of rows, on a stream of its own.
+
     Some victims leave their slots for a buffer, and go back from there on a stream of their own while the new rows are
     looked up and updated. The next plan's rows are moved once the buffer is empty, so cold storage is never behind when
     it is read. A captured step writes all back at once: its end would have to wait for the other stream.
@@ -56,6 +59,9 @@ class InPlace(Transfer):
         super().__init__(cold, hot, initial, plan)
         self._weight, self._state = cold.weight.ctypes.data, cold.state.ctypes.data
         self._leaving = _Leaving(cold, self.device)
+        self._side = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._settled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._aside = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._captured = False  # a graph that has been may be replayed at any time: nothing may be on its way then
         self._leave = kernel(MOVE, "rows_leave", "p p p any f32 i32 u8 any i32 i64 u8 i32 i p", *self._flags)
         self._return = kernel(MOVE, "rows_return", "any i32 i64 u8 i32 p p", *self._flags)
@@ -63,17 +69,29 @@ class InPlace(Transfer):
     def away(self, slotless: bool) -> Away:
         return Away(slotless, self._weight, self._state, self.plan.records.table)
 
-    def bring(self, missed: Missed, homes: torch.Tensor, slotless: bool) -> None:
+    def bring(
+        self, missed: Missed, homes: torch.Tensor, *, slotless: bool, scored: bool, beside: Beside | None
+    ) -> None:
         self.plan.settle(homes, missed, self.away(slotless), commit=True)
+        if beside:
+            self._settled.record(torch.cuda.current_stream())
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
         gone = 0 if self._captured else missed.n // LEAVING_SHARE
         if gone:
             self._send_off(missed, gone)
         count, keys, slots = self.plan.missed, missed.keys, missed.slots
-        self._swap_rows(count, missed.n, keys, slots, missed.victims, gone, self._weight, self._state, missed.untouched)
+        self._swap_rows(
+            count, missed.n, keys, slots, missed.victims, gone, self._weight, self._state, missed.untouched,
+            scored=scored,
+        )  # fmt: skip
         self._generate(count, missed.n, keys, slots, missed.untouched)
         if gone:
             self._send_back(gone)
+        if beside:
+            self._settled.wait(self._side)
+            beside(self._side)
+            self._aside.record(self._side)
+            self._aside.wait(torch.cuda.current_stream())
 
     def _send_off(self, missed: Missed, gone: int) -> None:
         """The first victims leave their slots for the buffer, once it is empty."""

@@ -9,7 +9,7 @@ import torch
 
 from tieredemb.cache.device_plan import Away, DevicePlan, Missed
 from tieredemb.cache.device_rows import DeviceRows
-from tieredemb.cache.transfer import MOVE_BLOCKS, MOVE_THREADS, Transfer
+from tieredemb.cache.transfer import MOVE_BLOCKS, MOVE_THREADS, Beside, Transfer
 from tieredemb.kernels.compiler import blocks_for
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
@@ -89,7 +89,9 @@ class Staged(Transfer):
         for record in gone:
             del self._keys[record]
 
-    def bring(self, missed: Missed, homes: torch.Tensor, slotless: bool) -> None:
+    def bring(
+        self, missed: Missed, homes: torch.Tensor, *, slotless: bool, scored: bool, beside: Beside | None
+    ) -> None:
         self.plan.settle(homes, missed, self.away(slotless), commit=False)
         count = self.plan.missed_count()
         keys = missed.view("keys", count).cpu().numpy()
@@ -101,6 +103,9 @@ class Staged(Transfer):
         self._place(slots, weight, state)
         if slotless:
             self._place_away(slots, keys, weight, state)
+        self.plan.score(missed, self.away(slotless), scored=scored)
+        if beside:
+            beside(None)
 
     def _place(self, slots: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:
         """Puts staged row m into slots[m], where that is one."""

@@ -6,6 +6,7 @@ Both are asked by `DeviceCache` in the same order: `retire` before a plan finds,
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.kernels.compiler import blocks_for, kernel, options
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
+
+Beside = Callable[["torch.cuda.Stream | None"], None]  # launches on a stream, or the current one, what takes no rows
 
 MOVE = "storage/move.cu"
 MOVE_BLOCKS, MOVE_THREADS = 32, 1024  # 16 and more saturate PCIe both ways; 8 reach two thirds of it
@@ -31,15 +34,18 @@ class Transfer(abc.ABC):
         self.device = hot.weight.device
         self._initial = initial
         flags = self._flags = (*options(cold.layout.dtype, cold.layout.width), f"-DSTATE={cold.layout.state_width}")
-        self._swap = kernel(MOVE, "rows_swap", "p p p p i any f32 i32 u8 p p p p", *flags)
+        self._swap = kernel(MOVE, "rows_swap", "p p p p i any f32 i32 u8 p p p p p i x i i", *flags)
         self._write_back = kernel(MOVE, "rows_write_back", "p n n n p p any f32 i32 u8 p p p p", *flags)
 
     def retire(self, batch: int, lag: int) -> None:  # noqa: B027 - rows used in place need no farewell
         """Before `batch` is planned: gives up rows that are no longer used without a slot."""
 
     @abc.abstractmethod
-    def bring(self, missed: Missed, homes: torch.Tensor, slotless: bool) -> None:
-        """Gives the chosen victims' slots to missed keys, publishes them, resolves `homes`, and moves the rows."""
+    def bring(
+        self, missed: Missed, homes: torch.Tensor, *, slotless: bool, scored: bool, beside: Beside | None
+    ) -> None:
+        """Gives the chosen victims' slots to missed keys, publishes them, resolves `homes`, moves and scores the rows.
+        `beside` is called once `homes` are queued, before the rows have come."""
 
     @abc.abstractmethod
     def away(self, slotless: bool) -> Away:
@@ -83,13 +89,17 @@ class Transfer(abc.ABC):
         weight: Any,
         state: Any,
         untouched: Any,
+        *,
+        scored: bool | None,
     ) -> None:
         """Brings cold rows `keys` of `weight` and `state` into `slots`, after the rows `victims` went back there but
-        for the first `gone`."""
-        hot = self.hot
+        for the first `gone`. `scored`: whether this use raises their scores; with None it is no use."""
+        hot, plan, scoring = self.hot, self.plan, self.plan.scoring
+        clock = 0 if scored is None else plan.clock
         self._swap(
             blocks_for(n, 64, MOVE_BLOCKS), MOVE_THREADS, count, keys, slots, victims, gone, hot.weight, hot.state,
-            hot.score, hot.dirty, weight, state, untouched, self.plan.moved,
+            hot.score, hot.dirty, weight, state, untouched, plan.moved, clock, scoring.kind, scoring.unit,
+            scoring.remember, scored or False,
         )  # fmt: skip
 
     def _load_rows(self, keys: Any, slots: torch.Tensor, weight: Any, state: Any) -> torch.Tensor:
@@ -98,7 +108,7 @@ class Transfer(abc.ABC):
         count = torch.full((1,), n, dtype=torch.int32, device=self.device)
         nobody = torch.full((n,), -1, dtype=torch.int64, device=self.device)
         untouched = torch.empty(n, dtype=torch.uint8, device=self.device)
-        self._swap_rows(count, n, keys, slots.contiguous(), nobody, 0, weight, state, untouched)
+        self._swap_rows(count, n, keys, slots.contiguous(), nobody, 0, weight, state, untouched, scored=None)
         return untouched
 
     def _score_loaded(self, slots: torch.Tensor) -> None:

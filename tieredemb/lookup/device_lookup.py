@@ -5,6 +5,7 @@ Nothing here waits for the device. Rows are read and updated where they live: in
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -129,22 +130,28 @@ class DeviceLookup:
         mean(blocks, THREADS, homes, bags.offsets, bags.batch, count, self.space.mode, scale)
         return scale
 
-    def segments(self, homes: torch.Tensor, bag: torch.Tensor, batch: int) -> Segments:
-        """Groups the occurrences by home: `bag` int32 (N,) is that of each, of `batch` bags a table."""
+    def segments(
+        self, homes: torch.Tensor, bag: torch.Tensor, batch: int, stream: torch.cuda.Stream | None = None
+    ) -> Segments:
+        """Groups the occurrences by home: `bag` int32 (N,) is that of each, of `batch` bags a table. On `stream`, or
+        the current one, which the memory belongs to: it has to wait for `stream` before it goes on."""
         n, device = len(homes), homes.device
-        values, order = torch.sort(homes, stable=True)
+        values = torch.empty_like(homes)
         longs = n // CHUNK + 1  # a long segment has more than one chunk, and a chunk more than the longs one in part
         segments = Segments(
-            order=order,
+            order=torch.empty(n, dtype=torch.int64, device=device),
             sorted_bag=torch.empty(n, dtype=torch.int32, device=device),
             work=torch.zeros(4, dtype=torch.int32, device=device),
             items=torch.empty((n, 4), dtype=torch.int32, device=device),
             longs=torch.empty((longs, 4), dtype=torch.int32, device=device),
         )
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            torch.sort(homes, stable=True, out=(values, segments.order))
         find = self._kernel(OPTIMIZER, "segments_find", "i32 i i64 i32 i32 i any any any", *self._update)
         find(
-            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, values, n, order, bag, segments.sorted_bag, max(1, batch),
-            segments.work, segments.items, segments.longs,
+            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, values, n, segments.order, bag, segments.sorted_bag,
+            max(1, batch), segments.work, segments.items, segments.longs,
+            stream=None if stream is None else stream.cuda_stream,
         )  # fmt: skip
         return segments
 

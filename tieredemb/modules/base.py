@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -132,8 +133,9 @@ class TieredModule(nn.Module):
         if grad and not self._frozen:
             self._check_world_size()
         if grad and (not self._frozen or (weights is not None and weights.requires_grad)):
-            return Lookup.apply(self._hook, weights, lambda: batch.call(self))  # type: ignore[no-any-return, no-untyped-call]
-        call = batch.call(self)
+            make = functools.partial(batch.call, self, trains=not self._frozen)
+            return Lookup.apply(self._hook, weights, make)  # type: ignore[no-any-return, no-untyped-call]
+        call = batch.call(self, trains=False)
         try:
             return call.pool(weights, differentiable=False)
         finally:

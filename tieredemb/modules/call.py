@@ -89,8 +89,7 @@ class Lookup(torch.autograd.Function):
         out = call.pool(weights, differentiable=True)
         ctx.call = call
         ctx.weights_like = None if weights is None else (weights.shape, weights.dtype)
-        ctx.trains = torch.autograd.graph.get_gradient_edge(hook).node if hook.requires_grad else None
-        if ctx.trains is None:
+        if not ctx.needs_input_grad[0]:
             call.release()  # the gradient of the weights needs the rows of the forward alone, which the call keeps
         return out
 
@@ -100,7 +99,7 @@ class Lookup(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         call: Call = ctx.call
         # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the table's
-        trains = ctx.trains is not None and torch._C._will_engine_execute_node(ctx.trains)
+        trains = ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         if trains and call.consumed:
             raise BackwardError(
                 "this forward has been backpropagated already, and its update applied to the rows in place; "

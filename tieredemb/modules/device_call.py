@@ -21,22 +21,30 @@ if TYPE_CHECKING:
 class DeviceGroupCall:
     """One forward in one group: its bags, its ticket, and what its gradient needs."""
 
-    def __init__(self, group: DeviceGroup, bags: DeviceBags, ids: torch.Tensor, options: LookupOptions) -> None:
+    def __init__(
+        self, group: DeviceGroup, bags: DeviceBags, ids: torch.Tensor, options: LookupOptions, *, trains: bool
+    ) -> None:
         self.group = group
         self.bags = bags
-        self.ticket = group.cache.plan(bags.keys, bags.homes, score=not inside_backward())
-        self.trained = self._trained(ids, options)
+        self._segments: Segments | None = None
+        padding = int(group.space.padding[0])
+        padding_is_read = padding >= 0 and not options.padding_is_dropped
+        beside = self._sort_out if trains and not padding_is_read else None
+        self.ticket = group.cache.plan(bags.keys, bags.homes, score=not inside_backward(), beside=beside)
+        # homes of the occurrences that gradients reach: padding that lookups read is left out
+        homes = self.ticket.homes
+        self.trained = torch.where(ids == padding, DROPPED, homes) if padding_is_read else homes
         self.weights: torch.Tensor | None = None
         self.argmax: torch.Tensor | None = None
         self.forward_rows: torch.Tensor | None = None
-        self._segments: Segments | None = None
 
-    def _trained(self, ids: torch.Tensor, options: LookupOptions) -> torch.Tensor:
-        """Homes of the occurrences that gradients reach: padding that lookups read is left out."""
-        padding = int(self.group.space.padding[0])
-        if options.padding_is_dropped or padding < 0:
-            return self.ticket.homes
-        return torch.where(ids == padding, DROPPED, self.ticket.homes)
+    def _sort_out(self, stream: torch.cuda.Stream | None) -> None:
+        """While rows are on their way."""
+        self._segments = self.group.lookup.segments(self.bags.homes, self.bags.bag, self.bags.batch, stream)
+
+    def segments(self) -> Segments:
+        """The trained occurrences by row."""
+        return self._segments or self.group.lookup.segments(self.trained, self.bags.bag, self.bags.batch)
 
     def limit_norms(self, fault: torch.Tensor, options: LookupOptions) -> None:
         """Scales the rows of this forward down to `max_norm`, where they are longer."""
@@ -82,9 +90,10 @@ class DeviceGroupCall:
 
 
 class DeviceCall(Call):
-    """One forward of a module. `ids`: int32 or int64 (N,) · `edges`: of the bags of all tables, not yet checked."""
+    """One forward of a module. `ids`: int32 or int64 (N,) · `edges`: of the bags of all tables, not yet checked ·
+    `trains`: whether a backward is expected to update its rows."""
 
-    def __init__(self, module: TieredModule, ids: torch.Tensor, edges: Edges, batch: int) -> None:
+    def __init__(self, module: TieredModule, ids: torch.Tensor, edges: Edges, batch: int, *, trains: bool) -> None:
         super().__init__(module, batch)
         self.parts: list[DeviceGroupCall] = []
         options, tables = module.options, module.tables
@@ -110,7 +119,7 @@ class DeviceCall(Call):
             _check_at_once(module, ids.device)
         try:
             for group, its_bags in zip(groups, bags, strict=True):
-                self.parts.append(DeviceGroupCall(group, its_bags, ids, options))
+                self.parts.append(DeviceGroupCall(group, its_bags, ids, options, trains=trains))
             if options.max_norm is not None:
                 for part in self.parts:
                     part.limit_norms(self.fault, options)
@@ -166,7 +175,7 @@ class _Combined:
         if len(parts) == 1:
             part = parts[0]
             self.grad, self.scale, self.argmax = grads[0], scales[0], part.argmax
-            self.segments = lookup.segments(part.trained, part.bags.bag, part.bags.batch)
+            self.segments = part.segments()
             return
         samples = sum(len(grad) for grad in grads)
         bags, argmax, first_sample, first = [], [], 0, 0

@@ -37,14 +37,15 @@ class Batch:
     size: int
     weights: torch.Tensor | None
 
-    def call(self, module: TieredModule) -> Call:
-        """Checks the values and plans the batch on the module's device."""
+    def call(self, module: TieredModule, *, trains: bool) -> Call:
+        """Checks the values and plans the batch on the module's device. `trains`: whether a backward is expected to
+        update its rows."""
         if module.tables.config.device.type == "cuda":
             from tieredemb.lookup.device_bags import Edges
             from tieredemb.modules.device_call import DeviceCall
 
             edges = Edges(self.offsets.detach().to(torch.int64).contiguous(), self.edges, self.exact)
-            return DeviceCall(module, self.ids, edges, self.size)
+            return DeviceCall(module, self.ids, edges, self.size, trains=trains)
         from tieredemb.modules.host_call import HostCall
 
         return HostCall(module, self.ids.numpy(), self._edges(), self.size)

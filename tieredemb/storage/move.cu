@@ -4,6 +4,7 @@
 // own on both sides; the last word of a cold state is the score. A few blocks saturate PCIe and leave the other
 // multiprocessors to the lookup.
 #include "common.cuh"
+#include "plan.cuh"
 
 #ifndef STATE
 #define STATE 1  // words of optimizer state a row, without the score
@@ -19,17 +20,19 @@ struct Moved {
 };
 
 // For each missed key with a slot: write back what was there, and bring the row in; the first `gone` victims have left
-// already. Moves (per direction) D · itemsize +
-// 4 (S + 1) bytes a row over PCIe. untouched[m] says that the row was never written and has to be generated; a row
-// that stays in cold storage (a negative slot) is looked at for that alone.
+// already. Moves (per direction) D · itemsize + 4 (S + 1) bytes a row over PCIe. untouched[m] says that the row was
+// never written and has to be generated; of a row that stays in cold storage (a negative slot) the score alone is read.
+// With a `clock` a missed row's score is what came along with `remember`, or the lowest, and where `scored` raised by
+// this use; without one it is what came along.
 extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     const int *count, const i64 *missed_keys, const int *missed_slots, const i64 *victim_keys, int gone,
-    row_t *hot_weight, u32 *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight, u32 *cold_state, unsigned char *untouched,
-    Moved *moved) {
+    row_t *hot_weight, u32 *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight, u32 *cold_state,
+    unsigned char *untouched, Moved *moved, const Clock *clock, int kind, float unit, int remember, int scored) {
     __shared__ int written, clean, fresh;
     if (threadIdx.x == 0) written = clean = fresh = 0;
     __syncthreads();
     const int n = *count;
+    const i64 now = clock ? clock->now : 0;
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES, groups = thread_count() / LANES;
     for (i64 base = group * ROWS; base < n; base += groups * ROWS) {
@@ -84,9 +87,17 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
         for (int r = 0; r < ROWS; r++) {
             if (!have[r] || lane != 0) continue;
             untouched[base + r] = in_score[r] == 0;
-            if (slot[r] < 0) continue;
+            u32 its_score = in_score[r];
+            if (clock) {
+                if (its_score == 0 || !remember) its_score = MIN_SCORE;
+                if (scored) its_score = raised(its_score, now, kind, unit);
+            }
+            if (slot[r] < 0) {
+                if (clock) cold_state[key[r] * (STATE + 1) + STATE] = its_score;
+                continue;
+            }
             if (in_score[r] == 0) atomicAdd(&fresh, 1);
-            score[slot[r]] = in_score[r];
+            score[slot[r]] = its_score;
             dirty[slot[r]] = in_score[r] == 0;  // until it was written once, cold storage does not know the row
             if (victim[r] >= 0) atomicAdd(is_dirty[r] ? &written : &clean, 1);
         }
