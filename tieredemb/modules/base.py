@@ -255,7 +255,8 @@ class TieredModule(nn.Module):
                 f"rows cannot be converted to {probe.dtype} in place; build the module with dtype={probe.dtype}, or "
                 f"use autocast for the dense part"
             )
-        if probe.device.type == "cpu" and probe.is_shared():  # type: ignore[no-untyped-call]
+        shared = fn(torch.zeros(1, device="cpu"))  # tensors on a GPU count as shared whatever fn does
+        if shared.device.type == "cpu" and shared.is_shared():  # type: ignore[no-untyped-call]
             raise UnsupportedError("rows cannot be shared between processes; train in one process")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if probe.device != self.tables.config.device:
