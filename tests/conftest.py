@@ -13,7 +13,6 @@ from hypothesis import settings
 from source_imports import import_closure, modules_of
 
 REPOSITORY = Path(__file__).parents[1]
-REQUIRE_CUDA = os.environ.get("TIEREDEMB_REQUIRE_CUDA", "0") not in ("", "0")
 
 # CI must not fail by luck: examples are the same in every run. `pytest --hypothesis-profile=explore` seeks new ones.
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
@@ -68,15 +67,11 @@ def pytest_configure(config: pytest.Config) -> None:
 # --- fixtures ---------------------------------------------------------------------------------------------------------
 
 
-def _devices() -> tuple[str, ...]:
-    from tieredemb.kernels import DEVICES
-
-    return tuple(dict.fromkeys((*DEVICES, "cuda") if REQUIRE_CUDA else DEVICES))
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", _devices(), indirect=True)
+        from tieredemb.kernels import DEVICES
+
+        metafunc.parametrize("device", DEVICES, indirect=True)
 
 
 @pytest.fixture
@@ -84,15 +79,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every device that has kernels, as torch's default device. Without a GPU "cuda" skips, or fails under
     TIEREDEMB_REQUIRE_CUDA=1."""
     import devices
-    import torch
 
     from tieredemb.kernels import DEVICES
 
     name: str = request.param
     if name == "cuda" and "cuda" not in DEVICES:
         pytest.fail("TIEREDEMB_REQUIRE_CUDA=1, but this version of tieredemb has no CUDA kernels")
-    if name == "cuda" and not torch.cuda.is_available():
-        (pytest.fail if REQUIRE_CUDA else pytest.skip)("no GPU: torch.cuda.is_available() is false")
+    if name == "cuda":
+        devices.require_gpu()
     with devices.default_device(name):
         yield name
 
@@ -101,10 +95,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 def gpu() -> Iterator[None]:
     """For tests that mean something on a GPU alone: torch's default device is the GPU."""
     import devices
-    import torch
 
-    if not torch.cuda.is_available():
-        (pytest.fail if REQUIRE_CUDA else pytest.skip)("no GPU: torch.cuda.is_available() is false")
+    devices.require_gpu()
     with devices.default_device("cuda"):
         yield
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy
@@ -23,6 +25,15 @@ from tieredemb.errors import StorageError
 from tieredemb.modules.base import TieredModule
 
 assert_close = functools.partial(torch.testing.assert_close, check_device=False)
+
+
+REQUIRE_CUDA = os.environ.get("TIEREDEMB_REQUIRE_CUDA", "0") not in ("", "0")
+
+
+def require_gpu() -> None:
+    """Skips the test without a GPU, or fails it under TIEREDEMB_REQUIRE_CUDA=1."""
+    if not torch.cuda.is_available():
+        (pytest.fail if REQUIRE_CUDA else pytest.skip)("no GPU: torch.cuda.is_available() is false")
 
 
 @contextlib.contextmanager

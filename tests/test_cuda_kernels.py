@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 
 import numpy as np
 import pytest
 import torch
+from devices import require_gpu
 
 from tieredemb.cache.device_cache import DeviceCache
 from tieredemb.config import LFU, LRU, Uniform
@@ -23,9 +23,7 @@ GPU = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def gpu():
-    if not torch.cuda.is_available():
-        required = os.environ.get("TIEREDEMB_REQUIRE_CUDA", "0") not in ("", "0")
-        (pytest.fail if required else pytest.skip)("no GPU: torch.cuda.is_available() is false")
+    require_gpu()
     torch.manual_seed(0)
 
 

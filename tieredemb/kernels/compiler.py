@@ -61,29 +61,13 @@ def _module(file: str, flags: tuple[str, ...], device: int) -> Any:
         return cupy().RawModule(code=source(file), options=flags, backend="nvrtc")
 
 
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_: ClassVar = [
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("n_attributes", ctypes.c_uint),
-    ]
-
-
-COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE: all blocks are resident at once
-
-
 @functools.cache
 def _driver() -> Any:
     """The driver's library. With packed arguments its launch costs half of one through CuPy; a step has thirty."""
     library = ctypes.CDLL("libcuda.so.1")
     pointer, word = ctypes.c_void_p, ctypes.c_uint
     library.cuLaunchKernel.argtypes = [pointer, *[word] * 7, pointer, pointer, pointer]
-    library.cuLaunchKernelEx.argtypes = [ctypes.POINTER(_Config), pointer, pointer, pointer]
+    library.cuLaunchCooperativeKernel.argtypes = [pointer, *[word] * 7, pointer, pointer]
     return library
 
 
@@ -96,8 +80,17 @@ class _Arguments(threading.local):
         self.size = ctypes.c_size_t()
         # 1: here is the buffer, 2: and here its size, 0: the end
         self.extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self.size), 0)
-        self._cooperative = (ctypes.c_uint * 18)(COOPERATIVE, 0, 1)  # CUlaunchAttribute: id, pad, a value of 64 bytes
-        self.config = _Config(attributes=ctypes.addressof(self._cooperative), n_attributes=1)
+        self._pointers: dict[str, Any] = {}
+
+    def pointers(self, format: str) -> Any:
+        """Addresses of the arguments that `format` packs one by one: a cooperative launch takes no buffer."""
+        found = self._pointers.get(format)
+        if found is None:
+            # what precedes an argument, padded to where it may start
+            starts = [struct.calcsize(format[:end] + "0" + format[end]) for end in range(1, len(format))]
+            base = ctypes.addressof(self.buffer)
+            found = self._pointers[format] = (ctypes.c_void_p * len(starts))(*(base + start for start in starts))
+        return found
 
 
 _ARGUMENTS = _Arguments()
@@ -155,11 +148,8 @@ class Kernel:
         if stream is None:
             stream = torch._C._cuda_getCurrentRawStream(device)
         if self.cooperative:
-            config = packed.config
-            config.grid[:] = (blocks, 1, 1)
-            config.block[:] = (threads, 1, 1)
-            config.stream = stream
-            code = _driver().cuLaunchKernelEx(ctypes.byref(config), function, None, packed.extra)
+            pointers = packed.pointers(self._packing.format)
+            code = _driver().cuLaunchCooperativeKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers)
         else:
             code = _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, None, packed.extra)
         if code:

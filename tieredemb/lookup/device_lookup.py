@@ -141,11 +141,12 @@ class DeviceLookup:
         segments = Segments(
             order=torch.empty(n, dtype=torch.int64, device=device),
             sorted_bag=torch.empty(n, dtype=torch.int32, device=device),
-            work=torch.zeros(4, dtype=torch.int32, device=device),
+            work=torch.empty(4, dtype=torch.int32, device=device),
             items=torch.empty((n, 4), dtype=torch.int32, device=device),
             longs=torch.empty((longs, 4), dtype=torch.int32, device=device),
         )
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            segments.work.zero_()
             torch.sort(homes, stable=True, out=(values, segments.order))
         find = self._kernel(OPTIMIZER, "segments_find", "i32 i i64 i32 i32 i any any any", *self._update)
         find(
