@@ -99,14 +99,16 @@ class DeviceCache(Cache):
         table's row or `DROPPED`. Does not synchronise, unless the tier is staged.
 
         With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
-        recomputed. `beside`: what to launch beside the movement of rows, once `homes` are complete in its stream; not
-        called where no row can move. A failing storage raises its error and changes no row; the cache stays usable.
+        recomputed. `beside`: what to launch beside the movement of rows once `homes` are complete, on the stream that is
+        current then. A failing storage raises its error and changes no row; the cache stays usable.
         """
         with self.entered():
             n, batch = len(keys), self.cold.metadata.batch + 1
             if self._cached == 0 or n == 0:
                 self.cold.metadata.batch = batch
                 self._plan.count(homes, scored=score)
+                if beside:
+                    beside()
                 return self._ticket(batch, homes, slotless=False)
             self._check_capture()
             slotless = self._lock_window > 0 or self._book.exceeds(self._cached, n)

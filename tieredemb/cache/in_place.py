@@ -89,7 +89,8 @@ class InPlace(Transfer):
             self._send_back(gone)
         if beside:
             self._settled.wait(self._side)
-            beside(self._side)
+            with torch.cuda.stream(self._side):
+                beside()
             self._aside.record(self._side)
             self._aside.wait(torch.cuda.current_stream())
 

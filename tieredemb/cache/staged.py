@@ -105,7 +105,7 @@ class Staged(Transfer):
             self._place_away(slots, keys, weight, state)
         self.plan.score(missed, self.away(slotless), scored=scored)
         if beside:
-            beside(None)
+            beside()
 
     def _place(self, slots: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:
         """Puts staged row m into slots[m], where that is one."""
@@ -155,9 +155,10 @@ class Staged(Transfer):
         if rows == 0:
             return
         layout, hot = self.cold.layout, self.hot
-        weight = torch.empty((rows, layout.width), dtype=layout.dtype, device=self.device)
-        state = torch.empty((rows, layout.state_width + 1), dtype=torch.int32, device=self.device)
-        dirty = torch.empty(rows, dtype=torch.uint8, device=self.device)
+        # of a clean row the kernel writes the score alone
+        weight = torch.zeros((rows, layout.width), dtype=layout.dtype, device=self.device)
+        state = torch.zeros((rows, layout.state_width + 1), dtype=torch.int32, device=self.device)
+        dirty = torch.zeros(rows, dtype=torch.uint8, device=self.device)
         self._write_back(
             blocks_for(rows, 32, 4 * MOVE_BLOCKS), MOVE_THREADS, 0, rows, 0, 0, slots.contiguous(), keys.contiguous(),
             hot.weight, hot.state, hot.score, hot.dirty, weight, state, dirty, self.plan.moved,

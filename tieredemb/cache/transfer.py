@@ -18,7 +18,7 @@ from tieredemb.kernels.compiler import blocks_for, kernel, options
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 
-Beside = Callable[["torch.cuda.Stream | None"], None]  # launches on a stream, or the current one, what takes no rows
+Beside = Callable[[], object]  # launches on the current stream what needs homes, but no rows
 
 MOVE = "storage/move.cu"
 MOVE_BLOCKS, MOVE_THREADS = 32, 1024  # 16 and more saturate PCIe both ways; 8 reach two thirds of it
@@ -37,6 +37,8 @@ class Transfer(abc.ABC):
         self._swap = kernel(MOVE, "rows_swap", "p p p p i any f32 i32 u8 p p p p p i x i i", *flags)
         self._write_back = kernel(MOVE, "rows_write_back", "p n n n p p any f32 i32 u8 p p p p", *flags)
 
+        self._write_back.load(self.device.index)  # a flush at exit is too late to compile
+
     def retire(self, batch: int, lag: int) -> None:  # noqa: B027 - rows used in place need no farewell
         """Before `batch` is planned: gives up rows that are no longer used without a slot."""
 
@@ -45,7 +47,7 @@ class Transfer(abc.ABC):
         self, missed: Missed, homes: torch.Tensor, *, slotless: bool, scored: bool, beside: Beside | None
     ) -> None:
         """Gives the chosen victims' slots to missed keys, publishes them, resolves `homes`, moves and scores the rows.
-        `beside` is called once `homes` are queued, before the rows have come."""
+        `beside` is called once `homes` are queued, on a stream that need not wait for the rows."""
 
     @abc.abstractmethod
     def away(self, slotless: bool) -> Away:

@@ -123,6 +123,9 @@ class Kernel:
         self._words = [(word, self.DTYPES.get(word), word in ("any", "p")) for word in words]
         self._packing = struct.Struct("@" + "".join(PACKED.get(word, "q") for word in words))
         self._functions: dict[int, int] = {}
+        self._loaded: list[
+            Any
+        ] = []  # keeps the code loaded: at exit CuPy forgets its own modules before a flush of ours
 
     def __call__(self, blocks: int, threads: int, *args: Any, stream: int | None = None) -> None:
         """Launches on `stream`, an address, or torch's current one. Does not synchronise. No blocks, no launch."""
@@ -141,7 +144,7 @@ class Kernel:
                 values.append(arg)
             else:
                 self._refuse(len(values), word, arg, device)
-        function = self._functions.get(device) or self._load(device)
+        function = self._functions.get(device) or self.load(device)
         packed = _ARGUMENTS
         self._packing.pack_into(packed.buffer, 0, *values)
         packed.size.value = self._packing.size
@@ -155,10 +158,13 @@ class Kernel:
         if code:
             raise RuntimeError(f"the CUDA driver refused to launch {self.name} ({blocks} x {threads}): error {code}")
 
-    def _load(self, device: int) -> int:
-        function: int = _module(self.file, self.flags, device).get_function(self.name).kernel.ptr
-        self._functions[device] = function
-        return function
+    def load(self, device: int) -> int:
+        """Compiles the kernel for a device, unless it was."""
+        if device not in self._functions:
+            function = _module(self.file, self.flags, device).get_function(self.name).kernel
+            self._loaded.append(function)
+            self._functions[device] = function.ptr
+        return self._functions[device]
 
     def _refuse(self, position: int, word: str, arg: Any, device: int) -> None:
         raise InvalidInputError(

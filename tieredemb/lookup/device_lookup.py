@@ -5,7 +5,6 @@ Nothing here waits for the device. Rows are read and updated where they live: in
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,9 +46,11 @@ class HotTensors(Protocol):
 
 @dataclass(frozen=True)
 class Segments:
-    """The occurrences of a batch sorted by home, those of a row in order. `order`: int64 (N,) · `sorted_bag`: int32
-    (N,) · `work`: int32 (4,), how many items, chunks and long segments there are · `items`, `longs`: int32 (·, 4)."""
+    """The occurrences of a batch sorted by home, those of a row in order. `homes`: int32 (N,) · `order`: int64 (N,) ·
+    `sorted_bag`: int32 (N,) · `work`: int32 (4,), how many items, chunks and long segments there are · `items`,
+    `longs`: int32 (·, 4)."""
 
+    homes: torch.Tensor
     order: torch.Tensor
     sorted_bag: torch.Tensor
     work: torch.Tensor
@@ -130,31 +131,34 @@ class DeviceLookup:
         mean(blocks, THREADS, homes, bags.offsets, bags.batch, count, self.space.mode, scale)
         return scale
 
-    def segments(
-        self, homes: torch.Tensor, bag: torch.Tensor, batch: int, stream: torch.cuda.Stream | None = None
-    ) -> Segments:
-        """Groups the occurrences by home: `bag` int32 (N,) is that of each, of `batch` bags a table. On `stream`, or
-        the current one, which the memory belongs to: it has to wait for `stream` before it goes on."""
-        n, device = len(homes), homes.device
-        values = torch.empty_like(homes)
+    def new_segments(self, n: int, device: torch.device) -> Segments:
+        """Room for the segments of `n` occurrences."""
         longs = n // CHUNK + 1  # a long segment has more than one chunk, and a chunk more than the longs one in part
-        segments = Segments(
+        return Segments(
+            homes=torch.empty(n, dtype=torch.int32, device=device),
             order=torch.empty(n, dtype=torch.int64, device=device),
             sorted_bag=torch.empty(n, dtype=torch.int32, device=device),
             work=torch.empty(4, dtype=torch.int32, device=device),
             items=torch.empty((n, 4), dtype=torch.int32, device=device),
             longs=torch.empty((longs, 4), dtype=torch.int32, device=device),
         )
-        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-            segments.work.zero_()
-            torch.sort(homes, stable=True, out=(values, segments.order))
+
+    def find_segments(self, segments: Segments, homes: torch.Tensor, bag: torch.Tensor, batch: int) -> Segments:
+        """Groups the occurrences by home, into `segments`: `bag` int32 (N,) is that of each, of `batch` bags a table.
+        Allocates nothing that outlasts it, so another stream may run it than the one which the memory belongs to."""
+        n = len(homes)
+        segments.work.zero_()
+        torch.sort(homes, stable=True, out=(segments.homes, segments.order))
         find = self._kernel(OPTIMIZER, "segments_find", "i32 i i64 i32 i32 i any any any", *self._update)
         find(
-            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, values, n, segments.order, bag, segments.sorted_bag,
+            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.homes, n, segments.order, bag, segments.sorted_bag,
             max(1, batch), segments.work, segments.items, segments.longs,
-            stream=None if stream is None else stream.cuda_stream,
         )  # fmt: skip
         return segments
+
+    def segments(self, homes: torch.Tensor, bag: torch.Tensor, batch: int) -> Segments:
+        """The occurrences by home; see `find_segments`."""
+        return self.find_segments(self.new_segments(len(homes), homes.device), homes, bag, batch)
 
     def update(
         self,

@@ -134,7 +134,10 @@ class TieredModule(nn.Module):
             self._check_world_size()
         if grad and (not self._frozen or (weights is not None and weights.requires_grad)):
             make = functools.partial(batch.call, self, trains=not self._frozen)
-            return Lookup.apply(self._hook, weights, make)  # type: ignore[no-any-return, no-untyped-call]
+            # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
+            # captured step to an earlier one
+            hook = self._hook if self._frozen else self._hook.detach().requires_grad_()
+            return Lookup.apply(hook, weights, make)  # type: ignore[no-any-return, no-untyped-call]
         call = batch.call(self, trains=False)
         try:
             return call.pool(weights, differentiable=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,11 @@ class DeviceGroupCall:
         self._segments: Segments | None = None
         padding = int(group.space.padding[0])
         padding_is_read = padding >= 0 and not options.padding_is_dropped
-        beside = self._sort_out if trains and not padding_is_read else None
+        beside = None
+        if trains and not padding_is_read:  # sorts while rows are on their way
+            lookup, segments = group.lookup, group.lookup.new_segments(len(ids), ids.device)
+            self._segments = segments
+            beside = functools.partial(lookup.find_segments, segments, bags.homes, bags.bag, bags.batch)
         self.ticket = group.cache.plan(bags.keys, bags.homes, score=not inside_backward(), beside=beside)
         # homes of the occurrences that gradients reach: padding that lookups read is left out
         homes = self.ticket.homes
@@ -37,10 +42,6 @@ class DeviceGroupCall:
         self.weights: torch.Tensor | None = None
         self.argmax: torch.Tensor | None = None
         self.forward_rows: torch.Tensor | None = None
-
-    def _sort_out(self, stream: torch.cuda.Stream | None) -> None:
-        """While rows are on their way."""
-        self._segments = self.group.lookup.segments(self.bags.homes, self.bags.bag, self.bags.batch, stream)
 
     def segments(self) -> Segments:
         """The trained occurrences by row."""

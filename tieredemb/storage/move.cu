@@ -14,6 +14,8 @@
 #endif
 constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : UNITS > 2 ? 4 : UNITS;
 constexpr int STEPS = (UNITS + LANES - 1) / LANES;
+constexpr int WORDS = (STATE + LANES) / LANES;  // of state and score that a lane moves
+constexpr bool STATE_AHEAD = WORDS <= 2;        // read beside the weights: registers for wide states are wanting
 
 struct Moved {
     u64 generated, evicted, written_back, scores_written;  // totals, inside the plan's counts
@@ -37,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     const i64 group = thread_index() / LANES, groups = thread_count() / LANES;
     for (i64 base = group * ROWS; base < n; base += groups * ROWS) {
         row_vector in[ROWS][STEPS], out[ROWS][STEPS];
-        u32 in_score[ROWS];
+        u32 in_score[ROWS], in_state[ROWS][STATE_AHEAD ? WORDS : 1];
         i64 key[ROWS], victim[ROWS];
         int slot[ROWS];
         bool have[ROWS], is_dirty[ROWS];
@@ -51,7 +53,14 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
         }
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            if (have[r]) in_score[r] = cold_state[key[r] * (STATE + 1) + STATE];
+            const u32 *cold = cold_state + key[r] * (STATE + 1);
+            if constexpr (STATE_AHEAD) {
+#pragma unroll
+                for (int k = 0; k < WORDS; k++)
+                    if (have[r] && k * LANES + lane <= STATE) in_state[r][k] = cold[k * LANES + lane];
+            } else if (have[r]) {
+                in_score[r] = cold[STATE];
+            }
             if (slot[r] < 0) continue;
 #pragma unroll
             for (int s = 0; s < STEPS; s++)
@@ -65,6 +74,8 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
         }
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
+            if constexpr (STATE_AHEAD)
+                in_score[r] = __shfl_sync(group_mask(LANES), in_state[r][STATE / LANES], STATE % LANES, LANES);
             if (slot[r] < 0) continue;
             if (is_dirty[r]) {
 #pragma unroll
@@ -79,8 +90,14 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
 #pragma unroll
             for (int s = 0; s < STEPS; s++)
                 if (s * LANES + lane < UNITS) store_row(hot_weight, slot[r], s * LANES + lane, in[r][s]);
-            for (int w = lane; w < STATE; w += LANES)
-                hot_state[(i64)slot[r] * STATE + w] = cold_state[key[r] * (STATE + 1) + w];
+            if constexpr (STATE_AHEAD) {
+#pragma unroll
+                for (int k = 0; k < WORDS; k++)
+                    if (k * LANES + lane < STATE) hot_state[(i64)slot[r] * STATE + k * LANES + lane] = in_state[r][k];
+            } else {
+                for (int w = lane; w < STATE; w += LANES)
+                    hot_state[(i64)slot[r] * STATE + w] = cold_state[key[r] * (STATE + 1) + w];
+            }
         }
         __syncwarp(group_mask(LANES));
 #pragma unroll
