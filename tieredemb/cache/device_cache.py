@@ -99,8 +99,9 @@ class DeviceCache(Cache):
         table's row or `DROPPED`. Does not synchronise, unless the tier is staged.
 
         With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
-        recomputed. `beside`: what to launch beside the movement of rows once `homes` are complete, on the stream that is
-        current then. A failing storage raises its error and changes no row; the cache stays usable.
+        recomputed. `beside` launches, on the stream that is current when it is called, what needs complete `homes` and
+        may run beside the movement of rows. A failing storage raises its error and changes no row; the cache stays
+        usable.
         """
         with self.entered():
             n, batch = len(keys), self.cold.metadata.batch + 1
