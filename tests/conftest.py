@@ -13,6 +13,7 @@ from hypothesis import settings
 from source_imports import import_closure, modules_of
 
 REPOSITORY = Path(__file__).parents[1]
+os.environ["TIEREDEMB_CHECK_LAUNCHES"] = "1"  # children inherit it
 
 # CI must not fail by luck: examples are the same in every run. `pytest --hypothesis-profile=explore` seeks new ones.
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)

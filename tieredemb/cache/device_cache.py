@@ -104,7 +104,7 @@ class DeviceCache(Cache):
         usable.
         """
         with self.entered():
-            n, batch = len(keys), self.cold.metadata.batch + 1
+            n, batch = keys.shape[0], self.cold.metadata.batch + 1
             if self._cached == 0 or n == 0:
                 self.cold.metadata.batch = batch
                 self._plan.count(homes, scored=score)
@@ -130,7 +130,7 @@ class DeviceCache(Cache):
 
     def _ticket(self, batch: int, homes: torch.Tensor, slotless: bool) -> DeviceTicket:
         ticket = DeviceTicket(batch, homes, slotless, self._book)
-        self._book.open(ticket, len(homes) if self._cached else 0, slotless)
+        self._book.open(ticket, homes.shape[0] if self._cached else 0, slotless)
         return ticket
 
     def _check_capture(self) -> None:

@@ -117,13 +117,14 @@ class DevicePlan:
     def count(self, homes: torch.Tensor, *, scored: bool) -> None:
         """A plan where every row is resident."""
         count = kernel(PLAN, "homes_count", "i32 n p p i")
-        count(max(1, blocks_for(len(homes), THREADS, 264)), THREADS, homes, len(homes), self.clock, self.counts, scored)
+        n = homes.shape[0]
+        count(max(1, blocks_for(n, THREADS, 264)), THREADS, homes, n, self.clock, self.counts, scored)
 
     def find(
         self, keys: torch.Tensor, homes: torch.Tensor, missed: Missed, *, lag: int, scored: bool, away: Away
     ) -> None:
         """Locks and scores what is resident, claims what is missed, into `missed.keys` and, for now, `homes`."""
-        rows, scoring, n = self.rows, self.scoring, len(keys)
+        rows, scoring, n = self.rows, self.scoring, keys.shape[0]
         begin = kernel(PLAN, "plan_begin", "p p d i i p n p n")
         begin(
             blocks_for(missed.cells, 4 * THREADS, MOST_BLOCKS), THREADS, self.clock, self.counts,
@@ -139,9 +140,9 @@ class DevicePlan:
         words = "any n i64 n p i32 i32 i x i p n i32 p any p n p n i p"
         find = kernel(PLAN, "keys_find", words, *OPTIONS, *away.flags)
         find(
-            blocks_for(n, THREADS), THREADS, rows.cells, len(rows.cells), keys, n, self.clock, rows.last_batch,
+            blocks_for(n, THREADS), THREADS, rows.cells, rows.cells.shape[0], keys, n, self.clock, rows.last_batch,
             rows.score, scoring.kind, scoring.unit, scored, missed.claims, missed.cells, homes, missed.keys, table,
-            0 if index is None else index, 0 if index is None else len(index), away.state,
+            0 if index is None else index, 0 if index is None else index.shape[0], away.state,
             rows.layout.state_width + 1, away.by_key, self.counts,
         )  # fmt: skip
 
@@ -157,13 +158,13 @@ class DevicePlan:
     def settle(self, homes: torch.Tensor, missed: Missed, away: Away, *, commit: bool) -> None:
         """Pairs missed keys with slots. With `commit` the slots change hands, later plans find the missed keys there,
         `homes` are resolved, and the plan ends."""
-        rows, n = self.rows, len(homes)
+        rows, n = self.rows, homes.shape[0]
         words = "p p p p any n i64 i32 p p p i32 n p n any i i"
         settle = cooperative_kernel(PLAN, "missed_settle", words, *OPTIONS, *away.flags)
         settle(
             blocks_for(n, TOGETHER, self._together), TOGETHER, self.counts, missed.chosen, self.selection, missed.keys,
-            rows.cells, len(rows.cells), rows.key, rows.last_batch, self.clock, missed.slots, missed.victims, homes, n,
-            missed.claims, missed.cells, self.records.table, len(self.records.table), commit,
+            rows.cells, rows.cells.shape[0], rows.key, rows.last_batch, self.clock, missed.slots, missed.victims, homes,
+            n, missed.claims, missed.cells, self.records.table, len(self.records.table), commit,
         )  # fmt: skip
 
     def score(self, missed: Missed, away: Away, *, scored: bool) -> None:

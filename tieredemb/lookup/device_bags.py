@@ -90,7 +90,7 @@ def make_device_bags(
 ) -> DeviceBags:
     """The bags of `space` among `ids` (int64 (N,)). Does not synchronise; bad ids, and offsets that do not start at 0,
     fall, or leave the ids, leave a mark in `fault` and are reported."""
-    n, given, device = len(ids), len(edges.offsets), ids.device
+    n, given, device = ids.shape[0], edges.offsets.shape[0], ids.device
     bags = DeviceBags(
         keys=torch.empty(n, dtype=torch.int64, device=device),
         homes=torch.empty(n, dtype=torch.int32, device=device),

@@ -89,7 +89,7 @@ class DeviceLookup:
         """Writes the pooled rows of `bags` to columns `space.column` of `out` (B, ΣD). `weights`: float32 (N,), for
         sums · `argmax`: int32 (B, ΣD), takes the winning occurrence of each maximum, −1 for an empty bag."""
         count = len(self.space) * bags.batch
-        each = BAGS_OF_ONE if len(homes) <= 2 * count else LONG_BAGS
+        each = BAGS_OF_ONE if homes.shape[0] <= 2 * count else LONG_BAGS
         flags = (*self._rows, *away.flags, f"-DBAGS={each}", *self._alignment(out))
         pool = self._kernel(BAG, "bags_pool", "any p p i32 i64 n n i32 i64 p any n p", *flags)
         groups = len(self.space) * ((bags.batch + each - 1) // each)
@@ -101,10 +101,10 @@ class DeviceLookup:
 
     def gather(self, hot: HotTensors, away: Away, homes: torch.Tensor) -> torch.Tensor:
         """The rows of `homes`, (N, D); zeros for padding."""
-        rows = torch.empty((len(homes), hot.weight.shape[1]), dtype=hot.weight.dtype, device=hot.weight.device)
+        rows = torch.empty((homes.shape[0], hot.weight.shape[1]), dtype=hot.weight.dtype, device=hot.weight.device)
         gather = self._kernel(BAG, "rows_gather", "any p p i32 n any", *self._rows, *away.flags)
-        blocks = blocks_for(len(homes) * self._lanes, THREADS, MOST_BLOCKS)
-        gather(blocks, THREADS, hot.weight, away.weight, _address(away.records), homes, len(homes), rows)
+        blocks = blocks_for(homes.shape[0] * self._lanes, THREADS, MOST_BLOCKS)
+        gather(blocks, THREADS, hot.weight, away.weight, _address(away.records), homes, homes.shape[0], rows)
         return rows
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -114,17 +114,17 @@ class DeviceLookup:
     ) -> torch.Tensor:
         """Gradient of per-sample weights, float32 (N,): the inner product of each of the `rows` (N, D) with the
         gradient of its bag (`grad`, float32 (B, ΣD)). Zero for padding."""
-        gradient = torch.zeros(len(homes), dtype=torch.float32, device=grad.device)
+        gradient = torch.zeros(homes.shape[0], dtype=torch.float32, device=grad.device)
         product = self._kernel(BAG, "weights_gradient", "any i32 i32 n i i64 f32 n f32", *self._rows)
         product(
-            blocks_for(len(homes) * self._lanes, THREADS, MOST_BLOCKS), THREADS, rows, homes, bags.bag, len(homes),
-            bags.batch, self.space.column, grad, grad.shape[1], gradient,
+            blocks_for(homes.shape[0] * self._lanes, THREADS, MOST_BLOCKS), THREADS, rows, homes, bags.bag,
+            homes.shape[0], bags.batch, self.space.column, grad, grad.shape[1], gradient,
         )  # fmt: skip
         return gradient
 
     def mean_scale(self, homes: torch.Tensor, bags: DeviceBags) -> torch.Tensor:
         """One over the size of each occurrence's bag where its table takes means, else 1: float32 (N,)."""
-        scale = torch.ones(len(homes), dtype=torch.float32, device=homes.device)
+        scale = torch.ones(homes.shape[0], dtype=torch.float32, device=homes.device)
         count = len(self.space) * bags.batch
         mean = self._kernel(BAG, "bags_mean_scale", "i32 i64 n n i32 f32", *self._rows)
         blocks = blocks_for(count * 32, THREADS, MOST_BLOCKS)
@@ -146,7 +146,7 @@ class DeviceLookup:
     def find_segments(self, segments: Segments, homes: torch.Tensor, bag: torch.Tensor, batch: int) -> Segments:
         """Groups the occurrences by home, into `segments`: `bag` int32 (N,) is that of each, of `batch` bags a table.
         Allocates nothing that outlasts it, so another stream may run it than the one which the memory belongs to."""
-        n = len(homes)
+        n = homes.shape[0]
         segments.work.zero_()
         torch.sort(homes, stable=True, out=(segments.homes, segments.order))
         find = self._kernel(OPTIMIZER, "segments_find", "i32 i i64 i32 i32 i any any any", *self._update)
@@ -158,7 +158,7 @@ class DeviceLookup:
 
     def segments(self, homes: torch.Tensor, bag: torch.Tensor, batch: int) -> Segments:
         """The occurrences by home; see `find_segments`."""
-        return self.find_segments(self.new_segments(len(homes), homes.device), homes, bag, batch)
+        return self.find_segments(self.new_segments(homes.shape[0], homes.device), homes, bag, batch)
 
     def update(
         self,
@@ -174,13 +174,13 @@ class DeviceLookup:
         """Applies one optimizer step to the rows of `segments` and marks hot ones dirty. `grad`: float32 (B, ΣD) ·
         `scale`: float32 (N,), what each occurrence's share is multiplied by · `argmax`: int32 (B, ΣD) · `rate`, float32
         (T,), and `numbers`, float32 (4,): as `begin` made them."""
-        n = len(segments.order)
+        n = segments.order.shape[0]
         sorted_scale = None
         if scale is not None:
             sorted_scale = torch.empty(n, dtype=torch.float32, device=grad.device)
             gather = self._kernel(OPTIMIZER, "scale_gather", "i64 i f32 f32", *self._update)
             gather(blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.order, n, scale, sorted_scale)
-        parts = torch.empty((2 * len(segments.longs), hot.weight.shape[1]), dtype=torch.float32, device=grad.device)
+        parts = torch.empty((2 * segments.longs.shape[0], hot.weight.shape[1]), dtype=torch.float32, device=grad.device)
         rows = (hot.weight, hot.state, away.weight, away.state, _address(away.records), hot.dirty)
         short = self._kernel(
             OPTIMIZER, "segments_update", "any any i32 i i64 f32 n p i64 p i32 any f32 p p p u8 f32 f32 f32",
@@ -195,8 +195,8 @@ class DeviceLookup:
             OPTIMIZER, "long_segments_update", "any any f32 any f32 p p p u8 f32 f32", *self._update, *away.flags
         )
         long(
-            blocks_for(len(segments.longs) * self._lanes, THREADS, 132), THREADS, segments.work, segments.longs, parts,
-            *rows, rate, numbers,
+            blocks_for(segments.longs.shape[0] * self._lanes, THREADS, 132), THREADS, segments.work, segments.longs,
+            parts, *rows, rate, numbers,
         )  # fmt: skip
 
     def begin(
@@ -213,11 +213,11 @@ class DeviceLookup:
         `options`: float64 (5,), see `set_options` · `faults`: int64 (3 K,), the marks of the calls · `found_inf`,
         `grad_scale`: float32 (), of a scaler. After a mark or an infinity no `work` is left and no step counted.
         """
-        rate = torch.empty(len(steps), dtype=torch.float32, device=steps.device)
+        rate = torch.empty(steps.shape[0], dtype=torch.float32, device=steps.device)
         numbers = torch.empty(4, dtype=torch.float32, device=steps.device)
         begin = self._kernel(OPTIMIZER, "step_begin", "any i64 i i64 i p p f32 f32 i32", *self._update)
         begin(
-            1, THREADS, options, steps, len(steps), faults, len(faults) // 3, _address(found_inf),
+            1, THREADS, options, steps, steps.shape[0], faults, faults.shape[0] // 3, _address(found_inf),
             _address(grad_scale), rate, numbers, work,
         )  # fmt: skip
         return rate, numbers
@@ -244,8 +244,8 @@ class DeviceLookup:
             OPTIMIZER, "segments_limit_norm", "any any any i64 d d any f32 p p p u8", *self._update, *away.flags
         )
         limit(
-            blocks_for(len(segments.order) * self._lanes, THREADS, MOST_BLOCKS), THREADS, segments.work, segments.items,
-            segments.longs, fault, max_norm, norm_type, hot.weight, hot.state, away.weight, away.state,
+            blocks_for(segments.order.shape[0] * self._lanes, THREADS, MOST_BLOCKS), THREADS, segments.work,
+            segments.items, segments.longs, fault, max_norm, norm_type, hot.weight, hot.state, away.weight, away.state,
             _address(away.records), hot.dirty,
         )  # fmt: skip
 

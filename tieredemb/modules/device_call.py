@@ -32,7 +32,7 @@ class DeviceGroupCall:
         padding_is_read = padding >= 0 and not options.padding_is_dropped
         beside = None
         if trains and not padding_is_read:  # sorts while rows are on their way
-            lookup, segments = group.lookup, group.lookup.new_segments(len(ids), ids.device)
+            lookup, segments = group.lookup, group.lookup.new_segments(ids.shape[0], ids.device)
             self._segments = segments
             beside = functools.partial(lookup.find_segments, segments, bags.homes, bags.bag, bags.batch)
         self.ticket = group.cache.plan(bags.keys, bags.homes, score=not inside_backward(), beside=beside)
@@ -100,7 +100,7 @@ class DeviceCall(Call):
         options, tables = module.options, module.tables
         tables.faults.check()  # what an earlier batch has left, if the device is that far
         ids = ids.to(torch.int64)
-        self.ids = len(ids)
+        self.ids = ids.shape[0]
         self.fault = new_fault(ids.device)
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
         with on_device(ids.device):
@@ -187,10 +187,10 @@ class _Combined:
             if part.argmax is not None:
                 argmax.append(torch.where(part.argmax < 0, part.argmax, part.argmax + first))
             first_sample += part.bags.batch
-            first += len(part.trained)
+            first += part.trained.shape[0]
         self.grad = torch.cat(grads)
         self.argmax = torch.cat(argmax) if argmax else None
-        ones = [torch.ones(len(p.trained), device=p.trained.device, dtype=torch.float32) for p in parts]
+        ones = [torch.ones(p.trained.shape[0], device=p.trained.device, dtype=torch.float32) for p in parts]
         filled = [one if scale is None else scale for one, scale in zip(ones, scales, strict=True)]
         self.scale = torch.cat(filled) if any(scale is not None for scale in scales) else None
         homes = torch.cat([part.trained for part in parts])

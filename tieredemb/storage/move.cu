@@ -17,6 +17,23 @@ constexpr int STEPS = (UNITS + LANES - 1) / LANES;
 constexpr int WORDS = (STATE + LANES) / LANES;  // of state and score that a lane moves
 constexpr bool STATE_AHEAD = WORDS <= 2;        // read beside the weights: registers for wide states are wanting
 
+__device__ __forceinline__ void store_cold(row_t *rows, i64 row, int unit, row_vector value) {
+#if defined(COLD_STORE)
+    if (sizeof(row_vector) == 16) {
+        int4 *at = reinterpret_cast<int4 *>(rows + row * WIDTH + unit * VECTOR);
+#if COLD_STORE == 1
+        __stwt(at, *reinterpret_cast<int4 *>(&value));
+#elif COLD_STORE == 2
+        __stcs(at, *reinterpret_cast<int4 *>(&value));
+#else
+        __stcg(at, *reinterpret_cast<int4 *>(&value));
+#endif
+        return;
+    }
+#endif
+    store_row(rows, row, unit, value);
+}
+
 struct Moved {
     u64 generated, evicted, written_back, scores_written;  // totals, inside the plan's counts
 };
@@ -80,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
             if (is_dirty[r]) {
 #pragma unroll
                 for (int s = 0; s < STEPS; s++)
-                    if (s * LANES + lane < UNITS) store_row(cold_weight, victim[r], s * LANES + lane, out[r][s]);
+                    if (s * LANES + lane < UNITS) store_cold(cold_weight, victim[r], s * LANES + lane, out[r][s]);
             }
             u32 *home = cold_state + victim[r] * (STATE + 1);
             for (int w = lane; w <= STATE; w += LANES) {
