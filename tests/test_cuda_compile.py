@@ -3,8 +3,11 @@ its wheel, called directly."""
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import functools
+import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -76,6 +79,50 @@ def test_optimizer_kernel_compiles_for_every_optimizer(kind, state):
 def test_kernel_compiles_with_what_batches_ask_for(file, flags):
     row = options() if file in PLAIN else options(torch.bfloat16, 12)
     assert compile_for(file, "sm_90", (*row, *flags)) == ""
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+SCALARS = {"i64": "n", "int": "i", "u32": "i", "float": "x", "double": "d"}
+KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(([^)]*)\)')
+
+
+def parameters():
+    """The parameters of every kernel, by name: `*` for a pointer, else the word that launches give it."""
+    found = {}
+    for file in (*PLAIN, *BY_ROW):
+        for name, given in KERNEL.findall(re.sub("//[^\n]*", "", source(file))):
+            words = ["*" if "*" in one else SCALARS[one.split()[-2]] for one in given.split(",")]
+            found.setdefault(name, []).append(words)
+    return found
+
+
+def launches(path, names):
+    """Where `path` names a kernel and, beside it, the words of its arguments: line, name, words."""
+    tree = ast.parse(path.read_text())
+    texts = {}  # of names, by line: functions call theirs alike
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            texts |= {(target.id, node.lineno): node.value.value for target in node.targets if hasattr(target, "id")}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        for first, second in itertools.pairwise(call.args):
+            if isinstance(first, ast.Constant) and first.value in names:
+                parts = second.values if isinstance(second, ast.JoinedStr) else [second]
+                parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
+                above = {name: text for (name, line), text in sorted(texts.items()) if line <= call.lineno}
+                words = "".join(above[part.id] if isinstance(part, ast.Name) else part.value for part in parts)
+                yield call.lineno, first.value, words.split()
+
+
+def test_launches_pass_what_the_kernels_take():
+    """A number in a pointer's place, or one argument too few, is not seen before a GPU runs it."""
+    kernels, launched = parameters(), set()
+    for path in (*PACKAGE.rglob("*.py"), *Path(__file__).parents[1].glob("[bt]e*/*.py")):
+        for line, name, words in launches(path, kernels):
+            given = [word if word in SCALARS.values() else "*" for word in words]
+            launched.add(name)
+            assert given in kernels[name], f"{path.name}:{line}: {name}"
+    assert launched == set(kernels)
 
 
 def test_a_broken_kernel_fails():

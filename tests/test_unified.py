@@ -86,7 +86,9 @@ def test_kernel_reads_what_the_host_wrote(cold):
     cold.state[:, -1] = np.arange(LAYOUT.rows)
     keys = torch.randperm(LAYOUT.rows, device=GPU)[:50_000].contiguous()
     assert np.array_equal(gather(cold, keys).cpu().numpy(), cold.weight[keys.cpu().numpy()])
-    assert torch.equal(states_seen_by_the_gpu(cold)[:, -1].cpu(), torch.arange(LAYOUT.rows, dtype=torch.int32))
+    assert torch.equal(
+        states_seen_by_the_gpu(cold)[:, -1].cpu(), torch.arange(LAYOUT.rows, dtype=torch.int32, device="cpu")
+    )
 
 
 def test_host_reads_what_a_kernel_wrote(cold):

@@ -22,7 +22,7 @@ TOGETHER = 1024  # threads of a block of those that wait for each other
 # byte offsets in the control tensor: Clock, Counts, Selection
 CLOCK, COUNTS, SELECTION = 0, 32, 160
 SELECTION_BYTES = 4 * (4 + 3 * 2048)
-MISSED = COUNTS
+MISSED, NEEDED = COUNTS, COUNTS + 4
 TOTALS = COUNTS + 32
 MOVED = TOTALS + 8 * 5  # what `storage/move.cu` counts
 TOTAL_NAMES = (
@@ -111,7 +111,7 @@ class DevicePlan:
         self.records = Records(device)
         base = self.control.data_ptr()
         self.clock, self.counts, self.selection = base + CLOCK, base + COUNTS, base + SELECTION
-        self.missed, self.moved = base + MISSED, base + MOVED
+        self.missed, self.needed, self.moved = base + MISSED, base + NEEDED, base + MOVED
         self._together = meeting_blocks(device.index)
 
     def count(self, homes: torch.Tensor, *, scored: bool) -> None:

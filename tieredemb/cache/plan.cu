@@ -5,43 +5,13 @@
 // home changes while a ticket is in flight, so a row under a record gets a slot only in a plan after its last ticket.
 #include "common.cuh"
 #include "plan.cuh"
+#include "slot_map.cuh"
 
 struct alignas(16) Claim {
     i64 key;  // + 1; 0 is free
     int missed;
     int pad;
 };
-struct alignas(16) Cell {
-    i64 key;
-    int slot;
-    int spare;
-};
-constexpr i64 EMPTY = 0;
-constexpr i64 TOMBSTONE = -1;
-constexpr int NOT_FOUND = -1;
-
-__device__ __forceinline__ int find_slot(const Cell *cells, i64 n_cells, i64 key) {
-    i64 at = first_cell(key, n_cells);
-    while (true) {
-        int4 raw = *reinterpret_cast<const int4 *>(cells + at);
-        i64 found = (i64)((u64)(u32)raw.x | ((u64)(u32)raw.y << 32));
-        if (found == key + 1) return raw.z;
-        if (found == EMPTY) return NOT_FOUND;
-        at = at + 1 == n_cells ? 0 : at + 1;
-    }
-}
-
-// Takes the first free cell in probe order for `key`, which is absent and inserted by this thread alone.
-__device__ __forceinline__ void insert_slot(Cell *cells, i64 n_cells, i64 key, int slot) {
-    i64 at = first_cell(key, n_cells);
-    while (true) {
-        i64 seen = __ldcg(&cells[at].key);
-        if (seen == EMPTY || seen == TOMBSTONE)
-            if ((i64)atomicCAS(reinterpret_cast<u64 *>(&cells[at].key), (u64)seen, (u64)(key + 1)) == seen) break;
-        at = at + 1 == n_cells ? 0 : at + 1;
-    }
-    cells[at].slot = slot;
-}
 
 // Starts a plan: the next batch number, zero counts, empty claims and `selection` (16-byte units each). Slots of the
 // `lag` batches before it are locked.
@@ -166,11 +136,7 @@ __device__ __forceinline__ void missed_assign(int missed, int room, int used, in
         missed_slots[m] = slot;
         victim_keys[m] = victim;
         if (slot < 0 || !commit) continue;
-        if (victim >= 0) {
-            i64 at = first_cell(victim, n_cells);
-            while (cells[at].key != victim + 1) at = at + 1 == n_cells ? 0 : at + 1;
-            cells[at].key = TOMBSTONE;
-        }
+        if (victim >= 0) erase_slot(cells, n_cells, victim);
         slot_keys[slot] = missed_keys[m];
         last_batch[slot] = stamp;
     }

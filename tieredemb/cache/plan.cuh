@@ -1,12 +1,6 @@
-// What the kernels of a plan share: the clock, the counters, scores, records of slotless rows.
+// What the kernels of a plan share: the counters, and where their blocks meet.
 #pragma once
-
-struct Clock {
-    i64 batch;   // number of the batch being planned
-    i64 now;     // its clock as a score
-    int stamp;   // its number as `last_batch` holds it
-    int oldest;  // slots used at or after this batch are locked
-};
+#include "score.cuh"
 
 struct Counts {
     int missed;      // unique keys without a slot
@@ -20,27 +14,6 @@ struct Counts {
     // totals
     u64 batches, lookups, hits, unique, filled, generated, evicted, written_back, scores_written, overflow;
 };
-
-[[maybe_unused]] constexpr u32 MIN_SCORE = 1u, MAX_SCORE = 0xffffffffu;
-[[maybe_unused]] constexpr int AGED = 0, CLOCK = 2;  // else an exact count
-[[maybe_unused]] constexpr int NEVER = -2147483647 - 1;
-
-// Score of a row after one more use at clock `now`: LRFU in forward-decay form (cache/policy.py).
-__device__ __forceinline__ u32 raised(u32 score, i64 now, int kind, float unit) {
-    i64 old = score, next;
-    if (kind == AGED) {
-        next = old > now ? old : now;
-        if (old > MIN_SCORE) {
-            float distance = (float)(next - (old < now ? old : now)) / unit;
-            next += (i64)(unit * log2f(1.0f + exp2f(-distance)) + 0.5f);
-        }
-    } else if (kind == CLOCK) {
-        next = now;
-    } else {
-        next = (old > MIN_SCORE ? old : MIN_SCORE) + 1;
-    }
-    return (u32)(next < (i64)MAX_SCORE ? next : (i64)MAX_SCORE);
-}
 
 // All blocks of a cooperative launch wait for each other; what they wrote before is seen after. `arrivals` starts at 0.
 __device__ __forceinline__ void grid_meet(u32 *arrivals) {

@@ -21,7 +21,8 @@ from tieredemb.storage.initial import InitialRows
 Beside = Callable[[], object]  # launches on the current stream what needs homes, but no rows
 
 MOVE = "storage/move.cu"
-MOVE_BLOCKS, MOVE_THREADS = 32, 1024  # 16 and more saturate PCIe both ways; 8 reach two thirds of it
+MOVE_BLOCKS, MOVE_THREADS = 32, 1024
+SWAP_BLOCKS = 12  # of 1,024 threads saturate PCIe both ways, and slow down the kernels beside them the least
 
 
 class Transfer(abc.ABC):
@@ -34,7 +35,7 @@ class Transfer(abc.ABC):
         self.device = hot.weight.device
         self._initial = initial
         flags = self._flags = (*options(cold.layout.dtype, cold.layout.width), f"-DSTATE={cold.layout.state_width}")
-        self._swap = kernel(MOVE, "rows_swap", "p p p p i any f32 i32 u8 p p p p p i x i i", *flags)
+        self._swap = kernel(MOVE, "rows_swap", "p p p p p i any f32 i32 u8 p p p p p i x i i", *flags)
         self._write_back = kernel(MOVE, "rows_write_back", "p n n n p p any f32 i32 u8 p p p p", *flags)
 
         self._write_back.load(self.device.index)  # a flush at exit is too late to compile
@@ -87,21 +88,22 @@ class Transfer(abc.ABC):
         keys: Any,
         slots: Any,
         victims: Any,
-        gone: int,
+        needed: int,
         weight: Any,
         state: Any,
         untouched: Any,
         *,
         scored: bool | None,
     ) -> None:
-        """Brings cold rows `keys` of `weight` and `state` into `slots`, after the rows `victims` went back there but
-        for the first `gone`. `scored`: whether this use raises their scores; with None it is no use."""
+        """Brings cold rows `keys` of `weight` and `state` into `slots`, after the rows `victims` went back there.
+        `needed`: address of how many victims there are, 0 for none · `scored`: whether this use raises their scores;
+        with None it is no use."""
         hot, plan, scoring = self.hot, self.plan, self.plan.scoring
         clock = 0 if scored is None else plan.clock
         self._swap(
-            blocks_for(n, 64, MOVE_BLOCKS), MOVE_THREADS, count, keys, slots, victims, gone, hot.weight, hot.state,
-            hot.score, hot.dirty, weight, state, untouched, plan.moved, clock, scoring.kind, scoring.unit,
-            scoring.remember, scored or False,
+            blocks_for(n, 64, MOVE_BLOCKS), MOVE_THREADS, count, keys, slots, victims, needed, SWAP_BLOCKS,
+            hot.weight, hot.state, hot.score, hot.dirty, weight, state, untouched, plan.moved, clock, scoring.kind,
+            scoring.unit, scoring.remember, scored or False,
         )  # fmt: skip
 
     def _load_rows(self, keys: Any, slots: torch.Tensor, weight: Any, state: Any) -> torch.Tensor:

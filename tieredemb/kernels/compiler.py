@@ -28,7 +28,12 @@ ROW_FLAGS = {torch.float32: "-DROW_FLOAT", torch.float16: "-DROW_HALF", torch.bf
 
 CHECKED = os.environ.get("TIEREDEMB_CHECK_LAUNCHES", "0") not in ("", "0")  # costs a step of thirty launches 0.1 ms
 
-HEADERS = {"common.cuh": "kernels/common.cuh", "plan.cuh": "cache/plan.cuh"}
+HEADERS = {  # those that include others first
+    "common.cuh": "kernels/common.cuh",
+    "slot_map.cuh": "hash/slot_map.cuh",
+    "plan.cuh": "cache/plan.cuh",
+    "score.cuh": "kernels/score.cuh",
+}
 
 
 def source(file: str) -> str:
@@ -131,8 +136,8 @@ class Kernel:
             Any
         ] = []  # keeps the code loaded: at exit CuPy forgets its own modules before a flush of ours
 
-    def __call__(self, blocks: int, threads: int, *args: Any, stream: int | None = None) -> None:
-        """Launches on `stream`, an address, or torch's current one. Does not synchronise. No blocks, no launch."""
+    def __call__(self, blocks: int, threads: int, *args: Any) -> None:
+        """Launches on torch's current stream. Does not synchronise. No blocks, no launch."""
         if blocks == 0:
             return
         if len(args) != len(self._words):
@@ -145,8 +150,7 @@ class Kernel:
         packed = _ARGUMENTS
         self._packing.pack_into(packed.buffer, 0, *values)
         packed.size.value = self._packing.size
-        if stream is None:
-            stream = torch._C._cuda_getCurrentRawStream(device)
+        stream = torch._C._cuda_getCurrentRawStream(device)
         if self.cooperative:
             pointers = packed.pointers(self._packing.format)
             code = _driver().cuLaunchCooperativeKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers)

@@ -1,10 +1,9 @@
 // Moving rows: a victim's row from its slot to cold storage if it is dirty, the missed row from there into the slot.
 //
 // A group of lanes takes a row, 16 bytes a lane, and keeps ROWS rows in flight. Weights and state are arrays of their
-// own on both sides; the last word of a cold state is the score. A few blocks saturate PCIe and leave the other
-// multiprocessors to the lookup.
+// own on both sides; the last word of a cold state is the score.
 #include "common.cuh"
-#include "plan.cuh"
+#include "score.cuh"
 
 #ifndef STATE
 #define STATE 1  // words of optimizer state a row, without the score
@@ -17,44 +16,30 @@ constexpr int STEPS = (UNITS + LANES - 1) / LANES;
 constexpr int WORDS = (STATE + LANES) / LANES;  // of state and score that a lane moves
 constexpr bool STATE_AHEAD = WORDS <= 2;        // read beside the weights: registers for wide states are wanting
 
-__device__ __forceinline__ void store_cold(row_t *rows, i64 row, int unit, row_vector value) {
-#if defined(COLD_STORE)
-    if (sizeof(row_vector) == 16) {
-        int4 *at = reinterpret_cast<int4 *>(rows + row * WIDTH + unit * VECTOR);
-#if COLD_STORE == 1
-        __stwt(at, *reinterpret_cast<int4 *>(&value));
-#elif COLD_STORE == 2
-        __stcs(at, *reinterpret_cast<int4 *>(&value));
-#else
-        __stcg(at, *reinterpret_cast<int4 *>(&value));
-#endif
-        return;
-    }
-#endif
-    store_row(rows, row, unit, value);
-}
-
 struct Moved {
     u64 generated, evicted, written_back, scores_written;  // totals, inside the plan's counts
 };
 
-// For each missed key with a slot: write back what was there, and bring the row in; the first `gone` victims have left
-// already. Moves (per direction) D · itemsize + 4 (S + 1) bytes a row over PCIe. untouched[m] says that the row was
-// never written and has to be generated; of a row that stays in cold storage (a negative slot) the score alone is read.
-// With a `clock` a missed row's score is what came along with `remember`, or the lowest, and where `scored` raised by
-// this use; without one it is what came along.
+// For each missed key with a slot: write back what was there, and bring the row in. Moves (per direction) D · itemsize +
+// 4 (S + 1) bytes a row over PCIe. Where there are victims `swap_blocks` blocks do it all: more write no faster, and fill
+// the queues to memory that other kernels wait in. untouched[m] says that the row was never written and has to be
+// generated; of a row that stays in cold storage (a negative slot) the score alone is read. With a `clock` a missed row's
+// score is what came along with `remember`, or the lowest, and where `scored` raised by this use; without one it is what
+// came along.
 extern "C" __global__ void __launch_bounds__(1024) rows_swap(
-    const int *count, const i64 *missed_keys, const int *missed_slots, const i64 *victim_keys, int gone,
-    row_t *hot_weight, u32 *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight, u32 *cold_state,
-    unsigned char *untouched, Moved *moved, const Clock *clock, int kind, float unit, int remember, int scored) {
+    const int *count, const i64 *missed_keys, const int *missed_slots, const i64 *victim_keys, const int *n_victims,
+    int swap_blocks, row_t *hot_weight, u32 *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight,
+    u32 *cold_state, unsigned char *untouched, Moved *moved, const Clock *clock, int kind, float unit, int remember,
+    int scored) {
     __shared__ int written, clean, fresh;
     if (threadIdx.x == 0) written = clean = fresh = 0;
     __syncthreads();
     const int n = *count;
     const i64 now = clock ? clock->now : 0;
     const int lane = threadIdx.x % LANES;
-    const i64 group = thread_index() / LANES, groups = thread_count() / LANES;
-    for (i64 base = group * ROWS; base < n; base += groups * ROWS) {
+    const int blocks = n_victims && *n_victims && swap_blocks < gridDim.x ? swap_blocks : gridDim.x;
+    const i64 group = thread_index() / LANES, groups = (i64)blocks * blockDim.x / LANES;
+    for (i64 base = blockIdx.x < blocks ? group * ROWS : n; base < n; base += groups * ROWS) {
         row_vector in[ROWS][STEPS], out[ROWS][STEPS];
         u32 in_score[ROWS], in_state[ROWS][STATE_AHEAD ? WORDS : 1];
         i64 key[ROWS], victim[ROWS];
@@ -65,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
             have[r] = base + r < n;
             slot[r] = have[r] ? missed_slots[base + r] : -1;
             key[r] = have[r] ? missed_keys[base + r] : 0;
-            victim[r] = have[r] && base + r >= gone ? victim_keys[base + r] : -1;
+            victim[r] = have[r] ? victim_keys[base + r] : -1;
             is_dirty[r] = false;
         }
 #pragma unroll
@@ -97,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
             if (is_dirty[r]) {
 #pragma unroll
                 for (int s = 0; s < STEPS; s++)
-                    if (s * LANES + lane < UNITS) store_cold(cold_weight, victim[r], s * LANES + lane, out[r][s]);
+                    if (s * LANES + lane < UNITS) store_row(cold_weight, victim[r], s * LANES + lane, out[r][s]);
             }
             u32 *home = cold_state + victim[r] * (STATE + 1);
             for (int w = lane; w <= STATE; w += LANES) {
@@ -180,57 +165,4 @@ extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
     if (threadIdx.x != 0) return;
     if (written) atomicAdd(&moved->written_back, (u64)written);
     if (clean) atomicAdd(&moved->scores_written, (u64)clean);
-}
-
-// The first `limit` victims leave their slots for a buffer on the device, from where `rows_return` writes them back
-// while their slots are in use again. Buffered states end with the score, as cold ones; buffer_key[m] is −1 where there
-// is no victim.
-extern "C" __global__ void __launch_bounds__(1024) rows_leave(
-    const int *count, const int *slots, const i64 *victim_keys, const row_t *hot_weight, const u32 *hot_state,
-    const u32 *score, const unsigned char *dirty, row_t *buffer_weight, u32 *buffer_state, i64 *buffer_key,
-    unsigned char *buffer_dirty, int *buffer_count, int limit, Moved *moved) {
-    __shared__ int written, clean;
-    if (threadIdx.x == 0) written = clean = 0;
-    __syncthreads();
-    const int n = *count < limit ? *count : limit, lane = threadIdx.x % LANES;
-    if (thread_index() == 0) *buffer_count = n;
-    for (i64 m = thread_index() / LANES; m < n; m += thread_count() / LANES) {
-        const i64 victim = victim_keys[m], slot = slots[m];
-        const bool leaves = victim >= 0, is_dirty = leaves && dirty[slot];
-        if (is_dirty)
-#pragma unroll
-            for (int s = 0; s < STEPS; s++)
-                if (s * LANES + lane < UNITS)
-                    store_row(buffer_weight, m, s * LANES + lane, load_row(hot_weight, slot, s * LANES + lane));
-        for (int w = lane; w <= STATE; w += LANES)
-            if (is_dirty || (leaves && w == STATE))
-                buffer_state[m * (STATE + 1) + w] = w == STATE ? score[slot] : hot_state[slot * STATE + w];
-        if (lane != 0) continue;
-        buffer_key[m] = victim;
-        buffer_dirty[m] = is_dirty;
-        if (leaves) atomicAdd(is_dirty ? &written : &clean, 1);
-    }
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    if (written) atomicAdd(&moved->written_back, (u64)written);
-    if (clean) atomicAdd(&moved->scores_written, (u64)clean);
-}
-
-// Writes buffered rows back: a dirty one whole, of a clean one the score.
-extern "C" __global__ void __launch_bounds__(1024) rows_return(
-    const row_t *buffer_weight, const u32 *buffer_state, const i64 *buffer_key, const unsigned char *buffer_dirty,
-    const int *buffer_count, row_t *cold_weight, u32 *cold_state) {
-    const int n = *buffer_count, lane = threadIdx.x % LANES;
-    for (i64 m = thread_index() / LANES; m < n; m += thread_count() / LANES) {
-        const i64 key = buffer_key[m];
-        if (key < 0) continue;
-        const bool is_dirty = buffer_dirty[m];
-        if (is_dirty)
-#pragma unroll
-            for (int s = 0; s < STEPS; s++)
-                if (s * LANES + lane < UNITS)
-                    store_row(cold_weight, key, s * LANES + lane, load_row(buffer_weight, m, s * LANES + lane));
-        for (int w = lane; w <= STATE; w += LANES)
-            if (is_dirty || w == STATE) cold_state[key * (STATE + 1) + w] = buffer_state[m * (STATE + 1) + w];
-    }
 }

@@ -1,0 +1,29 @@
+// What a use does to a row's score, as on the CPU (cache/policy.py), and the clock that it goes by.
+#pragma once
+
+struct Clock {
+    i64 batch;   // number of the batch being planned
+    i64 now;     // its clock as a score
+    int stamp;   // its number as `last_batch` holds it
+    int oldest;  // slots used at or after this batch are locked
+};
+
+[[maybe_unused]] constexpr u32 MIN_SCORE = 1u, MAX_SCORE = 0xffffffffu;
+[[maybe_unused]] constexpr int AGED = 0, CLOCK = 2;  // else an exact count
+
+// Score of a row after one more use at clock `now`: LRFU in forward-decay form (cache/policy.py).
+__device__ __forceinline__ u32 raised(u32 score, i64 now, int kind, float unit) {
+    i64 old = score, next;
+    if (kind == AGED) {
+        next = old > now ? old : now;
+        if (old > MIN_SCORE) {
+            float distance = (float)(next - (old < now ? old : now)) / unit;
+            next += (i64)(unit * log2f(1.0f + exp2f(-distance)) + 0.5f);
+        }
+    } else if (kind == CLOCK) {
+        next = now;
+    } else {
+        next = (old > MIN_SCORE ? old : MIN_SCORE) + 1;
+    }
+    return (u32)(next < (i64)MAX_SCORE ? next : (i64)MAX_SCORE);
+}
