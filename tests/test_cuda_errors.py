@@ -57,6 +57,29 @@ def test_bad_id_is_told_at_the_next_synchronisation_and_once(tmp_path, where):
     assert_same_bits(bits(bag), before)
 
 
+def test_bad_id_is_told_at_a_later_forward_as_that_of_an_earlier_batch():
+    bag = make()
+    bag(torch.tensor([ROWS])[None]).sum().backward()
+    torch.cuda.synchronize()
+    with pytest.raises(IdOutOfRangeError, match=f"id {ROWS} at position 0 .*earlier batch.*this one was not begun"):
+        bag(torch.tensor([1])[None])
+    assert bag.stats().batches == 1
+    bag(torch.tensor([1])[None]).sum().backward()
+    assert told(bag) is None
+
+
+def test_bad_id_is_told_by_close_which_has_closed(tmp_path):
+    path = str(tmp_path / "rows")
+    bag = make(storage=te.File(path))
+    before = bits(bag)
+    bag(torch.tensor([ROWS])[None]).sum().backward()
+    with pytest.raises(IdOutOfRangeError, match=f"id {ROWS} at position 0 .*earlier batch"):
+        bag.close()
+    bag.close()
+    again = te.TieredEmbeddingBag(ROWS, WIDTH, capacity=5, optimizer=te.SGD(lr=1.0), mode="sum", storage=te.File(path))
+    assert_same_bits(bits(again), before)
+
+
 @pytest.mark.parametrize("bad", [-1, ROWS, 2**31, 2**40, -(2**62)])
 @pytest.mark.parametrize("capacity", [5, 1.0])
 def test_bad_ids_read_zeros(bad, capacity):

@@ -200,7 +200,8 @@ def test_pooled_lookup_equals_torch(width, dtype):
     argmax = torch.zeros(batch, tables * width, dtype=torch.int32, device=GPU)
     lanes = 32
     groups = tables * ((batch + 3) // 4)
-    words, flags = "any p p i32 i64 n n i32 i64 p any n i32", (*options(dtype, width), "-DHAS_MAX")
+    words = "any p p i32 i64 n n i32 i64 p any n i32"
+    flags = (*options(dtype, width), "-DHAS_MAX")
     Kernel("lookup/embedding_bag.cu", "bags_pool", words, flags)(
         blocks_for(groups * lanes, 256), 256, weight, 0, 0, homes, offsets, batch, tables * batch, mode, column, 0, out,
         tables * width, argmax,

@@ -47,6 +47,14 @@ def test_it_is_a_torch_optimizer_whose_step_does_nothing(device):
     assert equal(weight(bag), after)
 
 
+def test_upload_has_nobody_to_tell_on_the_cpu():
+    bag = te.TieredEmbeddingBag(10, 4, optimizer=te.SGD(lr=0.1))
+    bag.fused_optimizer.upload()
+    bag.fused_optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ConfigError, match="lr"):
+        bag.fused_optimizer.upload()
+
+
 @pytest.mark.parametrize("config", OPTIMIZERS, ids=NAMES)
 def test_a_scheduler_drives_the_learning_rate_as_in_torch(device, config):
     bag, reference = make(config)

@@ -189,7 +189,10 @@ def check_cupy() -> list[Finding]:
         version = _version(package)
         if version:
             return [ok("cupy", f"{package} {version}", package=package, version=version)]
-    install = f"{WITH_GPU}pip install 'tieredemb[cuda{_cuda_major()}]'"
+    import torch
+
+    cuda = (torch.version.cuda or str(_cuda_major())).split(".")[0]  # torch's runs beside it, whatever the driver knows
+    install = f"{WITH_GPU}pip install 'tieredemb[cuda{cuda}]'"
     return [missing("cupy", "not installed; only a GPU needs it", install)]
 
 

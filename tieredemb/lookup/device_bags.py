@@ -124,12 +124,13 @@ class FaultReport:
         self._seen = self._words.numpy()
         self.address = self._words.data_ptr()
 
-    def check(self) -> None:
-        """Raises `IdOutOfRangeError` or `InvalidInputError` for a fault that the device has reported by now, once."""
+    def check(self, told: str = "") -> None:
+        """Raises `IdOutOfRangeError` or `InvalidInputError` for a fault that the device has reported by now, once.
+        `told`: what the message ends with."""
         if self._seen[0] == 0:
             return
         _, kind, table, position, value, before, ids, edges = (int(word) for word in self._seen)
         self._seen[0] = 0
         if kind == BAD_ID:
-            raise IdOutOfRangeError(id_out_of_range(self._names[table], self._rows[table], value, position))
-        raise InvalidInputError(offsets_out_of_order(position, value, before, ids, edges))
+            raise IdOutOfRangeError(id_out_of_range(self._names[table], self._rows[table], value, position) + told)
+        raise InvalidInputError(offsets_out_of_order(position, value, before, ids, edges) + told)

@@ -14,6 +14,7 @@ from tieredemb.lookup.device_bags import DeviceBags, Edges, make_device_bags, ne
 from tieredemb.lookup.device_lookup import Segments, frequency_scale
 from tieredemb.modules.call import Call, inside_backward
 from tieredemb.modules.group import DeviceGroup
+from tieredemb.modules.table_set import EARLIER
 
 if TYPE_CHECKING:
     from tieredemb.modules.base import LookupOptions, TieredModule
@@ -98,7 +99,8 @@ class DeviceCall(Call):
         super().__init__(module, batch)
         self.parts: list[DeviceGroupCall] = []
         options, tables = module.options, module.tables
-        tables.faults.check()  # what an earlier batch has left, if the device is that far
+        # what an earlier batch has left, if the device is that far
+        tables.faults.check(f"{EARLIER}, and this one was not begun: call it again")
         ids = ids.to(torch.int64)
         self.ids = ids.shape[0]
         self.fault = new_fault(ids.device)

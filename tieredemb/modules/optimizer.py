@@ -87,15 +87,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def upload(self) -> None:
         """Tells the GPU of the param group as it is now. Every eager step does; after a scheduler has changed `lr`,
-        call it before replaying a captured step. Does not synchronise. Raises `ConfigError` for a learning rate that
-        is negative or no number."""
+        call it before replaying a captured step. Does not synchronise; on the CPU there is nobody to tell. Raises
+        `ConfigError` for a learning rate that is negative or no number."""
         group = self.options()
         if self._told == group:
             return
         check_rate(group["lr"])
         device = self._tables.config.device
         first = self._tables.groups[0]
-        assert isinstance(first, DeviceGroup)
+        if not isinstance(first, DeviceGroup):
+            return
         if self._options is None:
             self._options = torch.zeros(5, dtype=torch.float64, device=device)
         with torch.cuda.device(device), _outside_capture():

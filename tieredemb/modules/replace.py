@@ -19,7 +19,8 @@ from tieredemb.storage.file import File
 def replace_embedding_bags(model: nn.Module, capacity: Capacity = 0.01, **keywords: Any) -> nn.Module:
     """Swaps every `nn.EmbeddingBag` and `nn.Embedding` in `model` for its tiered twin, keeping weights and settings.
 
-    `keywords` are those of `TieredEmbeddingBag` (policy, storage, optimizer, …). A module that occurs in several
+    `keywords` are those of `TieredEmbeddingBag` (policy, storage, optimizer, …); a twin is on the device of the weight
+    that it replaces, unless they name one. A module that occurs in several
     places is replaced by one; a frozen one (`weight.requires_grad` False) stays frozen. With `File(path)` each table
     gets a file of its own, `path` plus the module's name. Returns the model, or the twin if `model` is itself an
     embedding. Refused, as something would be lost: subclasses, modules with hooks, and weights tied to those of another
@@ -69,7 +70,7 @@ def _refuse_tied(model: nn.Module, found: Container[str]) -> None:
 def _twin(
     name: str, module: nn.EmbeddingBag | nn.Embedding, capacity: Capacity, keywords: dict[str, Any]
 ) -> TieredModule:
-    keywords = dict(keywords, capacity=capacity)
+    keywords = {"device": module.weight.device, **keywords, "capacity": capacity}
     storage = keywords.get("storage")
     if isinstance(storage, File) and name:
         keywords["storage"] = replace_fields(storage, path=f"{storage.path}.{name}")

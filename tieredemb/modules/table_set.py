@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 COPY_ROWS = 1 << 18  # rows copied at once by whole-table calls: bounds their memory
 
 
+EARLIER = "; this was in an earlier batch, which has updated no row"
+
+
 class TableSet:
     """Opens the tables of `config`. Closes (flushes) them when it is collected or the process exits."""
 
@@ -134,9 +137,11 @@ class TableSet:
             self.config = config
 
     def close(self) -> None:
-        """Flushes and closes. A second call does nothing; after a failed one (a full disk) it tries again."""
+        """Flushes and closes, then raises what a GPU has found wrong since. A second call does nothing; after a failed
+        one (a full disk) it tries again."""
         _close_groups(self.groups)
         self._finalizer.detach()
+        self.check_faults()
 
     def stats(self) -> CacheStats:
         """Totals of all groups. Synchronises with a GPU, and raises what it has found wrong since."""
@@ -147,7 +152,7 @@ class TableSet:
     def check_faults(self) -> None:
         """Raises for a batch that a GPU refused, once the device has said so."""
         if self.faults is not None:
-            self.faults.check()
+            self.faults.check(EARLIER)
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes of every allocation, for each width."""
