@@ -177,6 +177,21 @@ def test_last_offset_of_a_collection_must_be_the_number_of_ids():
     assert_same_bits(bits(model), before)
 
 
+def test_batch_of_more_ids_than_a_plan_numbers_is_refused(monkeypatch):
+    monkeypatch.setattr("tieredemb.cache.device_cache.MOST_IDS", 4)
+    bag = make()
+    before = bits(bag)
+    with pytest.raises(InvalidInputError, match=r"a batch of 5 ids .* at most 4"):
+        bag(torch.arange(5)[None])
+    first, second = bag(torch.arange(4)[None]), bag(torch.arange(4)[None])
+    with pytest.raises(InvalidInputError, match=r"a batch of 1 ids .* with 8 in flight"):
+        bag(torch.arange(1)[None])
+    assert bag.stats().batches == 2
+    del first, second
+    bag(torch.arange(4)[None]).sum().backward()
+    assert not all(equal(a, b) for a, b in zip(bits(bag), before, strict=True))
+
+
 # --- at once ----------------------------------------------------------------------------------------------------------
 
 

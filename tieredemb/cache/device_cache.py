@@ -25,12 +25,13 @@ from tieredemb.cache.staged import Staged
 from tieredemb.cache.tickets import Flight, TicketBook
 from tieredemb.cache.transfer import Beside, Transfer
 from tieredemb.config import Policy
-from tieredemb.errors import StorageError
+from tieredemb.errors import InvalidInputError, StorageError
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 
 LOAD_ROWS = 1 << 20  # rows brought in at once by whole-cache calls
+MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -101,7 +102,7 @@ class DeviceCache(Cache):
         With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
         recomputed. `beside` launches, on the stream that is current when it is called, what needs complete `homes` and
         may run beside the movement of rows. A failing storage raises its error and changes no row; the cache stays
-        usable.
+        usable. Raises `InvalidInputError` for more ids than a plan can number.
         """
         with self.entered():
             n, batch = keys.shape[0], self.cold.metadata.batch + 1
@@ -112,6 +113,7 @@ class DeviceCache(Cache):
                     beside()
                 return self._ticket(batch, homes, slotless=False)
             self._check_capture()
+            self._check_size(n)
             slotless = self._lock_window > 0 or self._book.exceeds(self._cached, n)
             if slotless:
                 self._plan.records.reserve(self._book.ids() + n)
@@ -132,6 +134,13 @@ class DeviceCache(Cache):
         ticket = DeviceTicket(batch, homes, slotless, self._book)
         self._book.open(ticket, homes.shape[0] if self._cached else 0, slotless)
         return ticket
+
+    def _check_size(self, n: int) -> None:
+        if n > MOST_IDS or self._book.ids() + n > 2 * MOST_IDS:
+            raise InvalidInputError(
+                f"a batch of {n} ids was given for the tables of one width, with {self._book.ids()} in flight; a GPU "
+                f"plans at most {MOST_IDS}, and {2 * MOST_IDS} in flight: split the batch"
+            )
 
     def _check_capture(self) -> None:
         if torch.cuda.is_current_stream_capturing() and not self.cold.device_readable:
