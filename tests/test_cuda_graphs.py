@@ -13,6 +13,7 @@ from test_training import NAMES, OPTIMIZERS, bits, random_batch, table_configs
 from torch import nn
 
 import tieredemb as te
+from tieredemb.errors import StorageError
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -183,6 +184,56 @@ def test_replayed_steps_give_the_bits_of_eager_ones(optimizer, capacity):
     assert_same_bits(run.numbers(), eager.numbers())
     mine, other = run.table.stats(), eager.table.stats()
     assert (mine.batches, mine.lookups) == (other.batches, other.lookups)
+
+
+def test_a_flush_between_a_forward_and_its_backward_after_replays():
+    tables = table_configs(widths=(4,), rows=(3, 300))
+    eager, run = (Run(tables, capacity=20, optimizer=te.Adam(lr=0.05)) for _ in range(2))
+    eager.warm_up()
+    run.warm_up()
+    graph = run.capture()
+    for seed in range(3, 40):
+        eager.load(seed)
+        run.load(seed)
+        eager.step()
+        graph.replay()
+    results = []
+    for each in (eager, run):
+        first = each.table(*each.batch(50))
+        each.table.flush()
+        second = each.table(*each.batch(51))
+        (first.sum() + second.square().sum()).backward()
+        results.append([first.detach(), second.detach(), *each.numbers()])
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("capacity", [2, 40, 1.0])
+def test_a_step_that_was_never_run_can_be_captured(capacity):
+    """Once its kernels are compiled: what it allocates for later steps must not be made anew by each replay."""
+    tables = table_configs(widths=(4,), rows=(3, 300))
+    other, eager, run = (Run(tables, capacity=capacity, optimizer=te.Adagrad(lr=0.05)) for _ in range(3))
+    other.warm_up()
+    graph = run.capture()
+    for seed in range(5):
+        eager.load(seed)
+        run.load(seed)
+        eager.step()
+        graph.replay()
+        assert_same_bits(run.seen(), eager.seen())
+    assert_same_bits(run.numbers(), eager.numbers())
+
+
+def test_capture_beside_a_batch_in_flight_is_refused():
+    run = Run(table_configs(widths=(4,), rows=(3, 300)), capacity=20, optimizer=te.SGD(lr=0.1))
+    run.warm_up()
+    kept = run.table(*run.batch(9))
+    with pytest.raises(StorageError, match="while a batch from before is in flight"):
+        run.capture()
+    del kept
+    graph = run.capture()
+    before = run.numbers()
+    graph.replay()
+    assert not all(equal(a, b) for a, b in zip(run.numbers(), before, strict=True))
 
 
 def test_eager_steps_and_replays_take_turns():

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import ctypes.util
 import itertools
+import math
 import pickle
 from dataclasses import replace
 
@@ -356,6 +357,46 @@ def test_embeddings_of_a_model_on_the_gpu_are_replaced_there():
     assert out.is_cuda
     assert_close(out, expected)
     out.sum().backward()
+
+
+# --- batches that stay in flight --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held", [3, 40])  # ids whose rows have slots, and more than the cache has
+@pytest.mark.parametrize("storage", ["unified", "file"])
+def test_a_forward_that_is_kept_alive_locks_all_that_follows_and_nothing_is_lost(tmp_path, storage, held):
+    results = []
+    for capacity, placement in ((12, "cached"), (1.0, "resident")):
+        keywords = {"storage": te.File(str(tmp_path / placement))} if storage == "file" else {}
+        table = te.TieredEmbedding(
+            ROWS, WIDTH, capacity=capacity, placement=placement, optimizer=te.Adagrad(lr=0.1), **keywords
+        )
+        seen, kept = [], table(torch.arange(held))
+        for step in range(12):
+            with torch.no_grad():
+                seen.append(table(torch.arange(10 * step, 10 * step + 10) % ROWS))
+            out = table(torch.arange(7 * step, 7 * step + 9) % ROWS)
+            out.square().sum().backward()
+            seen.append(out.detach())
+        kept.square().sum().backward()
+        seen.append(table(torch.arange(ROWS)).detach())
+        results.append([*seen, table.state_dict()["weight"]])
+    assert_same_bits(*results)
+
+
+def test_counts_of_more_uses_than_a_digit_holds_are_ranked():
+    table = te.TieredEmbedding(
+        ROWS, WIDTH, capacity=10, policy=te.LFU(half_life_batches=math.inf), optimizer=te.SGD(lr=0.1)
+    )
+    expected = table.state_dict()["weight"]
+    with torch.no_grad():
+        table(torch.arange(10))
+        hot = table.tables.groups[0].cache.hot
+        hot.score.copy_(2**21 + 5 * (torch.arange(10, dtype=torch.int32) * 7 % 10))
+        before, weakest = hot.key.tolist(), hot.key[hot.score.argsort()[:4]].tolist()
+        table(torch.arange(10, 14))
+        assert set(before) - set(hot.key.tolist()) == set(weakest)
+        assert equal(table(torch.arange(ROWS)), expected)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

@@ -20,12 +20,14 @@ import tieredemb as te
 from tieredemb.errors import (
     CheckpointError,
     ConfigError,
+    DeviceMemoryError,
     StorageError,
     StorageFormatError,
     StorageFullError,
     StorageLockedError,
     UncleanFileError,
 )
+from tieredemb.modules.group import move_group
 
 ROWS, WIDTH = 40, 4
 
@@ -42,6 +44,12 @@ def step(bag, *values):
 def everything(bag):
     state = bag.fused_optimizer.state_dict()["state"][0]
     return [bag.state_dict()["weight"], *(state[name] for name in sorted(state))]
+
+
+def numbers(model):
+    """Weights and optimizer state of all tables of a collection."""
+    state = model.fused_optimizer.state_dict()["state"]
+    return [*model.state_dict().values(), *(value for entry in state.values() for value in entry.values())]
 
 
 def same(a, b):
@@ -469,3 +477,27 @@ def test_load_that_fails_half_way_starts_from_untouched_rows(device, tmp_path, m
         step(module, 1, 2, 9)
         step(module, 10, 11, 12, 13, 14)
     assert same(everything(bag), everything(fresh))
+
+
+def test_move_that_fails_half_way_leaves_all_tables_where_they_were(monkeypatch, tmp_path):
+    tables = [te.TableConfig(name=f"t{width}", num_embeddings=40, embedding_dim=width) for width in (4, 5)]
+    keywords = {"capacity": 10, "optimizer": te.Adam(lr=0.1), "device": "cpu"}
+    moved = te.TieredEmbeddingBagCollection(tables, storage=te.File(str(tmp_path / "rows")), **keywords)
+    plain = te.TieredEmbeddingBagCollection(tables, **keywords)
+
+    def fail_for_the_second(group, config):
+        if group.space.width == 5:
+            raise DeviceMemoryError("no room")
+        return move_group(group, config)
+
+    monkeypatch.setattr("tieredemb.modules.table_set.move_group", fail_for_the_second)
+    with torch.device("cpu"):
+        for step in range(3):
+            for model in (moved, plain):
+                model(torch.arange(8) + 5 * step, torch.tensor([0, 2, 4, 6, 8])).sum().backward()
+            with pytest.raises(DeviceMemoryError):
+                moved.tables.move(torch.device("cpu"))
+        assert same(numbers(moved), numbers(plain))
+        moved.close()
+        again = te.TieredEmbeddingBagCollection(tables, storage=te.File(str(tmp_path / "rows")), **keywords)
+        assert same(numbers(again), numbers(plain))

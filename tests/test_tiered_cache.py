@@ -16,6 +16,7 @@ from oracle import OracleCache
 from tieredemb import LFU, LRU, HostMemory
 from tieredemb.cache.plan import DROPPED
 from tieredemb.cache.policy import MIN_SCORE, scoring
+from tieredemb.cache.tickets import Flight, TicketBook
 from tieredemb.cache.tiered_cache import TieredCache, cache_bytes_per_slot
 from tieredemb.errors import ConfigError, ForkedError, StorageError, StorageFullError
 from tieredemb.storage.base import RowLayout
@@ -495,3 +496,23 @@ def test_import_of_one_part_generates_the_other():
         ticket = cache.plan(keys_of([5]))
         assert cache.hot.weight[ticket.homes, 0].tolist() == [weight or 7.0]
         assert cache.hot.state[ticket.homes, 0].tolist() == [state or 77]
+
+
+# --- tickets ----------------------------------------------------------------------------------------------------------
+
+
+def test_batches_released_after_a_ticket_in_flight_count_as_locked():
+    """Their rows are: the lock asks whether a row's last batch is older than the oldest ticket."""
+    book = TicketBook()
+    flights = [Flight(batch, book) for batch in range(1, 6)]
+    for flight, slotless in zip(flights, (False, False, True, False, False), strict=True):
+        book.open(flight, ids=10 * flight.batch, slotless=slotless)
+    flights[0].release()
+    for flight in flights[2:]:
+        flight.release()
+    assert (book.live, book.oldest(6)) == (1, 2)
+    assert book.locked(2) == (20 + 30 + 40 + 50, True)
+    flights[1].release()
+    assert (book.live, book.oldest(6)) == (0, 6)
+    assert book.locked(5) == (50, False)  # a lock window of one batch
+    assert book.locked(6) == (0, False)

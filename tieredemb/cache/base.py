@@ -52,6 +52,7 @@ class Cache(abc.ABC):
         self._book = TicketBook()
         self._pid = os.getpid()
         self._closed = False
+        self._broken = ""  # why the hot rows are not to be trusted
 
     # --- what a device provides -------------------------------------------------------------------------------------
 
@@ -126,8 +127,10 @@ class Cache(abc.ABC):
 
     def close(self) -> None:
         """Flushes a cold storage that outlives the process, and closes it. A second call does nothing."""
+        if os.getpid() != self._pid:  # a forked child, in which the lock may be held for ever
+            return
         with self.lock:
-            if self._closed or os.getpid() != self._pid:
+            if self._closed:
                 return
             if not self.cold.volatile:
                 self.flush()
@@ -175,3 +178,7 @@ class Cache(abc.ABC):
             )
         if self._closed:
             raise StorageError("this cache was closed; build a new module over the same storage to go on")
+        if self._broken:
+            raise StorageError(
+                f"{self._broken}, so rows in the cache may be those of others; build a new module and load a checkpoint"
+            )

@@ -78,6 +78,7 @@ class DeviceCache(Cache):
         self._resident = tuple(resident)
         pinned = sum(rows for _, rows in self._resident)
         self._cached = slots - pinned
+        self._batch = self._eager = 0  # see `_restart`
         self.on_flush: list[Callable[[], None]] = []
         self._stream = torch.cuda.current_stream(device)
         self._handle = self._stream.cuda_stream
@@ -105,26 +106,38 @@ class DeviceCache(Cache):
         usable. Raises `InvalidInputError` for more ids than a plan can number.
         """
         with self.entered():
-            n, batch = keys.shape[0], self.cold.metadata.batch + 1
-            if self._cached == 0 or n == 0:
-                self.cold.metadata.batch = batch
+            n, batch = keys.shape[0], self._batch + 1
+            oldest = self._oldest(batch)
+            locked, slotless = self._book.locked(oldest)
+            self._check_size(n, locked)
+            moves = self._cached > 0 and n > 0
+            self._check_capture(moves=moves)
+            if not moves:
                 self._plan.count(homes, scored=score)
+                self._batch = batch
                 if beside:
                     beside()
                 return self._ticket(batch, homes, slotless=False)
-            self._check_capture()
-            self._check_size(n)
-            slotless = self._lock_window > 0 or self._book.exceeds(self._cached, n)
+            slotless = slotless or locked + n > self._cached
             if slotless:
-                self._plan.records.reserve(self._book.ids() + n)
+                self._plan.records.reserve(min(locked + n, self.cold.layout.rows))
             missed = Missed(n, self.device)
-            lag = batch - self._oldest(batch)
-            self._transfer.retire(batch, lag)
-            self.cold.metadata.batch = batch
-            self._plan.find(keys, homes, missed, lag=lag, scored=score, away=self.away(slotless))
+            self._transfer.retire(batch, batch - oldest)
+            self._plan.find(keys, homes, missed, lag=batch - oldest, scored=score, away=self.away(slotless))
+            self._batch = batch
             self._plan.choose(missed)
-            self._transfer.bring(missed, homes, slotless=slotless, scored=score, beside=beside)
+            self._move(missed, homes, slotless=slotless, scored=score, beside=beside)
             return self._ticket(batch, homes, slotless)
+
+    def _move(self, missed: Missed, homes: torch.Tensor, **keywords: Any) -> None:
+        """Lets the transfer bring what was missed in. From the moment that slots change hands until their rows are on
+        the way nothing may interrupt: the new keys would own the old rows."""
+        try:
+            self._transfer.bring(missed, homes, **keywords)
+        except BaseException as error:
+            if self._transfer.committed:
+                self._broken = f"moving rows was interrupted by {type(error).__name__}"
+            raise
 
     def away(self, slotless: bool) -> Away:
         """Where the rows of a batch lie that have no slot, now: a later plan may move them as a whole."""
@@ -135,15 +148,25 @@ class DeviceCache(Cache):
         self._book.open(ticket, homes.shape[0] if self._cached else 0, slotless)
         return ticket
 
-    def _check_size(self, n: int) -> None:
-        if n > MOST_IDS or self._book.ids() + n > 2 * MOST_IDS:
+    def _check_size(self, n: int, locked: int) -> None:
+        if n > MOST_IDS or min(locked + n, self.cold.layout.rows) > 2 * MOST_IDS:
             raise InvalidInputError(
-                f"a batch of {n} ids was given for the tables of one width, with {self._book.ids()} in flight; a GPU "
-                f"plans at most {MOST_IDS}, and {2 * MOST_IDS} in flight: split the batch"
+                f"a batch of {n} ids was given for the tables of one width, with {locked} in flight; a GPU plans at "
+                f"most {MOST_IDS}, and {2 * MOST_IDS} in flight: split the batch, and drop what keeps batches in flight"
             )
 
-    def _check_capture(self) -> None:
-        if torch.cuda.is_current_stream_capturing() and not self.cold.device_readable:
+    def _check_capture(self, *, moves: bool) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            self._eager = self._batch + 1
+            return
+        if not moves:
+            return
+        if self._book.oldest(self._batch + 1) <= self._eager:
+            raise StorageError(
+                "a step cannot be captured in a CUDA graph while a batch from before is in flight: each replay would "
+                "lock its rows; run its backward first, or drop its outputs"
+            )
+        if not self.cold.device_readable:
             raise StorageError(
                 f"a step over the {self.cold.kind} tier cannot be captured in a CUDA graph: its rows pass through the "
                 f"host; use UnifiedMemory() or HostMemory(), or run the step eagerly"
@@ -170,7 +193,7 @@ class DeviceCache(Cache):
             for update in self.on_flush:
                 update()
             metadata = self.cold.metadata
-            metadata.batch = self._plan.batch()
+            metadata.batch = self._plan.batch()  # replays of graphs included, of which `_batch` knows nothing
             metadata.policy = self._scoring.name
             self.cold.flush()
 
@@ -211,7 +234,9 @@ class DeviceCache(Cache):
         """Empties the cached slots and brings the rows of resident tables in; none was ever written if `fresh`."""
         torch.cuda.synchronize(self.device)  # cold rows may have been replaced on the host
         self.hot.reset()
-        self._plan.restart(self.cold.metadata.batch)
+        self._batch = self.cold.metadata.batch  # the last one planned: numbers tickets
+        self._eager = self._batch  # the last one planned outside a capture
+        self._plan.restart(self._batch)
         self._transfer.restart()
         first_slot = self._cached
         for first_key, rows in self._resident:

@@ -13,6 +13,7 @@ import torch
 from tieredemb.cache.device_rows import DeviceRows
 from tieredemb.cache.policy import Scoring
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, meeting_blocks
+from tieredemb.kernels.streams import outside_capture
 
 PLAN, POLICY = "cache/plan.cu", "cache/policy.cu"
 THREADS = 256
@@ -92,8 +93,9 @@ class Records:
         """Makes room for `rows` rows at a time. Those in use keep their numbers."""
         size = max(64, 1 << (2 * rows - 1).bit_length())
         if size > len(self.table):
-            grown = torch.zeros((size, 2), dtype=torch.int64, device=self.device)
-            grown[: len(self.table)] = self.table
+            with outside_capture():
+                grown = torch.zeros((size, 2), dtype=torch.int64, device=self.device)
+                grown[: len(self.table)] = self.table
             self._outgrown.append(self.table)  # kernels of tickets in flight, and captured graphs, go on reading it
             self.table = grown
 

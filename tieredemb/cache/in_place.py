@@ -22,6 +22,7 @@ class InPlace(Transfer):
 
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan) -> None:
         super().__init__(cold, hot, initial, plan)
+        initial.load_missed(self.device, cold.layout.dtype, cold.layout.width)
         self._weight, self._state = cold.weight.ctypes.data, cold.state.ctypes.data
         self._side = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._settled = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -33,6 +34,7 @@ class InPlace(Transfer):
     def bring(
         self, missed: Missed, homes: torch.Tensor, *, slotless: bool, scored: bool, beside: Beside | None
     ) -> None:
+        self.committed = True
         self.plan.settle(homes, missed, self.away(slotless), commit=True)
         if beside:
             self._settled.record(torch.cuda.current_stream())
@@ -42,12 +44,15 @@ class InPlace(Transfer):
             missed.untouched, scored=scored,
         )  # fmt: skip
         self._generate(count, missed.n, keys, slots, missed.untouched)
+        self.committed = False
         if beside:
             self._settled.wait(self._side)
-            with torch.cuda.stream(self._side):
-                beside()
-            self._aside.record(self._side)
-            self._aside.wait(torch.cuda.current_stream())
+            try:
+                with torch.cuda.stream(self._side):
+                    beside()
+            finally:
+                self._aside.record(self._side)
+                self._aside.wait(torch.cuda.current_stream())
 
     def load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         if len(keys) == 0:

@@ -171,7 +171,8 @@ extern "C" __global__ void __launch_bounds__(1024)
                   i64 *victim_keys, int *homes, i64 n, const Claim *claims, i64 n_claims, Record *records,
                   int n_records, int commit) {
     const int room = counts->room, used = counts->used, missed = counts->missed, stamp = clock->stamp;
-    const int n_victims = counts->needed ? *chosen : 0, tombstones = counts->tombstones + n_victims;
+    const int needed = counts->needed, n_victims = !needed ? 0 : *chosen < needed ? *chosen : needed;
+    const int tombstones = counts->tombstones + n_victims;
     const bool rebuild = tombstones > n_cells / 8;
     missed_assign(missed, room, used, n_victims, victims, missed_keys, cells, n_cells, slot_keys, last_batch, stamp,
                   missed_slots, victim_keys, commit);

@@ -139,7 +139,7 @@ __device__ __forceinline__ void digit_choose(Threshold &at, const int *total, in
 // Appends the victims' slots to `victims`. Of rows whose score is the threshold's the oldest go with `by_age`, any
 // without.
 __device__ __forceinline__ void victims_emit(Selection *selection, const Threshold &at, const u32 *score,
-                                             const int *last_batch, i64 n, const Clock &clock, bool by_age,
+                                             const int *last_batch, i64 n, const Clock &clock, bool by_age, int needed,
                                              int *victims) {
     for (i64 start = (i64)blockIdx.x * blockDim.x; start < n; start += thread_count()) {
         i64 slot = start + threadIdx.x;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void victims_emit(Selection *selection, const Thresho
             }
         }
         int place = append(&selection->chosen, goes);
-        if (goes) victims[place] = (int)slot;
+        if (goes && place < needed) victims[place] = (int)slot;
     }
 }
 
@@ -179,11 +179,18 @@ extern "C" __global__ void __launch_bounds__(1024)
     const u32 top_age = clock.batch < 0x7fffffff ? 2u * (u32)clock.batch : 0xffffffffu;
     Threshold at{needed, 0u, 0u, false, false};
     int pass = 0;
+    bool skips = true;  // top digits that should be zero: a clock that was set back is found out and starts again
     for (int round = 0; round < (by_age ? 6 : 3); round++) {
         const bool ages = round >= 3;
         const int shift = round % 3 == 0 ? 21 : round % 3 == 1 ? 10 : 0, bits = shift ? 11 : 10;
+        if (at.all && skips && round > 0) {
+            at = Threshold{needed, 0u, 0u, false, false};
+            skips = false;
+            round = -1;
+            continue;
+        }
         if (at.all || (ages && at.whole)) break;
-        if (shift == 21 && ((ages ? top_age : top_score) >> shift) == 0) continue;  // all digits are zero
+        if (skips && shift == 21 && ((ages ? top_age : top_score) >> shift) == 0) continue;  // all digits are zero
         int *total = selection->bins[pass % 3], *cleared = selection->bins[(pass + 2) % 3];
         digit_count(bins, at, score, last_batch, n, clock, shift, bits, ages, total);
         grid_meet(&selection->arrivals);
@@ -193,5 +200,5 @@ extern "C" __global__ void __launch_bounds__(1024)
         pass++;
     }
     if (at.whole && by_age && at.age == 0) at.age = 0xffffffffu, at.remaining = 0x7fffffff;
-    victims_emit(selection, at, score, last_batch, n, clock, by_age, victims);
+    victims_emit(selection, at, score, last_batch, n, clock, by_age, needed, victims);
 }

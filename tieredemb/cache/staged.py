@@ -99,11 +99,15 @@ class Staged(Transfer):
         leaving = victims >= 0
         self._out(slots[leaving], victims[leaving])
         weight, state = self._in(keys)
+        if slotless:
+            self._grow(len(self.plan.records.table))
+        self.committed = True
         self.plan.settle(homes, missed, self.away(slotless), commit=True)
         self._place(slots, weight, state)
         if slotless:
             self._place_away(slots, keys, weight, state)
         self.plan.score(missed, self.away(slotless), scored=scored)
+        self.committed = False
         if beside:
             beside()
 
@@ -118,7 +122,6 @@ class Staged(Transfer):
         if len(chosen) == 0:
             return
         records = -2 - slots[chosen].long()
-        self._grow(len(self.plan.records.table))
         self._weight[records] = weight[chosen]
         self._state[records] = state[chosen]
         self._keys |= dict(zip(records.tolist(), keys[chosen.cpu().numpy()].tolist(), strict=True))

@@ -83,11 +83,14 @@ class TicketBook:
 
     def __init__(self) -> None:
         self.released: deque[int] = deque()
-        self._live: dict[int, tuple[int, bool]] = {}  # ids of each batch, and whether it may use rows without a slot
+        self._live: set[int] = set()
+        self._locked: dict[int, tuple[int, bool]] = {}  # ids of each batch, and whether it may use rows without a slot
         self._tickets: weakref.WeakSet[Flight] = weakref.WeakSet()
 
     def open(self, ticket: Flight, ids: int = 0, slotless: bool = False) -> None:
-        self._live[ticket.batch] = (ids, slotless)
+        self._live.add(ticket.batch)
+        if ids:
+            self._locked[ticket.batch] = (ids, slotless)
         self._tickets.add(ticket)
 
     def size_bytes(self) -> int:
@@ -97,7 +100,7 @@ class TicketBook:
     def oldest(self, default: int) -> int:
         """Batch of the oldest ticket in flight, or `default`. Rows used at or after it are locked."""
         while self.released:
-            self._live.pop(self.released.popleft(), None)
+            self._live.discard(self.released.popleft())
         return min(self._live, default=default)
 
     @property
@@ -106,13 +109,9 @@ class TicketBook:
         self.oldest(0)
         return len(self._live)
 
-    def exceeds(self, slots: int, ids: int) -> bool:
-        """Whether a batch of `ids` more ids could need more than `slots` rows beside those in flight, or meet rows
-        that a ticket in flight uses without a slot."""
-        self.oldest(0)
-        return sum(held for held, _ in self._live.values()) + ids > slots or any(s for _, s in self._live.values())
-
-    def ids(self) -> int:
-        """Ids of all batches in flight: no more rows are locked."""
-        self.oldest(0)
-        return sum(held for held, _ in self._live.values())
+    def locked(self, oldest: int) -> tuple[int, bool]:
+        """Ids of all batches from `oldest` on, which is the oldest whose rows are locked: those released since lock
+        theirs too. And whether one of them may use rows without a slot."""
+        for batch in [batch for batch in self._locked if batch < oldest]:
+            del self._locked[batch]
+        return sum(ids for ids, _ in self._locked.values()), any(slotless for _, slotless in self._locked.values())

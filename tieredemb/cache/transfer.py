@@ -38,7 +38,10 @@ class Transfer(abc.ABC):
         self._swap = kernel(MOVE, "rows_swap", "p p p p p i any f32 i32 u8 p p p p p i x i i", *flags)
         self._write_back = kernel(MOVE, "rows_write_back", "p n n n p p any f32 i32 u8 p p p p", *flags)
 
-        self._write_back.load(self.device.index)  # a flush at exit is too late to compile
+        self.committed = False  # slots have changed hands, and their rows have not arrived
+        # at exit is too late to compile, and between the slots' change of hands and their rows' arrival too
+        self._write_back.load(self.device.index)
+        self._swap.load(self.device.index)
 
     def retire(self, batch: int, lag: int) -> None:  # noqa: B027 - rows used in place need no farewell
         """Before `batch` is planned: gives up rows that are no longer used without a slot."""

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import os
 import struct
-import threading
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -80,9 +80,8 @@ def _driver() -> Any:
     return library
 
 
-class _Arguments(threading.local):
-    """A thread's packed arguments, as the driver takes them in place of pointers to each; it copies them before it
-    returns."""
+class _Arguments:
+    """Packed arguments, as the driver takes them in place of pointers to each; it copies them before it returns."""
 
     def __init__(self) -> None:
         self.buffer = ctypes.create_string_buffer(1024)
@@ -102,7 +101,9 @@ class _Arguments(threading.local):
         return found
 
 
-_ARGUMENTS = _Arguments()
+# Those that no launch uses now. A launch takes one out, as other threads launch beside it, and so may a finaliser that
+# the garbage collector runs in the middle of it.
+_SPARE: deque[_Arguments] = deque()
 
 
 class Kernel:
@@ -147,15 +148,19 @@ class Kernel:
             self._check(args, device)
         values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
         function = self._functions.get(device) or self.load(device)
-        packed = _ARGUMENTS
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        try:
+            packed = _SPARE.pop()
+        except IndexError:
+            packed = _Arguments()
         self._packing.pack_into(packed.buffer, 0, *values)
         packed.size.value = self._packing.size
-        stream = torch._C._cuda_getCurrentRawStream(device)
         if self.cooperative:
             pointers = packed.pointers(self._packing.format)
             code = _driver().cuLaunchCooperativeKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers)
         else:
             code = _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, None, packed.extra)
+        _SPARE.append(packed)
         if code:
             raise RuntimeError(f"the CUDA driver refused to launch {self.name} ({blocks} x {threads}): error {code}")
 
@@ -199,6 +204,6 @@ def meeting_blocks(device: int) -> int:
     return max(1, int(torch.cuda.get_device_properties(device).multi_processor_count) * 3 // 4)
 
 
-def blocks_for(n: int, threads: int, most: int = 1 << 20) -> int:
+def blocks_for(n: int, threads: int, most: int = 2**31 - 1) -> int:
     """Blocks of `threads` threads that cover `n` elements, one each."""
     return min(most, (n + threads - 1) // threads)

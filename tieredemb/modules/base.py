@@ -127,8 +127,7 @@ class TieredModule(nn.Module):
 
     def _lookup(self, batch: Batch) -> torch.Tensor:
         """Pools a batch: (B, ΣD)."""
-        if inside_backward():
-            self.backward_pass.touch()
+        within = self.backward_pass.touch() if inside_backward() else None
         grad, weights = torch.is_grad_enabled(), batch.weights
         if grad and not self._frozen:
             self._check_world_size()
@@ -137,7 +136,7 @@ class TieredModule(nn.Module):
             # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
             # captured step to an earlier one
             hook = self._hook if self._frozen else self._hook.detach().requires_grad_()
-            return Lookup.apply(hook, weights, make)  # type: ignore[no-any-return, no-untyped-call]
+            return Lookup.apply(hook, weights, make, within)  # type: ignore[no-any-return, no-untyped-call]
         call = batch.call(self, trains=False)
         try:
             return call.pool(weights, differentiable=False)

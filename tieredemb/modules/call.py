@@ -59,6 +59,8 @@ class Call(abc.ABC):
         self.module = module
         self.batch = batch
         self.consumed = False
+        # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
+        self.within: weakref.ref[_Collected] | None = None
         self.keeps_rows = False  # whether the rows of the forward are needed for a gradient of the weights
 
     @abc.abstractmethod
@@ -83,8 +85,15 @@ class Lookup(torch.autograd.Function):
     """Autograd node of one call. The table is no input; `hook` (float32 (0,)) asks for the gradient in its place."""
 
     @staticmethod
-    def forward(ctx: Any, hook: torch.Tensor, weights: torch.Tensor | None, make: Callable[[], Call]) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        hook: torch.Tensor,
+        weights: torch.Tensor | None,
+        make: Callable[[], Call],
+        within: weakref.ref[_Collected] | None,
+    ) -> torch.Tensor:
         call = make()
+        call.within = within
         call.keeps_rows = weights is not None and weights.requires_grad
         out = call.pool(weights, differentiable=True)
         ctx.call = call
@@ -96,7 +105,7 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     @untraced
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None, None]:
         call: Call = ctx.call
         # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the table's
         trains = ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
@@ -115,7 +124,7 @@ class Lookup(torch.autograd.Function):
         if trains:
             call.module.backward_pass.add(call, grad)
             call.consumed = True
-        return None, weights_grad, None
+        return None, weights_grad, None, None
 
 
 def _backward_depth() -> int:
@@ -130,10 +139,10 @@ def _backward_depth() -> int:
 class BackwardPass:
     """Collects the calls that each backward pass reaches, and applies them once when its outermost task ends.
 
-    Autograd runs a callback queued inside a nested (checkpointed) backward at that backward's end, so the first touch
-    queues it: a nested backward is always preceded by a forward in its parent, on the same thread. Backward passes on
-    several threads are kept apart, also where one thread of autograd's serves the GPU nodes of all: there a pass is
-    nested only if Python is still inside the other.
+    Autograd runs a callback queued inside a nested (checkpointed) backward at that backward's end, so it is queued
+    before that begins: by the forward that is recomputed first, on the same thread, whose call then belongs to the
+    outer pass. Backward passes of several threads are kept apart, also where one thread of autograd's serves the GPU
+    nodes of all: there a forward is recomputed inside another pass only if Python is still inside that one.
     """
 
     def __init__(self, apply: Callable[[list[tuple[Call, torch.Tensor]]], None]) -> None:
@@ -141,22 +150,34 @@ class BackwardPass:
         self._of_task: weakref.WeakValueDictionary[int, _Collected] = weakref.WeakValueDictionary()
         self._of_thread: weakref.WeakValueDictionary[int, _Collected] = weakref.WeakValueDictionary()
 
-    def touch(self) -> _Collected:
-        """To be called by everything that happens inside a backward pass; returns what that pass has collected."""
+    def touch(self) -> weakref.ref[_Collected]:
+        """To be called by every forward inside a backward pass; returns what the pass that recomputes it collects."""
         task, thread = torch._C._current_graph_task_id(), threading.get_ident()
         collected = self._of_task.get(task)
         if collected is None or collected.finished:
             depth, around = _backward_depth(), self._of_thread.get(thread)
-            nested = around is not None and not around.finished and depth > around.depth
-            collected = around if nested else None
-        if collected is None:
-            collected = _Collected(self._apply, depth)
-            torch.autograd.Variable._execution_engine.queue_callback(collected)  # type: ignore[attr-defined]
-        self._of_task[task] = self._of_thread[thread] = collected
-        return collected
+            if around is not None and not around.finished and depth > around.depth:
+                collected = around
+                self._of_task[task] = around
+            else:
+                collected = self._begin(task, depth)
+        self._of_thread[thread] = collected
+        return weakref.ref(collected)
 
     def add(self, call: Call, grad: torch.Tensor) -> None:
-        self.touch().calls.append((call, grad))
+        collected = None if call.within is None else call.within()
+        if collected is None or collected.finished:
+            task = torch._C._current_graph_task_id()
+            collected = self._of_task.get(task)
+            if collected is None or collected.finished:
+                collected = self._begin(task, _backward_depth())
+        collected.calls.append((call, grad))
+
+    def _begin(self, task: int, depth: int) -> _Collected:
+        collected = _Collected(self._apply, depth)
+        torch.autograd.Variable._execution_engine.queue_callback(collected)  # type: ignore[attr-defined]
+        self._of_task[task] = collected
+        return collected
 
 
 class _Collected:

@@ -9,8 +9,8 @@ import torch
 
 from tieredemb.cache.device_cache import on_device
 from tieredemb.cache.plan import DROPPED
-from tieredemb.errors import ConfigError
-from tieredemb.lookup.device_bags import DeviceBags, Edges, make_device_bags, new_fault
+from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.lookup.device_bags import MAX_BAGS, DeviceBags, Edges, make_device_bags, new_fault
 from tieredemb.lookup.device_lookup import Segments, frequency_scale
 from tieredemb.modules.call import Call, inside_backward
 from tieredemb.modules.group import DeviceGroup
@@ -47,6 +47,12 @@ class DeviceGroupCall:
     def segments(self) -> Segments:
         """The trained occurrences by row."""
         return self._segments or self.group.lookup.segments(self.trained, self.bags.bag, self.bags.batch)
+
+    def held(self) -> list[torch.Tensor]:
+        """The tensors that the update will use."""
+        segments = {} if self._segments is None else vars(self._segments)
+        values = (*vars(self.bags).values(), *segments.values(), self.trained, self.weights, self.argmax)
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
     def limit_norms(self, fault: torch.Tensor, options: LookupOptions) -> None:
         """Scales the rows of this forward down to `max_norm`, where they are longer."""
@@ -99,6 +105,11 @@ class DeviceCall(Call):
         super().__init__(module, batch)
         self.parts: list[DeviceGroupCall] = []
         options, tables = module.options, module.tables
+        if len(tables.config.tables) * batch > MAX_BAGS:
+            raise InvalidInputError(
+                f"{len(tables.config.tables)} tables × {batch} samples are more than {MAX_BAGS} bags; split the batch"
+            )
+        self._stream = torch._C._cuda_getCurrentRawStream(ids.get_device())
         # what an earlier batch has left, if the device is that far
         tables.faults.check(f"{EARLIER}, and this one was not begun: call it again")
         ids = ids.to(torch.int64)
@@ -145,12 +156,27 @@ class DeviceCall(Call):
             part.weights_gradient(grad, out)
         return out
 
+    def follow(self, grad: torch.Tensor) -> None:
+        """Tells torch's allocator where an update runs on another stream than the forward, whose memory it uses."""
+        if torch._C._cuda_getCurrentRawStream(grad.get_device()) == self._stream:
+            return
+        held = [grad, self.fault, *(value for part in self.parts for value in part.held())]
+        for tensor in held:
+            tensor.record_stream(torch.cuda.current_stream())
+
     @staticmethod
     def apply(module: TieredModule, collected: list[tuple[Call, torch.Tensor]]) -> None:
         optimizer = module.check_trainable()
         calls = [(call, grad) for call, grad in collected if isinstance(call, DeviceCall)]
-        device = module.tables.config.device
+        device, samples = module.tables.config.device, sum(call.batch for call, _ in calls)
+        if len(module.tables.config.tables) * samples > MAX_BAGS:
+            raise InvalidInputError(
+                f"one backward pass reached {len(calls)} forwards of {samples} samples in all; with "
+                f"{len(module.tables.config.tables)} tables these are more than {MAX_BAGS} bags: call backward for each"
+            )
         with module.tables.locked(), on_device(device):
+            for call, grad in calls:
+                call.follow(grad)
             faults = calls[0][0].fault if len(calls) == 1 else torch.cat([call.fault for call, _ in calls])
             grads = [grad for _, grad in calls]
             found_inf, grad_scale = optimizer.scaling(grads)

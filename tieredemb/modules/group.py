@@ -190,11 +190,10 @@ def make_group(config: TableSetConfig, space: KeySpace, capacity: Capacity, name
 
 
 def move_group(group: Group, config: TableSetConfig) -> Group:
-    """A group over the same cold rows on the device of `config`. The old one was flushed, and is given up."""
+    """A group over the same cold rows on the device of `config`. The old one was flushed, and is to be given
+    up once all groups have moved."""
     kind = DeviceGroup if config.device.type == "cuda" else HostGroup
-    moved = kind(config, group.space, group.capacity, group.name, group.cache.cold)
-    group.cache.abandon()
-    return moved
+    return kind(config, group.space, group.capacity, group.name, group.cache.cold)
 
 
 def slot_bytes(layout: RowLayout, device: torch.device) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import torch
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.kernels.streams import outside_capture
 from tieredemb.lookup.optimizer import Hyperparameters, check_rate, hyperparameters, state_names, state_start
 from tieredemb.modules.group import DeviceGroup, Group
 from tieredemb.modules.table_set import TableSet
@@ -97,9 +97,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         first = self._tables.groups[0]
         if not isinstance(first, DeviceGroup):
             return
-        if self._options is None:
-            self._options = torch.zeros(5, dtype=torch.float64, device=device)
-        with torch.cuda.device(device), _outside_capture():
+        with first.cache.entered(), outside_capture():
+            if self._options is None:
+                self._options = torch.zeros(5, dtype=torch.float64, device=device)
             first.lookup.set_options(self._options, group)
         self._told = group
 
@@ -193,13 +193,3 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = {"_tables": self._tables, "_config": self._config, "_scaler": None, "found_inf": self.found_inf}
         return {**super().__getstate__(), **own, "_options": None, "_told": None}
-
-
-@contextlib.contextmanager
-def _outside_capture() -> Iterator[None]:
-    """Launches at once even while the current stream is being captured: what the graph reads, not what it does."""
-    if not torch.cuda.is_current_stream_capturing():
-        yield
-        return
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
-        yield

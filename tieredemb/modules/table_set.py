@@ -131,7 +131,14 @@ class TableSet:
                 group.cache.check_idle("move the tables")
             config = replace(self.config, device=device)
             self.flush()
-            groups = [move_group(group, config) for group in self.groups]
+            with contextlib.ExitStack() as undo:  # tables of one width that do not fit leave the others where they are
+                groups = []
+                for group in self.groups:
+                    groups.append(move_group(group, config))
+                    undo.callback(groups[-1].cache.abandon)
+                undo.pop_all()
+            for group in self.groups:
+                group.cache.abandon()
             self.faults = make_fault_report(config)
             self.groups[:] = groups
             self.config = config

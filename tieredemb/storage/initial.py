@@ -101,6 +101,10 @@ class InitialRows:
             state_width,
         )
 
+    def load_missed(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
+        """Compiles what `generate_missed` launches, for rows (width,) of `dtype`, unless it was."""
+        self._on_device().load_missed(device, dtype, width)
+
     def generate_range(
         self, first_key: int, first_row: int, n: int, weight: torch.Tensor, state: torch.Tensor, state_width: int
     ) -> None:

@@ -72,6 +72,10 @@ class DeviceInitialRows:
             cold_weight_address, cold_state_address, state_width, *self._words, *self._tables,
         )  # fmt: skip
 
+    def load_missed(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
+        """See `InitialRows.load_missed`."""
+        _missed_kernel(dtype, width).load(device.index)
+
     def generate_range(
         self, first_key: int, first_row: int, n: int, weight: torch.Tensor, state: torch.Tensor, state_width: int
     ) -> None:
