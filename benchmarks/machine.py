@@ -64,11 +64,14 @@ def versions() -> dict[str, str]:
 
 def commit() -> str:
     """Short hash of HEAD, with "-dirty" where library or benchmarks differ from it (results and README aside). Where
-    the sources came without their repository, what BENCHMARK_COMMIT says."""
+    the sources were copied without their history, what BENCHMARK_COMMIT says."""
+    given = os.environ.get("BENCHMARK_COMMIT")
+    if given:
+        return given
     code = ["tieredemb", "benchmarks/*.py"]
     head = _git("rev-parse", "--short=10", "HEAD")
     if head == "unknown":
-        return os.environ.get("BENCHMARK_COMMIT", head)
+        return head
     return f"{head}-dirty" if _git("status", "--porcelain", "--", *code) else head
 
 

@@ -191,11 +191,21 @@ def test_doctor_says_when_torch_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     assert "CUDA_VISIBLE_DEVICES" in finding.install
 
 
-@pytest.mark.parametrize(("version", "extra"), [(12_080, "cuda12"), (13_010, "cuda13"), (None, "cuda13")])
-def test_doctor_advises_the_cupy_that_fits_the_driver(
-    monkeypatch: pytest.MonkeyPatch, version: int | None, extra: str
+@pytest.mark.parametrize(
+    ("torch_cuda", "driver", "extra"),
+    [
+        (None, 12_080, "cuda12"),
+        (None, 13_010, "cuda13"),
+        (None, None, "cuda13"),
+        ("12.6", 13_010, "cuda12"),
+        ("13.0", 13_010, "cuda13"),
+    ],
+)
+def test_doctor_advises_the_cupy_that_fits_torch_or_the_driver(
+    monkeypatch: pytest.MonkeyPatch, torch_cuda: str | None, driver: int | None, extra: str
 ) -> None:
-    monkeypatch.setattr(checks, "_driver_cuda", lambda: version)
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.setattr(checks, "_driver_cuda", lambda: driver)
     monkeypatch.setattr(checks, "_version", lambda package: None)
     assert f"tieredemb[{extra}]" in _only(checks.check_cupy).install
     monkeypatch.setattr(checks, "_version", lambda package: "14.0" if package == "cupy-cuda12x" else None)

@@ -93,9 +93,10 @@ class Records:
         """Makes room for `rows` rows at a time. Those in use keep their numbers."""
         size = max(64, 1 << (2 * rows - 1).bit_length())
         if size > len(self.table):
+            grown = torch.empty((size, 2), dtype=torch.int64, device=self.device)
             with outside_capture():
-                grown = torch.zeros((size, 2), dtype=torch.int64, device=self.device)
                 grown[: len(self.table)] = self.table
+                grown[len(self.table) :].zero_()
             self._outgrown.append(self.table)  # kernels of tickets in flight, and captured graphs, go on reading it
             self.table = grown
 

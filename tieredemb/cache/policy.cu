@@ -57,6 +57,16 @@ __device__ __forceinline__ int block_scan(int value) {
     return value + (warp ? warps[warp - 1] : 0);
 }
 
+// The four slots from `slot` on of an array over `n` slots; `missing` where there is none.
+__device__ __forceinline__ void load_slots(const u32 *array, i64 slot, i64 n, u32 missing, u32 *values) {
+    if (slot + PER_THREAD <= n) {
+        uint4 v = *reinterpret_cast<const uint4 *>(array + slot);
+        values[0] = v.x, values[1] = v.y, values[2] = v.z, values[3] = v.w;
+    } else {
+        for (int k = 0; k < PER_THREAD; k++) values[k] = slot + k < n ? array[slot + k] : missing;
+    }
+}
+
 // Counts one digit at `shift` of `bits` bits: of the score, or with `by_age` of the age among the slots whose score is
 // the threshold's. Reads 8 bytes a slot, 4 where the prefix does not match.
 __device__ __forceinline__ void digit_count(int *bins, const Threshold &at, const u32 *score, const int *last_batch,
@@ -67,12 +77,7 @@ __device__ __forceinline__ void digit_count(int *bins, const Threshold &at, cons
     for (i64 start = (i64)blockIdx.x * blockDim.x; start * PER_THREAD < n; start += thread_count()) {
         i64 slot = (start + threadIdx.x) * PER_THREAD;
         u32 s[PER_THREAD];
-        if (slot + PER_THREAD <= n) {
-            uint4 v = *reinterpret_cast<const uint4 *>(score + slot);
-            s[0] = v.x, s[1] = v.y, s[2] = v.z, s[3] = v.w;
-        } else {
-            for (int k = 0; k < PER_THREAD; k++) s[k] = slot + k < n ? score[slot + k] : 0;
-        }
+        load_slots(score, slot, n, 0, s);
         int digit[PER_THREAD];
         bool any = false;
 #pragma unroll
@@ -82,18 +87,13 @@ __device__ __forceinline__ void digit_count(int *bins, const Threshold &at, cons
             any |= match;
         }
         if (any) {
-            int last[PER_THREAD];
-            if (slot + PER_THREAD <= n) {
-                int4 v = *reinterpret_cast<const int4 *>(last_batch + slot);
-                last[0] = v.x, last[1] = v.y, last[2] = v.z, last[3] = v.w;
-            } else {
-                for (int k = 0; k < PER_THREAD; k++) last[k] = slot + k < n ? last_batch[slot + k] : clock.oldest;
-            }
+            u32 last[PER_THREAD];
+            load_slots(reinterpret_cast<const u32 *>(last_batch), slot, n, (u32)clock.oldest, last);
 #pragma unroll
             for (int k = 0; k < PER_THREAD; k++) {
                 if (digit[k] < 0) continue;
-                u32 rank = by_age ? age_rank(last[k], clock) : s[k];
-                bool match = unlocked(s[k], last[k], clock) && (!by_age || (rank & mask) == (at.age & mask));
+                u32 rank = by_age ? age_rank((int)last[k], clock) : s[k];
+                bool match = unlocked(s[k], (int)last[k], clock) && (!by_age || (rank & mask) == (at.age & mask));
                 digit[k] = match ? (int)((rank >> shift) & ((1u << bits) - 1)) : -1;
             }
         }
@@ -141,22 +141,30 @@ __device__ __forceinline__ void digit_choose(Threshold &at, const int *total, in
 __device__ __forceinline__ void victims_emit(Selection *selection, const Threshold &at, const u32 *score,
                                              const int *last_batch, i64 n, const Clock &clock, bool by_age, int needed,
                                              int *victims) {
-    for (i64 start = (i64)blockIdx.x * blockDim.x; start < n; start += thread_count()) {
-        i64 slot = start + threadIdx.x;
-        bool goes = false;
-        if (slot < n) {
-            u32 s = score[slot];
-            if (s != 0 && (at.all || s <= at.score)) {
-                int last = last_batch[slot];
-                if (unlocked(s, last, clock)) {
-                    u32 rank = age_rank(last, clock);
-                    goes = at.all || s < at.score || (by_age && rank < at.age);
-                    if (!goes && (!by_age || rank == at.age)) goes = atomicAdd(&selection->ties, 1) < at.remaining;
-                }
+    for (i64 start = (i64)blockIdx.x * blockDim.x; start * PER_THREAD < n; start += thread_count()) {
+        const i64 slot = (start + threadIdx.x) * PER_THREAD;
+        u32 s[PER_THREAD];
+        load_slots(score, slot, n, 0, s);
+        bool any = false;
+#pragma unroll
+        for (int k = 0; k < PER_THREAD; k++) any |= s[k] != 0 && (at.all || s[k] <= at.score);
+        u32 goes = 0;
+        if (any) {
+            u32 last[PER_THREAD];
+            load_slots(reinterpret_cast<const u32 *>(last_batch), slot, n, (u32)clock.oldest, last);
+#pragma unroll
+            for (int k = 0; k < PER_THREAD; k++) {
+                if (!(at.all || s[k] <= at.score) || !unlocked(s[k], (int)last[k], clock)) continue;
+                const u32 rank = age_rank((int)last[k], clock);
+                bool leaves = at.all || s[k] < at.score || (by_age && rank < at.age);
+                if (!leaves && (!by_age || rank == at.age)) leaves = atomicAdd(&selection->ties, 1) < at.remaining;
+                if (leaves) goes |= 1u << k;
             }
         }
-        int place = append(&selection->chosen, goes);
-        if (goes && place < needed) victims[place] = (int)slot;
+        int place = append(&selection->chosen, __popc(goes));
+#pragma unroll
+        for (int k = 0; k < PER_THREAD; k++)
+            if (goes >> k & 1 && place < needed) victims[place++] = (int)(slot + k);
     }
 }
 

@@ -24,30 +24,35 @@ __device__ __forceinline__ i64 first_cell(i64 key, i64 cells) {
     return (i64)(((h >> 32) * (u64)cells) >> 32);
 }
 
-// A place in a list for each thread of the block that `wants` one: one atomic a block, as thousands on one address would
-// be what a kernel waits for. All threads of the block call it.
-__device__ __forceinline__ int append(int *count, bool wants) {
+// Places in a list for all threads of the block, each of which wants some; returns a thread's first. One atomic a block,
+// as thousands on one address would be what a kernel waits for. All threads of the block call it.
+__device__ __forceinline__ int append(int *count, int wanted) {
     __shared__ int before[32];  // wanted by the warps before each
     const int warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;
-    const u32 mask = __ballot_sync(FULL_WARP, wants);
-    if (lane_index() == 0) before[warp] = __popc(mask);
+    int upto = wanted;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        int left = __shfl_up_sync(FULL_WARP, upto, step);
+        if (lane_index() >= step) upto += left;
+    }
+    if (lane_index() == 31) before[warp] = upto;
     __syncthreads();
     if (warp == 0) {
         const int own = lane_index() < warps ? before[lane_index()] : 0;
-        int upto = own;
+        int sum = own;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
-            int left = __shfl_up_sync(FULL_WARP, upto, step);
-            if (lane_index() >= step) upto += left;
+            int left = __shfl_up_sync(FULL_WARP, sum, step);
+            if (lane_index() >= step) sum += left;
         }
         int base = 0;
-        if (lane_index() == 31 && upto) base = atomicAdd(count, upto);
-        before[lane_index()] = __shfl_sync(FULL_WARP, base, 31) + upto - own;
+        if (lane_index() == 31 && sum) base = atomicAdd(count, sum);
+        before[lane_index()] = __shfl_sync(FULL_WARP, base, 31) + sum - own;
     }
     __syncthreads();
-    const int place = before[warp] + __popc(mask & ((1u << lane_index()) - 1));
+    const int first = before[warp] + upto - wanted;
     __syncthreads();  // or the next call would overwrite what is read here
-    return wants ? place : -1;
+    return first;
 }
 
 // The lanes that share a row: groups of `lanes` inside a warp may run apart, so they synchronise among themselves.

@@ -10,8 +10,9 @@ import torch
 
 @contextlib.contextmanager
 def outside_capture() -> Iterator[None]:
-    """Launches and allocates at once even while the current stream is being captured: what the graph finds, not what
-    it does. Before a capture torch waits for the device, so nothing is pending that this would overtake."""
+    """Launches at once even while the current stream is being captured: what the graph finds, not what it does. Memory
+    is to be taken before, as CUDA gives none to other streams during a capture. Before one torch waits for the device,
+    so nothing is pending that this would overtake."""
     if not torch.cuda.is_current_stream_capturing():
         yield
         return

@@ -97,10 +97,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         first = self._tables.groups[0]
         if not isinstance(first, DeviceGroup):
             return
-        with first.cache.entered(), outside_capture():
+        with first.cache.entered():
             if self._options is None:
-                self._options = torch.zeros(5, dtype=torch.float64, device=device)
-            first.lookup.set_options(self._options, group)
+                self._options = torch.empty(5, dtype=torch.float64, device=device)
+            with outside_capture():
+                first.lookup.set_options(self._options, group)
         self._told = group
 
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
