@@ -14,7 +14,7 @@ from oracle import integer_weights
 from test_training import bits
 
 import tieredemb as te
-from tieredemb.errors import ConfigError, IdOutOfRangeError, InvalidInputError, TieredEmbError
+from tieredemb.errors import ConfigError, IdOutOfRangeError, InvalidInputError, StorageError, TieredEmbError
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -175,6 +175,23 @@ def test_last_offset_of_a_collection_must_be_the_number_of_ids():
     with pytest.raises(InvalidInputError, match="the last offset is 2 but there are 3 ids"):
         model.flush()
     assert_same_bits(bits(model), before)
+
+
+def test_an_interrupt_while_rows_move_is_not_forgotten(monkeypatch):
+    """New keys would own the rows that were there before."""
+    bag = make()
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bag.tables.groups[0].cache._transfer, "_generate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        bag(torch.arange(3)[None])
+    monkeypatch.undo()
+    for call in (lambda: bag(torch.arange(3)[None]), bag.flush, bag.state_dict):
+        with pytest.raises(StorageError, match=r"interrupted by KeyboardInterrupt.* build a new module"):
+            call()
+    bag.close()
 
 
 def test_batch_of_more_ids_than_a_plan_numbers_is_refused(monkeypatch):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +107,7 @@ class TieredModule(nn.Module):
 
     def _connect(self) -> None:
         self.backward_pass = BackwardPass(self._apply_updates)
+        self._accumulated: list[tuple[Call, torch.Tensor]] | None = None
         # a plain tensor, no Parameter: it only makes autograd ask for a gradient
         self._hook = self._make_hook()
 
@@ -144,7 +146,43 @@ class TieredModule(nn.Module):
             call.release()
 
     def _apply_updates(self, collected: list[tuple[Call, torch.Tensor]]) -> None:
-        type(collected[0][0]).apply(self, collected)
+        """Applies the calls of one backward pass in forward order, or keeps them for the end of `accumulate()`."""
+        if self._accumulated is not None:
+            self._accumulated += collected
+            return
+        try:
+            type(collected[0][0]).apply(self, collected)
+        finally:
+            for call, _ in collected:
+                call.release()
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Sums the gradients of all backward passes inside the context and applies one optimizer step at its end: the
+        bits of one backward through the micro-batches as one batch, given equal gradients of the outputs.
+
+        The rows of all of them stay locked until then, and their gradients are kept. After an exception nothing is
+        applied. Raises `BackwardError` inside itself.
+
+        >>> bag = TieredEmbeddingBag(1000, 4, optimizer=tieredemb.SGD(lr=0.1))
+        >>> with bag.accumulate():
+        ...     for micro_batch in torch.randint(1000, (4, 8, 3)):
+        ...         (bag(micro_batch).sum() / 4).backward()
+        """
+        if self._accumulated is not None:
+            raise BackwardError("accumulate() is active already; one context holds all micro-batches of a step")
+        kept: list[tuple[Call, torch.Tensor]] = []
+        self._accumulated = kept
+        try:
+            yield
+        except BaseException:
+            for call, _ in kept:
+                call.release()
+            raise
+        finally:
+            self._accumulated = None
+        if kept:
+            self._apply_updates(sorted(kept, key=lambda pair: pair[0].number))
 
     def check_trainable(self) -> FusedOptimizer:
         """The optimizer; raises `BackwardError` without one (never a silent default learning rate)."""
@@ -278,7 +316,7 @@ class TieredModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["backward_pass"], state["_hook"]
+        del state["backward_pass"], state["_hook"], state["_accumulated"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

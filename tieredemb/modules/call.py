@@ -181,8 +181,9 @@ class BackwardPass:
 
 
 class _Collected:
-    """The calls of one backward pass, and the callback that applies them. Autograd alone holds it, and drops it with a
-    backward that failed: its calls then update nothing, and their tickets are released."""
+    """The calls of one backward pass, and the callback that hands them over to be applied and released. Autograd alone
+    holds it, and drops it with a backward that failed: its calls then update nothing, and their tickets are
+    released."""
 
     def __init__(
         self, apply: weakref.WeakMethod[Callable[[list[tuple[Call, torch.Tensor]]], None]], depth: int
@@ -196,10 +197,6 @@ class _Collected:
     def __call__(self) -> None:
         self.finished = True
         calls, self.calls = self.calls, []
-        try:
-            apply = self._apply()
-            if calls and apply is not None:  # calls hold their module
-                apply(sorted(calls, key=lambda pair: pair[0].number))
-        finally:
-            for call, _ in calls:
-                call.release()
+        apply = self._apply()
+        if calls and apply is not None:  # calls hold their module
+            apply(sorted(calls, key=lambda pair: pair[0].number))
