@@ -4,94 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Executor
 from typing import Any
 
 import torch
 from torch import nn
 
-from tieredemb.config import (
-    LFU,
-    LRU,
-    SGD,
-    Adagrad,
-    Adam,
-    Capacity,
-    CheckIds,
-    OptimizerConfig,
-    Policy,
-    RowWiseAdagrad,
-    TableConfig,
-)
 from tieredemb.errors import BackwardError, ConfigError, UnsupportedError
+from tieredemb.modules.ahead import Ahead, Planned
 from tieredemb.modules.call import BackwardPass, Call, Lookup, inside_backward
 from tieredemb.modules.group import TableSetConfig
 from tieredemb.modules.inputs import Batch
 from tieredemb.modules.optimizer import FusedOptimizer
+from tieredemb.modules.options import LookupOptions
 from tieredemb.modules.table_set import TableSet
 from tieredemb.stats import CacheStats
-from tieredemb.storage.base import Storage
-from tieredemb.storage.host import HostMemory
-from tieredemb.storage.unified import UnifiedMemory
-
-
-@dataclass(frozen=True, kw_only=True)
-class LookupOptions:
-    """How lookups treat rows. `max_norm`: rows are scaled down to it when looked up · `scale_grad_by_freq`: a row's
-    gradient is divided by its occurrences in the call · `padding_is_dropped`: padding adds nothing to its bag (bags),
-    rather than being read without gradient (`TieredEmbedding`)."""
-
-    max_norm: float | None = None
-    norm_type: float = 2.0
-    scale_grad_by_freq: bool = False
-    padding_is_dropped: bool = True
-
-    def __post_init__(self) -> None:
-        if self.max_norm is not None and not (self.max_norm >= 0 and math.isfinite(self.max_norm)):
-            raise ConfigError(f"max_norm must be None or a finite number of 0 or more, got {self.max_norm!r}")
-        if not self.norm_type > 0:
-            raise ConfigError(f"norm_type must be above 0 (2 is Euclid's norm), got {self.norm_type!r}")
-
-
-def table_set_config(
-    tables: tuple[TableConfig, ...],
-    *,
-    capacity: Capacity,
-    policy: Policy | None,
-    storage: Storage | None,
-    optimizer: OptimizerConfig | None,
-    seed: int,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    check_ids: CheckIds,
-) -> TableSetConfig:
-    """Fills in the defaults: `LFU()`, torch's default dtype and device, `HostMemory()`, on a GPU `UnifiedMemory()`."""
-    if policy is not None and not isinstance(policy, (LFU, LRU)):
-        raise ConfigError(f"policy must be LFU(…) or LRU(), got {policy!r}")
-    if optimizer is not None and not isinstance(optimizer, (SGD, Adagrad, RowWiseAdagrad, Adam)):
-        raise ConfigError(
-            f"optimizer must be one of tieredemb.SGD, Adagrad, RowWiseAdagrad, Adam (it is fused into backward; "
-            f"torch.optim instances cannot reach the rows), got {optimizer!r}"
-        )
-    place = torch.get_default_device() if device is None else torch.device(device)
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    if storage is None:
-        storage = UnifiedMemory() if place.type == "cuda" else HostMemory()
-    return TableSetConfig(
-        tables=tables,
-        capacity=capacity,
-        policy=LFU() if policy is None else policy,
-        storage=storage,
-        optimizer=optimizer,
-        seed=seed,
-        dtype=dtype or torch.get_default_dtype(),
-        device=place,
-        check_ids=check_ids,
-    )
 
 
 class TieredModule(nn.Module):
@@ -107,6 +36,7 @@ class TieredModule(nn.Module):
 
     def _connect(self) -> None:
         self.backward_pass = BackwardPass(self._apply_updates)
+        self.ahead = Ahead()
         self._accumulated: list[tuple[Call, torch.Tensor]] | None = None
         # a plain tensor, no Parameter: it only makes autograd ask for a gradient
         self._hook = self._make_hook()
@@ -134,16 +64,40 @@ class TieredModule(nn.Module):
         if grad and not self._frozen:
             self._check_world_size()
         if grad and (not self._frozen or (weights is not None and weights.requires_grad)):
-            make = functools.partial(batch.call, self, trains=not self._frozen)
+            make = functools.partial(self._begin, batch, trains=not self._frozen)
             # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
             # captured step to an earlier one
             hook = self._hook if self._frozen else self._hook.detach().requires_grad_()
             return Lookup.apply(hook, weights, make, within)  # type: ignore[no-any-return, no-untyped-call]
-        call = batch.call(self, trains=False)
+        call = self._begin(batch, trains=False)
         try:
             return call.pool(weights, differentiable=False)
         finally:
             call.release()
+
+    def _begin(self, batch: Batch, *, trains: bool) -> Call:
+        """The call of a forward: planned ahead for its very tensors, or now."""
+        call = None if inside_backward() else self.ahead.take(batch.given)
+        if call is None:
+            call = batch.call(self, trains=trains)
+        try:
+            call.start()
+        except BaseException:
+            call.release()
+            raise
+        return call
+
+    def plan_ahead(self, executor: Executor, *inputs: Any) -> Planned:
+        """Plans a forward before it comes, on `executor`, from the ids and offsets that it will be given. A forward of
+        other tensors, or of these once they were changed, plans by itself; plans never taken are to be dropped."""
+        batch = self._batch(*inputs)
+        planned = Planned(batch.given, executor.submit(batch.call, self, trains=not self._frozen))
+        self.ahead.add(planned)
+        return planned
+
+    def _batch(self, *inputs: Any) -> Batch:
+        """The batch that a forward of `inputs` looks up. Raises `InvalidInputError`."""
+        raise NotImplementedError
 
     def _apply_updates(self, collected: list[tuple[Call, torch.Tensor]]) -> None:
         """Applies the calls of one backward pass in forward order, or keeps them for the end of `accumulate()`."""
@@ -245,6 +199,7 @@ class TieredModule(nn.Module):
         """
         from tieredemb.modules.checkpoint import load
 
+        self.ahead.drop_all()
         extra: dict[str, Any] = load(self.tables, self._fused, directory)
         return extra
 
@@ -300,6 +255,7 @@ class TieredModule(nn.Module):
             raise UnsupportedError("rows cannot be shared between processes; train in one process")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if probe.device != self.tables.config.device:
+            self.ahead.drop_all()
             self.tables.move(probe.device)
             self._hook = self._make_hook()
             if self._fused is not None:
@@ -316,7 +272,8 @@ class TieredModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["backward_pass"], state["_hook"], state["_accumulated"]
+        self.ahead.drop_all()  # the copy plans for itself, and tables are copied while no batch is in flight
+        del state["backward_pass"], state["_hook"], state["_accumulated"], state["ahead"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -50,18 +50,28 @@ def inside_backward() -> bool:
 
 
 class Call(abc.ABC):
-    """One forward of a module: its tickets, and what its gradient needs. It has planned when it was made."""
+    """One forward of a module: its tickets, and what its gradient needs. It has planned when it was made, which may be
+    long before the forward comes and it is started."""
 
     parts: Any  # what each group holds of it
 
     def __init__(self, module: TieredModule, batch: int) -> None:
-        self.number = next(_numbers)
+        self.number = -1  # in the order of forwards, once it has started
         self.module = module
         self.batch = batch
         self.consumed = False
         # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
         self.within: weakref.ref[_Collected] | None = None
         self.keeps_rows = False  # whether the rows of the forward are needed for a gradient of the weights
+
+    def start(self) -> None:
+        """The forward has come: numbers it, and scales its rows where they are longer than they may be."""
+        self.number = next(_numbers)
+        self.limit_norms()
+
+    @abc.abstractmethod
+    def limit_norms(self) -> None:
+        """Scales the rows of this forward down to the module's `max_norm`, where it has one and they are longer."""
 
     @abc.abstractmethod
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:

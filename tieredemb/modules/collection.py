@@ -8,9 +8,10 @@ import torch
 
 from tieredemb.config import Capacity, CheckIds, OptimizerConfig, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError
-from tieredemb.modules.base import LookupOptions, TieredModule, table_set_config
+from tieredemb.modules.base import TieredModule
 from tieredemb.modules.call import untraced
 from tieredemb.modules.inputs import Batch, as_ids, as_offsets, check_weights
+from tieredemb.modules.options import LookupOptions, table_set_config
 from tieredemb.storage.base import Storage
 
 
@@ -71,6 +72,11 @@ class TieredEmbeddingBagCollection(TieredModule):
         TorchRec's `KeyedJaggedTensor.values()` and `.offsets()` lay them out. Raises `InvalidInputError` or
         `IdOutOfRangeError` and changes nothing.
         """
+        return self._lookup(self._batch(indices, offsets, per_sample_weights))
+
+    def _batch(
+        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
+    ) -> Batch:
         ids = as_ids("indices", indices, self)
         if indices.dim() != 1:
             raise InvalidInputError(f"indices must have one dimension, got shape {tuple(indices.shape)}")
@@ -85,7 +91,7 @@ class TieredEmbeddingBagCollection(TieredModule):
             raise InvalidInputError(
                 f"offsets has {len(edges)} elements; {len(configs)} tables need {len(configs)} · B + 1 of them"
             )
-        return self._lookup(Batch(ids, edges, len(edges), True, batch, weights))
+        return Batch(ids, edges, len(edges), True, batch, weights, (indices, offsets))
 
     def extra_repr(self) -> str:
         config = self.tables.config

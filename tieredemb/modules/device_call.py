@@ -17,7 +17,8 @@ from tieredemb.modules.group import DeviceGroup
 from tieredemb.modules.table_set import EARLIER
 
 if TYPE_CHECKING:
-    from tieredemb.modules.base import LookupOptions, TieredModule
+    from tieredemb.modules.base import TieredModule
+    from tieredemb.modules.options import LookupOptions
 
 
 class DeviceGroupCall:
@@ -134,12 +135,14 @@ class DeviceCall(Call):
         try:
             for group, its_bags in zip(groups, bags, strict=True):
                 self.parts.append(DeviceGroupCall(group, its_bags, ids, options, trains=trains))
-            if options.max_norm is not None:
-                for part in self.parts:
-                    part.limit_norms(self.fault, options)
         except BaseException:
             self.release()
             raise
+
+    def limit_norms(self) -> None:
+        if self.module.options.max_norm is not None:
+            for part in self.parts:
+                part.limit_norms(self.fault, self.module.options)
 
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         tables = self.module.tables

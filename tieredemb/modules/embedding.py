@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from tieredemb.config import Capacity, CheckIds, Init, Normal, OptimizerConfig, Placement, Policy, TableConfig
-from tieredemb.modules.base import LookupOptions, TieredModule, table_set_config
+from tieredemb.modules.base import TieredModule
 from tieredemb.modules.call import untraced
 from tieredemb.modules.inputs import Batch, as_ids, equal_bags
+from tieredemb.modules.options import LookupOptions, table_set_config
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.storage.base import Storage
 
@@ -97,10 +98,12 @@ class TieredEmbedding(TieredModule):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of `input` (ids, int32 or int64, any shape): (*input.shape, D). Raises `InvalidInputError` or
         `IdOutOfRangeError` and changes nothing."""
+        return self._lookup(self._batch(input)).reshape(*input.shape, self.embedding_dim)
+
+    def _batch(self, input: torch.Tensor) -> Batch:
         ids = as_ids("input", input, self)
         n = len(ids)
-        batch = Batch(ids, equal_bags(n, 1, ids.device), n + 1, True, n, None)
-        return self._lookup(batch).reshape(*input.shape, self.embedding_dim)
+        return Batch(ids, equal_bags(n, 1, ids.device), n + 1, True, n, None, (input,))
 
     def extra_repr(self) -> str:
         config = self.tables.config

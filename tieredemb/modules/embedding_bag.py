@@ -8,9 +8,10 @@ import torch
 
 from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, OptimizerConfig, Placement, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError
-from tieredemb.modules.base import LookupOptions, TieredModule, table_set_config
+from tieredemb.modules.base import TieredModule
 from tieredemb.modules.call import untraced
 from tieredemb.modules.inputs import Batch, as_ids, as_offsets, check_weights, equal_bags
+from tieredemb.modules.options import LookupOptions, table_set_config
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.storage.base import Storage
 
@@ -135,6 +136,14 @@ class TieredEmbeddingBag(TieredModule):
         bags of equal length · `per_sample_weights`: floats of the ids' shape, for mode "sum". Raises
         `InvalidInputError` or `IdOutOfRangeError` and changes nothing.
         """
+        return self._lookup(self._batch(input, offsets, per_sample_weights))
+
+    def _batch(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> Batch:
         ids = as_ids("input", input, self)
         if per_sample_weights is not None and self.mode != "sum":
             raise InvalidInputError(f"per_sample_weights needs mode='sum', this module has mode={self.mode!r}")
@@ -143,7 +152,8 @@ class TieredEmbeddingBag(TieredModule):
             if offsets is not None:
                 raise InvalidInputError("offsets must be None for 2-D input, whose rows are the bags")
             bags, length = input.shape
-            return self._lookup(Batch(ids, equal_bags(bags, length, ids.device), bags + 1, True, bags, weights))
+            edges = equal_bags(bags, length, ids.device)
+            return Batch(ids, edges, bags + 1, True, bags, weights, (input,))
         if input.dim() != 1:
             raise InvalidInputError(f"input must have one or two dimensions, got shape {tuple(input.shape)}")
         if offsets is None:
@@ -152,10 +162,9 @@ class TieredEmbeddingBag(TieredModule):
         if self.include_last_offset and len(starts) == 0:
             raise InvalidInputError("with include_last_offset offsets has at least one element, got none")
         if len(starts) == 0:
-            starts = equal_bags(0, 0, ids.device)
-            return self._lookup(Batch(ids, starts, 1, False, 0, weights))
+            return Batch(ids, equal_bags(0, 0, ids.device), 1, False, 0, weights, (input, offsets))
         bags = len(starts) - self.include_last_offset
-        return self._lookup(Batch(ids, starts, bags + 1, False, bags, weights))
+        return Batch(ids, starts, bags + 1, False, bags, weights, (input, offsets))
 
     def extra_repr(self) -> str:
         parts = f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}"

@@ -92,7 +92,7 @@ class HostCall(Call):
         self.ids = len(ids)
         self.parts: list[HostGroupCall] = []
         options, groups = module.options, module.tables.groups
-        # every id is checked before any group plans, and every group has planned before a row is written
+        # every id is checked before any group plans
         bags = [
             make_bags(ids, offsets, group.space, batch, padding_is_dropped=options.padding_is_dropped)
             for group in groups
@@ -101,12 +101,15 @@ class HostCall(Call):
             for group, its_bags in zip(groups, bags, strict=True):
                 assert isinstance(group, HostGroup)
                 self.parts.append(HostGroupCall(group, its_bags))
-            if options.max_norm is not None:
-                for part in self.parts:
-                    part.limit_norms(options.max_norm, options.norm_type)
         except BaseException:
             self.release()
             raise
+
+    def limit_norms(self) -> None:
+        options = self.module.options
+        if options.max_norm is not None:
+            for part in self.parts:
+                part.limit_norms(options.max_norm, options.norm_type)
 
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         tables = self.module.tables

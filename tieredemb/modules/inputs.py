@@ -28,7 +28,8 @@ MAX_IDS = 2**31 - 1  # of one batch: plans and gradients number its occurrences 
 class Batch:
     """One batch as a module's forward took it. `ids`: int32 or int64 (N,) · `offsets`: int32 or int64, edges of the
     bags of all tables · `edges`: T·B + 1, how many there are; the last may be missing and is then N · `exact`: whether
-    the last must be N · `size`: B · `weights`: floats (N,) or None. Dtypes and shapes are checked, values are not."""
+    the last must be N · `size`: B · `weights`: floats (N,) or None · `given`: ids, and offsets where there are any, as
+    the caller passed them. Dtypes and shapes are checked, values are not."""
 
     ids: torch.Tensor
     offsets: torch.Tensor
@@ -36,6 +37,7 @@ class Batch:
     exact: bool
     size: int
     weights: torch.Tensor | None
+    given: tuple[torch.Tensor, ...]
 
     def call(self, module: TieredModule, *, trains: bool) -> Call:
         """Checks the values and plans the batch on the module's device. `trains`: whether a backward is expected to

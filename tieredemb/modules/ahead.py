@@ -1,0 +1,96 @@
+"""Forwards that were planned before they come, and how a forward finds its plan: by the very tensors it is given."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from tieredemb.modules.call import Call
+
+Given = tuple[torch.Tensor, ...]  # ids and offsets as a caller passed them
+
+
+class Planned:
+    """A forward that was planned ahead, or is being. `given`: its inputs, held so that no other tensor can take their
+    place in memory."""
+
+    def __init__(self, given: Given, future: Future[Call]) -> None:
+        self.given = given
+        self.key = identity(given)
+        self.future = future
+
+    def call(self) -> Call | None:
+        """The call, once it is planned; None where planning failed: the forward then finds out why by itself."""
+        return None if self.future.cancelled() or self.future.exception() is not None else self.future.result()
+
+    def drop(self) -> None:
+        """Gives the plan up, now or as soon as it is made."""
+        if not self.future.cancel():
+            self.future.add_done_callback(_release)
+
+
+def _release(future: Future[Call]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().release()
+
+
+class Ahead:
+    """The planned forwards of a module. Its calls may come from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._planned: list[Planned] = []
+
+    def add(self, planned: Planned) -> None:
+        with self._lock:
+            self._planned.append(planned)
+
+    def take(self, given: Given) -> Call | None:
+        """The call that was planned first for these tensors, as they are now; None if there is none. Waits for it."""
+        if not self._planned:
+            return None
+        key = identity(given)
+        with self._lock:
+            found = next((planned for planned in self._planned if planned.key == key), None)
+            if found is None:
+                return None
+            self._planned.remove(found)
+        return found.call()
+
+    def drop(self, planned: Planned) -> bool:
+        """Gives up a plan that no forward has taken; returns whether there was one to give up."""
+        with self._lock:
+            if planned not in self._planned:
+                return False
+            self._planned.remove(planned)
+        planned.drop()
+        return True
+
+    def drop_all(self) -> None:
+        """Gives up all plans, and waits for those that are being made."""
+        with self._lock:
+            dropped, self._planned = self._planned, []
+        for planned in dropped:
+            planned.drop()
+        for planned in dropped:
+            if not planned.future.cancelled():
+                planned.future.exception()
+
+
+def identity(given: Given) -> tuple[Any, ...]:
+    """What tells tensors and their content from others, as long as they are held: a change in place counts up the
+    version, which tensors made in inference mode do not have."""
+    return tuple(
+        (
+            tensor.data_ptr(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            -1 if tensor.is_inference() else tensor._version,
+        )
+        for tensor in given
+    )
