@@ -6,6 +6,7 @@ from tieredemb.modules.collection import TieredEmbeddingBagCollection
 from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag
 from tieredemb.modules.replace import replace_embedding_bags
+from tieredemb.pipeline.prefetch import prefetch
 from tieredemb.stats import CacheStats
 from tieredemb.storage.file import File
 from tieredemb.storage.host import HostMemory
@@ -33,5 +34,6 @@ __all__ = [
     "TieredEmbeddingBagCollection",
     "UnifiedMemory",
     "Uniform",
+    "prefetch",
     "replace_embedding_bags",
 ]

@@ -77,6 +77,8 @@ class TieredModule(nn.Module):
 
     def _begin(self, batch: Batch, *, trains: bool) -> Call:
         """The call of a forward: planned ahead for its very tensors, or now."""
+        if self.ahead.listener is not None and not inside_backward():
+            self.ahead.listener(self, batch.given)
         call = None if inside_backward() else self.ahead.take(batch.given)
         if call is None:
             call = batch.call(self, trains=trains)

@@ -1,0 +1,461 @@
+"""Prefetch over a loop: the bits of the loop without it, whatever the batches are; what it plans is used, and given up
+when the loop is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from devices import assert_same_bits, equal, given_on_devices, idle, randint
+from hypothesis import strategies as st
+from test_training import NAMES, OPTIMIZERS, bits, random_batch, table_configs
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import tieredemb as te
+from tieredemb.errors import ConfigError, IdOutOfRangeError, StorageFullError
+
+ROWS, WIDTH = 40, 4
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_errors():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def table(**keywords):
+    keywords = {"capacity": 5, "optimizer": te.Adagrad(lr=0.5, initial_accumulator_value=0.1), "mode": "sum"} | keywords
+    return te.TieredEmbeddingBag(ROWS, WIDTH, **keywords)
+
+
+def ids_of_steps(steps, size=6, skew=2):
+    return [(randint(0, ROWS, (size, 3), seed=step) // skew) for step in range(steps)]
+
+
+def train(loop, model, forward):
+    """Outputs of each batch and the bits at the end."""
+    outputs = []
+    for batch in loop:
+        out = forward(model, batch)
+        outputs.append(out.detach().clone())
+        out.square().sum().backward()
+    return [*outputs, *bits(model)]
+
+
+# --- the same bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
+@pytest.mark.parametrize("capacity", [1, 9, 1.0])
+@pytest.mark.parametrize("depth", [1, 3, 20])
+def test_any_depth_gives_the_bits_of_the_plain_loop(device, depth, capacity, optimizer):
+    tables = table_configs(modes=("sum", "mean", "max"), widths=(4, 5))
+    batches = [random_batch(tables, 7, step) for step in range(8)]
+    runs = []
+    for prefetched in (False, True):
+        model = te.TieredEmbeddingBagCollection(tables, capacity=capacity, optimizer=optimizer)
+        loop = te.prefetch(batches, model, depth) if prefetched else batches
+        runs.append(train(loop, model, lambda model, batch: model(batch[0], batch[1])))
+        assert idle(model)
+    assert_same_bits(*runs)
+
+
+@pytest.mark.parametrize("storage", ["host", "file", "pmem"])
+def test_any_tier_gives_the_bits_of_the_plain_loop(device, tmp_path, storage):
+    expected = train(ids_of_steps(9), table(), lambda model, ids: model(ids))
+    tiers = {"host": te.HostMemory(), "file": te.File(str(tmp_path / "rows")), "pmem": te.Pmem(str(tmp_path))}
+    try:
+        model = table(storage=tiers[storage])
+    except te.TieredEmbError as error:
+        pytest.skip(str(error))
+    assert_same_bits(train(te.prefetch(ids_of_steps(9), model, 2), model, lambda model, ids: model(ids)), expected)
+
+
+@given_on_devices(
+    st.integers(0, 4),
+    st.sampled_from([1, 2, 3, 7, 40]),
+    st.lists(st.lists(st.integers(0, ROWS - 1), max_size=12), max_size=7),
+    st.sampled_from([te.LFU(), te.LRU(), te.LFU(half_life_batches=1.0)]),
+    cuda=6,
+)
+def test_any_batches_at_any_depth_are_exact(device, depth, capacity, batches, policy):
+    """Among them the same rows in every batch, batches larger than the cache, and none at all. Integers, so that the
+    oracle's sums have no order."""
+    tensors = [torch.tensor(batch, dtype=torch.int64) for batch in batches]
+    offsets = torch.zeros(1, dtype=torch.int64)
+    bag = table(capacity=capacity, policy=policy, optimizer=te.SGD(lr=1.0))
+    oracle = np.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % 17 - 8.0
+    bag.load_state_dict({"weight": torch.from_numpy(oracle).float().to(torch.get_default_device())})
+    for batch, ids in zip(batches, te.prefetch(tensors, bag, depth, ids_of=lambda ids: (ids, offsets)), strict=True):
+        out = bag(ids, offsets)
+        assert out[0].tolist() == oracle[batch].sum(0).tolist()
+        out.sum().backward()
+        np.subtract.at(oracle, batch, 1.0)
+    assert equal(bag.state_dict()["weight"], torch.from_numpy(oracle).float())
+    assert idle(bag)
+
+
+def test_max_norm_scales_the_rows_of_a_forward_when_it_comes(device):
+    expected = train(ids_of_steps(7), table(max_norm=0.5), lambda model, ids: model(ids))
+    model = table(max_norm=0.5)
+    assert_same_bits(train(te.prefetch(ids_of_steps(7), model, 3), model, lambda model, ids: model(ids)), expected)
+
+
+def test_evaluation_and_other_lookups_inside_the_loop(device):
+    runs = []
+    for depth in (None, 2):
+        model, outputs = table(), []
+        batches = ids_of_steps(8)
+        for step, ids in enumerate(batches if depth is None else te.prefetch(batches, model, depth)):
+            with torch.no_grad():
+                outputs.append(model(randint(0, ROWS, (9, 2), seed=100 + step)))
+            out = model(ids) + model(ids.flip(0))
+            out.square().sum().backward()
+            outputs += [out.detach(), model.state_dict()["weight"]] if step % 3 == 0 else [out.detach()]
+        runs.append([*outputs, *bits(model)])
+    assert_same_bits(*runs)
+
+
+def test_micro_batches_of_a_step(device):
+    runs = []
+    for depth in (0, 1, 4):
+        model, loop = table(), ids_of_steps(8)
+        loop = iter(te.prefetch(loop, model, depth))
+        for _ in range(4):
+            with model.accumulate():
+                for ids in itertools.islice(loop, 2):
+                    model(ids).square().sum().backward()
+        runs.append(bits(model))
+    assert_same_bits(runs[0], runs[1])
+    assert_same_bits(runs[0], runs[2])
+
+
+def test_recomputed_forwards_take_no_plan_of_another_batch(device):
+    same = torch.arange(6).reshape(2, 3)
+    runs = []
+    for depth in (0, 2):
+        model = table()
+        for ids in te.prefetch([same] * 5, model, depth):  # the very tensor in all batches
+            checkpoint(model, ids, use_reentrant=False).square().sum().backward()
+        assert model.stats().batches == 5
+        runs.append(bits(model))
+    assert_same_bits(*runs)
+
+
+# --- what it plans is used --------------------------------------------------------------------------------------------
+
+Point = namedtuple("Point", "ids label")
+
+
+@dataclasses.dataclass
+class Sample:
+    ids: torch.Tensor
+    label: torch.Tensor
+
+
+class Jagged:
+    """As TorchRec's `KeyedJaggedTensor`."""
+
+    def __init__(self, ids):
+        self._values = ids.reshape(-1)
+        self._lengths = torch.full((len(ids),), ids.shape[1])
+        self._offsets = None
+
+    def values(self):
+        return self._values
+
+    def offsets(self):
+        if self._offsets is None:
+            self._offsets = torch.cat([torch.zeros(1, dtype=torch.int64), self._lengths.cumsum(0)])
+        return self._offsets
+
+
+FORMS = {
+    "tensor": (lambda ids: ids, lambda model, batch: model(batch)),
+    "tuple": (lambda ids: (torch.zeros(3), ids), lambda model, batch: model(batch[1])),
+    "dict": (lambda ids: {"label": ids[:, 0], "features": {"ids": ids}}, lambda m, b: m(b["features"]["ids"])),
+    "namedtuple": (lambda ids: Point(ids, ids[0]), lambda model, batch: model(batch.ids)),
+    "dataclass": (lambda ids: Sample(ids, ids[0]), lambda model, batch: model(batch.ids)),
+    "jagged": (lambda ids: {"sparse": Jagged(ids)}, lambda m, b: m(b["sparse"].values(), b["sparse"].offsets()[:-1])),
+    "list": (lambda ids: [ids, ids + 1], lambda model, batch: model(batch[0]) + model(batch[1])),
+}
+
+
+class Plans:
+    """Counts the forwards that found their plan."""
+
+    def __init__(self, module, monkeypatch):
+        self.found = self.missed = 0
+        take = module.ahead.take
+
+        def counted(given):
+            call = take(given)
+            self.found += call is not None
+            self.missed += call is None
+            return call
+
+        monkeypatch.setattr(module.ahead, "take", counted)
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if name != "jagged"])
+def test_the_first_batch_shows_what_the_model_looks_up(device, monkeypatch, form):
+    make, forward = FORMS[form]
+    batches, model = [make(ids) for ids in ids_of_steps(6)], table()
+    expected = train([make(ids) for ids in ids_of_steps(6)], table(), forward)
+    plans = Plans(model, monkeypatch)
+    assert_same_bits(train(te.prefetch(batches, model, 2), model, forward), expected)
+    forwards = 2 if form == "list" else 1
+    assert (plans.found, plans.missed) == (5 * forwards, forwards)
+
+
+def test_jagged_batches_are_told(device, monkeypatch):
+    """Their offsets without the last are another tensor each time, so the forward has to be given the one named."""
+    model = te.TieredEmbeddingBag(
+        ROWS, WIDTH, mode="sum", capacity=5, optimizer=te.SGD(lr=0.5), include_last_offset=True
+    )
+    plans = Plans(model, monkeypatch)
+    for batch in te.prefetch([Jagged(ids) for ids in ids_of_steps(5)], model):
+        model(batch.values(), batch.offsets()).sum().backward()
+    assert (plans.found, plans.missed) == (4, 1)
+
+
+def test_constant_offsets_are_no_part_of_the_batch(device, monkeypatch):
+    offsets, model = torch.arange(6) * 3, table()
+    plans = Plans(model, monkeypatch)
+    for ids in te.prefetch([ids.reshape(-1) for ids in ids_of_steps(5)], model):
+        model(ids, offsets).sum().backward()
+    assert (plans.found, plans.missed) == (4, 1)
+
+
+def test_several_modules_inside_a_model(device, monkeypatch):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bags = nn.ModuleDict({"a": table(), "b": table(seed=1)})
+            self.rows = te.TieredEmbedding(ROWS, WIDTH, capacity=3, optimizer=te.SGD(lr=0.5))
+
+        def forward(self, batch):
+            return self.bags["a"](batch["a"]) + self.bags["b"](batch["b"]) * self.rows(batch["c"])
+
+    def batches():
+        return [{"a": ids, "b": ids + 20, "c": ids[:, 0]} for ids in ids_of_steps(6)]
+
+    def run(loop, model):
+        for batch in loop:
+            model(batch).square().sum().backward()
+        return [part for module in (*model.bags.values(), model.rows) for part in bits(module)]
+
+    plain = Model()
+    expected = run(batches(), plain)
+    learned, told = Model(), Model()
+    plans = [Plans(module, monkeypatch) for module in (*learned.bags.values(), learned.rows)]
+    assert_same_bits(run(te.prefetch(batches(), learned, 2), learned), expected)
+    assert [(each.found, each.missed) for each in plans] == [(5, 1)] * 3
+    plans = [Plans(module, monkeypatch) for module in (*told.bags.values(), told.rows)]
+
+    def name(batch):
+        return {"bags.a": batch["a"], told.bags["b"]: (batch["b"],), "rows": [batch["c"]]}
+
+    assert_same_bits(run(te.prefetch(batches(), told, ids_of=name), told), expected)
+    assert [(each.found, each.missed) for each in plans] == [(6, 0)] * 3
+
+
+def test_workers_of_a_data_loader(monkeypatch):
+    data = TensorDataset(torch.arange(24).reshape(12, 2) % ROWS, torch.arange(12))
+    runs = []
+    for prefetched in (False, True):
+        loader, model = DataLoader(data, batch_size=3, num_workers=2), table()
+        loop = te.prefetch(loader, model) if prefetched else loader
+        assert len(loop) == 4
+        for _ in range(2):
+            runs.append(train(loop, model, lambda model, batch: model(batch[0])))
+    assert_same_bits(runs[0], runs[2])
+    assert_same_bits(runs[1], runs[3])
+
+
+def test_a_tensor_that_was_changed_is_planned_anew(device, monkeypatch):
+    batches, model = ids_of_steps(4), table()
+    plans = Plans(model, monkeypatch)
+    for ids in te.prefetch(batches, model, ids_of=lambda ids: ids):
+        before = model(ids.clone()).detach()
+        ids.add_(1)
+        assert not equal(model(ids), before)
+        ids.sub_(1)
+        with torch.no_grad():
+            assert equal(model(ids), before)
+        break
+    assert plans.found == 0
+    assert idle(model)
+
+
+def test_a_failing_plan_leaves_its_error_to_the_forward(device):
+    good, bad = torch.tensor([[1, 2]]), torch.tensor([[3, ROWS]])
+    model = table(check_ids="always")
+    seen = []
+    for ids in te.prefetch([good, bad, good.float(), good.clone()], model, 3, ids_of=lambda ids: ids):
+        try:
+            model(ids).sum().backward()
+        except IdOutOfRangeError as error:
+            seen.append(str(error))
+        except te.TieredEmbError as error:
+            seen.append(str(error))
+    assert len(seen) == 2
+    assert f"id {ROWS} at position 1" in seen[0]
+    assert "float32" in seen[1]
+    assert idle(model)
+
+
+def test_a_storage_that_fails_fails_the_batch_that_needs_it(monkeypatch):
+    model = table()
+    cold = model.tables.groups[0].cache.cold
+    read, lost = cold.read, {10, 15}
+
+    def failing(keys, *arguments):
+        if lost & set(keys.tolist()):
+            raise StorageFullError(f"cannot read {keys}")
+        return read(keys, *arguments)
+
+    monkeypatch.setattr(cold, "read", failing)
+    batches = [torch.tensor([[row, row + 1]]) for row in range(0, 20, 2)]
+    expected, failed = table(), []
+    for step, ids in enumerate(te.prefetch(batches, model, 2, ids_of=lambda ids: ids)):
+        try:
+            model(ids).sum().backward()
+        except StorageFullError as error:
+            failed.append((step, str(error)))
+            lost.discard(15)  # in reach again when its forward comes
+        else:
+            expected(ids).sum().backward()
+    assert failed == [(5, "cannot read [10 11]")]
+    lost.clear()
+    assert idle(model)
+    assert_same_bits(bits(model), bits(expected))
+
+
+# --- leaving ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["break", "error", "loader's error", "end", "close"])
+def test_a_loop_that_is_left_locks_nothing(device, how):
+    model = table(capacity=6)
+
+    def loader():
+        for step, ids in enumerate(ids_of_steps(9, size=2)):
+            if how == "loader's error" and step == 5:
+                raise KeyError("the loader's own")
+            yield ids
+
+    steps = 0
+
+    def loop():
+        nonlocal steps
+        batches = iter(te.prefetch(loader(), model, 3, ids_of=lambda ids: ids))
+        for ids in batches:
+            model(ids).sum().backward()
+            steps += 1
+            if how == "break" and steps == 4:
+                break
+            if how == "error" and steps == 4:
+                raise KeyError("the loop's own")
+            if how == "close" and steps == 4:
+                batches.close()
+
+    if "error" in how:
+        with pytest.raises(KeyError, match="the loader" if how.startswith("loader") else "the loop"):
+            loop()
+    else:
+        loop()
+    assert steps == {"loader's error": 5, "end": 9}.get(how, 4)
+    assert idle(model)
+    with torch.no_grad():  # every row can be evicted
+        before = model.stats()
+        model(torch.arange(6)[None] + 30)
+    assert (model.stats() - before).rows_overflow == 0
+
+
+def test_loops_follow_one_another(device):
+    model, batches = table(), ids_of_steps(4)
+    loop = te.prefetch(batches, model, 2)
+    runs = [train(loop, model, lambda model, ids: model(ids)) for _ in range(3)]
+    plain = table()
+    assert_same_bits([part for run in runs for part in run], [
+        part for _ in range(3) for part in train(ids_of_steps(4), plain, lambda model, ids: model(ids))
+    ])  # fmt: skip
+
+
+def test_checkpoints_and_copies_inside_the_loop_drop_its_plans(device, tmp_path):
+    model = table()
+    for step, ids in enumerate(te.prefetch(ids_of_steps(6), model, 2, ids_of=lambda ids: ids)):
+        model(ids).sum().backward()
+        if step == 1:
+            model.save_checkpoint(str(tmp_path))
+            saved = bits(model)
+        if step == 3:
+            model.load_checkpoint(str(tmp_path))
+            assert_same_bits(bits(model), saved)
+    plain = table()
+    for step, ids in enumerate(ids_of_steps(6)):
+        if step not in (2, 3):
+            plain(ids).sum().backward()
+    assert_same_bits(bits(model), bits(plain))
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_ids_that_the_model_computes_are_warned_about(device):
+    model = table()
+    with pytest.warns(UserWarning, match="nothing is fetched ahead.*ids_of"):
+        runs = train(te.prefetch(ids_of_steps(5), model), model, lambda model, ids: model((ids + 1) % ROWS))
+    assert_same_bits(runs, train(ids_of_steps(5), table(), lambda model, ids: model((ids + 1) % ROWS)))
+
+
+def test_plans_that_no_forward_takes_are_warned_about(device):
+    model = table()
+    with pytest.warns(UserWarning, match="planned a batch that no forward looked up.*ids_of"):
+        train(te.prefetch(ids_of_steps(5), model, ids_of=lambda ids: ids), model, lambda model, ids: model(ids.clone()))
+    assert idle(model)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"depth": -1}, "depth"),
+        ({"depth": 1.5}, "depth"),
+        ({"depth": True}, "depth"),
+        ({"ids_of": 3}, "ids_of"),
+        ({"model": nn.Linear(2, 2)}, "no tiered tables"),
+        ({"model": None}, "model must be"),
+    ],
+)
+def test_wrong_arguments_are_refused(keywords, message):
+    with pytest.raises(ConfigError, match=message):
+        te.prefetch(**{"loader": [], "model": table(), **keywords})
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (lambda ids: {"nothing": ids}, "'nothing'"),
+        (lambda ids: {table(): ids}, "no tiered module of the model"),
+        (lambda ids: (ids, ids, ids), "ids, or"),
+        (lambda ids: "ids", "ids, or"),
+        (lambda ids: [], None),
+    ],
+)
+def test_what_ids_of_returns_is_checked(told, message):
+    model = table()
+    loop = te.prefetch(ids_of_steps(2), model, ids_of=told)
+    if message is None:
+        assert len(list(loop)) == 2
+        return
+    with pytest.raises(ConfigError, match=message):
+        list(loop)

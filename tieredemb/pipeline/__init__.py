@@ -1,0 +1,1 @@
+"""Training loops around the modules: planning and fetching ahead of the batch that computes."""

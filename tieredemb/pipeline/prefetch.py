@@ -1,0 +1,201 @@
+"""Fetching ahead: while a batch computes, the rows of the next ones come.
+
+A batch is planned from its ids before its forward, which finds its plan by the tensors that it is given
+(`modules.ahead`). Plans follow one another in the order of the batches. A row that a batch in flight uses does not
+move, and an update changes it where it is: what a later forward reads is never stale.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.modules.ahead import Planned
+from tieredemb.modules.base import TieredModule
+from tieredemb.pipeline.lookups import Lookup, Told, learn
+
+B = TypeVar("B")
+
+
+class Prefetch(Generic[B]):
+    """The batches of `loader`, each planned and fetched before it is handed out; see `prefetch`."""
+
+    def __init__(
+        self, loader: Iterable[B], model: nn.Module, depth: int = 1, *, ids_of: Callable[[B], Any] | None = None
+    ) -> None:
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+            raise ConfigError(f"depth must be a number of batches, 0 or more, got {depth!r}")
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if ids_of is not None and not callable(ids_of):
+            raise ConfigError(f"ids_of must be a function of a batch, got {ids_of!r}")
+        self.loader = loader
+        self.depth = depth
+        self.modules = {name: part for name, part in model.named_modules() if isinstance(part, TieredModule)}
+        if not self.modules:
+            raise ConfigError(
+                "the model has no tiered tables, so there is nothing to prefetch; see replace_embedding_bags"
+            )
+        self._told = None if ids_of is None else Told(self.modules, ids_of)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[B]:
+        source = iter(self.loader)
+        with _executor(self.modules) as executor, contextlib.closing(_Run(self, executor, self._told)) as run:
+            ended = False
+            while True:
+                while not ended and len(run.queue) <= self.depth:
+                    ended = run.fetch(source)
+                if not run.queue:
+                    return
+                yield run.hand_out()
+                run.finish()
+
+
+def prefetch(
+    loader: Iterable[B], model: nn.Module, depth: int = 1, *, ids_of: Callable[[B], Any] | None = None
+) -> Prefetch[B]:
+    """Goes through the batches of `loader` and has the rows of the next `depth` ones planned and fetched while one
+    computes; numbers are those of the loop without it, bit for bit.
+
+    `loader`: any iterable of batches, which must not change once they were handed on · `model`: holds the tiered
+    modules · `ids_of`: a function that names what a batch's forwards will look up: ids or (ids, offsets), the very
+    tensors; a list of such for several forwards; for several tiered modules a mapping from them, or from their names,
+    to these. Without it the first batch shows which of its tensors reach which module, and fetching ahead starts with
+    the second; ids that the model computes cannot be guessed, which a warning says.
+
+    Its plans lock rows: those of `depth` batches more than without. Leaving the loop gives them up. An exception of the
+    loader comes at its batch. Returns an iterable with the length of `loader`, for any number of loops, one at a time.
+    Raises `ConfigError`.
+
+    >>> model = nn.Sequential(tieredemb.TieredEmbeddingBag(1000, 4, optimizer=tieredemb.SGD(lr=0.1)), nn.Linear(4, 1))
+    >>> for ids in tieredemb.prefetch(torch.randint(1000, (5, 8, 3)), model):
+    ...     model(ids).sum().backward()
+    """
+    return Prefetch(loader, model, depth, ids_of=ids_of)
+
+
+class _Fetched(Generic[B]):
+    """A batch, or what the loader raised in its place; its plans, once there are any."""
+
+    def __init__(self, batch: B | None, error: BaseException | None = None) -> None:
+        self.batch = batch
+        self.error = error
+        self.planned: list[tuple[TieredModule, Planned]] | None = None
+
+    def drop(self) -> int:
+        """Gives up the plans that no forward took; returns how many did."""
+        planned, self.planned = self.planned or [], None
+        return sum(not module.ahead.drop(plan) for module, plan in planned)
+
+
+class _Run(Generic[B]):
+    """One loop over the batches."""
+
+    def __init__(self, prefetch: Prefetch[B], executor: Executor, lookups: Callable[[B], list[Lookup]] | None) -> None:
+        self.queue: deque[_Fetched[B]] = deque()
+        self._prefetch = prefetch
+        self._executor = executor
+        self._lookups = lookups
+        self._current: _Fetched[B] | None = None
+        self._seen: list[Lookup] = []  # forwards of the current batch, while it is to be learned from
+        self._warned = False
+        self._listen(lookups is None and prefetch.depth > 0)
+
+    def fetch(self, source: Iterator[B]) -> bool:
+        """Queues the next batch and begins to plan it; returns whether that was the last."""
+        try:
+            fetched = _Fetched(next(source))
+        except StopIteration:
+            return True
+        except Exception as error:
+            self.queue.append(_Fetched(None, error))
+            return True
+        self.queue.append(fetched)
+        self._plan(fetched)
+        return False
+
+    def hand_out(self) -> B:
+        """The next batch; raises what the loader raised in its place."""
+        self._current = current = self.queue.popleft()
+        if current.error is not None:
+            raise current.error
+        return current.batch  # type: ignore[return-value]
+
+    def finish(self) -> None:
+        """The batch handed out has been used."""
+        current, self._current = self._current, None
+        assert current is not None
+        planned = bool(current.planned)
+        if current.drop() == 0 and planned and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "prefetch planned a batch that no forward looked up: the model is given other tensors than those "
+                "planned (copies, other shapes, ids computed from them); name the ones it is given with ids_of",
+                stacklevel=4,
+            )
+        if self._lookups is None and self._seen:
+            self._lookups, unknown = learn(current.batch, self._seen)
+            self._listen(False)
+            if unknown:
+                names = [
+                    repr(name or "the model") for name, module in self._prefetch.modules.items() if module in unknown
+                ]
+                warnings.warn(
+                    f"prefetch cannot tell from a batch what {', '.join(names)} will look up, so nothing is fetched "
+                    f"ahead for it: the ids are none of the batch's tensors; name them with ids_of",
+                    stacklevel=4,
+                )
+            for fetched in self.queue:
+                self._plan(fetched)
+
+    def close(self) -> None:
+        """Gives up all plans that no forward took."""
+        self._listen(False)
+        for fetched in (*self.queue, *([] if self._current is None else [self._current])):
+            fetched.drop()
+
+    def _plan(self, fetched: _Fetched[B]) -> None:
+        if self._lookups is None or self._prefetch.depth == 0 or fetched.error is not None:
+            return
+        fetched.planned = []
+        for module, given in self._lookups(fetched.batch):  # type: ignore[arg-type]
+            with contextlib.suppress(InvalidInputError):  # the forward will tell
+                fetched.planned.append((module, module.plan_ahead(self._executor, *given)))
+
+    def _listen(self, on: bool) -> None:
+        for module in self._prefetch.modules.values():
+            module.ahead.listener = self._hear if on else None
+
+    def _hear(self, module: TieredModule, given: tuple[Any, ...]) -> None:
+        if self._current is not None:
+            self._seen.append((module, given))
+
+
+class _AtOnce(Executor):
+    """Plans where it is asked to."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+        try:
+            future.set_result(function(*args, **keywords))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def _executor(modules: Mapping[str, TieredModule]) -> Executor:
+    """One thread, so that plans follow one another; on a GPU the plans are launches, and need none."""
+    if all(module.tables.config.device.type == "cuda" for module in modules.values()):
+        return _AtOnce()
+    return ThreadPoolExecutor(1, thread_name_prefix="tieredemb-prefetch")
