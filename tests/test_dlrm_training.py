@@ -159,7 +159,7 @@ def test_generated_log_can_be_learned() -> None:
     assert report.score(run.labels, run.probabilities).auc > 0.65
 
 
-@pytest.mark.parametrize("variant", ["capacity 100 %", "file", "LRU, 50 rows"])
+@pytest.mark.parametrize("variant", ["capacity 100 %", "file", "LRU, 50 rows", "prefetch"])
 def test_training_has_the_same_bits_on_every_device(device: str, tmp_path: Path, variant: str) -> None:
     base = replace(SMALL, device=device)
     run = outcome(base, SHORT)
@@ -167,6 +167,7 @@ def test_training_has_the_same_bits_on_every_device(device: str, tmp_path: Path,
         "capacity 100 %": {"capacity": 1.0},
         "file": {"storage": tieredemb.File(tmp_path / "rows")},
         "LRU, 50 rows": {"capacity": 50, "policy": tieredemb.LRU()},
+        "prefetch": {"prefetch": 3},
     }
     other = outcome(with_cache(base, **changes[variant]), SHORT)
     run.assert_same_bits(other)
@@ -187,11 +188,11 @@ def test_training_step_does_not_wait_for_the_gpu(gpu: None) -> None:
     with torch.device("cpu"), Trainer(replace(SMALL, device="cuda"), SHORT) as trainer:
         batches = list(SHORT.batches(0, 320, 64))
         for rows in batches[:2]:  # compiles the kernels
-            trainer._step(rows)
+            trainer._step(rows, trainer._batch(rows))
         torch.cuda.set_sync_debug_mode("error")
         try:
             for rows in batches[2:]:
-                trainer._step(rows)
+                trainer._step(rows, trainer._batch(rows))
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -249,7 +250,7 @@ def _saved_batches(directory: Path) -> int:
 def test_training_survives_kills(tmp_path: Path, small_run: Outcome, small_log: GeneratedLog) -> None:
     directory = tmp_path / "run"
     kill_when(directory, 30)
-    kill_when(directory, 90, "--resume", "--tier", "file", "--tier-path", str(tmp_path / "rows"))
+    kill_when(directory, 90, "--resume", "--tier", "file", "--tier-path", str(tmp_path / "rows"), "--prefetch", "2")
     assert 90 <= _saved_batches(directory) < 200
     resumed = outcome(SMALL, small_log, CheckpointConfig(directory=directory, every=37, resume=True))
     small_run.assert_same_bits(resumed)

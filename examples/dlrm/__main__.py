@@ -90,6 +90,7 @@ def _add_tables(group: argparse._ArgumentGroup) -> None:
                        help="where all rows live; auto: unified on a GPU, host on the CPU")  # fmt: skip
     group.add_argument("--tier-path", type=Path, help="file of the file tier, directory of the pmem tier")
     group.add_argument("--policy", choices=("lfu", "lru"), default="lfu", help="which rows stay in the cache")
+    group.add_argument("--prefetch", type=int, default=0, help="batches whose rows are fetched while one computes")
     group.add_argument("--half-life", type=float, default=300.0, help="of a use's weight in LFU, in batches")
 
 
@@ -143,6 +144,7 @@ def _train_config(options: argparse.Namespace, tier: str, device: str) -> TrainC
             capacity=options.capacity,
             policy=LFU(half_life_batches=options.half_life) if options.policy == "lfu" else LRU(),
             storage=_storage(tier, options.tier_path),
+            prefetch=options.prefetch,
         ),
         optimizer=_OPTIMIZERS[options.optimizer](lr=options.lr),
         dense_lr=options.dense_lr,

@@ -33,11 +33,16 @@ class ModelConfig:
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """What changes the speed of the tables, never the numbers. `capacity`: rows, share or bytes; `storage`: None for
-    the library's default on the device."""
+    the library's default on the device; `prefetch`: batches whose rows are fetched ahead."""
 
     capacity: Capacity = 0.01
     policy: Policy = field(default_factory=LFU)
     storage: Storage | None = None
+    prefetch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise ConfigError(f"prefetch must be a number of batches, 0 or more, got {self.prefetch}")
 
 
 @dataclass(frozen=True, kw_only=True)

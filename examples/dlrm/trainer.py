@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -23,8 +23,9 @@ from examples.dlrm import checkpoint
 from examples.dlrm.config import CheckpointConfig, TrainConfig
 from examples.dlrm.criteo import Log, LogError, Rows
 from examples.dlrm.embeddings import EmbeddingBags, reference_optimizer, tiered_tables
-from examples.dlrm.model import DLRM, TABLES, to_batch
+from examples.dlrm.model import DLRM, TABLES, Batch, to_batch
 from examples.dlrm.progress import Point, Progress
+from tieredemb import prefetch
 from tieredemb.errors import CheckpointError, UnsupportedError
 from tieredemb.stats import CacheStats
 
@@ -86,8 +87,8 @@ class Trainer:
         steps_a_point = -(-batches_an_epoch // POINTS)
         began, before = time.perf_counter(), self.progress.seconds
         with _deterministic():
-            for rows in self._remaining():
-                self._step(rows)
+            for rows, batch in self._remaining():
+                self._step(rows, batch)
                 progress = self.progress
                 if progress.step % steps_a_point == 0 or progress.samples == self.total_samples:
                     on_point(self._finish_point())
@@ -99,8 +100,7 @@ class Trainer:
         labels, logits = [], []  # fetched once: a GPU is waited for at the end alone
         self.model.eval()
         with _deterministic(), torch.no_grad():
-            for rows in self.log.batches(self.train_rows, len(self.log), max(self.config.batch_size, 1024)):
-                batch = to_batch(rows, self.config.model.rows_per_table, self.config.device)
+            for _, batch in self._batches(self.train_rows, len(self.log), max(self.config.batch_size, 1024)):
                 logits.append(self.model(batch).double())
                 labels.append(batch.labels.double())
         self.model.train()
@@ -120,15 +120,26 @@ class Trainer:
             embeddings = EmbeddingBags([weights[f"tables.{name}.weight"] for name in TABLES])
         return DLRM(embeddings, self.config.model, seed=self.config.seed)
 
-    def _remaining(self) -> Iterator[Rows]:
+    def _remaining(self) -> Iterator[tuple[Rows, Batch]]:
         """The batches from the current position to the end of the last epoch."""
         progress = self.progress
         while progress.epoch < self.config.epochs:
-            yield from self.log.batches(progress.row, self.train_rows, self.config.batch_size)
+            yield from self._batches(progress.row, self.train_rows, self.config.batch_size)
             progress.epoch, progress.row = progress.epoch + 1, 0
 
-    def _step(self, rows: Rows) -> None:
-        batch = to_batch(rows, self.config.model.rows_per_table, self.config.device)
+    def _batches(self, start: int, stop: int, size: int) -> Iterable[tuple[Rows, Batch]]:
+        """Rows of the log, and what the model eats of them; their embeddings fetched ahead where that is asked for."""
+        loader = ((rows, self._batch(rows)) for rows in self.log.batches(start, stop, size))
+        if self.config.reference or not self.config.cache.prefetch:
+            return loader
+        return prefetch(
+            loader, self.model, self.config.cache.prefetch, ids_of=lambda item: (item[1].ids, item[1].offsets)
+        )
+
+    def _batch(self, rows: Rows) -> Batch:
+        return to_batch(rows, self.config.model.rows_per_table, self.config.device)
+
+    def _step(self, rows: Rows, batch: Batch) -> None:
         loss = binary_cross_entropy_with_logits(self.model(batch), batch.labels)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
