@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import os
 import threading
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,10 @@ class Cache(abc.ABC):
     @abc.abstractmethod
     def _reload_range(self, start: int, stop: int) -> None:
         """Takes the rows start … stop − 1 over from cold storage, wherever they are hot."""
+
+    def ahead(self) -> contextlib.AbstractContextManager[None]:
+        """Plans inside are made ahead of the batch that computes; on a GPU on a stream of their own."""
+        return contextlib.nullcontext()
 
     # --- rows as arrays ---------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from tieredemb.cache.device_rows import DeviceRows
 from tieredemb.cache.in_place import InPlace
 from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.cache.staged import Staged
+from tieredemb.cache.stream_order import StreamOrder, on_device
 from tieredemb.cache.tickets import Flight, TicketBook
 from tieredemb.cache.transfer import Beside, Transfer
 from tieredemb.config import Policy
@@ -34,22 +35,17 @@ LOAD_ROWS = 1 << 20  # rows brought in at once by whole-cache calls
 MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
 
 
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes `device` the current one; for nothing where it is."""
-    return _NOTHING if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device)
-
-
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-
-
 class DeviceTicket(Flight):
     """A planned batch in flight on a GPU. `homes`: int32 (N,), the slot of each occurrence, −2 − r for a row that is
-    used without one, or `DROPPED` · `slotless`: whether there may be such rows."""
+    used without one, or `DROPPED` · `slotless`: whether there may be such rows · `ready`: comes once the rows are
+    there, where another stream brings them than the one that planned last."""
 
-    def __init__(self, batch: int, homes: torch.Tensor, slotless: bool, book: TicketBook) -> None:
+    def __init__(self, batch: int, homes: torch.Tensor, away: Away, book: TicketBook) -> None:
         super().__init__(batch, book)
         self.homes = homes
-        self.slotless = slotless
+        self.away = away
+        self.slotless = away.slotless
+        self.ready: torch.cuda.Event | None = None
 
     def size_bytes(self) -> int:
         return self.homes.nbytes
@@ -59,8 +55,7 @@ class DeviceCache(Cache):
     """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, have slots of their own, from
     `slots` less their number on, in that order.
 
-    Calls may come on any stream: one that differs from the last call's waits for what that has queued. Raises
-    `DeviceMemoryError` where the slots do not fit.
+    Calls may come on any stream (see `StreamOrder`). Raises `DeviceMemoryError` where the slots do not fit.
     """
 
     def __init__(
@@ -80,8 +75,7 @@ class DeviceCache(Cache):
         self._cached = slots - pinned
         self._batch = self._eager = 0  # see `_restart`
         self.on_flush: list[Callable[[], None]] = []
-        self._stream = torch.cuda.current_stream(device)
-        self._handle = self._stream.cuda_stream
+        self._order = StreamOrder(device)
         with torch.cuda.device(device):
             self.hot = DeviceRows(cold.layout, self._cached, pinned, device)
             cold.attach(device)
@@ -123,11 +117,12 @@ class DeviceCache(Cache):
                 self._plan.records.reserve(min(locked + n, self.cold.layout.rows))
             missed = Missed(n, self.device)
             self._transfer.retire(batch, batch - oldest)
-            self._plan.find(keys, homes, missed, lag=batch - oldest, scored=score, away=self.away(slotless))
+            away = self._transfer.away(slotless)
+            self._plan.find(keys, homes, missed, lag=batch - oldest, scored=score, away=away)
             self._batch = batch
             self._plan.choose(missed)
             self._move(missed, homes, slotless=slotless, scored=score, beside=beside)
-            return self._ticket(batch, homes, slotless)
+            return self._ticket(batch, homes, slotless=slotless)
 
     def _move(self, missed: Missed, homes: torch.Tensor, **keywords: Any) -> None:
         """Lets the transfer bring what was missed in. From the moment that slots change hands until their rows are on
@@ -139,13 +134,15 @@ class DeviceCache(Cache):
                 self._broken = f"moving rows was interrupted by {type(error).__name__}"
             raise
 
-    def away(self, slotless: bool) -> Away:
-        """Where the rows of a batch lie that have no slot, now: a later plan may move them as a whole."""
-        return self._transfer.away(slotless)
+    def away(self, tickets: Sequence[DeviceTicket]) -> Away:
+        """Where the rows of `tickets` lie that have no slot, now: on staged tiers a later plan may move them."""
+        last = max(tickets, key=lambda ticket: (ticket.slotless, ticket.batch))
+        return last.away if self._transfer.in_place else self._transfer.away(last.slotless)
 
-    def _ticket(self, batch: int, homes: torch.Tensor, slotless: bool) -> DeviceTicket:
-        ticket = DeviceTicket(batch, homes, slotless, self._book)
+    def _ticket(self, batch: int, homes: torch.Tensor, *, slotless: bool) -> DeviceTicket:
+        ticket = DeviceTicket(batch, homes, self._transfer.away(slotless), self._book)
         self._book.open(ticket, homes.shape[0] if self._cached else 0, slotless)
+        ticket.ready = self._order.planned()
         return ticket
 
     def _check_size(self, n: int, locked: int) -> None:
@@ -177,12 +174,28 @@ class DeviceCache(Cache):
         """Holds the cache for one call: its lock, its device, and its place behind what other streams have queued."""
         with self.lock, on_device(self.device):
             self._check_usable()
-            handle = torch._C._cuda_getCurrentRawStream(self.device.index)
-            if handle != self._handle:
-                stream = torch.cuda.current_stream()
-                if not torch.cuda.is_current_stream_capturing():
-                    stream.wait_stream(self._stream)
-                self._stream, self._handle = stream, handle
+            self._order.whole()
+            yield
+
+    @contextlib.contextmanager
+    def using(self, *tickets: DeviceTicket) -> Iterator[None]:
+        """Holds the cache for a call that looks up or updates the rows of `tickets` alone: it does not wait for plans
+        that were made ahead for others."""
+        with self.lock, on_device(self.device):
+            self._check_usable()
+            if self._transfer.in_place:
+                self._order.compute()
+            else:
+                self._order.whole()
+            for ticket in tickets:
+                if ticket.ready is not None:
+                    ticket.ready.wait()
+                    ticket.ready = None
+            yield
+
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        with self.lock, on_device(self.device), self._order.ahead():
             yield
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ class InPlace(Transfer):
     What needs homes but no rows runs beside the movement of rows, on a stream of its own.
     """
 
+    in_place = True
+
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan) -> None:
         super().__init__(cold, hot, initial, plan)
         initial.load_missed(self.device, cold.layout.dtype, cold.layout.width)

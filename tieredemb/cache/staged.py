@@ -61,6 +61,8 @@ class Staged(Transfer):
     a storage that fails loses nothing. Rows without a slot lie on the device, row r for record r.
     """
 
+    in_place = False
+
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan) -> None:
         super().__init__(cold, hot, initial, plan)
         self._buffers = _Buffers(cold, 0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,7 +26,10 @@ SWAP_BLOCKS = 12  # of 1,024 threads saturate PCIe both ways, and slow down the 
 
 
 class Transfer(abc.ABC):
-    """Moves the rows of one cache."""
+    """Moves the rows of one cache. `in_place`: whether rows without a slot stay where they are for as long as a ticket
+    uses them."""
+
+    in_place: ClassVar[bool]
 
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan) -> None:
         self.cold = cold

@@ -93,9 +93,15 @@ class TieredModule(nn.Module):
         """Plans a forward before it comes, on `executor`, from the ids and offsets that it will be given. A forward of
         other tensors, or of these once they were changed, plans by itself; plans never taken are to be dropped."""
         batch = self._batch(*inputs)
-        planned = Planned(batch.given, executor.submit(batch.call, self, trains=not self._frozen))
+        planned = Planned(batch.given, executor.submit(self._plan, batch))
         self.ahead.add(planned)
         return planned
+
+    def _plan(self, batch: Batch) -> Call:
+        with contextlib.ExitStack() as ahead:
+            for group in self.tables.groups:
+                ahead.enter_context(group.cache.ahead())
+            return batch.call(self, trains=not self._frozen)
 
     def _batch(self, *inputs: Any) -> Batch:
         """The batch that a forward of `inputs` looks up. Raises `InvalidInputError`."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tieredemb.cache.device_cache import on_device
 from tieredemb.cache.plan import DROPPED
+from tieredemb.cache.stream_order import on_device
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.lookup.device_bags import MAX_BAGS, DeviceBags, Edges, make_device_bags, new_fault
 from tieredemb.lookup.device_lookup import Segments, frequency_scale
@@ -59,20 +59,20 @@ class DeviceGroupCall:
         """Scales the rows of this forward down to `max_norm`, where they are longer."""
         assert options.max_norm is not None
         cache = self.group.cache
-        with cache.entered():
+        with cache.using(self.ticket):
             segments = self.group.lookup.segments(self.ticket.homes, self.bags.bag, self.bags.batch)
-            away = cache.away(self.ticket.slotless)
+            away = cache.away([self.ticket])
             self.group.lookup.limit_norms(cache.hot, away, segments, fault, options.max_norm, options.norm_type)
 
     def pool(self, out: torch.Tensor, weights: torch.Tensor | None, *, keep_argmax: bool, keep_rows: bool) -> None:
         """Pools into `out` (B, ΣD); keeps what a backward will want to know of the forward."""
         group, bags = self.group, self.bags
-        if weights is not None:
-            self.weights = weights if bags.position is None else weights[bags.position]
         if keep_argmax and group.lookup.has_max:
             self.argmax = torch.full(out.shape, -1, dtype=torch.int32, device=out.device)
-        with group.cache.entered():
-            hot, away = group.cache.hot, group.cache.away(self.ticket.slotless)
+        with group.cache.using(self.ticket):
+            if weights is not None:
+                self.weights = weights if bags.position is None else weights[bags.position]
+            hot, away = group.cache.hot, group.cache.away([self.ticket])
             group.lookup.pool(hot, away, self.ticket.homes, bags, self.weights, out, self.argmax)
             if keep_rows:
                 self.forward_rows = group.lookup.gather(hot, away, self.ticket.homes)
@@ -151,6 +151,7 @@ class DeviceCall(Call):
             weights = weights.detach().to(torch.float32, copy=differentiable).contiguous()
         for part in self.parts:
             part.pool(out, weights, keep_argmax=differentiable, keep_rows=self.keeps_rows)
+        self.follow()
         return out
 
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
@@ -159,11 +160,11 @@ class DeviceCall(Call):
             part.weights_gradient(grad, out)
         return out
 
-    def follow(self, grad: torch.Tensor) -> None:
-        """Tells torch's allocator where an update runs on another stream than the forward, whose memory it uses."""
-        if torch._C._cuda_getCurrentRawStream(grad.get_device()) == self._stream:
+    def follow(self, *more: torch.Tensor) -> None:
+        """Tells torch's allocator where another stream uses the memory of the one that planned, and `more`."""
+        if torch._C._cuda_getCurrentRawStream(self.fault.get_device()) == self._stream:
             return
-        held = [grad, self.fault, *(value for part in self.parts for value in part.held())]
+        held = [*more, self.fault, *(value for part in self.parts for value in part.held())]
         for tensor in held:
             tensor.record_stream(torch.cuda.current_stream())
 
@@ -188,11 +189,12 @@ class DeviceCall(Call):
                 parts = [call.parts[g] for call, _ in calls]
                 batch = _Combined(parts, grads, module.options)
                 options = optimizer.options_on(group)
-                with group.cache.entered():
+                tickets = [part.ticket for part in parts]
+                with group.cache.using(*tickets):
                     rate, numbers = group.lookup.begin(
                         options, group.device_steps, faults, found_inf, grad_scale, batch.segments.work
                     )
-                    away = group.cache.away(any(part.ticket.slotless for part in parts))
+                    away = group.cache.away(tickets)
                     group.lookup.update(
                         group.cache.hot, away, batch.segments, batch.grad, batch.scale, batch.argmax, rate, numbers
                     )

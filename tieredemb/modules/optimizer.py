@@ -97,7 +97,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         first = self._tables.groups[0]
         if not isinstance(first, DeviceGroup):
             return
-        with first.cache.entered():
+        with first.cache.using():
             if self._options is None:
                 self._options = torch.empty(5, dtype=torch.float64, device=device)
             with outside_capture():

@@ -1,0 +1,72 @@
+"""The order of one GPU cache's work across streams: one that computes, and one beside it that plans ahead."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes `device` the current one; for nothing where it is."""
+    return _NOTHING if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device)
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class StreamOrder:
+    """Calls may come on any stream: one that differs from the last call's waits for what that has queued.
+
+    Plans made `ahead` wait for what the computing stream has queued before, and it does not wait for them but where it
+    uses their rows, or touches the cache as a whole. All methods are called under the cache's lock, on its device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.current_stream(device)
+        self._handle = self._stream.cuda_stream
+        self._is_ahead = False
+        self._planned: torch.cuda.Event | None = None  # the last plan ahead, while the computing stream has not waited
+
+    def compute(self) -> None:
+        """The current stream goes on where the last computing one was."""
+        handle = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if handle == self._handle:
+            return
+        stream = torch.cuda.current_stream()
+        if not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(self._stream)
+        self._stream, self._handle = stream, handle
+
+    def whole(self) -> None:
+        """As `compute`, behind all plans too."""
+        self.compute()
+        if self._planned is not None and not self._is_ahead:
+            self._planned.wait()
+            self._planned = None
+
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Plans inside run on the current stream: behind all that was queued so far, as updates may have made victims
+        dirty, and beside what comes from now on."""
+        computing = self._stream, self._handle
+        stream = torch.cuda.current_stream()
+        stream.wait_stream(self._stream)
+        if self._planned is not None:
+            self._planned.wait()
+        self._stream, self._handle, self._is_ahead = stream, stream.cuda_stream, True
+        try:
+            yield
+        finally:
+            self._is_ahead = False
+            self._stream, self._handle = computing
+
+    def planned(self) -> torch.cuda.Event | None:
+        """What comes once the plan just made is done, if it was made ahead."""
+        if not self._is_ahead:
+            return None
+        self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._planned.record()
+        return self._planned
