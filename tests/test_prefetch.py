@@ -3,10 +3,11 @@ when the loop is left."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
+import types
 import warnings
-from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tieredemb as te
 from tieredemb.errors import ConfigError, IdOutOfRangeError, StorageFullError
+from tieredemb.pipeline.lanes import map_tensors
 
 ROWS, WIDTH = 40, 4
 
@@ -152,7 +154,7 @@ def test_recomputed_forwards_take_no_plan_of_another_batch(device):
 
 # --- what it plans is used --------------------------------------------------------------------------------------------
 
-Point = namedtuple("Point", "ids label")
+Point = collections.namedtuple("Point", "ids label")
 
 
 @dataclasses.dataclass
@@ -338,6 +340,56 @@ def test_a_storage_that_fails_fails_the_batch_that_needs_it(monkeypatch):
     lost.clear()
     assert idle(model)
     assert_same_bits(bits(model), bits(expected))
+
+
+class Moved:
+    """As TorchRec's types move."""
+
+    def __init__(self, *where):
+        self.where = where
+
+    def to(self, *where, **how):
+        return Moved(*where)
+
+
+def test_batches_of_any_form_are_mapped():
+    tensor = torch.tensor([1.0])
+    named, ordered = Point(tensor, "label"), collections.OrderedDict(b=tensor, a=[tensor])
+    default = collections.defaultdict(int, ids=(tensor, None))
+    batch = {
+        "named": named,
+        "ordered": ordered,
+        "default": default,
+        "sample": Sample(tensor, 3),
+        "other": Moved(),
+        5: "x",
+    }
+    mapped = map_tensors(batch, lambda value: value + 1, lambda value: value.to("there"))
+    assert mapped["named"].ids == 2
+    assert mapped["named"].label == "label"
+    assert list(mapped["ordered"]) == ["b", "a"]
+    assert mapped["ordered"]["a"][0] == 2
+    assert mapped["default"]["ids"] == (2, None)
+    assert mapped["default"]["absent"] == 0
+    assert mapped["sample"].ids == 2
+    assert mapped["sample"].label == 3
+    assert mapped["other"].where == ("there",)
+    assert mapped[5] == "x"
+    assert tensor == 1
+    assert batch["ordered"]["b"] is tensor
+    assert map_tensors(types.MappingProxyType({"ids": tensor}), torch.neg)["ids"] == -1
+
+
+def test_batches_in_host_memory_come_to_the_gpu(gpu, monkeypatch):
+    with torch.device("cpu"):
+        batches = [{"ids": ids, "name": "n"} for ids in ids_of_steps(7)]
+    expected = train(ids_of_steps(7), table(), lambda model, ids: model(ids))
+    for depth in (0, 1, 3):
+        model = table()
+        plans = Plans(model, monkeypatch)
+        seen = train(te.prefetch(batches, model, depth), model, lambda model, batch: model(batch["ids"]))
+        assert_same_bits(seen, expected)
+        assert plans.found == (6 if depth else 0)
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------

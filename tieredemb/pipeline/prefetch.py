@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 from torch import nn
@@ -19,6 +18,7 @@ from torch import nn
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.modules.ahead import Planned
 from tieredemb.modules.base import TieredModule
+from tieredemb.pipeline.lanes import Lanes
 from tieredemb.pipeline.lookups import Lookup, Told, learn
 
 B = TypeVar("B")
@@ -50,7 +50,7 @@ class Prefetch(Generic[B]):
 
     def __iter__(self) -> Iterator[B]:
         source = iter(self.loader)
-        with _executor(self.modules) as executor, contextlib.closing(_Run(self, executor, self._told)) as run:
+        with Lanes(self.modules) as lanes, contextlib.closing(_Run(self, lanes, self._told)) as run:
             ended = False
             while True:
                 while not ended and len(run.queue) <= self.depth:
@@ -67,7 +67,8 @@ def prefetch(
     """Goes through the batches of `loader` and has the rows of the next `depth` ones planned and fetched while one
     computes; numbers are those of the loop without it, bit for bit.
 
-    `loader`: any iterable of batches, which must not change once they were handed on · `model`: holds the tiered
+    `loader`: any iterable of batches, which must not change once they were handed on; where all tables are on one GPU
+    batches in host memory are copied there, from pinned memory without waiting · `model`: holds the tiered
     modules · `ids_of`: a function that names what a batch's forwards will look up: ids or (ids, offsets), the very
     tensors; a list of such for several forwards; for several tiered modules a mapping from them, or from their names,
     to these. Without it the first batch shows which of its tensors reach which module, and fetching ahead starts with
@@ -87,8 +88,15 @@ def prefetch(
 class _Fetched(Generic[B]):
     """A batch, or what the loader raised in its place; its plans, once there are any."""
 
-    def __init__(self, batch: B | None, error: BaseException | None = None) -> None:
+    def __init__(
+        self,
+        batch: B | None,
+        receive: Callable[[], None] = lambda: None,
+        *,
+        error: BaseException | None = None,
+    ) -> None:
         self.batch = batch
+        self.receive = receive  # to be called before the batch is used
         self.error = error
         self.planned: list[tuple[TieredModule, Planned]] | None = None
 
@@ -101,10 +109,10 @@ class _Fetched(Generic[B]):
 class _Run(Generic[B]):
     """One loop over the batches."""
 
-    def __init__(self, prefetch: Prefetch[B], executor: Executor, lookups: Callable[[B], list[Lookup]] | None) -> None:
+    def __init__(self, prefetch: Prefetch[B], lanes: Lanes, lookups: Callable[[B], list[Lookup]] | None) -> None:
         self.queue: deque[_Fetched[B]] = deque()
         self._prefetch = prefetch
-        self._executor = executor
+        self._lanes = lanes
         self._lookups = lookups
         self._current: _Fetched[B] | None = None
         self._seen: list[Lookup] = []  # forwards of the current batch, while it is to be learned from
@@ -114,12 +122,13 @@ class _Run(Generic[B]):
     def fetch(self, source: Iterator[B]) -> bool:
         """Queues the next batch and begins to plan it; returns whether that was the last."""
         try:
-            fetched = _Fetched(next(source))
+            batch = next(source)
         except StopIteration:
             return True
         except Exception as error:
-            self.queue.append(_Fetched(None, error))
+            self.queue.append(_Fetched(None, error=error))
             return True
+        fetched = _Fetched(*self._lanes.fetch(batch))
         self.queue.append(fetched)
         self._plan(fetched)
         return False
@@ -129,6 +138,7 @@ class _Run(Generic[B]):
         self._current = current = self.queue.popleft()
         if current.error is not None:
             raise current.error
+        current.receive()
         return current.batch  # type: ignore[return-value]
 
     def finish(self) -> None:
@@ -170,7 +180,7 @@ class _Run(Generic[B]):
         fetched.planned = []
         for module, given in self._lookups(fetched.batch):  # type: ignore[arg-type]
             with contextlib.suppress(InvalidInputError):  # the forward will tell
-                fetched.planned.append((module, module.plan_ahead(self._executor, *given)))
+                fetched.planned.append((module, self._lanes.plan(module, given)))
 
     def _listen(self, on: bool) -> None:
         for module in self._prefetch.modules.values():
@@ -179,23 +189,3 @@ class _Run(Generic[B]):
     def _hear(self, module: TieredModule, given: tuple[Any, ...]) -> None:
         if self._current is not None:
             self._seen.append((module, given))
-
-
-class _AtOnce(Executor):
-    """Plans where it is asked to."""
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_running_or_notify_cancel()
-        try:
-            future.set_result(function(*args, **keywords))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-def _executor(modules: Mapping[str, TieredModule]) -> Executor:
-    """One thread, so that plans follow one another; on a GPU the plans are launches, and need none."""
-    if all(module.tables.config.device.type == "cuda" for module in modules.values()):
-        return _AtOnce()
-    return ThreadPoolExecutor(1, thread_name_prefix="tieredemb-prefetch")

@@ -1,0 +1,127 @@
+"""Where plans are made while a batch computes: a thread on the CPU; on a GPU a stream, on which batches come too."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tieredemb.modules.ahead import Planned
+from tieredemb.modules.base import TieredModule
+
+
+class Lanes:
+    """One lane a device, on which plans follow one another in the order of the batches. To be closed."""
+
+    def __init__(self, modules: Mapping[str, TieredModule]) -> None:
+        devices = dict.fromkeys(module.tables.config.device for module in modules.values())
+        self._lanes = {device: _Stream(device) if device.type == "cuda" else _Thread() for device in devices}
+        self._copies = next(iter(devices)) if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
+
+    def plan(self, module: TieredModule, given: tuple[torch.Tensor, ...]) -> Planned:
+        """Begins to plan a forward of `module`."""
+        return module.plan_ahead(self._lanes[module.tables.config.device], *given)
+
+    def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
+        """The batch where the model is, if all of its tables are on one GPU: what lies in host memory is being copied
+        there. And what is to be called before the batch is used."""
+        if self._copies is None:
+            return batch, _nothing
+        lane = self._lanes[self._copies]
+        assert isinstance(lane, _Stream)
+        return lane.copied(batch)
+
+    def __enter__(self) -> Lanes:
+        return self
+
+    def __exit__(self, *_: tuple[type[BaseException] | None, BaseException | None, TracebackType | None]) -> None:
+        for lane in self._lanes.values():
+            lane.shutdown()
+
+
+class _Thread(ThreadPoolExecutor):
+    """One thread: it waits for storage and copies rows while others compute."""
+
+    def __init__(self) -> None:
+        super().__init__(1, thread_name_prefix="tieredemb-prefetch")
+
+
+class _Stream(Executor):
+    """A stream of a GPU: plans are launched there at once, and run when the device gets to them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+        try:
+            with torch.cuda.stream(self.stream):
+                result = function(*args, **keywords)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        return future
+
+    def copied(self, batch: Any) -> tuple[Any, Callable[[], None]]:
+        copies: list[torch.Tensor] = []
+
+        def to_device(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type != "cpu":
+                return tensor
+            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+            copies.append(pinned.to(self.device, non_blocking=True))
+            return copies[-1]
+
+        with torch.cuda.stream(self.stream):
+            moved = map_tensors(batch, to_device, lambda value: value.to(self.device, non_blocking=True))
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+
+        def receive() -> None:
+            stream = torch.cuda.current_stream(self.device)
+            arrived.wait(stream)
+            for tensor in copies:
+                tensor.record_stream(stream)
+
+        return moved, receive
+
+
+def _nothing() -> None:
+    pass
+
+
+def map_tensors(
+    batch: Any, function: Callable[[torch.Tensor], torch.Tensor], otherwise: Callable[[Any], Any] | None = None
+) -> Any:
+    """A batch of the same form with `function` of its tensors: in mappings, sequences and dataclasses. Other objects
+    that have a `to` become what `otherwise` makes of them; what has none stays."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        parts = {key: map_tensors(value, function, otherwise) for key, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return type(batch)(parts)  # type: ignore[call-arg]
+        same = copy.copy(batch)  # with its default, its order, …
+        same.update(parts)
+        return same
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):
+        return batch._make(map_tensors(value, function, otherwise) for value in batch)
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map_tensors(value, function, otherwise) for value in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = {field.name for field in dataclasses.fields(batch) if field.init}
+        return dataclasses.replace(
+            batch, **{name: map_tensors(getattr(batch, name), function, otherwise) for name in fields}
+        )
+    with contextlib.suppress(AttributeError):
+        return batch if otherwise is None else otherwise(batch)
+    return batch
