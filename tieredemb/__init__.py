@@ -6,6 +6,7 @@ from tieredemb.modules.collection import TieredEmbeddingBagCollection
 from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag
 from tieredemb.modules.replace import replace_embedding_bags
+from tieredemb.pipeline.graphs import graph_forward, graph_step
 from tieredemb.pipeline.prefetch import prefetch
 from tieredemb.stats import CacheStats
 from tieredemb.storage.file import File
@@ -34,6 +35,8 @@ __all__ = [
     "TieredEmbeddingBagCollection",
     "UnifiedMemory",
     "Uniform",
+    "graph_forward",
+    "graph_step",
     "prefetch",
     "replace_embedding_bags",
 ]

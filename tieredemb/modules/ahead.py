@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -42,7 +41,6 @@ class Ahead:
     """The planned forwards of a module. Its calls may come from several threads."""
 
     def __init__(self) -> None:
-        self.listener: Callable[[Any, Given], None] | None = None  # hears of every forward's module and inputs
         self._lock = threading.Lock()
         self._planned: list[Planned] = []
 

@@ -15,6 +15,7 @@ from torch import nn
 from tieredemb.errors import BackwardError, ConfigError, UnsupportedError
 from tieredemb.modules.ahead import Ahead, Planned
 from tieredemb.modules.call import BackwardPass, Call, Lookup, inside_backward
+from tieredemb.modules.forwards import LISTENERS, tell
 from tieredemb.modules.group import TableSetConfig
 from tieredemb.modules.inputs import Batch
 from tieredemb.modules.optimizer import FusedOptimizer
@@ -37,6 +38,7 @@ class TieredModule(nn.Module):
     def _connect(self) -> None:
         self.backward_pass = BackwardPass(self._apply_updates)
         self.ahead = Ahead()
+        self.ids_may_exceed_bags = False  # a captured step's buffer of ids keeps what longer batches left there
         self._accumulated: list[tuple[Call, torch.Tensor]] | None = None
         # a plain tensor, no Parameter: it only makes autograd ask for a gradient
         self._hook = self._make_hook()
@@ -54,6 +56,11 @@ class TieredModule(nn.Module):
                 "to its constructor to train it"
             )
         return self._fused
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether a backward updates the rows."""
+        return self._fused is not None and not self._frozen
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
@@ -77,8 +84,8 @@ class TieredModule(nn.Module):
 
     def _begin(self, batch: Batch, *, trains: bool) -> Call:
         """The call of a forward: planned ahead for its very tensors, or now."""
-        if self.ahead.listener is not None and not inside_backward():
-            self.ahead.listener(self, batch.given)
+        if LISTENERS and not inside_backward():
+            tell(self, batch)
         call = None if inside_backward() else self.ahead.take(batch.given)
         if call is None:
             call = batch.call(self, trains=trains)

@@ -46,7 +46,8 @@ class Batch:
             from tieredemb.lookup.device_bags import Edges
             from tieredemb.modules.device_call import DeviceCall
 
-            edges = Edges(self.offsets.detach().to(torch.int64).contiguous(), self.edges, self.exact)
+            exact = self.exact and not module.ids_may_exceed_bags
+            edges = Edges(self.offsets.detach().to(torch.int64).contiguous(), self.edges, exact)
             return DeviceCall(module, self.ids, edges, self.size, trains=trains)
         from tieredemb.modules.host_call import HostCall
 

@@ -18,6 +18,7 @@ from torch import nn
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.modules.ahead import Planned
 from tieredemb.modules.base import TieredModule
+from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.pipeline.lanes import Lanes
 from tieredemb.pipeline.lookups import Lookup, Told, learn
 
@@ -116,6 +117,7 @@ class _Run(Generic[B]):
         self._lookups = lookups
         self._current: _Fetched[B] | None = None
         self._seen: list[Lookup] = []  # forwards of the current batch, while it is to be learned from
+        self._listens = False
         self._warned = False
         self._listen(lookups is None and prefetch.depth > 0)
 
@@ -153,6 +155,8 @@ class _Run(Generic[B]):
                 "planned (copies, other shapes, ids computed from them); name the ones it is given with ids_of",
                 stacklevel=4,
             )
+        if any(part.numel() == 0 for _, given in self._seen for part in given):
+            self._seen.clear()  # one empty tensor is like another
         if self._lookups is None and self._seen:
             self._lookups, unknown = learn(current.batch, self._seen)
             self._listen(False)
@@ -183,9 +187,10 @@ class _Run(Generic[B]):
                 fetched.planned.append((module, self._lanes.plan(module, given)))
 
     def _listen(self, on: bool) -> None:
-        for module in self._prefetch.modules.values():
-            module.ahead.listener = self._hear if on else None
+        if on != self._listens:
+            self._listens = on
+            (LISTENERS.append if on else LISTENERS.remove)(self._hear)
 
-    def _hear(self, module: TieredModule, given: tuple[Any, ...]) -> None:
-        if self._current is not None:
-            self._seen.append((module, given))
+    def _hear(self, forward: Forward) -> None:
+        if self._current is not None and any(forward.module is module for module in self._prefetch.modules.values()):
+            self._seen.append((forward.module, forward.given))

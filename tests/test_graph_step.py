@@ -1,0 +1,226 @@
+"""Steps that the library captures: the bits of the function itself, batches that fit and those that do not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from devices import assert_same_bits, equal, idle, randint
+from test_training import NAMES, OPTIMIZERS, bits, random_batch, table_configs
+from torch import nn
+
+import tieredemb as te
+from tieredemb.errors import IdOutOfRangeError, InvalidInputError, UnsupportedError
+from tieredemb.modules.forwards import heard
+from tieredemb.pipeline.graphs import _Buffers
+
+ROWS, WIDTH = 300, 4
+
+
+class Run:
+    """A model of tables and a dense part, its optimizers, and the step that trains it."""
+
+    def __init__(self, tables, **keywords):
+        self.tables = tables
+        self.table = te.TieredEmbeddingBagCollection(tables, **keywords)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, sum(table.embedding_dim for table in tables)))
+        self.dense = torch.optim.SGD([self.scale], lr=0.01, foreach=True)
+
+    def step(self, batch):
+        ids, offsets, weights, target = batch
+        self.dense.zero_grad(set_to_none=True)
+        out = torch.tanh(self.table(ids, offsets, weights) * self.scale)
+        loss = (out - target).square().mean() * 10
+        loss.backward()
+        self.dense.step()
+        return {"loss": loss, "out": [out]}
+
+    def numbers(self):
+        return [*bits(self.table), self.scale.detach().clone()]
+
+
+def batches(tables, steps, *, seed=0):
+    return [random_batch(tables, 7, 100 * seed + step) for step in range(steps)]
+
+
+# --- the same bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
+@pytest.mark.parametrize("capacity", [2, 40, 1.0])
+def test_steps_have_the_bits_of_the_function(device, optimizer, capacity):
+    tables = table_configs(widths=(4, 5), rows=(1, 3, 100, ROWS))
+    eager, graphed = (Run(tables, capacity=capacity, optimizer=optimizer) for _ in range(2))
+    train = te.graph_step(graphed.step, max_ids=200)
+    for batch in batches(tables, 12):
+        expected, result = eager.step(batch), train(batch)
+        assert_same_bits([result["loss"], *result["out"]], [expected["loss"], *expected["out"]])
+        assert not result["loss"].requires_grad
+    assert_same_bits(graphed.numbers(), eager.numbers())
+    assert (graphed.table.stats().batches, idle(graphed.table)) == (eager.table.stats().batches, True)
+
+
+def test_schedulers_evaluation_and_whole_table_calls_between_steps(device):
+    tables = table_configs(widths=(4,), rows=(3, ROWS))
+    eager, graphed = (Run(tables, capacity=40, optimizer=te.Adagrad(lr=0.5)) for _ in range(2))
+    schedulers = [
+        torch.optim.lr_scheduler.ExponentialLR(each.table.fused_optimizer, gamma=0.8) for each in (eager, graphed)
+    ]
+    steps = [eager.step, te.graph_step(graphed.step, max_ids=100)]
+    for number, batch in enumerate(batches(tables, 12)):
+        seen = []
+        for each, step, scheduler in zip((eager, graphed), steps, schedulers, strict=True):
+            step(batch)
+            each.table.fused_optimizer.step()
+            scheduler.step()
+            with torch.no_grad():
+                seen.append(each.table(*random_batch(tables, 5, 1000 + number)[:2]))
+            if number % 4 == 3:
+                each.table.flush()
+        assert_same_bits(*[[out] for out in seen])
+    assert_same_bits(graphed.numbers(), eager.numbers())
+
+
+def test_lookups_alone(device):
+    table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=20)
+    look_up = te.graph_forward(table)
+    for step in range(6):
+        ids = randint(0, ROWS, (8, 3), seed=step)
+        with torch.no_grad():
+            assert equal(look_up(ids).clone(), table(ids))
+    assert idle(table)
+
+
+@pytest.mark.parametrize("ids", [[], [5], list(range(12))])
+def test_batches_of_fewer_ids_read_nothing_of_longer_ones(device, ids):
+    tables = [te.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=WIDTH, mode="sum")]
+    table = te.TieredEmbeddingBagCollection(tables, capacity=20, optimizer=te.SGD(lr=1.0))
+    # integers, so that sums have no order
+    table.load_state_dict({"tables.t.weight": (torch.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) % 17).float()})
+
+    def step(batch):
+        out = table(batch["ids"], batch["offsets"])
+        out.sum().backward()
+        return out
+
+    train = te.graph_step(step)
+    for _ in range(5):  # the last of them a replay
+        train({"ids": torch.arange(12), "offsets": torch.tensor([0, 5, 12])})
+    before = table.state_dict()["tables.t.weight"]
+    short = torch.tensor(ids, dtype=torch.int64)
+    out = train({"ids": short, "offsets": torch.tensor([0, len(ids) // 2, len(ids)])})
+    assert equal(out.sum(0), before[short.cpu()].sum(0) if len(ids) else torch.zeros(WIDTH))
+    after = table.state_dict()["tables.t.weight"]
+    assert (after != before).any(1).nonzero().flatten().tolist() == sorted(set(ids))
+
+
+def test_errors_of_a_replayed_step_come_at_a_later_one(gpu):
+    table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=20, optimizer=te.SGD(lr=0.5))
+
+    def step(ids):
+        table(ids).sum().backward()
+
+    train = te.graph_step(step)
+    for _ in range(5):
+        train(torch.arange(6).reshape(2, 3))
+    before = bits(table)
+    train(torch.tensor([[0, 1, ROWS], [3, 4, 5]]))
+    torch.cuda.synchronize()
+    with pytest.raises(IdOutOfRangeError, match=f"id {ROWS} at position 2"):
+        train(torch.arange(6).reshape(2, 3))
+    assert_same_bits(bits(table), before)
+
+
+# --- what fits --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Sample:
+    ids: torch.Tensor
+    offsets: torch.Tensor
+    label: torch.Tensor
+
+
+def buffers(max_ids=None):
+    """Of a batch with 4 ids in 2 bags."""
+    table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", include_last_offset=True)
+    batch = {"sample": Sample(torch.arange(4), torch.tensor([0, 1, 4]), torch.zeros(2)), "name": "n"}
+    with heard() as forwards, torch.no_grad():
+        table(batch["sample"].ids, batch["sample"].offsets)
+    return _Buffers(batch, forwards, max_ids)
+
+
+def test_batches_are_copied_to_buffers(device):
+    own = buffers(max_ids=6)
+    assert len(own.batch["sample"].ids) == 6
+    own.load({"sample": Sample(torch.arange(5) + 10, torch.tensor([0, 2, 5]), torch.ones(2)), "name": "other"})
+    sample = own.batch["sample"]
+    assert sample.ids[:5].tolist() == [10, 11, 12, 13, 14]
+    assert (sample.offsets.tolist(), sample.label.tolist()) == ([0, 2, 5], [1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"sample": Sample(torch.arange(7), torch.tensor([0, 1, 7]), torch.zeros(2))}, r"7 elements.* at most 6.*=7"),
+        ({"sample": Sample(torch.arange(4).int(), torch.tensor([0, 1, 4]), torch.zeros(2))}, "int32"),
+        ({"sample": Sample(torch.arange(4), torch.tensor([0, 4]), torch.zeros(2))}, r"\.offsets has shape \(2,\)"),
+        ({"sample": Sample(torch.arange(4), torch.tensor([0, 1, 4]), torch.zeros(3))}, r"\['sample'\]\.label"),
+        ({"sample": Sample(torch.arange(4), torch.tensor([0, 1, 4]), None)}, "tensors at"),
+        (torch.zeros(3), "tensors at the batch, the captured one had"),
+    ],
+)  # fmt: skip
+def test_batches_that_do_not_fit_are_refused(batch, message):
+    own = buffers(max_ids=6)
+    with pytest.raises(InvalidInputError, match=message):
+        own.load(batch)
+
+
+def test_bags_without_a_last_offset_have_as_many_ids_as_the_first():
+    table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum")
+    ids, offsets = torch.arange(4), torch.tensor([0, 1])
+    with heard() as forwards, torch.no_grad():
+        table(ids, offsets)
+    own = _Buffers((ids, offsets), forwards, 10)
+    with pytest.raises(InvalidInputError, match=r"shape \(3,\).*\(4,\)"):
+        own.load((torch.arange(3), offsets))
+
+
+def test_objects_that_cannot_be_copied_are_refused():
+    class Opaque:
+        def __init__(self, ids):
+            self.ids = ids
+
+    table = te.TieredEmbedding(ROWS, WIDTH)
+    batch = Opaque(torch.arange(3))
+    with heard() as forwards, torch.no_grad():
+        table(batch.ids)
+    with pytest.raises(InvalidInputError, match="mappings, sequences and dataclasses"):
+        _Buffers(batch, forwards, None)
+
+
+@pytest.mark.parametrize("max_ids", [-1, 1.5, True])
+def test_wrong_arguments_are_refused(max_ids):
+    with pytest.raises(InvalidInputError, match="max_ids"):
+        te.graph_step(lambda batch: batch, max_ids=max_ids)
+    with pytest.raises(InvalidInputError, match="step must be a function"):
+        te.graph_step(3)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"storage": "file", "capacity": 5}, "rows of the file tier"),
+        ({"check_ids": "always"}, "check_ids"),
+        ({"device": "cpu"}, "on cpu"),
+    ],
+)
+def test_what_no_graph_can_hold_is_refused(gpu, tmp_path, keywords, message):
+    if "storage" in keywords:
+        keywords = keywords | {"storage": te.File(str(tmp_path / "rows"))}
+    table = te.TieredEmbeddingBag(ROWS, WIDTH, **keywords)
+    other = te.TieredEmbeddingBag(ROWS, WIDTH)  # on the GPU, so that there is something to capture
+    look_up = te.graph_forward(lambda ids: (table(ids.to(table.tables.config.device)), other(ids)))
+    with pytest.raises(UnsupportedError, match=message):
+        look_up(torch.arange(4)[None])

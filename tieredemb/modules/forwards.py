@@ -1,0 +1,46 @@
+"""Who wants to hear of forwards, and what they hear: how `pipeline` learns what a model looks up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tieredemb.modules.base import TieredModule
+    from tieredemb.modules.inputs import Batch
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of a module as its caller asked for it. `given`: ids, and offsets where there are any · `weights`:
+    of the samples · `ends_bags`: whether the offsets name the end of the last bag."""
+
+    module: TieredModule
+    given: tuple[torch.Tensor, ...]
+    weights: torch.Tensor | None
+    ends_bags: bool
+
+
+LISTENERS: list[Callable[[Forward], object]] = []
+
+
+def tell(module: TieredModule, batch: Batch) -> None:
+    """Tells the listeners of a forward."""
+    ends_bags = len(batch.given) == 2 and len(batch.given[1]) == batch.edges
+    for listener in tuple(LISTENERS):
+        listener(Forward(module, batch.given, batch.weights, ends_bags))
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[Forward]]:
+    """The forwards of all modules inside the context, of any thread."""
+    forwards: list[Forward] = []
+    LISTENERS.append(forwards.append)
+    try:
+        yield forwards
+    finally:
+        LISTENERS.remove(forwards.append)
