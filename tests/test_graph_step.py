@@ -11,7 +11,7 @@ from test_training import NAMES, OPTIMIZERS, bits, random_batch, table_configs
 from torch import nn
 
 import tieredemb as te
-from tieredemb.errors import IdOutOfRangeError, InvalidInputError, UnsupportedError
+from tieredemb.errors import IdOutOfRangeError, InvalidInputError, StorageError, UnsupportedError
 from tieredemb.modules.forwards import heard
 from tieredemb.pipeline.graphs import _Buffers
 
@@ -130,6 +130,23 @@ def test_errors_of_a_replayed_step_come_at_a_later_one(gpu):
     with pytest.raises(IdOutOfRangeError, match=f"id {ROWS} at position 2"):
         train(torch.arange(6).reshape(2, 3))
     assert_same_bits(bits(table), before)
+
+
+def test_steps_beside_batches_in_flight_are_refused(gpu):
+    """A replay would not know their rows to be locked."""
+    table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=20, optimizer=te.SGD(lr=0.5))
+
+    def step(ids):
+        table(ids).sum().backward()
+
+    train, batch = te.graph_step(step), torch.arange(6).reshape(2, 3)
+    for _ in range(4):
+        train(batch)
+    kept = table(batch + 7)
+    with pytest.raises(StorageError, match=r"cannot be replayed while 1 batch\(es\) are in flight"):
+        train(batch)
+    kept.sum().backward()
+    train(batch)
 
 
 # --- what fits --------------------------------------------------------------------------------------------------------

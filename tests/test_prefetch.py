@@ -392,6 +392,60 @@ def test_batches_in_host_memory_come_to_the_gpu(gpu, monkeypatch):
         assert plans.found == (6 if depth else 0)
 
 
+def test_batches_of_another_form_plan_when_their_forward_comes(device, monkeypatch):
+    def batch(step, ids):
+        return {"ids": ids} if step != 3 else {"other": ids}
+
+    def forward(model, batch):
+        return model(batch["ids"] if "ids" in batch else batch["other"])
+
+    expected = train(ids_of_steps(6), table(), lambda model, ids: model(ids))
+    model = table()
+    plans = Plans(model, monkeypatch)
+    loop = te.prefetch([batch(step, ids) for step, ids in enumerate(ids_of_steps(6))], model, 2)
+    assert_same_bits(train(loop, model, forward), expected)
+    assert (plans.found, plans.missed) == (4, 2)
+
+
+def test_sparse_tensors_in_a_batch_are_left_alone(device):
+    model = table()
+    batches = [{"label": torch.eye(3).to_sparse(), "ids": ids, "sizes": list(range(5))} for ids in ids_of_steps(4)]
+    expected = train(ids_of_steps(4), table(), lambda model, ids: model(ids))
+    assert_same_bits(train(te.prefetch(batches, model), model, lambda model, batch: model(batch["ids"])), expected)
+
+
+def test_an_error_of_ids_of_comes_at_its_batch(device):
+    model, seen = table(), []
+
+    def name(ids):
+        if ids.sum() == batches[3].sum():
+            raise KeyError("no such feature")
+        return ids
+
+    batches = ids_of_steps(6)
+
+    def loop():
+        for ids in te.prefetch(batches, model, 2, ids_of=name):
+            model(ids).sum().backward()
+            seen.append(ids)
+
+    with pytest.raises(KeyError, match="no such feature"):
+        loop()
+    assert len(seen) == 3
+
+
+def test_an_output_that_is_dropped_inside_the_loop_locks_nothing(device):
+    model = table()
+    for ids in te.prefetch(ids_of_steps(5), model, 0, ids_of=lambda ids: ids):
+        out = model(ids)
+        del out
+        assert idle(model)
+    for step, ids in enumerate(te.prefetch(ids_of_steps(5), model, 1, ids_of=lambda ids: ids)):
+        out = model(ids)
+        del out
+        assert step < 4 or idle(model)  # until then the next batch may be in flight
+
+
 # --- leaving ----------------------------------------------------------------------------------------------------------
 
 

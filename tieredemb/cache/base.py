@@ -6,6 +6,7 @@ import abc
 import contextlib
 import os
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from tieredemb.cache.policy import MIN_SCORE, scoring
 from tieredemb.cache.tickets import TicketBook
 from tieredemb.config import LFU, Policy
-from tieredemb.errors import ConfigError, ForkedError, StorageError
+from tieredemb.errors import ConfigError, ForkedError, StorageError, UnsupportedError
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
@@ -82,9 +83,13 @@ class Cache(abc.ABC):
     def _reload_range(self, start: int, stop: int) -> None:
         """Takes the rows start … stop − 1 over from cold storage, wherever they are hot."""
 
-    def ahead(self) -> contextlib.AbstractContextManager[None]:
-        """Plans inside are made ahead of the batch that computes; on a GPU on a stream of their own."""
+    def ahead(self, inputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Plans inside are made from `inputs` ahead of the batch that computes; on a GPU on a stream of their own."""
         return contextlib.nullcontext()
+
+    def check_replay(self) -> None:
+        """Before a captured step is replayed."""
+        raise UnsupportedError("nothing is captured on the CPU")
 
     # --- rows as arrays ---------------------------------------------------------------------------------------------
 

@@ -194,9 +194,22 @@ class DeviceCache(Cache):
             yield
 
     @contextlib.contextmanager
-    def ahead(self) -> Iterator[None]:
+    def ahead(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
         with self.lock, on_device(self.device), self._order.ahead():
+            for tensor in inputs:
+                if tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream())
             yield
+
+    def check_replay(self) -> None:
+        """Before a captured step is replayed: raises `StorageError` if a batch is in flight, which its plan would know
+        nothing of, and puts it behind plans made ahead and given up."""
+        with self.entered():
+            if self._book.live:
+                raise StorageError(
+                    f"a captured step cannot be replayed while {self._book.live} batch(es) are in flight, whose rows "
+                    f"it does not know to be locked; run their backward, drop their outputs, or leave the prefetch loop"
+                )
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
 

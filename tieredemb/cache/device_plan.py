@@ -12,8 +12,8 @@ import torch
 
 from tieredemb.cache.device_rows import DeviceRows
 from tieredemb.cache.policy import Scoring
+from tieredemb.errors import StorageError
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, meeting_blocks
-from tieredemb.kernels.streams import outside_capture
 
 PLAN, POLICY = "cache/plan.cu", "cache/policy.cu"
 THREADS = 256
@@ -90,13 +90,17 @@ class Records:
         self._outgrown: list[torch.Tensor] = []
 
     def reserve(self, rows: int) -> None:
-        """Makes room for `rows` rows at a time. Those in use keep their numbers."""
+        """Makes room for `rows` rows at a time. Those in use keep their numbers. Raises `StorageError` in a capture,
+        whose memory replays write anew."""
         size = max(64, 1 << (2 * rows - 1).bit_length())
         if size > len(self.table):
-            grown = torch.empty((size, 2), dtype=torch.int64, device=self.device)
-            with outside_capture():
-                grown[: len(self.table)] = self.table
-                grown[len(self.table) :].zero_()
+            if torch.cuda.is_current_stream_capturing():
+                raise StorageError(
+                    f"the step to be captured may use {rows} rows without a slot, for which there is no room yet; run "
+                    f"it once before it is captured"
+                )
+            grown = torch.zeros((size, 2), dtype=torch.int64, device=self.device)
+            grown[: len(self.table)] = self.table
             self._outgrown.append(self.table)  # kernels of tickets in flight, and captured graphs, go on reading it
             self.table = grown
 
@@ -128,14 +132,15 @@ class DevicePlan:
     ) -> None:
         """Locks and scores what is resident, claims what is missed, into `missed.keys` and, for now, `homes`."""
         rows, scoring, n = self.rows, self.scoring, keys.shape[0]
+        table, index = self.records.table, None
+        if away.slotless:
+            index = torch.zeros((2 * len(table), 2), dtype=torch.int64, device=table.device)
         begin = kernel(PLAN, "plan_begin", "p p d i i p n p n")
         begin(
             blocks_for(missed.cells, 4 * THREADS, MOST_BLOCKS), THREADS, self.clock, self.counts,
             scoring.units_per_batch, lag, scored, missed.claims, missed.cells, self.selection, SELECTION_BYTES // 16,
         )  # fmt: skip
-        table, index = self.records.table, None
-        if away.slotless:
-            index = torch.zeros((2 * len(table), 2), dtype=torch.int64, device=table.device)
+        if index is not None:
             sort_out = kernel(PLAN, "records_index", "any i any n p", *OPTIONS, *away.flags)
             sort_out(
                 blocks_for(len(table), THREADS, MOST_BLOCKS), THREADS, table, len(table), index, len(index), self.clock

@@ -43,7 +43,7 @@ class StreamOrder:
     def whole(self) -> None:
         """As `compute`, behind all plans too."""
         self.compute()
-        if self._planned is not None and not self._is_ahead:
+        if self._planned is not None and not self._is_ahead and not torch.cuda.is_current_stream_capturing():
             self._planned.wait()
             self._planned = None
 
@@ -62,11 +62,13 @@ class StreamOrder:
         finally:
             self._is_ahead = False
             self._stream, self._handle = computing
+            self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._planned.record(stream)
 
     def planned(self) -> torch.cuda.Event | None:
         """What comes once the plan just made is done, if it was made ahead."""
         if not self._is_ahead:
             return None
-        self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._planned.record()
-        return self._planned
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return done

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import torch
 
 
+@functools.cache
+def side_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """One stream a device and priority, for all that runs beside others: torch's allocator keeps memory for each."""
+    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+
+
 @contextlib.contextmanager
-def outside_capture() -> Iterator[None]:
-    """Launches at once even while the current stream is being captured: what the graph finds, not what it does. Memory
-    is to be taken before, as CUDA gives none to other streams during a capture. Before one torch waits for the device,
-    so nothing is pending that this would overtake."""
+def outside_capture(device: torch.device) -> Iterator[None]:
+    """Launches at once even while the current stream is being captured: what the graph finds, not what it does. What it
+    writes must be older than the capture. Before one torch waits for the device, so nothing is pending that this would
+    overtake."""
     if not torch.cuda.is_current_stream_capturing():
         yield
         return
-    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side_stream(device, -1)):  # of a priority that captures do not run in
         yield

@@ -91,7 +91,8 @@ __device__ void fault_report(const volatile Fault *fault, const i64 *ids, const 
 }
 
 // Keys, homes and bags of all occurrences. A home is the slot of a resident table's row, −1 for a key to be looked up,
-// DROPPED for padding, bad ids and what lies beyond the last bag; after a bad offset there are no bags. 256 threads a block. Moves 8 + 16 bytes an occurrence.
+// DROPPED for padding, bad ids and what lies beyond the last bag; after a bad offset there are no bags. 256 threads a
+// block. Moves 8 + 16 bytes an occurrence.
 extern "C" __global__ void __launch_bounds__(256) bags_fill(
     const i64 *ids, const i64 *offsets, i64 given, i64 n_ids, i64 *local, i64 batch, const i64 *tables,
     int n_tables, const i64 *start, const i64 *padding, const i64 *resident, i64 *keys, int *homes, int *bag,
@@ -140,4 +141,12 @@ extern "C" __global__ void __launch_bounds__(256) bags_fill(
         fault->finished = 0;
         fault_report(fault, ids, edges, n_edges, batch, report);
     }
+}
+
+// Passes a report on to the host, unless it has one that it has not read.
+extern "C" __global__ void fault_tell(const i64 *report, volatile i64 *host) {
+    if (thread_index() != 0 || report[0] == 0 || host[0] != 0) return;
+    for (int word = 1; word < 8; word++) host[word] = report[word];
+    __threadfence_system();
+    host[0] = 1;
 }

@@ -73,9 +73,16 @@ class DeviceBags:
     batch: int
 
 
-def new_fault(device: torch.device) -> torch.Tensor:
-    """The mark of a batch, int64 (3,): zero while there is no fault."""
-    return torch.zeros(3, dtype=torch.int64, device=device)
+def new_fault(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mark of a batch, int64 (3,): zero while there is no fault; and a report on the device, int64 (8,), for one
+    that the host is not to hear of yet."""
+    words = torch.zeros(11, dtype=torch.int64, device=device)
+    return words[:3], words[3:]
+
+
+def tell_fault(report: torch.Tensor, address: int) -> None:
+    """Tells the host, by the words at `address`, of the fault that `report` holds, if any. Does not synchronise."""
+    kernel(FILE, "fault_tell", "i64 p")(1, 32, report, address)
 
 
 def make_device_bags(
@@ -84,12 +91,12 @@ def make_device_bags(
     space: DeviceKeySpace,
     batch: int,
     fault: torch.Tensor,
-    report: FaultReport,
+    report: int,
     *,
     padding_is_dropped: bool,
 ) -> DeviceBags:
     """The bags of `space` among `ids` (int64 (N,)). Does not synchronise; bad ids, and offsets that do not start at 0,
-    fall, or leave the ids, leave a mark in `fault` and are reported."""
+    fall, or leave the ids, leave a mark in `fault` and are reported to the words at `report`."""
     n, given, device = ids.shape[0], edges.offsets.shape[0], ids.device
     bags = DeviceBags(
         keys=torch.empty(n, dtype=torch.int64, device=device),
@@ -109,7 +116,7 @@ def make_device_bags(
     fill(
         max(1, blocks_for(n, THREADS, MOST_BLOCKS)), THREADS, ids, edges.offsets, given, n, bags.offsets, batch, tables,
         len(space), space.start, space.padding if padding_is_dropped else space.no_padding, space.resident, bags.keys,
-        bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count, fault, report.address,
+        bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count, fault, report,
     )  # fmt: skip
     return bags
 

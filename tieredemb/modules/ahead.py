@@ -24,12 +24,22 @@ class Planned:
 
     def call(self) -> Call | None:
         """The call, once it is planned; None where planning failed: the forward then finds out why by itself."""
-        return None if self.future.cancelled() or self.future.exception() is not None else self.future.result()
+        future, self.future = self.future, _TAKEN  # a call that a forward has is the forward's alone to keep
+        return None if future.cancelled() or future.exception() is not None else future.result()
+
+    @property
+    def failed(self) -> bool:
+        """Whether planning ended in an error."""
+        return self.future.done() and not self.future.cancelled() and self.future.exception() is not None
 
     def drop(self) -> None:
         """Gives the plan up, now or as soon as it is made."""
         if not self.future.cancel():
             self.future.add_done_callback(_release)
+
+
+_TAKEN: Future[Call] = Future()
+_TAKEN.cancel()
 
 
 def _release(future: Future[Call]) -> None:

@@ -86,6 +86,7 @@ class TieredModule(nn.Module):
         """The call of a forward: planned ahead for its very tensors, or now."""
         if LISTENERS and not inside_backward():
             tell(self, batch)
+        self.tables.check_earlier()
         call = None if inside_backward() else self.ahead.take(batch.given)
         if call is None:
             call = batch.call(self, trains=trains)
@@ -96,19 +97,20 @@ class TieredModule(nn.Module):
             raise
         return call
 
-    def plan_ahead(self, executor: Executor, *inputs: Any) -> Planned:
+    def plan_ahead(self, executor: Executor, *inputs: torch.Tensor) -> Planned:
         """Plans a forward before it comes, on `executor`, from the ids and offsets that it will be given. A forward of
-        other tensors, or of these once they were changed, plans by itself; plans never taken are to be dropped."""
-        batch = self._batch(*inputs)
-        planned = Planned(batch.given, executor.submit(self._plan, batch))
+        other tensors, or of these once they were changed, plans by itself, and so does one whose plan failed; plans
+        never taken are to be dropped."""
+        planned = Planned(inputs, executor.submit(self._plan, *inputs))
         self.ahead.add(planned)
         return planned
 
-    def _plan(self, batch: Batch) -> Call:
+    def _plan(self, *inputs: torch.Tensor) -> Call:
+        """Where it runs everything is made that it needs: on a GPU the memory is that of its stream."""
         with contextlib.ExitStack() as ahead:
             for group in self.tables.groups:
-                ahead.enter_context(group.cache.ahead())
-            return batch.call(self, trains=not self._frozen)
+                ahead.enter_context(group.cache.ahead(inputs))
+            return self._batch(*inputs).call(self, trains=not self._frozen, ahead=True)
 
     def _batch(self, *inputs: Any) -> Batch:
         """The batch that a forward of `inputs` looks up. Raises `InvalidInputError`."""

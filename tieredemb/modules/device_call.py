@@ -9,12 +9,11 @@ import torch
 
 from tieredemb.cache.plan import DROPPED
 from tieredemb.cache.stream_order import on_device
-from tieredemb.errors import ConfigError, InvalidInputError
-from tieredemb.lookup.device_bags import MAX_BAGS, DeviceBags, Edges, make_device_bags, new_fault
+from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
+from tieredemb.lookup.device_bags import MAX_BAGS, DeviceBags, Edges, make_device_bags, new_fault, tell_fault
 from tieredemb.lookup.device_lookup import Segments, frequency_scale
 from tieredemb.modules.call import Call, inside_backward
 from tieredemb.modules.group import DeviceGroup
-from tieredemb.modules.table_set import EARLIER
 
 if TYPE_CHECKING:
     from tieredemb.modules.base import TieredModule
@@ -40,7 +39,11 @@ class DeviceGroupCall:
         self.ticket = group.cache.plan(bags.keys, bags.homes, score=not inside_backward(), beside=beside)
         # homes of the occurrences that gradients reach: padding that lookups read is left out
         homes = self.ticket.homes
-        self.trained = torch.where(ids == padding, DROPPED, homes) if padding_is_read else homes
+        self.trained = homes
+        if padding_is_read:
+            self.trained = torch.where(ids == padding, DROPPED, homes)
+            if self.ticket.ready is not None:
+                self.ticket.ready.record()
         self.weights: torch.Tensor | None = None
         self.argmax: torch.Tensor | None = None
         self.forward_rows: torch.Tensor | None = None
@@ -100,9 +103,12 @@ class DeviceGroupCall:
 
 class DeviceCall(Call):
     """One forward of a module. `ids`: int32 or int64 (N,) · `edges`: of the bags of all tables, not yet checked ·
-    `trains`: whether a backward is expected to update its rows."""
+    `trains`: whether a backward is expected to update its rows · `ahead`: whether the forward has yet to come, and a
+    fault is told when it does."""
 
-    def __init__(self, module: TieredModule, ids: torch.Tensor, edges: Edges, batch: int, *, trains: bool) -> None:
+    def __init__(
+        self, module: TieredModule, ids: torch.Tensor, edges: Edges, batch: int, *, trains: bool, ahead: bool
+    ) -> None:
         super().__init__(module, batch)
         self.parts: list[DeviceGroupCall] = []
         options, tables = module.options, module.tables
@@ -111,11 +117,12 @@ class DeviceCall(Call):
                 f"{len(tables.config.tables)} tables × {batch} samples are more than {MAX_BAGS} bags; split the batch"
             )
         self._stream = torch._C._cuda_getCurrentRawStream(ids.get_device())
-        # what an earlier batch has left, if the device is that far
-        tables.faults.check(f"{EARLIER}, and this one was not begun: call it again")
+        if ahead and tables.config.check_ids == "always":
+            raise UnsupportedError("check_ids='always' waits for the GPU in every forward: nothing is planned ahead")
         ids = ids.to(torch.int64)
         self.ids = ids.shape[0]
-        self.fault = new_fault(ids.device)
+        self.fault, report = new_fault(ids.device)
+        self._untold = report if ahead else None
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
         with on_device(ids.device):
             bags = [
@@ -125,7 +132,7 @@ class DeviceCall(Call):
                     group.device_space,
                     batch,
                     self.fault,
-                    tables.faults,
+                    tables.faults.address if self._untold is None else self._untold.data_ptr(),
                     padding_is_dropped=options.padding_is_dropped,
                 )
                 for group in groups
@@ -138,6 +145,13 @@ class DeviceCall(Call):
         except BaseException:
             self.release()
             raise
+
+    def start(self) -> None:
+        super().start()
+        if self._untold is not None:
+            with self.parts[0].group.cache.using(*(part.ticket for part in self.parts)):
+                tell_fault(self._untold, self.module.tables.faults.address)
+            self._untold = None
 
     def limit_norms(self) -> None:
         if self.module.options.max_norm is not None:

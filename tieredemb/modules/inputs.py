@@ -39,16 +39,16 @@ class Batch:
     weights: torch.Tensor | None
     given: tuple[torch.Tensor, ...]
 
-    def call(self, module: TieredModule, *, trains: bool) -> Call:
+    def call(self, module: TieredModule, *, trains: bool, ahead: bool = False) -> Call:
         """Checks the values and plans the batch on the module's device. `trains`: whether a backward is expected to
-        update its rows."""
+        update its rows · `ahead`: whether its forward has yet to come."""
         if module.tables.config.device.type == "cuda":
             from tieredemb.lookup.device_bags import Edges
             from tieredemb.modules.device_call import DeviceCall
 
             exact = self.exact and not module.ids_may_exceed_bags
             edges = Edges(self.offsets.detach().to(torch.int64).contiguous(), self.edges, exact)
-            return DeviceCall(module, self.ids, edges, self.size, trains=trains)
+            return DeviceCall(module, self.ids, edges, self.size, trains=trains, ahead=ahead)
         from tieredemb.modules.host_call import HostCall
 
         return HostCall(module, self.ids.numpy(), self._edges(), self.size)

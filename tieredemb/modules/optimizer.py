@@ -37,7 +37,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._config = config
         self._scaler: torch.amp.GradScaler | None = None
         self.found_inf: bool | torch.Tensor = False
-        self._options: torch.Tensor | None = None  # what a GPU knows of the param group, and when it was told
+        self._options = self._make_options()  # what a GPU knows of the param group, and what it was told last
         self._told: dict[str, Any] | None = None
 
     @torch.no_grad()
@@ -93,16 +93,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         if self._told == group:
             return
         check_rate(group["lr"])
-        device = self._tables.config.device
         first = self._tables.groups[0]
-        if not isinstance(first, DeviceGroup):
+        if self._options is None or not isinstance(first, DeviceGroup):
             return
-        with first.cache.using():
-            if self._options is None:
-                self._options = torch.empty(5, dtype=torch.float64, device=device)
-            with outside_capture():
-                first.lookup.set_options(self._options, group)
+        with first.cache.using(), outside_capture(first.config.device):
+            first.lookup.set_options(self._options, group)
         self._told = group
+
+    def _make_options(self) -> torch.Tensor | None:
+        """Made with the optimizer: memory taken while a step is captured would belong to the graph."""
+        device = self._tables.config.device
+        return torch.zeros(5, dtype=torch.float64, device=device) if device.type == "cuda" else None
 
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
         """The param group as the GPU of `group` knows it, float64 (5,): lr, lr_decay, beta1, beta2, eps."""
@@ -116,7 +117,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for param in self.param_groups[0]["params"]:
             param.data = param.data.to(device)
             param.grad = None
-        self._options = self._told = None
+        self._options, self._told = self._make_options(), None
         self.found_inf = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -194,3 +195,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = {"_tables": self._tables, "_config": self._config, "_scaler": None, "found_inf": self.found_inf}
         return {**super().__getstate__(), **own, "_options": None, "_told": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._options = self._make_options()

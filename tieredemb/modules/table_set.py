@@ -26,6 +26,7 @@ COPY_ROWS = 1 << 18  # rows copied at once by whole-table calls: bounds their me
 
 
 EARLIER = "; this was in an earlier batch, which has updated no row"
+NOT_BEGUN = f"{EARLIER}, and this one was not begun: call it again"
 
 
 class TableSet:
@@ -155,6 +156,11 @@ class TableSet:
         total = sum((group.cache.stats() for group in self.groups), CacheStats())
         self.check_faults()
         return total
+
+    def check_earlier(self) -> None:
+        """Before a forward: raises for an earlier batch that a GPU refused, if it is that far."""
+        if self.faults is not None:
+            self.faults.check(NOT_BEGUN)
 
     def check_faults(self) -> None:
         """Raises for a batch that a GPU refused, once the device has said so."""

@@ -46,7 +46,9 @@ class GraphStep(Generic[R]):
             with self._on_buffers(), _beside():
                 return self._run(self._buffers.batch)
         for module in self._modules:
-            module.tables.check_faults()  # as a forward does, which a replay is none
+            module.tables.check_earlier()  # as a forward does, which a replay is none
+            for group in module.tables.groups:
+                group.cache.check_replay()
             if module.is_trainable:
                 module.fused_optimizer.upload()
         if self._graph is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
@@ -12,8 +11,10 @@ from typing import Any
 
 import torch
 
+from tieredemb.kernels.streams import side_stream
 from tieredemb.modules.ahead import Planned
 from tieredemb.modules.base import TieredModule
+from tieredemb.pipeline.lookups import tensors_of
 
 
 class Lanes:
@@ -57,11 +58,12 @@ class _Stream(Executor):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = side_stream(device)
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which may be writing the ids
         try:
             with torch.cuda.stream(self.stream):
                 result = function(*args, **keywords)
@@ -72,14 +74,11 @@ class _Stream(Executor):
         return future
 
     def copied(self, batch: Any) -> tuple[Any, Callable[[], None]]:
-        copies: list[torch.Tensor] = []
-
         def to_device(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type != "cpu":
                 return tensor
             pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-            copies.append(pinned.to(self.device, non_blocking=True))
-            return copies[-1]
+            return pinned.to(self.device, non_blocking=True)
 
         with torch.cuda.stream(self.stream):
             moved = map_tensors(batch, to_device, lambda value: value.to(self.device, non_blocking=True))
@@ -89,8 +88,9 @@ class _Stream(Executor):
         def receive() -> None:
             stream = torch.cuda.current_stream(self.device)
             arrived.wait(stream)
-            for tensor in copies:
-                tensor.record_stream(stream)
+            for _, tensor in tensors_of(moved):
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
 
         return moved, receive
 
@@ -102,10 +102,12 @@ def _nothing() -> None:
 def map_tensors(
     batch: Any, function: Callable[[torch.Tensor], torch.Tensor], otherwise: Callable[[Any], Any] | None = None
 ) -> Any:
-    """A batch of the same form with `function` of its tensors: in mappings, sequences and dataclasses. Other objects
-    that have a `to` become what `otherwise` makes of them; what has none stays."""
+    """A batch of the same form with `function` of its tensors: in mappings, sequences and dataclasses. Objects that
+    have a `to` of their own become what `otherwise` makes of them; all others stay."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
+    if callable(getattr(batch, "to", None)):
+        return batch if otherwise is None else otherwise(batch)
     if isinstance(batch, Mapping):
         parts = {key: map_tensors(value, function, otherwise) for key, value in batch.items()}
         if not isinstance(batch, MutableMapping):
@@ -115,13 +117,15 @@ def map_tensors(
         return same
     if isinstance(batch, tuple) and hasattr(batch, "_make"):
         return batch._make(map_tensors(value, function, otherwise) for value in batch)
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map_tensors(value, function, otherwise) for value in batch)
+    if type(batch) is tuple:
+        return tuple(map_tensors(value, function, otherwise) for value in batch)
+    if isinstance(batch, list):
+        same_list = copy.copy(batch)
+        same_list[:] = [map_tensors(value, function, otherwise) for value in batch]
+        return same_list
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = {field.name for field in dataclasses.fields(batch) if field.init}
         return dataclasses.replace(
             batch, **{name: map_tensors(getattr(batch, name), function, otherwise) for name in fields}
         )
-    with contextlib.suppress(AttributeError):
-        return batch if otherwise is None else otherwise(batch)
     return batch

@@ -6,6 +6,7 @@ A batch is anything: tensors in mappings, sequences, dataclasses and other objec
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,25 +23,27 @@ Lookup = tuple[TieredModule, Given]  # a forward that will come, by its inputs
 
 DEEPEST = 8  # steps that are followed into a batch
 JAGGED = ("values", "offsets")
+PLAIN = (str, bytes, int, float, complex, type(None), range)  # what holds no tensor
 
 
 def tensors_of(batch: Any) -> Iterator[tuple[Path, torch.Tensor]]:
-    """All tensors in a batch, and how to get to each in a batch of the same form."""
-    todo: list[tuple[Path, Any]] = [((), batch)]
+    """All dense tensors in a batch, and how to get to each in a batch of the same form."""
+    todo: deque[tuple[Path, Any]] = deque([((), batch)])
     seen: set[int] = set()
     while todo:
-        path, value = todo.pop(0)
+        path, value = todo.popleft()
         if isinstance(value, torch.Tensor):
-            yield path, value
+            if value.layout is torch.strided:
+                yield path, value
         elif len(path) < DEEPEST and id(value) not in seen:
             seen.add(id(value))
-            todo += [((*path, step), part) for step, part in _parts(value)]
+            todo += [((*path, step), part) for step, part in _parts(value) if not isinstance(part, PLAIN)]
 
 
 def _parts(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
     if isinstance(value, Mapping):
         yield from ((("item", key), part) for key, part in value.items())
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+    elif isinstance(value, Sequence) and not isinstance(value, PLAIN):
         yield from ((("item", i), part) for i, part in enumerate(value))
     elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
         if all(callable(getattr(value, name, None)) for name in JAGGED):

@@ -15,12 +15,12 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.errors import ConfigError
 from tieredemb.modules.ahead import Planned
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.pipeline.lanes import Lanes
-from tieredemb.pipeline.lookups import Lookup, Told, learn
+from tieredemb.pipeline.lookups import Learned, Lookup, Told, learn
 
 B = TypeVar("B")
 
@@ -102,9 +102,9 @@ class _Fetched(Generic[B]):
         self.planned: list[tuple[TieredModule, Planned]] | None = None
 
     def drop(self) -> int:
-        """Gives up the plans that no forward took; returns how many did."""
+        """Gives up the plans that no forward took; returns how many were made in vain."""
         planned, self.planned = self.planned or [], None
-        return sum(not module.ahead.drop(plan) for module, plan in planned)
+        return sum(module.ahead.drop(plan) and not plan.failed for module, plan in planned)
 
 
 class _Run(Generic[B]):
@@ -147,8 +147,8 @@ class _Run(Generic[B]):
         """The batch handed out has been used."""
         current, self._current = self._current, None
         assert current is not None
-        planned = bool(current.planned)
-        if current.drop() == 0 and planned and not self._warned:
+        planned = len(current.planned or [])
+        if planned and current.drop() == planned and not self._warned:
             self._warned = True
             warnings.warn(
                 "prefetch planned a batch that no forward looked up: the model is given other tensors than those "
@@ -182,9 +182,13 @@ class _Run(Generic[B]):
         if self._lookups is None or self._prefetch.depth == 0 or fetched.error is not None:
             return
         fetched.planned = []
-        for module, given in self._lookups(fetched.batch):  # type: ignore[arg-type]
-            with contextlib.suppress(InvalidInputError):  # the forward will tell
-                fetched.planned.append((module, self._lanes.plan(module, given)))
+        try:
+            lookups = self._lookups(fetched.batch)  # type: ignore[arg-type]
+        except Exception as error:
+            if not isinstance(self._lookups, Learned):
+                fetched.error = error  # the user's function has failed; it comes at its batch
+            return  # a batch of another form than the one that was learned from plans when its forward comes
+        fetched.planned += [(module, self._lanes.plan(module, given)) for module, given in lookups]
 
     def _listen(self, on: bool) -> None:
         if on != self._listens:
