@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -73,6 +73,10 @@ class Tiered:
 
     def step(self, ids: torch.Tensor) -> None:
         self.module(ids, self.upstream.offsets).backward(self.upstream.gradient)
+
+    def prefetched(self, ids: Sequence[torch.Tensor]) -> tieredemb.pipeline.prefetch.Prefetch[torch.Tensor]:
+        """The batches, each planned and fetched while the one before computes."""
+        return tieredemb.prefetch(ids, self.module, ids_of=lambda batch: (batch, self.upstream.offsets))
 
     def captured(self, ids: torch.Tensor) -> Callable[[torch.Tensor], None]:
         """The step as a CUDA graph, captured with `ids`, which it does not run: ids copied in, and one launch."""

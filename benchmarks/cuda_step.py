@@ -28,7 +28,7 @@ from benchmarks.cuda_providers import (
     fbgemm_step,
     torch_step,
 )
-from benchmarks.cuda_timing import StepTimes, run_steps
+from benchmarks.cuda_timing import Batches, StepTimes, run_steps
 from benchmarks.cuda_workload import PEER_EARLIER, Cache, CudaWorkload, batches, quick_workloads, workloads
 from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
 from benchmarks.timing import Quantiles
@@ -57,7 +57,7 @@ class Plan:
 def measure(plan: Plan, work: CudaWorkload) -> list[Record]:
     """The records of one workload, in the order of the table."""
     start = perf_counter()
-    ids = list(batches(work, plan.warm_up + 2 * plan.steps, plan.device))
+    ids = list(batches(work, plan.warm_up + 3 * plan.steps, plan.device))
     upstream = Upstream(work, plan.device)
     release(plan.device)
     say(f"{work}: {len(ids)} batches drawn in {perf_counter() - start:.1f} s")
@@ -92,7 +92,7 @@ def run_peer(
 def measure_tiered(
     plan: Plan, work: CudaWorkload, cache: Cache, policy: Policy, ids: Sequence[torch.Tensor], upstream: Upstream
 ) -> list[Record]:
-    """Builds a collection, measures it step by step and as a CUDA graph, and gives its memory back."""
+    """Builds a collection, measures it step by step, with prefetch, and as a CUDA graph, and gives its memory back."""
     release(plan.device)
     start = perf_counter()
     tiered = Tiered(work, cache, policy, upstream)
@@ -101,10 +101,12 @@ def measure_tiered(
             tiered.fill()
         elif not plan.untouched:
             tiered.load()
-        eager, replayed = ids[plan.warm_up : plan.warm_up + plan.steps], ids[plan.warm_up + plan.steps :]
+        timed = ids[plan.warm_up :]
+        eager, replayed, fetched = timed[: plan.steps], timed[plan.steps : 2 * plan.steps], timed[2 * plan.steps :]
         run_steps(tiered.step, ids[: plan.warm_up], plan.device)
         times, done = counted(tiered, tiered.step, eager, plan.device)
         graph = None
+        ahead = None if work.resident else counted(tiered, tiered.step, tiered.prefetched(fetched), plan.device)
         if plan.device.type == "cuda":
             graph = counted(tiered, tiered.captured(ids[0]), replayed, plan.device)
         report = tiered.module.memory_report()
@@ -113,6 +115,10 @@ def measure_tiered(
     barred = cache if policy == plan.policies[0] else Cache(capacity=cache.capacity)
     config = str(cache) if policy == plan.policies[0] else f"{cache}, {describe(policy)}"
     records = [step_record(work, barred, config, times, done)]
+    if ahead is not None:
+        records.append(
+            step_record(work, replace(barred, most_ms=cache.most_prefetched_ms), f"{config}, prefetch", *ahead)
+        )
     if graph is not None:
         records.append(step_record(work, barred, f"{config}, CUDA graph", *graph))
     if not work.resident:
@@ -125,7 +131,7 @@ def measure_tiered(
 
 
 def counted(
-    tiered: Tiered, step: Callable[[torch.Tensor], object], ids: Sequence[torch.Tensor], device: torch.device
+    tiered: Tiered, step: Callable[[torch.Tensor], object], ids: Batches, device: torch.device
 ) -> tuple[StepTimes, CacheStats]:
     """Runs steps; their times, and what they did."""
     before = tiered.module.stats()
@@ -270,9 +276,9 @@ def title(plan: Plan) -> str:
     cold = "rows were never written" if plan.untouched else "all rows written before"
     first = describe(plan.policies[0])
     text = (
-        f"Forward, backward and update, bags of 1 id, fp32, row-wise Adagrad, {first}, unified memory, {cold}, no "
-        f"prefetch: the mean of {plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up; then "
-        f"of as many replays of one step captured as a CUDA graph. "
+        f"Forward, backward and update, bags of 1 id, fp32, row-wise Adagrad, {first}, unified memory, {cold}: the "
+        f"mean of {plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up; then of as many "
+        f"with the next batch fetched ahead, and of replays of one step captured as a CUDA graph. "
         f"{'; '.join(map(str, plan.works))}. Hit rate: of the lookups, before the batch's own rows came in."
     )
     if FBGEMM in plan.providers and not fbgemm_installed():

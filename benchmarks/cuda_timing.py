@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -71,11 +71,15 @@ class StepTimes:
         return f"p50 {p50:.3f} ms, p99 {p99:.3f} ms, host {self.host_ms:.3f} ms"
 
 
-def run_steps(
-    step: Callable[[torch.Tensor], object], batches: Iterable[torch.Tensor], device: torch.device
-) -> StepTimes:
+class Batches(Protocol):
+    """A sequence of batches, or what prefetches one."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[torch.Tensor]: ...
+
+
+def run_steps(step: Callable[[torch.Tensor], object], batches: Batches, device: torch.device) -> StepTimes:
     """Runs `step` on every batch, one after the other; synchronises before the first and after the last only."""
-    batches = list(batches)
     marks = _Marks(device, len(batches) + 1)
     gc.collect()
     synchronize(device)
