@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import threading
 import types
 import warnings
 
@@ -444,6 +445,34 @@ def test_an_output_that_is_dropped_inside_the_loop_locks_nothing(device):
         out = model(ids)
         del out
         assert step < 4 or idle(model)  # until then the next batch may be in flight
+
+
+def test_lookups_and_updates_go_on_while_a_plan_waits_for_the_storage(monkeypatch):
+    model, plain = table(), table()
+    cold = model.tables.groups[0].cache.cold
+    read, waits, may_go_on = cold.read, threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        waits.set()
+        assert may_go_on.wait(20)
+        return read(*arguments)
+
+    out = model(torch.tensor([[1, 2]]))
+    monkeypatch.setattr(cold, "read", slow)
+    later = threading.Thread(target=lambda: model(torch.tensor([[30, 31]])).sum().backward())
+    later.start()
+    assert waits.wait(20)
+    update = threading.Thread(target=lambda: out.sum().backward())
+    update.start()
+    update.join(20)
+    went_on = not update.is_alive()
+    may_go_on.set()
+    later.join()
+    update.join()
+    assert went_on
+    for ids in ([[1, 2]], [[30, 31]]):
+        plain(torch.tensor(ids)).sum().backward()
+    assert_same_bits(bits(model), bits(plain))
 
 
 # --- leaving ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +47,8 @@ class Cache(abc.ABC):
         self.slots = slots
         self.policy = policy or LFU()
         self.device = device
-        self.lock = threading.RLock()
+        self.lock = threading.RLock()  # rows and their arrays: lookups and updates
+        self.plan_lock = self.lock  # what plans alone know: keys, scores, room; taken before `lock`
         self._initial = initial
         self._lock_window = lock_window
         self._scoring = scoring(self.policy)
@@ -55,6 +56,12 @@ class Cache(abc.ABC):
         self._pid = os.getpid()
         self._closed = False
         self._broken = ""  # why the hot rows are not to be trusted
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Holds off plans, lookups and updates."""
+        with self.plan_lock, self.lock:
+            yield
 
     # --- what a device provides -------------------------------------------------------------------------------------
 
@@ -96,7 +103,7 @@ class Cache(abc.ABC):
     def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
         """Copies the rows start … stop − 1 as they are now: `weight` carrier (K, D), `state` uint32 (K, S), either
         may have no columns. Rows never used are generated into the copy alone: cold storage does not grow."""
-        with self.lock:
+        with self.whole():
             self._check_usable()
             self._write_back_range(start, stop)
             cold = self.cold
@@ -110,7 +117,7 @@ class Cache(abc.ABC):
         they live. What is None stays, scores too; rows in flight stay in their slots. Raises `StorageFullError` before
         anything changes."""
         stop = start + len(weight if weight is not None else state if state is not None else ())
-        with self.lock:
+        with self.whole():
             self._check_usable()
             self._write_back_range(start, stop)
             cold = self.cold
@@ -139,7 +146,7 @@ class Cache(abc.ABC):
         """Flushes a cold storage that outlives the process, and closes it. A second call does nothing."""
         if os.getpid() != self._pid:  # a forked child, in which the lock may be held for ever
             return
-        with self.lock:
+        with self.whole():
             if self._closed:
                 return
             if not self.cold.volatile:
@@ -150,7 +157,7 @@ class Cache(abc.ABC):
 
     def abandon(self) -> None:
         """Leaves cold storage to another cache; this one was flushed and can do nothing any more."""
-        with self.lock:
+        with self.whole():
             self._closed = True
             self._release()
 

@@ -10,6 +10,7 @@ are published after they were filled.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ class TieredCache(Cache):
         super().__init__(
             cold, slots=slots, policy=policy, initial=initial, lock_window=lock_window, device=torch.device("cpu")
         )
+        self.plan_lock = threading.RLock()  # plans move rows that no lookup or update in flight uses, beside those
         self.hot = HotRows(cold.layout, slots)
         self._index = slot_map(slots, self.device)
         self._kernels = policy_kernels(self.device)
@@ -71,9 +73,10 @@ class TieredCache(Cache):
         """Makes the rows of `keys` (int64 (N,), in range, negative for padding) resident and locks them.
 
         With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
-        recomputed. A failing storage raises its error and changes no row; the cache stays usable.
+        recomputed. A failing storage raises its error and changes no row; the cache stays usable. Lookups and updates
+        of other batches go on meanwhile.
         """
-        with self.lock:
+        with self.plan_lock:
             self._check_usable()
             cold = self.cold
             cold.metadata.batch += 1
@@ -126,10 +129,12 @@ class TieredCache(Cache):
                 short, key, score, last_batch, oldest, used - self._pinned, self._scoring.ties_by_age
             )
             victims += np.int32(self._pinned)
-            self.hot.ensure_transient(short - len(victims))
+            with self.lock:  # the arrays of all rows may be replaced
+                self.hot.ensure_transient(short - len(victims))
             self._evict(victims)
             self._count(rows_overflow=short - len(victims))
-        return self.hot.take(rows)
+        with self.lock:
+            return self.hot.take(rows)
 
     def _evict(self, slots: Array) -> None:
         if len(slots) == 0:
@@ -171,7 +176,7 @@ class TieredCache(Cache):
     # --- whole-cache calls ------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        with self.lock:
+        with self.whole():
             self._check_usable()
             slots = self.hot.occupied()
             self._write_back(self.hot.key[slots], slots)
@@ -193,7 +198,7 @@ class TieredCache(Cache):
         self.cold.read(self.hot.key[slots], slots, self.hot)
 
     def forget(self) -> None:
-        with self.lock:
+        with self.whole():
             self._check_usable()
             self.check_idle("load a checkpoint")
             slots = self.hot.occupied()
@@ -206,7 +211,7 @@ class TieredCache(Cache):
         return CacheStats(**self._counts)
 
     def memory_report(self) -> dict[str, Any]:
-        with self.lock:
+        with self.whole():
             sizes = self.hot.size_bytes()
             cells = self.slots * map_bytes_per_slot()  # what it has beyond them it grew for a batch
             batch = {

@@ -192,7 +192,7 @@ class DeviceCall(Call):
                 f"one backward pass reached {len(calls)} forwards of {samples} samples in all; with "
                 f"{len(module.tables.config.tables)} tables these are more than {MAX_BAGS} bags: call backward for each"
             )
-        with module.tables.locked(), on_device(device):
+        with module.tables.updating(), on_device(device):
             for call, grad in calls:
                 call.follow(grad)
             faults = calls[0][0].fault if len(calls) == 1 else torch.cat([call.fault for call, _ in calls])

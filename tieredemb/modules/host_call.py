@@ -133,7 +133,7 @@ class HostCall(Call):
     def apply(module: TieredModule, collected: list[tuple[Call, torch.Tensor]]) -> None:
         optimizer = module.check_trainable()
         todo = []
-        with module.tables.locked():
+        with module.tables.updating():
             for g, group in enumerate(module.tables.groups):
                 assert isinstance(group, HostGroup)
                 parts = [(call.parts[g], grad) for call, grad in collected if isinstance(call, HostCall)]

@@ -116,6 +116,15 @@ class TableSet:
         """Keeps other threads from all caches, always taken in one order."""
         with contextlib.ExitStack() as locks:
             for group in self.groups:
+                locks.enter_context(group.cache.plan_lock)
+            locks.enter_context(self.updating())
+            yield
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Keeps other threads from the rows; they may plan."""
+        with contextlib.ExitStack() as locks:
+            for group in self.groups:
                 locks.enter_context(group.cache.lock)
             yield
 
