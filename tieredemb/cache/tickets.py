@@ -84,13 +84,17 @@ class TicketBook:
     def __init__(self) -> None:
         self.released: deque[int] = deque()
         self._live: set[int] = set()
-        self._locked: dict[int, tuple[int, bool]] = {}  # ids of each batch, and whether it may use rows without a slot
+        self._locked: deque[tuple[int, int, bool]] = deque()  # batch, its ids, whether it may use rows without a slot
+        self._locked_ids = self._locked_slotless = 0  # in all
         self._tickets: weakref.WeakSet[Flight] = weakref.WeakSet()
 
     def open(self, ticket: Flight, ids: int = 0, slotless: bool = False) -> None:
+        """Puts a ticket on the books; batches come in their order."""
         self._live.add(ticket.batch)
         if ids:
-            self._locked[ticket.batch] = (ids, slotless)
+            self._locked.append((ticket.batch, ids, slotless))
+            self._locked_ids += ids
+            self._locked_slotless += slotless
         self._tickets.add(ticket)
 
     def size_bytes(self) -> int:
@@ -112,6 +116,8 @@ class TicketBook:
     def locked(self, oldest: int) -> tuple[int, bool]:
         """Ids of all batches from `oldest` on, which is the oldest whose rows are locked: those released since lock
         theirs too. And whether one of them may use rows without a slot."""
-        for batch in [batch for batch in self._locked if batch < oldest]:
-            del self._locked[batch]
-        return sum(ids for ids, _ in self._locked.values()), any(slotless for _, slotless in self._locked.values())
+        while self._locked and self._locked[0][0] < oldest:
+            _, ids, slotless = self._locked.popleft()
+            self._locked_ids -= ids
+            self._locked_slotless -= slotless
+        return self._locked_ids, self._locked_slotless > 0
