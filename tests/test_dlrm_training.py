@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -203,6 +204,44 @@ def test_prediction_trains_nothing(device: str, small_log: GeneratedLog) -> None
         first, second = trainer.predict(), trainer.predict()
         assert torch.equal(first[1], second[1])
         assert all(torch.equal(weight, before[name]) for name, weight in trainer.table_weights().items())
+
+
+@pytest.mark.parametrize(("options", "plan"), [([], r"plan +\d"), (["--prefetch", "1"], "in a thread of its own")])
+def test_profile_says_where_a_step_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], plan: str
+) -> None:
+    path = tmp_path / "trace.json"
+    main(["train", *SMALL_OPTIONS, "--device", "cpu", "--quiet", "--profile", str(path), *options])
+    told = capsys.readouterr().out
+    for name in (
+        "profile of 20 steps",
+        "whole step",
+        plan,
+        r"lookup +\d",
+        r"update of the rows +\d",
+        "trace written to",
+    ):
+        assert re.search(name, told), name
+    names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
+    assert {"tieredemb.lookup", "tieredemb.update", "ProfilerStep#16"} <= names
+
+
+def test_profile_of_a_run_that_is_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(
+        [
+            "train",
+            *SMALL_OPTIONS,
+            "--rows",
+            "200",
+            "--device",
+            "cpu",
+            "--quiet",
+            "--profile",
+            str(tmp_path / "trace.json"),
+        ]
+    )
+    assert "no profile: the run has fewer than 16 steps" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_training_sees_no_held_out_row(small_log: GeneratedLog) -> None:

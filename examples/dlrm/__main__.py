@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from examples.dlrm import locality, report, synthetic
 from examples.dlrm.config import CacheConfig, CheckpointConfig, ModelConfig, TrainConfig
 from examples.dlrm.criteo import CriteoFile, Log, LogError
 from examples.dlrm.optional import require
+from examples.dlrm.profile import StepProfile
 from examples.dlrm.trainer import Trainer
 from tieredemb import LFU, LRU, SGD, Adagrad, Adam, File, HostMemory, Pmem, RowWiseAdagrad, UnifiedMemory
 from tieredemb.config import Capacity
@@ -104,6 +105,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--checkpoint", type=Path, help="directory of the run's checkpoint")
     group.add_argument("--checkpoint-every", type=int, default=1000, help="batches between checkpoints")
     group.add_argument("--resume", action="store_true", help="go on from the checkpoint, bit for bit")
+    group.add_argument("--profile", type=Path, help="chrome trace of some steps to write (.json or .json.gz)")
     group.add_argument("--plot", type=Path, help="picture of loss and hit rate to write")
     group.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -185,14 +187,19 @@ def train(options: argparse.Namespace) -> None:
             f"{name}: {trainer.train_rows:,} rows to train, {len(log) - trainer.train_rows:,} to test; "
             f"on {place}, tier {tier}, capacity {capacity}"
         )
-        if options.quiet:
-            trainer.run()
-        else:
-            with closing(report.Bar(trainer.total_samples, trainer.progress.samples)) as bar:
-                trainer.run(bar)
+        with ExitStack() as around:
+            profile = None if options.profile is None else around.enter_context(StepProfile(options.profile, device))
+            on_step = (lambda: None) if profile is None else profile.step
+            if options.quiet:
+                trainer.run(on_step=on_step)
+            else:
+                bar = around.enter_context(closing(report.Bar(trainer.total_samples, trainer.progress.samples)))
+                trainer.run(bar, on_step)
         scores = report.score(*trainer.predict())
         memory = {} if config.reference else trainer.collection.memory_report()
         print(report.summary(trainer.progress, scores, tier, memory, place))
+        if profile is not None:
+            print(profile.summary())
         if options.plot is not None:
             report.plot(
                 options.plot, trainer.progress, scores, f"DLRM on {name}, trained on {place}, capacity {capacity}"

@@ -81,14 +81,18 @@ class Trainer:
     def total_samples(self) -> int:
         return self.train_rows * self.config.epochs
 
-    def run(self, on_point: Callable[[Point], None] = lambda point: None) -> None:
-        """Trains to the end, saving as asked for. `on_point` hears of each finished interval."""
+    def run(
+        self, on_point: Callable[[Point], None] = lambda point: None, on_step: Callable[[], None] = lambda: None
+    ) -> None:
+        """Trains to the end, saving as asked for. `on_point` hears of each finished interval, `on_step` of each
+        step."""
         batches_an_epoch = -(-self.train_rows // self.config.batch_size)
         steps_a_point = -(-batches_an_epoch // POINTS)
         began, before = time.perf_counter(), self.progress.seconds
         with _deterministic():
             for rows, batch in self._remaining():
                 self._step(rows, batch)
+                on_step()
                 progress = self.progress
                 if progress.step % steps_a_point == 0 or progress.samples == self.total_samples:
                     on_point(self._finish_point())

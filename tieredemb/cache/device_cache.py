@@ -27,6 +27,7 @@ from tieredemb.cache.tickets import Flight, TicketBook
 from tieredemb.cache.transfer import Beside, Transfer
 from tieredemb.config import Policy
 from tieredemb.errors import InvalidInputError, StorageError
+from tieredemb.kernels.ranges import marked
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
@@ -99,7 +100,7 @@ class DeviceCache(Cache):
         may run beside the movement of rows. A failing storage raises its error and changes no row; the cache stays
         usable. Raises `InvalidInputError` for more ids than a plan can number.
         """
-        with self.entered():
+        with self.entered(), marked("plan"):
             n, batch = keys.shape[0], self._batch + 1
             oldest = self._oldest(batch)
             locked, slotless = self._book.locked(oldest)
@@ -128,7 +129,8 @@ class DeviceCache(Cache):
         """Lets the transfer bring what was missed in. From the moment that slots change hands until their rows are on
         the way nothing may interrupt: the new keys would own the old rows."""
         try:
-            self._transfer.bring(missed, homes, **keywords)
+            with marked("swap"):
+                self._transfer.bring(missed, homes, **keywords)
         except BaseException as error:
             if self._transfer.committed:
                 self._broken = f"moving rows was interrupted by {type(error).__name__}"

@@ -24,6 +24,7 @@ from tieredemb.cache.policy import MIN_SCORE, policy_kernels
 from tieredemb.cache.tickets import Ticket
 from tieredemb.config import Policy
 from tieredemb.hash.slot_map import map_bytes_per_slot, slot_map
+from tieredemb.kernels.ranges import marked
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows, RowLayout
 from tieredemb.storage.initial import InitialRows
@@ -76,7 +77,7 @@ class TieredCache(Cache):
         recomputed. A failing storage raises its error and changes no row; the cache stays usable. Lookups and updates
         of other batches go on meanwhile.
         """
-        with self.plan_lock:
+        with self.plan_lock, marked("plan"):
             self._check_usable()
             cold = self.cold
             cold.metadata.batch += 1
@@ -84,9 +85,10 @@ class TieredCache(Cache):
             self._retire_transients(batch)
             numbering = number(keys, self._index, self.hot, stamp(batch), self.device)
             missed = numbering.missed
-            slots = self._make_room(len(missed), batch)
             unique_slots = numbering.unique_slots
-            self._fill(numbering.unique_keys[missed], slots)
+            with marked("swap"):
+                slots = self._make_room(len(missed), batch)
+                self._fill(numbering.unique_keys[missed], slots)
             unique_slots[missed] = slots
             self.hot.last_batch[slots] = stamp(batch)
             if score:

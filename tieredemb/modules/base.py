@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tieredemb.errors import BackwardError, ConfigError, UnsupportedError
+from tieredemb.kernels.ranges import marked
 from tieredemb.modules.ahead import Ahead, Planned
 from tieredemb.modules.call import BackwardPass, Call, Lookup, inside_backward
 from tieredemb.modules.forwards import LISTENERS, tell
@@ -78,7 +79,8 @@ class TieredModule(nn.Module):
             return Lookup.apply(hook, weights, make, within)  # type: ignore[no-any-return, no-untyped-call]
         call = self._begin(batch, trains=False)
         try:
-            return call.pool(weights, differentiable=False)
+            with marked("lookup"):
+                return call.pool(weights, differentiable=False)
         finally:
             call.release()
 
@@ -122,7 +124,8 @@ class TieredModule(nn.Module):
             self._accumulated += collected
             return
         try:
-            type(collected[0][0]).apply(self, collected)
+            with marked("update"):
+                type(collected[0][0]).apply(self, collected)
         finally:
             for call, _ in collected:
                 call.release()

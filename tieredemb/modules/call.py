@@ -21,6 +21,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from tieredemb.errors import BackwardError
+from tieredemb.kernels.ranges import marked
 
 if TYPE_CHECKING:
     from tieredemb.modules.base import TieredModule
@@ -105,7 +106,8 @@ class Lookup(torch.autograd.Function):
         call = make()
         call.within = within
         call.keeps_rows = weights is not None and weights.requires_grad
-        out = call.pool(weights, differentiable=True)
+        with marked("lookup"):
+            out = call.pool(weights, differentiable=True)
         ctx.call = call
         ctx.weights_like = None if weights is None else (weights.shape, weights.dtype)
         if not ctx.needs_input_grad[0]:
