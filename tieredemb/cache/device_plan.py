@@ -82,30 +82,40 @@ class Missed:
 
 
 class Records:
-    """Rows that batches in flight use where they lie. `table`: int64 (R, 2), `Record`s · `map`: int64 (2 R, 2)."""
+    """Rows that batches in flight use where they lie. `table`: int64 (R + 1, 2), R `Record`s and a `RecordsEnd` ·
+    `rows`: R · `index`: int64 (2 R, 2), a map from their keys, for the plan under way."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.table = torch.zeros((0, 2), dtype=torch.int64, device=device)
+        self.rows = 0
+        self.table = torch.zeros((1, 2), dtype=torch.int64, device=device)
+        self.index = torch.zeros((0, 2), dtype=torch.int64, device=device)
         self._outgrown: list[torch.Tensor] = []
 
     def reserve(self, rows: int) -> None:
         """Makes room for `rows` rows at a time. Those in use keep their numbers. Raises `StorageError` in a capture,
         whose memory replays write anew."""
         size = max(64, 1 << (2 * rows - 1).bit_length())
-        if size > len(self.table):
+        if size > self.rows:
             if torch.cuda.is_current_stream_capturing():
                 raise StorageError(
                     f"the step to be captured may use {rows} rows without a slot, for which there is no room yet; run "
                     f"it once before it is captured"
                 )
-            grown = torch.zeros((size, 2), dtype=torch.int64, device=self.device)
-            grown[: len(self.table)] = self.table
-            self._outgrown.append(self.table)  # kernels of tickets in flight, and captured graphs, go on reading it
-            self.table = grown
+            grown = torch.zeros((size + 1, 2), dtype=torch.int64, device=self.device)
+            index = torch.zeros((2 * size, 2), dtype=torch.int64, device=self.device)
+            grown[: self.rows] = self.table[: self.rows]
+            grown[size] = self.table[self.rows]
+            self._outgrown += [self.table, self.index]  # tickets in flight, and captured graphs, go on reading them
+            self.table, self.index, self.rows = grown, index, size
+
+    def clear(self) -> None:
+        """Frees all records."""
+        self.table.zero_()
+        self.index.zero_()
 
     def size_bytes(self) -> int:
-        return self.table.nbytes + sum(table.nbytes for table in self._outgrown)
+        return sum(tensor.nbytes for tensor in (self.table, self.index, *self._outgrown))
 
 
 class DevicePlan:
@@ -132,26 +142,29 @@ class DevicePlan:
     ) -> None:
         """Locks and scores what is resident, claims what is missed, into `missed.keys` and, for now, `homes`."""
         rows, scoring, n = self.rows, self.scoring, keys.shape[0]
-        table, index = self.records.table, None
-        if away.slotless:
-            index = torch.zeros((2 * len(table), 2), dtype=torch.int64, device=table.device)
-        begin = kernel(PLAN, "plan_begin", "p p d i i p n p n")
+        records = self.records
+        begin = kernel(PLAN, "plan_begin", "p p d i i p n p n any i")
         begin(
             blocks_for(missed.cells, 4 * THREADS, MOST_BLOCKS), THREADS, self.clock, self.counts,
             scoring.units_per_batch, lag, scored, missed.claims, missed.cells, self.selection, SELECTION_BYTES // 16,
+            records.table, records.rows,
         )  # fmt: skip
-        if index is not None:
+        if away.slotless:
+            cells, index = 2 * records.rows, records.index
+            clear = kernel(PLAN, "records_clear", "any i any n", *OPTIONS, *away.flags)
+            clear(blocks_for(cells, THREADS, MOST_BLOCKS), THREADS, records.table, records.rows, index, cells)
             sort_out = kernel(PLAN, "records_index", "any i any n p", *OPTIONS, *away.flags)
             sort_out(
-                blocks_for(len(table), THREADS, MOST_BLOCKS), THREADS, table, len(table), index, len(index), self.clock
-            )
-        words = "any n i64 n p i32 i32 i x i p n i32 p any p n p n i p"
+                blocks_for(records.rows, THREADS, MOST_BLOCKS), THREADS, records.table, records.rows, index, cells,
+                self.clock,
+            )  # fmt: skip
+        words = "any n i64 n p i32 i32 i x i p n i32 p any i any n p n i p"
         find = kernel(PLAN, "keys_find", words, *OPTIONS, *away.flags)
         find(
             blocks_for(n, THREADS), THREADS, rows.cells, rows.cells.shape[0], keys, n, self.clock, rows.last_batch,
-            rows.score, scoring.kind, scoring.unit, scored, missed.claims, missed.cells, homes, missed.keys, table,
-            0 if index is None else index, 0 if index is None else index.shape[0], away.state,
-            rows.layout.state_width + 1, away.by_key, self.counts,
+            rows.score, scoring.kind, scoring.unit, scored, missed.claims, missed.cells, homes, missed.keys,
+            records.table, records.rows, records.index, 2 * records.rows, away.state, rows.layout.state_width + 1,
+            away.by_key, self.counts,
         )  # fmt: skip
 
     def choose(self, missed: Missed) -> None:
@@ -172,7 +185,7 @@ class DevicePlan:
         settle(
             blocks_for(n, TOGETHER, self._together), TOGETHER, self.counts, missed.chosen, self.selection, missed.keys,
             rows.cells, rows.cells.shape[0], rows.key, rows.last_batch, self.clock, missed.slots, missed.victims, homes,
-            n, missed.claims, missed.cells, self.records.table, len(self.records.table), commit,
+            n, missed.claims, missed.cells, self.records.table, self.records.rows, commit,
         )  # fmt: skip
 
     def score(self, missed: Missed, away: Away, *, scored: bool) -> None:
@@ -206,7 +219,7 @@ class DevicePlan:
         """Empties the plan's view of the slots; the next batch follows `batch`."""
         self.control[CLOCK : CLOCK + 8].view(torch.int64).fill_(batch)
         self.control[COUNTS : COUNTS + 32].zero_()
-        self.records.table.zero_()
+        self.records.clear()
 
     def size_bytes(self) -> int:
         return self.control.nbytes

@@ -13,10 +13,22 @@ struct alignas(16) Claim {
     int pad;
 };
 
+// What follows the last record: how many are taken, and what their index holds.
+struct RecordsEnd {
+    int taken;
+    int index;  // FILLED: with entries of this plan; STALE: of an earlier one
+    int pad[2];
+};
+constexpr int FILLED = 1, STALE = 2;
+__device__ __forceinline__ RecordsEnd *end_of(Record *records, int n_records) {
+    return reinterpret_cast<RecordsEnd *>(records + n_records);
+}
+
 // Starts a plan: the next batch number, zero counts, empty claims and `selection` (16-byte units each). Slots of the
 // `lag` batches before it are locked.
 extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units_per_batch, int lag, int scored,
-                                      int4 *claims, i64 n_claims, int4 *selection, i64 n_selection) {
+                                      int4 *claims, i64 n_claims, int4 *selection, i64 n_selection, Record *records,
+                                      int n_records) {
     for (i64 at = thread_index(); at < n_claims; at += thread_count()) claims[at] = make_int4(0, 0, 0, 0);
     for (i64 at = thread_index(); at < n_selection; at += thread_count()) selection[at] = make_int4(0, 0, 0, 0);
     if (thread_index() != 0) return;
@@ -28,24 +40,45 @@ extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units
     counts->missed = counts->slotless = counts->needed = counts->room = 0;
     counts->arrivals = 0;
     counts->batches += scored;
+    RecordsEnd *end = end_of(records, n_records);
+    end->index = end->index ? STALE : 0;
 }
 
-// Indexes the records that a ticket still uses and frees the others. The map comes empty.
+// Empties the index of the records where an earlier plan has filled it. Most batches that might exceed the cache do not,
+// and find no record at all: then this and the next kernel end at once.
+extern "C" __global__ void records_clear(Record *records, int n_records, Cell *map, i64 n_map) {
+    if ((end_of(records, n_records)->index & STALE) == 0) return;
+    for (i64 at = thread_index(); at < n_map; at += thread_count())
+        *reinterpret_cast<int4 *>(map + at) = make_int4(0, 0, 0, 0);
+}
+
+// Indexes the records that a ticket still uses and frees the others.
 extern "C" __global__ void records_index(Record *records, int n_records, Cell *map, i64 n_map, const Clock *clock) {
+    RecordsEnd *end = end_of(records, n_records);
+    if (thread_index() == 0) atomicAnd(&end->index, ~STALE);
+    if (*(volatile int *)&end->taken == 0) return;  // a block that sees the last one freed has none to look at
+    bool filled = false;
     for (i64 r = thread_index(); r < n_records; r += thread_count()) {
         i64 key = records[r].key - 1;
         if (key < 0) continue;
-        if (records[r].last_batch - clock->oldest < 0) records[r].key = 0;
-        else insert_slot(map, n_map, key, (int)r);
+        if (records[r].last_batch - clock->oldest < 0) {
+            records[r].key = 0;
+            atomicSub(&end->taken, 1);
+        } else {
+            insert_slot(map, n_map, key, (int)r);
+            filled = true;
+        }
     }
+    if (filled) atomicOr(&end->index, FILLED);
 }
 
 // Finds each key; the first thread that meets a resident row in this batch locks it and, where `scored`, raises its
 // score. A missed key is claimed once; homes[i] then names its claim, as −2 − cell, until `homes_resolve`, or its
-// record, as −2 − n_claims − record; rows under records lie away, by key or by record. Without a key a home stays as it came: a resident table's slot, or DROPPED.
+// record, as −2 − n_claims − record; rows under records lie away, by key or by record. Without a key a home stays as it
+// came: a resident table's slot, or DROPPED.
 extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *keys, i64 n, const Clock *clock,
                                      int *last_batch, u32 *score, int kind, float unit, int scored, Claim *claims,
-                                     i64 n_claims, int *homes, i64 *missed_keys, Record *records,
+                                     i64 n_claims, int *homes, i64 *missed_keys, Record *records, int n_records,
                                      const Cell *map, i64 n_map, u32 *away_state, i64 away_stride, int away_by_key,
                                      Counts *counts) {
     __shared__ int block_lookups, block_hits, block_unique, block_overflow;
@@ -53,6 +86,9 @@ extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *
     __syncthreads();
     const int stamp = clock->stamp;
     const i64 now = clock->now;
+#ifdef SLOTLESS
+    const bool map_is_filled = end_of(records, n_records)->index & FILLED;
+#endif
     for (i64 start = (i64)blockIdx.x * blockDim.x; start < n; start += thread_count()) {
         i64 i = start + threadIdx.x;
         i64 key = i < n ? keys[i] : -1;
@@ -68,7 +104,7 @@ extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *
             } else {
                 int record = NOT_FOUND;
 #ifdef SLOTLESS
-                record = find_slot(map, n_map, key);
+                if (map_is_filled) record = find_slot(map, n_map, key);
                 if (record >= 0) {
                     homes[i] = (int)(-2 - n_claims - record);
                     int *last = &records[record].last_batch;
@@ -155,6 +191,7 @@ __device__ __forceinline__ void missed_publish(int missed, Cell *cells, i64 n_ce
             int r = (int)(atomicAdd(&counts->record, 1u) % (u32)n_records);
             if (atomicCAS(reinterpret_cast<u64 *>(&records[r].key), 0ull, (u64)(key + 1)) != 0ull) continue;
             records[r].last_batch = stamp;
+            atomicAdd(&end_of(records, n_records)->taken, 1);
             missed_slots[m] = -2 - r;
             break;
         }
