@@ -384,6 +384,28 @@ def test_a_forward_that_is_kept_alive_locks_all_that_follows_and_nothing_is_lost
     assert_same_bits(*results)
 
 
+@pytest.mark.parametrize("storage", ["unified", "file"])
+def test_batches_larger_and_smaller_than_the_cache_take_turns(tmp_path, storage):
+    """What an index of rows without slots held for one batch is gone for the next that needs it."""
+    results = []
+    for capacity, placement in ((12, "cached"), (1.0, "resident")):
+        keywords = {"storage": te.File(str(tmp_path / placement))} if storage == "file" else {}
+        table = te.TieredEmbedding(
+            ROWS, WIDTH, capacity=capacity, placement=placement, optimizer=te.Adagrad(lr=0.1), **keywords
+        )
+        seen = []
+        for step in range(6):
+            large = [table(torch.arange(30) * (1 + step) % ROWS), table(torch.arange(25) * 3 % ROWS)]
+            sum(out.square().sum() for out in large).backward()
+            seen += [out.detach() for out in large]
+            for small in range(3):
+                out = table((torch.arange(4) + 5 * small + step) % ROWS)
+                out.square().sum().backward()
+                seen.append(out.detach())
+        results.append([*seen, table.state_dict()["weight"]])
+    assert_same_bits(*results)
+
+
 def test_counts_of_more_uses_than_a_digit_holds_are_ranked():
     table = te.TieredEmbedding(
         ROWS, WIDTH, capacity=10, policy=te.LFU(half_life_batches=math.inf), optimizer=te.SGD(lr=0.1)
