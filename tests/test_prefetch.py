@@ -353,6 +353,21 @@ class Moved:
         return Moved(*where)
 
 
+@dataclasses.dataclass
+class Placed:
+    """Has fields, and a `to` of its own."""
+
+    ids: torch.Tensor
+
+    def to(self, device):
+        raise AssertionError
+
+
+class Items(list):
+    def __init__(self, first, second):
+        super().__init__([first, second])
+
+
 def test_batches_of_any_form_are_mapped():
     tensor = torch.tensor([1.0])
     named, ordered = Point(tensor, "label"), collections.OrderedDict(b=tensor, a=[tensor])
@@ -365,7 +380,7 @@ def test_batches_of_any_form_are_mapped():
         "other": Moved(),
         5: "x",
     }
-    mapped = map_tensors(batch, lambda value: value + 1, lambda value: value.to("there"))
+    mapped = map_tensors(batch, lambda value: value + 1, lambda value: getattr(value, "to", lambda _: value)("there"))
     assert mapped["named"].ids == 2
     assert mapped["named"].label == "label"
     assert list(mapped["ordered"]) == ["b", "a"]
@@ -376,6 +391,11 @@ def test_batches_of_any_form_are_mapped():
     assert mapped["sample"].label == 3
     assert mapped["other"].where == ("there",)
     assert mapped[5] == "x"
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    assert map_tensors(packed, torch.neg) is packed
+    assert map_tensors(packed, torch.neg, lambda value: value.to(torch.float64)).data.dtype == torch.float64
+    assert map_tensors(Placed(tensor), torch.neg).ids == -1
+    assert map_tensors(Items(tensor, 3), torch.neg) == [-tensor, 3]
     assert tensor == 1
     assert batch["ordered"]["b"] is tensor
     assert map_tensors(types.MappingProxyType({"ids": tensor}), torch.neg)["ids"] == -1

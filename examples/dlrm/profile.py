@@ -23,7 +23,7 @@ class StepProfile:
     def __init__(self, path: Path, device: str) -> None:
         self.path = path
         self._on_gpu = device != "cpu"
-        self._steps = 0
+        self._steps = self._counted = 0
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         self._ranges: dict[str, tuple[float, float]] | None = None
         self._profiler = torch.profiler.profile(
@@ -47,8 +47,10 @@ class StepProfile:
 
     def _finish(self, profiler: torch.profiler.profile) -> None:
         profiler.export_chrome_trace(str(self.path))
-        found = {event.key: event for event in profiler.key_averages()}
-        steps = min(STEPS, max(1, self._steps - WAIT - WARM_UP))
+        # a range is an event of the host, which knows what it launched, and one of the GPU
+        events = profiler.key_averages()
+        found = {event.key: event for event in events if event.device_type == torch.autograd.DeviceType.CPU}
+        steps = self._counted = min(STEPS, max(1, self._steps - WAIT - WARM_UP))
         self._ranges = {"whole step": _times(found, "ProfilerStep*", steps)}
         self._ranges |= {name: _times(found, key, steps) for name, key in RANGES.items() if key in found}
 
@@ -56,7 +58,7 @@ class StepProfile:
         """Milliseconds a step of each part, on the host, and on a GPU there."""
         if self._ranges is None:
             return f"no profile: the run has fewer than {WAIT + WARM_UP + 1} steps"
-        lines = [f"profile of {STEPS} steps, ms a step{' on the host, and on the GPU' if self._on_gpu else ''}"]
+        lines = [f"profile of {self._counted} steps, ms a step{' on the host, and on the GPU' if self._on_gpu else ''}"]
         for name, (host, gpu) in self._ranges.items():
             lines.append(f"{name:<24}{host:10.3f}" + (f"{gpu:10.3f}" if self._on_gpu else ""))
         if "plan" not in self._ranges:

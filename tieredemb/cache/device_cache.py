@@ -264,6 +264,7 @@ class DeviceCache(Cache):
         self.hot.reset()
         self._batch = self.cold.metadata.batch  # the last one planned: numbers tickets
         self._eager = self._batch  # the last one planned outside a capture
+        self._book.reset()
         self._plan.restart(self._batch)
         self._transfer.restart()
         first_slot = self._cached

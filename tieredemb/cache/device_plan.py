@@ -111,8 +111,8 @@ class Records:
 
     def clear(self) -> None:
         """Frees all records."""
-        self.table.zero_()
-        self.index.zero_()
+        for tensor in (self.table, self.index, *self._outgrown):
+            tensor.zero_()
 
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.table, self.index, *self._outgrown))

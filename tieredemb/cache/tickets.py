@@ -101,6 +101,11 @@ class TicketBook:
         """Bytes of the plans that are still referenced, in flight or not."""
         return sum(ticket.size_bytes() for ticket in self._tickets)
 
+    def reset(self) -> None:
+        """Forgets which batches have locked rows: none is in flight, and batches may be numbered anew."""
+        self._locked.clear()
+        self._locked_ids = self._locked_slotless = 0
+
     def oldest(self, default: int) -> int:
         """Batch of the oldest ticket in flight, or `default`. Rows used at or after it are locked."""
         while self.released:

@@ -62,14 +62,22 @@ class _CompileNotice(event.Listener):  # type: ignore[misc]
 
 event.register("numba:compile", _CompileNotice())
 
-_POOL: tuple[int, int, ThreadPoolExecutor] | None = None  # (pid, threads, pool): a fork leaves its threads behind
+_POOLS: dict[bool, tuple[int, int, ThreadPoolExecutor]] = {}  # (pid, threads, pool): a fork leaves its threads behind
+_LOCAL = threading.local()
+
+
+def use_own_threads() -> None:
+    """Kernels that this thread calls run on threads apart from those of all others, which they would keep waiting."""
+    _LOCAL.apart = True
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
-    global _POOL
-    if _POOL is None or _POOL[0] != os.getpid() or _POOL[1] < threads:
-        _POOL = (os.getpid(), threads, ThreadPoolExecutor(threads, thread_name_prefix="tieredemb"))
-    return _POOL[2]
+    apart = getattr(_LOCAL, "apart", False)
+    known = _POOLS.get(apart)
+    if known is None or known[0] != os.getpid() or known[1] < threads:
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="tieredemb")
+        known = _POOLS[apart] = (os.getpid(), threads, pool)
+    return known[2]
 
 
 def num_threads() -> int:

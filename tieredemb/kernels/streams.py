@@ -23,5 +23,8 @@ def outside_capture(device: torch.device) -> Iterator[None]:
     if not torch.cuda.is_current_stream_capturing():
         yield
         return
-    with torch.cuda.stream(side_stream(device, -1)):  # of a priority that captures do not run in
+    stream = side_stream(device, -1)
+    with torch.cuda.stream(stream):
+        joined = torch.cuda.is_current_stream_capturing()  # streams are few, and it may be one of the capture's
+    with torch.cuda.stream(side_stream(device) if joined else stream):
         yield

@@ -147,6 +147,7 @@ class DeviceCall(Call):
             raise
 
     def start(self) -> None:
+        self.follow()
         super().start()
         if self._untold is not None:
             with self.parts[0].group.cache.using(*(part.ticket for part in self.parts)):

@@ -45,14 +45,14 @@ class GraphStep(Generic[R]):
             self._left -= 1
             with self._on_buffers(), _beside():
                 return self._run(self._buffers.batch)
+        if self._graph is None:
+            self._graph = self._capture()
         for module in self._modules:
             module.tables.check_earlier()  # as a forward does, which a replay is none
             for group in module.tables.groups:
                 group.cache.check_replay()
             if module.is_trainable:
                 module.fused_optimizer.upload()
-        if self._graph is None:
-            self._graph = self._capture()
         self._graph.replay()
         return self._result  # type: ignore[return-value]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tieredemb.kernels.cpu import use_own_threads
 from tieredemb.kernels.streams import side_stream
 from tieredemb.modules.ahead import Planned
 from tieredemb.modules.base import TieredModule
@@ -50,7 +51,7 @@ class _Thread(ThreadPoolExecutor):
     """One thread: it waits for storage and copies rows while others compute."""
 
     def __init__(self) -> None:
-        super().__init__(1, thread_name_prefix="tieredemb-prefetch")
+        super().__init__(1, thread_name_prefix="tieredemb-prefetch", initializer=use_own_threads)
 
 
 class _Stream(Executor):
@@ -81,7 +82,7 @@ class _Stream(Executor):
             return pinned.to(self.device, non_blocking=True)
 
         with torch.cuda.stream(self.stream):
-            moved = map_tensors(batch, to_device, lambda value: value.to(self.device, non_blocking=True))
+            moved = map_tensors(batch, to_device, lambda value: _moved(value, self.device))
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
 
@@ -102,12 +103,10 @@ def _nothing() -> None:
 def map_tensors(
     batch: Any, function: Callable[[torch.Tensor], torch.Tensor], otherwise: Callable[[Any], Any] | None = None
 ) -> Any:
-    """A batch of the same form with `function` of its tensors: in mappings, sequences and dataclasses. Objects that
-    have a `to` of their own become what `otherwise` makes of them; all others stay."""
+    """A batch of the same form with `function` of its tensors: in mappings, sequences and dataclasses. Other objects
+    become what `otherwise` makes of them."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
-    if callable(getattr(batch, "to", None)):
-        return batch if otherwise is None else otherwise(batch)
     if isinstance(batch, Mapping):
         parts = {key: map_tensors(value, function, otherwise) for key, value in batch.items()}
         if not isinstance(batch, MutableMapping):
@@ -115,17 +114,27 @@ def map_tensors(
         same = copy.copy(batch)  # with its default, its order, …
         same.update(parts)
         return same
-    if isinstance(batch, tuple) and hasattr(batch, "_make"):
-        return batch._make(map_tensors(value, function, otherwise) for value in batch)
-    if type(batch) is tuple:
-        return tuple(map_tensors(value, function, otherwise) for value in batch)
     if isinstance(batch, list):
         same_list = copy.copy(batch)
         same_list[:] = [map_tensors(value, function, otherwise) for value in batch]
         return same_list
+    if isinstance(batch, tuple) and not callable(getattr(batch, "to", None)):  # a packed sequence moves as it must
+        members = (map_tensors(value, function, otherwise) for value in batch)
+        return batch._make(members) if hasattr(batch, "_make") else tuple(members)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = {field.name for field in dataclasses.fields(batch) if field.init}
         return dataclasses.replace(
             batch, **{name: map_tensors(getattr(batch, name), function, otherwise) for name in fields}
         )
-    return batch
+    return batch if otherwise is None else otherwise(batch)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """An object where its own `to` brings it; one without stays."""
+    to = getattr(value, "to", None)
+    if not callable(to):
+        return value
+    try:
+        return to(device, non_blocking=True)
+    except TypeError:  # knows nothing of waiting
+        return to(device)

@@ -44,6 +44,12 @@ class Prefetch(Generic[B]):
             raise ConfigError(
                 "the model has no tiered tables, so there is nothing to prefetch; see replace_embedding_bags"
             )
+        if depth and any(_waits(module) for module in self.modules.values()):
+            warnings.warn(
+                "tables on a GPU with check_ids='always' plan nothing ahead, as every forward waits for the GPU; build "
+                "them with check_ids='deferred'",
+                stacklevel=3,
+            )
         self._told = None if ids_of is None else Told(self.modules, ids_of)
 
     def __len__(self) -> int:
@@ -86,6 +92,11 @@ def prefetch(
     return Prefetch(loader, model, depth, ids_of=ids_of)
 
 
+def _waits(module: TieredModule) -> bool:
+    config = module.tables.config
+    return config.device.type == "cuda" and config.check_ids == "always"
+
+
 class _Fetched(Generic[B]):
     """A batch, or what the loader raised in its place; its plans, once there are any."""
 
@@ -124,13 +135,12 @@ class _Run(Generic[B]):
     def fetch(self, source: Iterator[B]) -> bool:
         """Queues the next batch and begins to plan it; returns whether that was the last."""
         try:
-            batch = next(source)
+            fetched: _Fetched[B] = _Fetched(*self._lanes.fetch(next(source)))
         except StopIteration:
             return True
         except Exception as error:
             self.queue.append(_Fetched(None, error=error))
             return True
-        fetched = _Fetched(*self._lanes.fetch(batch))
         self.queue.append(fetched)
         self._plan(fetched)
         return False
