@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from tieredemb.kernels.cpu import use_own_threads
 from tieredemb.kernels.streams import side_stream
 from tieredemb.modules.ahead import Planned
 from tieredemb.modules.base import TieredModule
@@ -51,6 +50,8 @@ class _Thread(ThreadPoolExecutor):
     """One thread: it waits for storage and copies rows while others compute."""
 
     def __init__(self) -> None:
+        from tieredemb.kernels.cpu import use_own_threads  # not before it is needed: numba takes a second to import
+
         super().__init__(1, thread_name_prefix="tieredemb-prefetch", initializer=use_own_threads)
 
 
