@@ -164,13 +164,19 @@ class Run:
         return [*bits(self.table), self.scale.detach().clone()]
 
 
+def warmed_up(tables, **keywords):
+    """Two runs of one kind, after the same first steps."""
+    runs = [Run(tables, **keywords) for _ in range(2)]
+    for run in runs:
+        run.warm_up()
+    return runs
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
 @pytest.mark.parametrize("capacity", [2, 40, 1.0])  # rows: fewer than a batch needs, fewer than the tables have, all
 def test_replayed_steps_give_the_bits_of_eager_ones(optimizer, capacity):
     tables = table_configs(widths=(4, 5), modes=("sum", "mean", "max"), rows=(1, 3, 100, 300))
-    eager, run = (Run(tables, capacity=capacity, optimizer=optimizer) for _ in range(2))
-    eager.warm_up()
-    run.warm_up()
+    eager, run = warmed_up(tables, capacity=capacity, optimizer=optimizer)
     graph = run.capture()
     for seed in range(3, 27):
         eager.load(seed)
@@ -188,9 +194,7 @@ def test_replayed_steps_give_the_bits_of_eager_ones(optimizer, capacity):
 
 def test_a_flush_between_a_forward_and_its_backward_after_replays():
     tables = table_configs(widths=(4,), rows=(3, 300))
-    eager, run = (Run(tables, capacity=20, optimizer=te.Adam(lr=0.05)) for _ in range(2))
-    eager.warm_up()
-    run.warm_up()
+    eager, run = warmed_up(tables, capacity=20, optimizer=te.Adam(lr=0.05))
     graph = run.capture()
     for seed in range(3, 40):
         eager.load(seed)
@@ -249,9 +253,7 @@ def test_capture_beside_a_batch_in_flight_is_refused():
 
 def test_eager_steps_and_replays_take_turns():
     tables = table_configs(widths=(4,), rows=(3, 300))
-    eager, run = (Run(tables, capacity=20, optimizer=te.Adam(lr=0.05)) for _ in range(2))
-    eager.warm_up()
-    run.warm_up()
+    eager, run = warmed_up(tables, capacity=20, optimizer=te.Adam(lr=0.05))
     graph = run.capture()
     for seed in range(3, 20):
         for each in (eager, run):
@@ -272,9 +274,7 @@ def test_eager_steps_and_replays_take_turns():
 
 def test_learning_rate_that_was_uploaded_reaches_replayed_steps():
     tables = table_configs(widths=(4,), rows=(3, 300))
-    eager, run = (Run(tables, capacity=20, optimizer=te.Adagrad(lr=0.1, lr_decay=0.01)) for _ in range(2))
-    eager.warm_up()
-    run.warm_up()
+    eager, run = warmed_up(tables, capacity=20, optimizer=te.Adagrad(lr=0.1, lr_decay=0.01))
     graph = run.capture()
     for seed in range(3, 12):
         for each in (eager, run):

@@ -69,7 +69,7 @@ def test_range_has_the_bits_of_the_cpu(width, dtype):
     initial, n, state_width = rows_on(GPU), 6000, 3
     for first_key in (0, HUGE + 4990):
         weight, state = device_rows(n + 9, width, state_width, dtype)
-        initial.generate_range(first_key, 4, n, weight, state, state_width)
+        initial.on_device().generate_range(first_key, 4, n, weight, state, state_width)
         right, words = expected(np.arange(first_key, first_key + n), width, dtype, state_width)
         assert bits(weight[4 : n + 4]) == right.tobytes()
         assert bits(state[4 : n + 4]) == words.tobytes()
@@ -88,7 +88,7 @@ def test_missed_rows_have_the_bits_of_the_cpu_in_their_slots(width, dtype):
     slots, untouched = random.permutation(capacity)[: len(keys)], random.integers(0, 2, len(keys))
     untouched[:3] = 1
     weight, state = device_rows(capacity, width, state_width, dtype)
-    initial.generate_missed(*missed(keys, slots, untouched), weight, state, 0, 0, state_width)
+    initial.on_device().generate_missed(*missed(keys, slots, untouched), weight, state, 0, 0, state_width)
     wanted = untouched == 1
     right, words = expected(keys[wanted], width, dtype, state_width)
     into = torch.from_numpy(slots[wanted]).to(GPU)
@@ -109,7 +109,7 @@ def test_missed_rows_without_a_slot_go_to_their_cold_rows_and_spare_the_score(wi
     weight, state = device_rows(10, width, state_width, dtype)
     cold_weight, cold_state = device_rows(rows, width, state_width + 1, dtype)
     addresses = cold_weight.data_ptr(), cold_state.data_ptr()
-    initial.generate_missed(*missed(keys, slots, [1] * len(keys)), weight, state, *addresses, state_width)
+    initial.on_device().generate_missed(*missed(keys, slots, [1] * len(keys)), weight, state, *addresses, state_width)
     right, words = expected(keys, width, dtype, state_width)
     hot = np.array(slots) >= 0
     away, into = torch.from_numpy(keys[~hot]).to(GPU), torch.tensor([slots[1], slots[4]], device=GPU)
@@ -128,7 +128,7 @@ def test_missed_rows_without_a_slot_go_to_their_cold_rows_and_spare_the_score(wi
 def test_normal_values_have_the_bits_of_the_cpu_far_into_the_tails():
     initial, n, width = rows_on(GPU, TABLES), 400_000, 64
     weight, state = device_rows(n, width, 0, FLOAT)
-    initial.generate_range(5000, 0, n, weight, state, 0)
+    initial.on_device().generate_range(5000, 0, n, weight, state, 0)
     right, _ = expected(np.arange(5000, 5000 + n), width, FLOAT)
     assert np.abs(right).max() > 5  # a tail probability of 3 in 10⁷
     assert bits(weight) == right.tobytes()
@@ -137,8 +137,8 @@ def test_normal_values_have_the_bits_of_the_cpu_far_into_the_tails():
 @pytest.mark.usefixtures("gpu")
 def test_missed_rows_of_count_zero_write_nothing():
     weight, state = device_rows(4, 12, 1, FLOAT)
-    rows_on(GPU).generate_missed(*missed([], [], []), weight, state, 0, 0, 1)
-    rows_on(GPU).generate_range(0, 0, 0, weight, state, 1)
+    rows_on(GPU).on_device().generate_missed(*missed([], [], []), weight, state, 0, 0, 1)
+    rows_on(GPU).on_device().generate_range(0, 0, 0, weight, state, 1)
     assert (weight == 123).all()
     assert (state == 123).all()
 
@@ -148,10 +148,10 @@ def test_rows_of_a_graph_follow_its_count():
     initial, width = rows_on(GPU), 12
     weight, state = device_rows(10, width, 1, FLOAT)
     plan = missed([3, 9, 2000], [0, 1, 2], [1, 1, 1])
-    initial.generate_missed(*plan, weight, state, 0, 0, 1)  # compiles
+    initial.on_device().generate_missed(*plan, weight, state, 0, 0, 1)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        initial.generate_missed(*plan, weight, state, 0, 0, 1)
+        initial.on_device().generate_missed(*plan, weight, state, 0, 0, 1)
     weight.fill_(123)
     plan[0].fill_(2)
     plan[2][1] = 11
@@ -174,4 +174,4 @@ def test_rows_for_a_gpu_are_generated_on_the_host_too():
 
 def test_rows_built_for_the_cpu_refuse_the_device():
     with pytest.raises(UnsupportedError, match="build them with the cache's device"):
-        rows_on("cpu").generate_range(0, 0, 1, torch.zeros(1, 4), torch.zeros(1, 0), 0)
+        rows_on("cpu").on_device().generate_range(0, 0, 1, torch.zeros(1, 4), torch.zeros(1, 0), 0)

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tieredemb as te
 from tieredemb.errors import ConfigError, IdOutOfRangeError, StorageFullError
-from tieredemb.pipeline.lanes import map_tensors
+from tieredemb.pipeline.batches import map_tensors
 
 ROWS, WIDTH = 40, 4
 

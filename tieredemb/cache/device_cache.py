@@ -22,12 +22,13 @@ from tieredemb.cache.device_rows import DeviceRows
 from tieredemb.cache.in_place import InPlace
 from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.cache.staged import Staged
-from tieredemb.cache.stream_order import StreamOrder, on_device
+from tieredemb.cache.stream_order import StreamOrder
 from tieredemb.cache.tickets import Flight, TicketBook
 from tieredemb.cache.transfer import Beside, Transfer
 from tieredemb.config import Policy
 from tieredemb.errors import InvalidInputError, StorageError
 from tieredemb.kernels.ranges import marked
+from tieredemb.kernels.streams import on_device
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
@@ -38,14 +39,13 @@ MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan last
 
 class DeviceTicket(Flight):
     """A planned batch in flight on a GPU. `homes`: int32 (N,), the slot of each occurrence, −2 − r for a row that is
-    used without one, or `DROPPED` · `slotless`: whether there may be such rows · `ready`: comes once the rows are
-    there, where another stream brings them than the one that planned last."""
+    used without one, or `DROPPED` · `away`: where such rows were, if there may be any · `ready`: comes once the rows
+    are there, where another stream brings them than the one that computes."""
 
     def __init__(self, batch: int, homes: torch.Tensor, away: Away, book: TicketBook) -> None:
         super().__init__(batch, book)
         self.homes = homes
         self.away = away
-        self.slotless = away.slotless
         self.ready: torch.cuda.Event | None = None
 
     def size_bytes(self) -> int:
@@ -138,8 +138,8 @@ class DeviceCache(Cache):
 
     def away(self, tickets: Sequence[DeviceTicket]) -> Away:
         """Where the rows of `tickets` lie that have no slot, now: on staged tiers a later plan may move them."""
-        last = max(tickets, key=lambda ticket: (ticket.slotless, ticket.batch))
-        return last.away if self._transfer.in_place else self._transfer.away(last.slotless)
+        last = max(tickets, key=lambda ticket: (ticket.away.slotless, ticket.batch)).away
+        return last if self._transfer.in_place else self._transfer.away(last.slotless)
 
     def _ticket(self, batch: int, homes: torch.Tensor, *, slotless: bool) -> DeviceTicket:
         ticket = DeviceTicket(batch, homes, self._transfer.away(slotless), self._book)

@@ -24,7 +24,7 @@ class InPlace(Transfer):
 
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan) -> None:
         super().__init__(cold, hot, initial, plan)
-        initial.load_missed(self.device, cold.layout.dtype, cold.layout.width)
+        initial.on_device().load_missed(self.device, cold.layout.dtype, cold.layout.width)
         self._weight, self._state = cold.weight.ctypes.data, cold.state.ctypes.data
         self._side = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._settled = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class InPlace(Transfer):
 
     def _generate(self, count: Any, n: int, keys: Any, slots: Any, untouched: Any) -> None:
         hot, width = self.hot, self.cold.layout.state_width
-        self._initial.generate_missed(
+        self._initial.on_device().generate_missed(
             count, n, keys, slots, untouched, hot.weight, hot.state, self._weight, self._state, width
         )
 

@@ -73,7 +73,7 @@ extern "C" __global__ void records_index(Record *records, int n_records, Cell *m
 }
 
 // Finds each key; the first thread that meets a resident row in this batch locks it and, where `scored`, raises its
-// score. A missed key is claimed once; homes[i] then names its claim, as −2 − cell, until `homes_resolve`, or its
+// score. A missed key is claimed once; homes[i] then names its claim, as −2 − cell, until the plan settles, or its
 // record, as −2 − n_claims − record; rows under records lie away, by key or by record. Without a key a home stays as it
 // came: a resident table's slot, or DROPPED.
 extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *keys, i64 n, const Clock *clock,

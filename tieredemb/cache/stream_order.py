@@ -8,14 +8,6 @@ from collections.abc import Iterator
 import torch
 
 
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes `device` the current one; for nothing where it is."""
-    return _NOTHING if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device)
-
-
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-
-
 class StreamOrder:
     """Calls may come on any stream: one that differs from the last call's waits for what that has queued.
 

@@ -7,6 +7,7 @@ append to a queue that the book reads under the cache's lock.
 
 from __future__ import annotations
 
+import abc
 import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-class Flight:
+class Flight(abc.ABC):
     """A planned batch in flight, whatever was planned for it: it ends when it is released, or dropped."""
 
     def __init__(self, batch: int, book: TicketBook) -> None:
@@ -31,9 +32,9 @@ class Flight:
         """Ends the flight: the batch's rows may be evicted. A second call does nothing."""
         self._finalizer()
 
+    @abc.abstractmethod
     def size_bytes(self) -> int:
         """Bytes of the plan's arrays."""
-        raise NotImplementedError
 
 
 class Ticket(Flight):

@@ -37,10 +37,9 @@ class Transfer(abc.ABC):
         self.plan = plan
         self.device = hot.weight.device
         self._initial = initial
-        flags = self._flags = (*options(cold.layout.dtype, cold.layout.width), f"-DSTATE={cold.layout.state_width}")
+        flags = (*options(cold.layout.dtype, cold.layout.width), f"-DSTATE={cold.layout.state_width}")
         self._swap = kernel(MOVE, "rows_swap", "p p p p p i any f32 i32 u8 p p p p p i x i i", *flags)
         self._write_back = kernel(MOVE, "rows_write_back", "p n n n p p any f32 i32 u8 p p p p", *flags)
-
         self.committed = False  # slots have changed hands, and their rows have not arrived
         # at exit is too late to compile, and between the slots' change of hands and their rows' arrival too
         self._write_back.load(self.device.index)
@@ -72,7 +71,8 @@ class Transfer(abc.ABC):
     def generate(self, first_key: int, first_slot: int, rows: int) -> None:
         """Generates consecutive rows in consecutive slots."""
         width = self.cold.layout.state_width
-        self._initial.generate_range(first_key, first_slot, rows, self.hot.weight, self.hot.state, width)
+        generator = self._initial.on_device()
+        generator.generate_range(first_key, first_slot, rows, self.hot.weight, self.hot.state, width)
 
     def settle(self) -> None:  # noqa: B027
         """Writes back what has no slot."""

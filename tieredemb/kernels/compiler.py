@@ -24,9 +24,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 OPTIONS = ("--std=c++17", "--fmad=false")  # no contraction but where the source says so
 PACKED = {"n": "q", "p": "q", "i": "i", "x": "f", "d": "d"}  # numbers as `struct` packs them
 ROW_FLAGS = {torch.float32: "-DROW_FLOAT", torch.float16: "-DROW_HALF", torch.bfloat16: "-DROW_BFLOAT16"}
-
-
-CHECKED = os.environ.get("TIEREDEMB_CHECK_LAUNCHES", "0") not in ("", "0")  # costs a step of thirty launches 0.1 ms
+CHECKED = os.environ.get("TIEREDEMB_CHECK_LAUNCHES", "0") not in ("", "0")  # some microseconds a launch
 
 HEADERS = {  # those that include others first
     "common.cuh": "kernels/common.cuh",
@@ -72,7 +70,7 @@ def _module(file: str, flags: tuple[str, ...], device: int) -> Any:
 
 @functools.cache
 def _driver() -> Any:
-    """The driver's library. With packed arguments its launch costs half of one through CuPy; a step has thirty."""
+    """The driver's library. With packed arguments its launch costs half of one through CuPy."""
     library = ctypes.CDLL("libcuda.so.1")
     pointer, word = ctypes.c_void_p, ctypes.c_uint
     library.cuLaunchKernel.argtypes = [pointer, *[word] * 7, pointer, pointer, pointer]
@@ -132,10 +130,8 @@ class Kernel:
         words = signature.split()
         self._words = [(word, self.DTYPES.get(word), word in ("any", "p")) for word in words]
         self._packing = struct.Struct("@" + "".join(PACKED.get(word, "q") for word in words))
-        self._functions: dict[int, int] = {}
-        self._loaded: list[
-            Any
-        ] = []  # keeps the code loaded: at exit CuPy forgets its own modules before a flush of ours
+        # the functions, and not their addresses alone: CuPy forgets its modules at exit, before a flush of ours
+        self._functions: dict[int, Any] = {}
 
     def __call__(self, blocks: int, threads: int, *args: Any) -> None:
         """Launches on torch's current stream. Does not synchronise. No blocks, no launch."""
@@ -147,7 +143,7 @@ class Kernel:
         if CHECKED:
             self._check(args, device)
         values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
-        function = self._functions.get(device) or self.load(device)
+        function = self.load(device).ptr
         stream = torch._C._cuda_getCurrentRawStream(device)
         try:
             packed = _SPARE.pop()
@@ -164,13 +160,12 @@ class Kernel:
         if code:
             raise RuntimeError(f"the CUDA driver refused to launch {self.name} ({blocks} x {threads}): error {code}")
 
-    def load(self, device: int) -> int:
-        """Compiles the kernel for a device, unless it was."""
-        if device not in self._functions:
-            function = _module(self.file, self.flags, device).get_function(self.name).kernel
-            self._loaded.append(function)
-            self._functions[device] = function.ptr
-        return self._functions[device]
+    def load(self, device: int) -> Any:
+        """CuPy's function for a device, compiled unless it was."""
+        function = self._functions.get(device)
+        if function is None:
+            function = self._functions[device] = _module(self.file, self.flags, device).get_function(self.name).kernel
+        return function
 
     def _check(self, args: Sequence[Any], device: int) -> None:
         for position, (arg, (word, dtype, any_dtype)) in enumerate(zip(args, self._words, strict=True)):

@@ -1,6 +1,6 @@
 """Named ranges in profiles: what of a step is planning, moving rows, looking up, updating.
 
-They are torch's, so `torch.profiler` shows them, and NVTX does inside `torch.autograd.profiler.emit_nvtx()`.
+They are torch's, so `torch.profiler` shows them.
 """
 
 from __future__ import annotations

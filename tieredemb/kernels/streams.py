@@ -1,4 +1,4 @@
-"""Streams and captures of CUDA graphs."""
+"""Devices, streams, and captures of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ import functools
 from collections.abc import Iterator
 
 import torch
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes `device` the current one; for nothing where it is."""
+    return _NOTHING if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device)
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import os
@@ -25,7 +26,7 @@ from tieredemb.modules.table_set import TableSet
 from tieredemb.stats import CacheStats
 
 
-class TieredModule(nn.Module):
+class TieredModule(nn.Module, abc.ABC):
     """Base of the public modules. Its tables are no parameters: `parameters()` holds nothing of them."""
 
     def __init__(self, config: TableSetConfig, options: LookupOptions) -> None:
@@ -86,10 +87,11 @@ class TieredModule(nn.Module):
 
     def _begin(self, batch: Batch, *, trains: bool) -> Call:
         """The call of a forward: planned ahead for its very tensors, or now."""
-        if LISTENERS and not inside_backward():
+        recomputed = inside_backward()
+        if LISTENERS and not recomputed:
             tell(self, batch)
         self.tables.check_earlier()
-        call = None if inside_backward() else self.ahead.take(batch.given)
+        call = None if recomputed else self.ahead.take(batch.given)
         if call is None:
             call = batch.call(self, trains=trains)
         try:
@@ -114,9 +116,9 @@ class TieredModule(nn.Module):
                 ahead.enter_context(group.cache.ahead(inputs))
             return self._batch(*inputs).call(self, trains=not self._frozen, ahead=True)
 
+    @abc.abstractmethod
     def _batch(self, *inputs: Any) -> Batch:
         """The batch that a forward of `inputs` looks up. Raises `InvalidInputError`."""
-        raise NotImplementedError
 
     def _apply_updates(self, collected: list[tuple[Call, torch.Tensor]]) -> None:
         """Applies the calls of one backward pass in forward order, or keeps them for the end of `accumulate()`."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tieredemb.cache.plan import DROPPED
-from tieredemb.cache.stream_order import on_device
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
+from tieredemb.kernels.streams import on_device
 from tieredemb.lookup.device_bags import MAX_BAGS, DeviceBags, Edges, make_device_bags, new_fault, tell_fault
 from tieredemb.lookup.device_lookup import Segments, frequency_scale
 from tieredemb.modules.call import Call, inside_backward
@@ -63,7 +63,8 @@ class DeviceGroupCall:
         assert options.max_norm is not None
         cache = self.group.cache
         with cache.using(self.ticket):
-            segments = self.group.lookup.segments(self.ticket.homes, self.bags.bag, self.bags.batch)
+            # those that a plan has sorted are all of them
+            segments = self._segments or self.group.lookup.segments(self.ticket.homes, self.bags.bag, self.bags.batch)
             away = cache.away([self.ticket])
             self.group.lookup.limit_norms(cache.hot, away, segments, fault, options.max_norm, options.norm_type)
 

@@ -12,8 +12,7 @@ from tieredemb.errors import InvalidInputError, UnsupportedError
 from tieredemb.modules.ahead import identity
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import Forward, heard
-from tieredemb.pipeline.lanes import map_tensors
-from tieredemb.pipeline.lookups import Path, tensors_of
+from tieredemb.pipeline.batches import Path, map_tensors, tensors_of
 
 R = TypeVar("R")
 EAGER_STEPS = 2  # on the buffers, before the capture: what is made at a first use must not be captured

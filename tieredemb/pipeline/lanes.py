@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from tieredemb.kernels.streams import side_stream
 from tieredemb.modules.ahead import Planned
 from tieredemb.modules.base import TieredModule
-from tieredemb.pipeline.lookups import tensors_of
+from tieredemb.pipeline.batches import map_tensors, tensors_of
 
 
 class Lanes:
@@ -99,35 +97,6 @@ class _Stream(Executor):
 
 def _nothing() -> None:
     pass
-
-
-def map_tensors(
-    batch: Any, function: Callable[[torch.Tensor], torch.Tensor], otherwise: Callable[[Any], Any] | None = None
-) -> Any:
-    """A batch of the same form with `function` of its tensors: in mappings, sequences and dataclasses. Other objects
-    become what `otherwise` makes of them."""
-    if isinstance(batch, torch.Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        parts = {key: map_tensors(value, function, otherwise) for key, value in batch.items()}
-        if not isinstance(batch, MutableMapping):
-            return type(batch)(parts)  # type: ignore[call-arg]
-        same = copy.copy(batch)  # with its default, its order, …
-        same.update(parts)
-        return same
-    if isinstance(batch, list):
-        same_list = copy.copy(batch)
-        same_list[:] = [map_tensors(value, function, otherwise) for value in batch]
-        return same_list
-    if isinstance(batch, tuple) and not callable(getattr(batch, "to", None)):  # a packed sequence moves as it must
-        members = (map_tensors(value, function, otherwise) for value in batch)
-        return batch._make(members) if hasattr(batch, "_make") else tuple(members)
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {field.name for field in dataclasses.fields(batch) if field.init}
-        return dataclasses.replace(
-            batch, **{name: map_tensors(getattr(batch, name), function, otherwise) for name in fields}
-        )
-    return batch if otherwise is None else otherwise(batch)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

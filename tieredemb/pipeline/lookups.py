@@ -1,64 +1,19 @@
-"""Where the ids of a batch are that a model will look up: learned from a batch that it has looked up, or told.
-
-A batch is anything: tensors in mappings, sequences, dataclasses and other objects, and what has `values()` and
-`offsets()` as TorchRec's `KeyedJaggedTensor` does.
-"""
+"""Where the ids of a batch are that a model will look up: learned from a batch that it has looked up, or told."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from tieredemb.errors import ConfigError
 from tieredemb.modules.ahead import Given, identity
 from tieredemb.modules.base import TieredModule
+from tieredemb.pipeline.batches import Path, resolve, tensors_of
 
-Path = tuple[tuple[str, Any], ...]  # steps from a batch to a tensor: ("item", key), ("attribute" or "call", name)
 Lookup = tuple[TieredModule, Given]  # a forward that will come, by its inputs
-
-DEEPEST = 8  # steps that are followed into a batch
-JAGGED = ("values", "offsets")
-PLAIN = (str, bytes, int, float, complex, type(None), range)  # what holds no tensor
-
-
-def tensors_of(batch: Any) -> Iterator[tuple[Path, torch.Tensor]]:
-    """All dense tensors in a batch, and how to get to each in a batch of the same form."""
-    todo: deque[tuple[Path, Any]] = deque([((), batch)])
-    seen: set[int] = set()
-    while todo:
-        path, value = todo.popleft()
-        if isinstance(value, torch.Tensor):
-            if value.layout is torch.strided:
-                yield path, value
-        elif len(path) < DEEPEST and id(value) not in seen:
-            seen.add(id(value))
-            todo += [((*path, step), part) for step, part in _parts(value) if not isinstance(part, PLAIN)]
-
-
-def _parts(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
-    if isinstance(value, Mapping):
-        yield from ((("item", key), part) for key, part in value.items())
-    elif isinstance(value, Sequence) and not isinstance(value, PLAIN):
-        yield from ((("item", i), part) for i, part in enumerate(value))
-    elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
-        if all(callable(getattr(value, name, None)) for name in JAGGED):
-            yield from ((("call", name), getattr(value, name)()) for name in JAGGED)
-        yield from ((("attribute", name), part) for name, part in vars(value).items())
-
-
-def resolve(batch: Any, path: Path) -> Any:
-    """What is at `path` in a batch."""
-    for kind, name in path:
-        if kind == "item":
-            batch = batch[name]
-        else:
-            batch = getattr(batch, name) if kind == "attribute" else getattr(batch, name)()
-    return batch
 
 
 @dataclass(frozen=True)

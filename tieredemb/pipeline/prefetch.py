@@ -110,11 +110,11 @@ class _Fetched(Generic[B]):
         self.batch = batch
         self.receive = receive  # to be called before the batch is used
         self.error = error
-        self.planned: list[tuple[TieredModule, Planned]] | None = None
+        self.planned: list[tuple[TieredModule, Planned]] = []
 
     def drop(self) -> int:
         """Gives up the plans that no forward took; returns how many were made in vain."""
-        planned, self.planned = self.planned or [], None
+        planned, self.planned = self.planned, []
         return sum(module.ahead.drop(plan) and not plan.failed for module, plan in planned)
 
 
@@ -157,7 +157,7 @@ class _Run(Generic[B]):
         """The batch handed out has been used."""
         current, self._current = self._current, None
         assert current is not None
-        planned = len(current.planned or [])
+        planned = len(current.planned)
         if planned and current.drop() == planned and not self._warned:
             self._warned = True
             warnings.warn(
@@ -191,14 +191,13 @@ class _Run(Generic[B]):
     def _plan(self, fetched: _Fetched[B]) -> None:
         if self._lookups is None or self._prefetch.depth == 0 or fetched.error is not None:
             return
-        fetched.planned = []
         try:
             lookups = self._lookups(fetched.batch)  # type: ignore[arg-type]
         except Exception as error:
             if not isinstance(self._lookups, Learned):
                 fetched.error = error  # the user's function has failed; it comes at its batch
             return  # a batch of another form than the one that was learned from plans when its forward comes
-        fetched.planned += [(module, self._lanes.plan(module, given)) for module, given in lookups]
+        fetched.planned = [(module, self._lanes.plan(module, given)) for module, given in lookups]
 
     def _listen(self, on: bool) -> None:
         if on != self._listens:

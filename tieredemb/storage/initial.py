@@ -67,52 +67,8 @@ class InitialRows:
         of state[rows[i]] (uint32). Synchronous."""
         self._host.generate(keys, rows, weight, state, state_width, self._state_word, self._seed, self.tables)
 
-    def generate_missed(
-        self,
-        count: torch.Tensor | int,
-        n: int,
-        keys: torch.Tensor | int,
-        slots: torch.Tensor | int,
-        untouched: torch.Tensor | int,
-        hot_weight: torch.Tensor,
-        hot_state: torch.Tensor,
-        cold_weight_address: int,
-        cold_state_address: int,
-        state_width: int,
-    ) -> None:
-        """Writes the initial rows of the missed keys that were never written, on the device. Does not synchronise.
-
-        `count`: how many of the `n` are missed, int32 on the device · `keys`: int64 (n,) · `slots`: int32 (n,),
-        where each row goes: a slot of `hot_weight` (C, D) and `hot_state` (C, S), 32-bit words, or where negative its
-        own cold row · `untouched`: uint8 (n,), not 0 where the row is to be generated; all of these tensors or
-        addresses. Of a cold row all is written
-        but its last state word, the score; the addresses may be 0 where no slot is negative.
-        """
-        self._on_device().generate_missed(
-            count,
-            n,
-            keys,
-            slots,
-            untouched,
-            hot_weight,
-            hot_state,
-            cold_weight_address,
-            cold_state_address,
-            state_width,
-        )
-
-    def load_missed(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
-        """Compiles what `generate_missed` launches, for rows (width,) of `dtype`, unless it was."""
-        self._on_device().load_missed(device, dtype, width)
-
-    def generate_range(
-        self, first_key: int, first_row: int, n: int, weight: torch.Tensor, state: torch.Tensor, state_width: int
-    ) -> None:
-        """Writes the initial rows of the keys from `first_key` on to the rows from `first_row` on, n of them, of
-        `weight` (·, D) and `state` (·, S), 32-bit words, on the device. Does not synchronise."""
-        self._on_device().generate_range(first_key, first_row, n, weight, state, state_width)
-
-    def _on_device(self) -> DeviceInitialRows:
+    def on_device(self) -> DeviceInitialRows:
+        """What generates the rows on the GPU. Raises `UnsupportedError` where they were built for the CPU."""
         if self._device is None:
             raise UnsupportedError("these initial rows were built for the CPU; build them with the cache's device")
         return self._device

@@ -65,7 +65,14 @@ class DeviceInitialRows:
         cold_state_address: int,
         state_width: int,
     ) -> None:
-        """See `InitialRows.generate_missed`."""
+        """Writes the initial rows of the missed keys that were never written, on the device. Does not synchronise.
+
+        `count`: how many of the `n` are missed, int32 on the device · `keys`: int64 (n,) · `slots`: int32 (n,),
+        where each row goes: a slot of `hot_weight` (C, D) and `hot_state` (C, S), 32-bit words, or where negative its
+        own cold row · `untouched`: uint8 (n,), not 0 where the row is to be generated; all of these tensors or
+        addresses. Of a cold row all is written
+        but its last state word, the score; the addresses may be 0 where no slot is negative.
+        """
         dtype, width = hot_weight.dtype, hot_weight.shape[1]
         _missed_kernel(dtype, width)(
             _blocks(n, width), _THREADS, count, keys, slots, untouched, hot_weight, hot_state,
@@ -73,13 +80,14 @@ class DeviceInitialRows:
         )  # fmt: skip
 
     def load_missed(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
-        """See `InitialRows.load_missed`."""
+        """Compiles what `generate_missed` launches, for rows (width,) of `dtype`, unless it was."""
         _missed_kernel(dtype, width).load(device.index)
 
     def generate_range(
         self, first_key: int, first_row: int, n: int, weight: torch.Tensor, state: torch.Tensor, state_width: int
     ) -> None:
-        """See `InitialRows.generate_range`."""
+        """Writes the initial rows of the keys from `first_key` on to the rows from `first_row` on, n of them, of
+        `weight` (·, D) and `state` (·, S), 32-bit words, on the device. Does not synchronise."""
         dtype, width = weight.dtype, weight.shape[1]
         _range_kernel(dtype, width)(
             _blocks(n, width), _THREADS, first_key, first_row, n, weight, state, state_width, *self._words,

@@ -1,0 +1,83 @@
+"""Batches of any form: tensors in mappings, sequences, dataclasses and other objects, and in what has `values()` and
+`offsets()` as TorchRec's `KeyedJaggedTensor` does. Found, and replaced."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+Path = tuple[tuple[str, Any], ...]  # steps from a batch to a tensor: ("item", key), ("attribute" or "call", name)
+
+DEEPEST = 8  # steps that are followed into a batch
+JAGGED = ("values", "offsets")
+PLAIN = (str, bytes, int, float, complex, type(None), range)  # what holds no tensor
+
+
+def tensors_of(batch: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+    """All dense tensors in a batch, and how to get to each in a batch of the same form."""
+    todo: deque[tuple[Path, Any]] = deque([((), batch)])
+    seen: set[int] = set()
+    while todo:
+        path, value = todo.popleft()
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided:
+                yield path, value
+        elif len(path) < DEEPEST and id(value) not in seen:
+            seen.add(id(value))
+            todo += [((*path, step), part) for step, part in _parts(value) if not isinstance(part, PLAIN)]
+
+
+def _parts(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
+    if isinstance(value, Mapping):
+        yield from ((("item", key), part) for key, part in value.items())
+    elif isinstance(value, Sequence) and not isinstance(value, PLAIN):
+        yield from ((("item", i), part) for i, part in enumerate(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
+        if all(callable(getattr(value, name, None)) for name in JAGGED):
+            yield from ((("call", name), getattr(value, name)()) for name in JAGGED)
+        yield from ((("attribute", name), part) for name, part in vars(value).items())
+
+
+def resolve(batch: Any, path: Path) -> Any:
+    """What is at `path` in a batch."""
+    for kind, name in path:
+        if kind == "item":
+            batch = batch[name]
+        else:
+            batch = getattr(batch, name) if kind == "attribute" else getattr(batch, name)()
+    return batch
+
+
+def map_tensors(
+    batch: Any, function: Callable[[torch.Tensor], torch.Tensor], otherwise: Callable[[Any], Any] | None = None
+) -> Any:
+    """A batch of the same form with `function` of its tensors: in mappings, sequences and dataclasses. Other objects
+    become what `otherwise` makes of them."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        parts = {key: map_tensors(value, function, otherwise) for key, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return type(batch)(parts)  # type: ignore[call-arg]
+        same = copy.copy(batch)  # with its default, its order, …
+        same.update(parts)
+        return same
+    if isinstance(batch, list):
+        same_list = copy.copy(batch)
+        same_list[:] = [map_tensors(value, function, otherwise) for value in batch]
+        return same_list
+    if isinstance(batch, tuple) and not callable(getattr(batch, "to", None)):  # a packed sequence moves as it must
+        members = (map_tensors(value, function, otherwise) for value in batch)
+        return batch._make(members) if hasattr(batch, "_make") else tuple(members)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = {field.name for field in dataclasses.fields(batch) if field.init}
+        return dataclasses.replace(
+            batch, **{name: map_tensors(getattr(batch, name), function, otherwise) for name in fields}
+        )
+    return batch if otherwise is None else otherwise(batch)
