@@ -11,9 +11,9 @@ from test_training import NAMES, OPTIMIZERS, bits, random_batch, table_configs
 from torch import nn
 
 import tieredemb as te
-from tieredemb.errors import IdOutOfRangeError, InvalidInputError, StorageError, UnsupportedError
+from tieredemb.errors import IdOutOfRangeError, InvalidInputError, UnsupportedError
 from tieredemb.modules.forwards import heard
-from tieredemb.pipeline.graphs import _Buffers
+from tieredemb.pipeline.buffers import Buffers
 
 ROWS, WIDTH = 300, 4
 
@@ -132,21 +132,169 @@ def test_errors_of_a_replayed_step_come_at_a_later_one(gpu):
     assert_same_bits(bits(table), before)
 
 
-def test_steps_beside_batches_in_flight_are_refused(gpu):
+def test_beside_batches_in_flight_a_step_is_the_function(device):
     """A replay would not know their rows to be locked."""
+    tables = table_configs(widths=(4,), rows=(ROWS,))
+    eager, graphed = (Run(tables, capacity=20, optimizer=te.SGD(lr=0.5)) for _ in range(2))
+    steps = [eager.step, te.graph_step(graphed.step, max_ids=100)]
+    for number, batch in enumerate(batches(tables, 12)):
+        kept = []
+        for each, step in zip((eager, graphed), steps, strict=True):
+            if number % 3 == 2:
+                kept.append(each.table(*random_batch(tables, 5, 1000 + number)[:2]))
+            step(batch)
+        for out in kept:
+            out.sum().backward()
+    assert_same_bits(graphed.numbers(), eager.numbers())
+    assert idle(graphed.table)
+
+
+# --- with the next batch planned inside -------------------------------------------------------------------------------
+
+
+class Replays:
+    """Counts the replays of CUDA graphs."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        replay = torch.cuda.CUDAGraph.replay
+
+        def counted(graph):
+            self.count += 1
+            replay(graph)
+
+        if torch.cuda.is_available():
+            monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+
+    def check(self, device, least):
+        assert self.count >= (least if device == "cuda" else 0)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
+@pytest.mark.parametrize("capacity", [2, 40, 1.0])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_fetched_ahead_steps_have_the_bits_of_the_function(device, monkeypatch, optimizer, capacity, depth):
+    tables, replays = table_configs(widths=(4, 5), rows=(1, 3, 100, ROWS)), Replays(monkeypatch)
+    eager, graphed = (Run(tables, capacity=capacity, optimizer=optimizer) for _ in range(2))
+    train = te.graph_step(graphed.step, max_ids=200)
+    for epoch in range(2):
+        given = batches(tables, 10, seed=epoch)
+        for number, batch in enumerate(te.prefetch(given, graphed.table, depth)):
+            expected, result = eager.step(given[number]), train(batch)
+            assert_same_bits([result["loss"], *result["out"]], [expected["loss"], *expected["out"]])
+    assert_same_bits(graphed.numbers(), eager.numbers())
+    assert idle(graphed.table)
+    replays.check(device, 12)
+
+
+@pytest.mark.parametrize("capacity", [3, 40])
+def test_whatever_comes_between_fetched_ahead_steps(device, monkeypatch, tmp_path, capacity):
+    """Evaluation, eager and captured, batches kept in flight, whole-table calls, a checkpoint loaded, a loop left."""
+    tables, replays = table_configs(widths=(4,), rows=(3, ROWS)), Replays(monkeypatch)
+    eager, graphed = (Run(tables, capacity=capacity, optimizer=te.Adagrad(lr=0.5)) for _ in range(2))
+    train = te.graph_step(graphed.step, max_ids=100)
+    evaluations = [torch.no_grad()(eager.table), te.graph_forward(lambda given: graphed.table(*given), max_ids=100)]
+    given = batches(tables, 64)
+
+    def between(number, each, evaluate):
+        if number % 8 == 3:
+            inputs = random_batch(tables, 5, 1000 + number)[:2]
+            return evaluate(*inputs) if each is eager else evaluate(inputs)
+        if number % 8 == 5:
+            each.table.flush()
+        if number == 30:
+            each.table.save_checkpoint(tmp_path / str(id(each)))
+        if number == 38:
+            each.table.load_checkpoint(tmp_path / str(id(each)))
+        return None
+
+    at = 0
+    for stop in (25, 64):
+        for batch in te.prefetch(given[at:], graphed.table, 1):
+            kept = []
+            for each, step in zip((eager, graphed), (eager.step, train), strict=True):
+                if at % 8 == 7:
+                    kept.append(each.table(*random_batch(tables, 5, 2000 + at)[:2]))
+                step(given[at] if each is eager else batch)
+            seen = [between(at, each, evaluate) for each, evaluate in zip((eager, graphed), evaluations, strict=True)]
+            if seen[0] is not None:
+                assert_same_bits([seen[1]], [seen[0]])
+            for out in kept:
+                out.sum().backward()
+            at += 1
+            if at == stop:
+                break
+    assert at == 64
+    assert_same_bits(graphed.numbers(), eager.numbers())
+    assert idle(graphed.table)
+    replays.check(device, 25)
+
+
+def test_forwards_that_no_batch_shows_are_planned_inside_the_step(device, monkeypatch):
+    """Ids that the step computes, beside those that were planned ahead; two forwards of one module in one backward."""
+    runs, replays = [], Replays(monkeypatch)
+    given = [randint(0, ROWS, (8, 3), seed=step) for step in range(14)]
+    for mode in ("eager", "ahead"):
+        table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=30, optimizer=te.Adagrad(lr=0.5))
+
+        def step(ids, table=table):
+            out = table((ids + 1) % ROWS) * 2 + table(ids)
+            out.square().sum().backward()
+            return out
+
+        train = step if mode == "eager" else te.graph_step(step)
+        outs = [train(ids).detach().clone() for ids in (given if mode == "eager" else te.prefetch(given, table))]
+        runs.append([*outs, *bits(table)])
+        assert idle(table)
+    assert_same_bits(*runs)
+    replays.check(device, 8)
+
+
+def test_lookups_alone_with_fetching_ahead(device, monkeypatch):
+    replays, table = Replays(monkeypatch), te.TieredEmbeddingBag(ROWS, WIDTH, mode="mean", capacity=20)
+    look_up = te.graph_forward(table)
+    for ids in te.prefetch([randint(0, ROWS, (8, 3), seed=step) for step in range(10)], table):
+        seen = look_up(ids).clone()
+        with torch.no_grad():
+            assert equal(seen, table(ids))
+    assert idle(table)
+    look_up = te.graph_forward(table)
+    for ids in te.prefetch([randint(0, ROWS, (8, 3), seed=step) for step in range(12)], table, ids_of=lambda ids: ids):
+        look_up(ids)
+    assert idle(table)
+    replays.check(device, 7)
+
+
+def test_a_batch_that_does_not_fit_fails_when_it_is_asked_for(gpu):
     table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=20, optimizer=te.SGD(lr=0.5))
 
     def step(ids):
         table(ids).sum().backward()
 
-    train, batch = te.graph_step(step), torch.arange(6).reshape(2, 3)
-    for _ in range(4):
-        train(batch)
-    kept = table(batch + 7)
-    with pytest.raises(StorageError, match=r"cannot be replayed while 1 batch\(es\) are in flight"):
-        train(batch)
-    kept.sum().backward()
-    train(batch)
+    train = te.graph_step(step)
+    given = [randint(0, ROWS, (8, 3), seed=step) for step in range(8)]
+    loop = iter(te.prefetch([*given, given[0][:5]], table))
+    for _ in given:
+        train(next(loop))
+    short = next(loop)
+    with pytest.raises(InvalidInputError, match=r"shape \(5, 3\).*drop_last"):
+        train(short)
+    loop.close()
+    assert idle(table)
+
+
+def test_an_example_batch_says_how_many_ids_may_come(device):
+    tables = [te.TableConfig(name="t", num_embeddings=ROWS, embedding_dim=WIDTH, mode="sum")]
+    table = te.TieredEmbeddingBagCollection(tables, capacity=20)
+    example = {"ids": torch.arange(12), "offsets": torch.tensor([0, 5, 12])}
+    look_up = te.graph_forward(lambda batch: table(batch["ids"], batch["offsets"]), example)
+    for ids in (5, 1, 12, 7, 12, 3):
+        batch = {"ids": torch.arange(ids), "offsets": torch.tensor([0, ids // 2, ids])}
+        with torch.no_grad():
+            assert equal(look_up(batch).clone(), table(batch["ids"], batch["offsets"]))
+    if device == "cuda":
+        with pytest.raises(InvalidInputError, match="13 elements"):
+            look_up({"ids": torch.arange(13), "offsets": torch.tensor([0, 5, 13])})
 
 
 # --- what fits --------------------------------------------------------------------------------------------------------
@@ -165,7 +313,7 @@ def buffers(max_ids=None):
     batch = {"sample": Sample(torch.arange(4), torch.tensor([0, 1, 4]), torch.zeros(2)), "name": "n"}
     with heard() as forwards, torch.no_grad():
         table(batch["sample"].ids, batch["sample"].offsets)
-    return _Buffers(batch, forwards, max_ids)
+    return Buffers(batch, forwards, max_ids)
 
 
 def test_batches_are_copied_to_buffers(device):
@@ -199,7 +347,7 @@ def test_bags_without_a_last_offset_have_as_many_ids_as_the_first():
     ids, offsets = torch.arange(4), torch.tensor([0, 1])
     with heard() as forwards, torch.no_grad():
         table(ids, offsets)
-    own = _Buffers((ids, offsets), forwards, 10)
+    own = Buffers((ids, offsets), forwards, 10)
     with pytest.raises(InvalidInputError, match=r"shape \(3,\).*\(4,\)"):
         own.load((torch.arange(3), offsets))
 
@@ -214,7 +362,7 @@ def test_objects_that_cannot_be_copied_are_refused():
     with heard() as forwards, torch.no_grad():
         table(batch.ids)
     with pytest.raises(InvalidInputError, match="mappings, sequences and dataclasses"):
-        _Buffers(batch, forwards, None)
+        Buffers(batch, forwards, None)
 
 
 @pytest.mark.parametrize("max_ids", [-1, 1.5, True])

@@ -15,7 +15,7 @@ import torch
 from tieredemb.cache.policy import MIN_SCORE, scoring
 from tieredemb.cache.tickets import TicketBook
 from tieredemb.config import LFU, Policy
-from tieredemb.errors import ConfigError, ForkedError, StorageError, UnsupportedError
+from tieredemb.errors import ConfigError, ForkedError, StorageError
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
@@ -94,10 +94,6 @@ class Cache(abc.ABC):
         """Plans inside are made from `inputs` ahead of the batch that computes; on a GPU on a stream of their own."""
         return contextlib.nullcontext()
 
-    def check_replay(self) -> None:
-        """Before a captured step is replayed."""
-        raise UnsupportedError("nothing is captured on the CPU")
-
     # --- rows as arrays ---------------------------------------------------------------------------------------------
 
     def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
@@ -139,7 +135,7 @@ class Cache(abc.ABC):
         """Raises `StorageError` if a batch is in flight."""
         if self._book.live:
             raise StorageError(
-                f"cannot {call} while {self._book.live} batch(es) are in flight; run or drop their backward first"
+                f"cannot {call} while {len(self._book.live)} batch(es) are in flight; run or drop their backward first"
             )
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from tieredemb.cache.in_place import InPlace
 from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.cache.staged import Staged
 from tieredemb.cache.stream_order import StreamOrder
-from tieredemb.cache.tickets import Flight, TicketBook
+from tieredemb.cache.tickets import Flight, Locked, TicketBook
 from tieredemb.cache.transfer import Beside, Transfer
 from tieredemb.config import Policy
 from tieredemb.errors import InvalidInputError, StorageError
@@ -52,6 +52,14 @@ class DeviceTicket(Flight):
         return self.homes.nbytes
 
 
+class Replays:
+    """What every replay of a captured step does to the numbers of a cache. `plans`: batches that it plans · `locked`:
+    what they lock, counted from the last batch before."""
+
+    plans: int = 0
+    locked: tuple[Locked, ...] = ()
+
+
 class DeviceCache(Cache):
     """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, have slots of their own, from
     `slots` less their number on, in that order.
@@ -75,6 +83,7 @@ class DeviceCache(Cache):
         pinned = sum(rows for _, rows in self._resident)
         self._cached = slots - pinned
         self._batch = self._eager = 0  # see `_restart`
+        self._recurring: set[int] = set()  # batches in flight that each replay of the step being captured has anew
         self.on_flush: list[Callable[[], None]] = []
         self._order = StreamOrder(device)
         with torch.cuda.device(device):
@@ -160,7 +169,7 @@ class DeviceCache(Cache):
             return
         if not moves:
             return
-        if self._book.oldest(self._batch + 1) <= self._eager:
+        if any(batch <= self._eager for batch in self._book.live - self._recurring):
             raise StorageError(
                 "a step cannot be captured in a CUDA graph while a batch from before is in flight: each replay would "
                 "lock its rows; run its backward first, or drop its outputs"
@@ -203,15 +212,54 @@ class DeviceCache(Cache):
                     tensor.record_stream(torch.cuda.current_stream())
             yield
 
-    def check_replay(self) -> None:
-        """Before a captured step is replayed: raises `StorageError` if a batch is in flight, which its plan would know
-        nothing of, and puts it behind plans made ahead and given up."""
+    def memory(self) -> contextlib.AbstractContextManager[None]:
+        """Tensors made inside outlast the plan that is made ahead in them; see `StreamOrder`."""
+        return self._order.memory()
+
+    # --- captured steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def last(self) -> int:
+        """Number of the last batch planned; replays count where they are told of (`replayed`)."""
+        return self._batch
+
+    def may_replay(self, ended: Sequence[DeviceTicket] = (), last: int | None = None) -> bool:
+        """Whether a captured step may be replayed now, which is put behind all plans made ahead: its plans know of no
+        batch in flight but those that it ends. `last`: number of the last batch planned when they were."""
         with self.entered():
-            if self._book.live:
-                raise StorageError(
-                    f"a captured step cannot be replayed while {self._book.live} batch(es) are in flight, whose rows "
-                    f"it does not know to be locked; run their backward, drop their outputs, or leave the prefetch loop"
-                )
+            return self._book.live <= {ticket.batch for ticket in ended} and last in (None, self._batch)
+
+    @contextlib.contextmanager
+    def capturing(self, ended: Sequence[DeviceTicket]) -> Iterator[Replays]:
+        """A step is captured inside that ends the batches `ended`, and leaves others in flight that are planned in it.
+        Each replay ends those of the one before. What comes in is complete after the capture."""
+        replays = Replays()
+        with self.lock:
+            self._recurring, first = {ticket.batch for ticket in ended}, self._batch
+        try:
+            yield replays
+        finally:
+            with self.lock:
+                self._recurring = set()
+                self._order.joined()
+                replays.plans, replays.locked = self._batch - first, self._book.since(first)
+
+    def replayed(self, replays: Replays) -> int:
+        """A step was replayed: its plans count. Returns the number of the last batch before them."""
+        with self.lock:
+            first = self._batch
+            self._book.locked(self._book.oldest(first + 1))  # forgets those that lock nothing any more
+            self._batch += replays.plans
+            self._eager = self._batch
+            self._book.repeat(first, replays.locked)
+            return first
+
+    def reopen(self, ticket: DeviceTicket, batch: int) -> DeviceTicket:
+        """The flight of `batch`, which a replay has planned to where `ticket` was planned."""
+        with self.lock:
+            again = DeviceTicket(batch, ticket.homes, ticket.away, self._book)
+            self._book.open(again)
+            return again
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
 

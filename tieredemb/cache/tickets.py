@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from tieredemb.kernels.segments import Segments, segments_of
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
+
+
+Locked = tuple[int, int, bool]  # a batch, its ids, whether it may use rows without a slot
 
 
 class Flight(abc.ABC):
@@ -85,7 +89,7 @@ class TicketBook:
     def __init__(self) -> None:
         self.released: deque[int] = deque()
         self._live: set[int] = set()
-        self._locked: deque[tuple[int, int, bool]] = deque()  # batch, its ids, whether it may use rows without a slot
+        self._locked: deque[Locked] = deque()
         self._locked_ids = self._locked_slotless = 0  # in all
         self._tickets: weakref.WeakSet[Flight] = weakref.WeakSet()
 
@@ -93,9 +97,7 @@ class TicketBook:
         """Puts a ticket on the books; batches come in their order."""
         self._live.add(ticket.batch)
         if ids:
-            self._locked.append((ticket.batch, ids, slotless))
-            self._locked_ids += ids
-            self._locked_slotless += slotless
+            self._lock(ticket.batch, ids, slotless)
         self._tickets.add(ticket)
 
     def size_bytes(self) -> int:
@@ -109,15 +111,14 @@ class TicketBook:
 
     def oldest(self, default: int) -> int:
         """Batch of the oldest ticket in flight, or `default`. Rows used at or after it are locked."""
-        while self.released:
-            self._live.discard(self.released.popleft())
-        return min(self._live, default=default)
+        return min(self.live, default=default)
 
     @property
-    def live(self) -> int:
-        """Tickets in flight."""
-        self.oldest(0)
-        return len(self._live)
+    def live(self) -> set[int]:
+        """The batches in flight."""
+        while self.released:
+            self._live.discard(self.released.popleft())
+        return self._live
 
     def locked(self, oldest: int) -> tuple[int, bool]:
         """Ids of all batches from `oldest` on, which is the oldest whose rows are locked: those released since lock
@@ -127,3 +128,17 @@ class TicketBook:
             self._locked_ids -= ids
             self._locked_slotless -= slotless
         return self._locked_ids, self._locked_slotless > 0
+
+    def since(self, batch: int) -> tuple[Locked, ...]:
+        """What batches after `batch` have locked, in their order, counted from it."""
+        return tuple((number - batch, ids, slotless) for number, ids, slotless in self._locked if number > batch)
+
+    def repeat(self, batch: int, locked: Iterable[Locked]) -> None:
+        """Batches after `batch` have locked what others did before (`since`)."""
+        for number, ids, slotless in locked:
+            self._lock(batch + number, ids, slotless)
+
+    def _lock(self, batch: int, ids: int, slotless: bool) -> None:
+        self._locked.append((batch, ids, slotless))
+        self._locked_ids += ids
+        self._locked_slotless += slotless

@@ -73,11 +73,10 @@ class DeviceBags:
     batch: int
 
 
-def new_fault(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mark of a batch, int64 (3,): zero while there is no fault; and a report on the device, int64 (8,), for one
-    that the host is not to hear of yet."""
-    words = torch.zeros(11, dtype=torch.int64, device=device)
-    return words[:3], words[3:]
+def new_fault(device: torch.device) -> torch.Tensor:
+    """Room for the mark of a batch, three words that are zero while there is no fault, and behind it for a report of
+    eight, of a fault that the host is not to hear of yet: int64 (11,). All are to be zero when a batch is planned."""
+    return torch.empty(11, dtype=torch.int64, device=device)
 
 
 def tell_fault(report: torch.Tensor, address: int) -> None:
@@ -85,20 +84,10 @@ def tell_fault(report: torch.Tensor, address: int) -> None:
     kernel(FILE, "fault_tell", "i64 p")(1, 32, report, address)
 
 
-def make_device_bags(
-    ids: torch.Tensor,
-    edges: Edges,
-    space: DeviceKeySpace,
-    batch: int,
-    fault: torch.Tensor,
-    report: int,
-    *,
-    padding_is_dropped: bool,
-) -> DeviceBags:
-    """The bags of `space` among `ids` (int64 (N,)). Does not synchronise; bad ids, and offsets that do not start at 0,
-    fall, or leave the ids, leave a mark in `fault` and are reported to the words at `report`."""
-    n, given, device = ids.shape[0], edges.offsets.shape[0], ids.device
-    bags = DeviceBags(
+def new_device_bags(n: int, space: DeviceKeySpace, batch: int) -> DeviceBags:
+    """Room for the bags of `space` in a batch of `batch` samples with `n` ids."""
+    device = space.device
+    return DeviceBags(
         keys=torch.empty(n, dtype=torch.int64, device=device),
         homes=torch.empty(n, dtype=torch.int32, device=device),
         offsets=torch.empty(len(space) * batch + 1, dtype=torch.int64, device=device),
@@ -106,6 +95,21 @@ def make_device_bags(
         position=None if space.tables is None else torch.empty(n, dtype=torch.int64, device=device),
         batch=batch,
     )
+
+
+def find_device_bags(
+    bags: DeviceBags,
+    ids: torch.Tensor,
+    edges: Edges,
+    space: DeviceKeySpace,
+    fault: torch.Tensor,
+    report: int,
+    *,
+    padding_is_dropped: bool,
+) -> None:
+    """Finds the bags of `space` among `ids` (int64 (N,)). Does not synchronise; bad ids, and offsets that do not start
+    at 0, fall, or leave the ids, leave a mark in `fault` and are reported to the words at `report`."""
+    n, given, batch = ids.shape[0], edges.offsets.shape[0], bags.batch
     tables = 0 if space.tables is None else space.tables
     check = kernel(FILE, "offsets_check", "i64 n n n i n p i i64 i64")
     check(
@@ -118,7 +122,6 @@ def make_device_bags(
         len(space), space.start, space.padding if padding_is_dropped else space.no_padding, space.resident, bags.keys,
         bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count, fault, report,
     )  # fmt: skip
-    return bags
 
 
 class FaultReport:

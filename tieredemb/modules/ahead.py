@@ -70,6 +70,10 @@ class Ahead:
             self._planned.remove(found)
         return found.call()
 
+    def holds(self, planned: Planned) -> bool:
+        """Whether no forward has taken the plan, and nobody has given it up."""
+        return planned in self._planned
+
     def drop(self, planned: Planned) -> bool:
         """Gives up a plan that no forward has taken; returns whether there was one to give up."""
         with self._lock:

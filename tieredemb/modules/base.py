@@ -8,7 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from tieredemb.modules.optimizer import FusedOptimizer
 from tieredemb.modules.options import LookupOptions
 from tieredemb.modules.table_set import TableSet
 from tieredemb.stats import CacheStats
+
+if TYPE_CHECKING:
+    from tieredemb.modules.call_memory import CallMemory
 
 
 class TieredModule(nn.Module, abc.ABC):
@@ -89,7 +92,7 @@ class TieredModule(nn.Module, abc.ABC):
         """The call of a forward: planned ahead for its very tensors, or now."""
         recomputed = inside_backward()
         if LISTENERS and not recomputed:
-            tell(self, batch)
+            tell(self, batch, trains=trains)
         self.tables.check_earlier()
         call = None if recomputed else self.ahead.take(batch.given)
         if call is None:
@@ -101,20 +104,22 @@ class TieredModule(nn.Module, abc.ABC):
             raise
         return call
 
-    def plan_ahead(self, executor: Executor, *inputs: torch.Tensor) -> Planned:
+    def plan_ahead(
+        self, executor: Executor, *inputs: torch.Tensor, trains: bool = True, memory: CallMemory | None = None
+    ) -> Planned:
         """Plans a forward before it comes, on `executor`, from the ids and offsets that it will be given. A forward of
         other tensors, or of these once they were changed, plans by itself, and so does one whose plan failed; plans
-        never taken are to be dropped."""
-        planned = Planned(inputs, executor.submit(self._plan, *inputs))
+        never taken are to be dropped. `trains`: whether a backward is expected · `memory`: on a GPU, where to plan."""
+        trains = trains and not self._frozen
+        planned = Planned(inputs, executor.submit(self._plan, inputs, trains=trains, memory=memory))
         self.ahead.add(planned)
         return planned
 
-    def _plan(self, *inputs: torch.Tensor) -> Call:
-        """Where it runs everything is made that it needs: on a GPU the memory is that of its stream."""
+    def _plan(self, inputs: tuple[torch.Tensor, ...], *, trains: bool, memory: CallMemory | None) -> Call:
         with contextlib.ExitStack() as ahead:
             for group in self.tables.groups:
                 ahead.enter_context(group.cache.ahead(inputs))
-            return self._batch(*inputs).call(self, trains=not self._frozen, ahead=True)
+            return self._batch(*inputs).call(self, trains=trains, ahead=True, memory=memory)
 
     @abc.abstractmethod
     def _batch(self, *inputs: Any) -> Batch:

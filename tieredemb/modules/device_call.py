@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,38 +12,43 @@ import torch
 from tieredemb.cache.plan import DROPPED
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.streams import on_device
-from tieredemb.lookup.device_bags import MAX_BAGS, DeviceBags, Edges, make_device_bags, new_fault, tell_fault
+from tieredemb.lookup.device_bags import MAX_BAGS, DeviceBags, Edges, find_device_bags, tell_fault
 from tieredemb.lookup.device_lookup import Segments, frequency_scale
 from tieredemb.modules.call import Call, inside_backward
+from tieredemb.modules.call_memory import CallMemory
 from tieredemb.modules.group import DeviceGroup
 
 if TYPE_CHECKING:
+    from tieredemb.cache.device_cache import DeviceTicket
     from tieredemb.modules.base import TieredModule
     from tieredemb.modules.options import LookupOptions
 
 
 class DeviceGroupCall:
-    """One forward in one group: its bags, its ticket, and what its gradient needs."""
+    """One forward in one group: its bags, its ticket, and what its gradient needs. `segments`, `trained`: room for
+    them, where they are found with the plan."""
 
     def __init__(
-        self, group: DeviceGroup, bags: DeviceBags, ids: torch.Tensor, options: LookupOptions, *, trains: bool
+        self,
+        group: DeviceGroup,
+        bags: DeviceBags,
+        ids: torch.Tensor,
+        *,
+        segments: Segments | None,
+        trained: torch.Tensor | None,
     ) -> None:
         self.group = group
         self.bags = bags
-        self._segments: Segments | None = None
-        padding = int(group.space.padding[0])
-        padding_is_read = padding >= 0 and not options.padding_is_dropped
+        self._segments = segments
         beside = None
-        if trains and not padding_is_read:  # sorts while rows are on their way
-            lookup, segments = group.lookup, group.lookup.new_segments(ids.shape[0], ids.device)
-            self._segments = segments
-            beside = functools.partial(lookup.find_segments, segments, bags.homes, bags.bag, bags.batch)
+        if segments is not None:  # sorts while rows are on their way
+            beside = functools.partial(group.lookup.find_segments, segments, bags.homes, bags.bag, bags.batch)
         self.ticket = group.cache.plan(bags.keys, bags.homes, score=not inside_backward(), beside=beside)
         # homes of the occurrences that gradients reach: padding that lookups read is left out
-        homes = self.ticket.homes
-        self.trained = homes
-        if padding_is_read:
-            self.trained = torch.where(ids == padding, DROPPED, homes)
+        self.trained = homes = self.ticket.homes
+        if trained is not None:
+            padding = int(group.space.padding[0])
+            self.trained = trained.copy_(homes).masked_fill_(ids == padding, DROPPED)
             if self.ticket.ready is not None:
                 self.ticket.ready.record()
         self.weights: torch.Tensor | None = None
@@ -53,10 +60,15 @@ class DeviceGroupCall:
         return self._segments or self.group.lookup.segments(self.trained, self.bags.bag, self.bags.batch)
 
     def held(self) -> list[torch.Tensor]:
-        """The tensors that the update will use."""
-        segments = {} if self._segments is None else vars(self._segments)
-        values = (*vars(self.bags).values(), *segments.values(), self.trained, self.weights, self.argmax)
-        return [value for value in values if isinstance(value, torch.Tensor)]
+        """The tensors that the forward leaves for the update."""
+        return [value for value in (self.weights, self.argmax) if value is not None]
+
+    def again(self, batch: int) -> DeviceGroupCall:
+        """The call of `batch`, which a replay has planned to where this one was."""
+        call = copy.copy(self)
+        call.ticket = self.group.cache.reopen(self.ticket, batch)
+        call.weights = call.argmax = call.forward_rows = None
+        return call
 
     def limit_norms(self, fault: torch.Tensor, options: LookupOptions) -> None:
         """Scales the rows of this forward down to `max_norm`, where they are longer."""
@@ -105,60 +117,103 @@ class DeviceGroupCall:
 class DeviceCall(Call):
     """One forward of a module. `ids`: int32 or int64 (N,) · `edges`: of the bags of all tables, not yet checked ·
     `trains`: whether a backward is expected to update its rows · `ahead`: whether the forward has yet to come, and a
-    fault is told when it does."""
+    fault is told when it does · `memory`: that of a call of as many ids and bags that is over, to be used again."""
 
     def __init__(
-        self, module: TieredModule, ids: torch.Tensor, edges: Edges, batch: int, *, trains: bool, ahead: bool
+        self,
+        module: TieredModule,
+        ids: torch.Tensor,
+        edges: Edges,
+        batch: int,
+        *,
+        trains: bool,
+        ahead: bool,
+        memory: CallMemory | None = None,
     ) -> None:
         super().__init__(module, batch)
         self.parts: list[DeviceGroupCall] = []
-        options, tables = module.options, module.tables
+        tables = module.tables
         if len(tables.config.tables) * batch > MAX_BAGS:
             raise InvalidInputError(
                 f"{len(tables.config.tables)} tables × {batch} samples are more than {MAX_BAGS} bags; split the batch"
             )
-        self._stream = torch._C._cuda_getCurrentRawStream(ids.get_device())
         if ahead and tables.config.check_ids == "always":
             raise UnsupportedError("check_ids='always' waits for the GPU in every forward: nothing is planned ahead")
         ids = ids.to(torch.int64)
         self.ids = ids.shape[0]
-        self.fault, report = new_fault(ids.device)
-        self._untold = report if ahead else None
+        self._tells_later = ahead
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
         with on_device(ids.device):
-            bags = [
-                make_device_bags(
-                    ids,
-                    edges,
-                    group.device_space,
-                    batch,
-                    self.fault,
-                    tables.faults.address if self._untold is None else self._untold.data_ptr(),
-                    padding_is_dropped=options.padding_is_dropped,
-                )
-                for group in groups
-            ]
+            fits = memory is not None and memory.fits(self.ids, batch)
+            self.memory = memory if fits and memory else self._allocate(groups, trains=trains)
+            self._find_bags(groups, ids, edges)
         if tables.config.check_ids == "always":
             _check_at_once(module, ids.device)
         try:
-            for group, its_bags in zip(groups, bags, strict=True):
-                self.parts.append(DeviceGroupCall(group, its_bags, ids, options, trains=trains))
+            parts = zip(groups, self.memory.bags, self.memory.segments, self.memory.trained, strict=True)
+            for group, bags, segments, trained in parts:
+                self.parts.append(DeviceGroupCall(group, bags, ids, segments=segments, trained=trained))
         except BaseException:
             self.release()
             raise
+        if ahead and not torch.cuda.is_current_stream_capturing():
+            self.memory.planned_beside()
+
+    def _allocate(self, groups: list[DeviceGroup], *, trains: bool) -> CallMemory:
+        dropped = self.module.options.padding_is_dropped
+        reads_padding = [not dropped and int(group.space.padding[0]) >= 0 for group in groups]
+        sorts = [trains and not reads for reads in reads_padding]  # the padding's occurrences are known afterwards
+        with groups[0].cache.memory():
+            return CallMemory(groups, self.ids, self.batch, sorts=sorts, masks=reads_padding)
+
+    def _find_bags(self, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges) -> None:
+        memory, faults = self.memory, self.module.tables.faults
+        memory.words.zero_()
+        report = memory.report.data_ptr() if self._tells_later else faults.address
+        dropped = self.module.options.padding_is_dropped
+        for group, bags in zip(groups, memory.bags, strict=True):
+            space = group.device_space
+            find_device_bags(bags, ids, edges, space, memory.fault, report, padding_is_dropped=dropped)
+
+    @property
+    def tickets(self) -> list[DeviceTicket]:
+        """Those of all groups."""
+        return [part.ticket for part in self.parts]
+
+    def arrive(self) -> None:
+        """The current stream waits for what was planned ahead."""
+        for part in self.parts:
+            if part.ticket.ready is not None:
+                part.ticket.ready.wait()
+        self.has_arrived()
+
+    def has_arrived(self) -> None:
+        """Nothing need wait for what was planned ahead any more."""
+        for part in self.parts:
+            part.ticket.ready = None
+        self.memory.joined()
+
+    def again(self, batches: Sequence[int]) -> DeviceCall:
+        """The call that a replay has planned to where this one was, as `batches` of its groups' caches."""
+        call = copy.copy(self)
+        call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
+        call.parts = [part.again(batch) for part, batch in zip(self.parts, batches, strict=True)]
+        call._tells_later = True
+        return call
 
     def start(self) -> None:
         self.follow()
         super().start()
-        if self._untold is not None:
-            with self.parts[0].group.cache.using(*(part.ticket for part in self.parts)):
-                tell_fault(self._untold, self.module.tables.faults.address)
-            self._untold = None
+        if self._tells_later:
+            with self.parts[0].group.cache.using(*self.tickets):
+                tell_fault(self.memory.report, self.module.tables.faults.address)
+            self._tells_later = False
+            self.memory.joined()
 
     def limit_norms(self) -> None:
         if self.module.options.max_norm is not None:
             for part in self.parts:
-                part.limit_norms(self.fault, self.module.options)
+                part.limit_norms(self.memory.fault, self.module.options)
 
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         tables = self.module.tables
@@ -177,10 +232,10 @@ class DeviceCall(Call):
         return out
 
     def follow(self, *more: torch.Tensor) -> None:
-        """Tells torch's allocator where another stream uses the memory of the one that planned, and `more`."""
-        if torch._C._cuda_getCurrentRawStream(self.fault.get_device()) == self._stream:
+        """Tells torch's allocator where another stream uses the memory of the one that computed before, and `more`."""
+        if torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device()) == self.memory.stream.cuda_stream:
             return
-        held = [*more, self.fault, *(value for part in self.parts for value in part.held())]
+        held = [*more, *self.memory.tensors(), *(value for part in self.parts for value in part.held())]
         for tensor in held:
             tensor.record_stream(torch.cuda.current_stream())
 
@@ -197,7 +252,9 @@ class DeviceCall(Call):
         with module.tables.updating(), on_device(device):
             for call, grad in calls:
                 call.follow(grad)
-            faults = calls[0][0].fault if len(calls) == 1 else torch.cat([call.fault for call, _ in calls])
+            faults = (
+                calls[0][0].memory.fault if len(calls) == 1 else torch.cat([call.memory.fault for call, _ in calls])
+            )
             grads = [grad for _, grad in calls]
             found_inf, grad_scale = optimizer.scaling(grads)
             for g, group in enumerate(module.tables.groups):

@@ -17,22 +17,24 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Forward:
     """One forward of a module as its caller asked for it. `given`: ids, and offsets where there are any · `weights`:
-    of the samples · `ends_bags`: whether the offsets name the end of the last bag."""
+    of the samples · `ends_bags`: whether the offsets name the end of the last bag · `trains`: whether a backward is
+    expected to update rows."""
 
     module: TieredModule
     given: tuple[torch.Tensor, ...]
     weights: torch.Tensor | None
     ends_bags: bool
+    trains: bool
 
 
 LISTENERS: list[Callable[[Forward], object]] = []
 
 
-def tell(module: TieredModule, batch: Batch) -> None:
+def tell(module: TieredModule, batch: Batch, *, trains: bool) -> None:
     """Tells the listeners of a forward."""
     ends_bags = len(batch.given) == 2 and len(batch.given[1]) == batch.edges
     for listener in tuple(LISTENERS):
-        listener(Forward(module, batch.given, batch.weights, ends_bags))
+        listener(Forward(module, batch.given, batch.weights, ends_bags, trains))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from tieredemb.lookup.bags import check_offsets, offsets_out_of_order
 if TYPE_CHECKING:
     from tieredemb.modules.base import TieredModule
     from tieredemb.modules.call import Call
+    from tieredemb.modules.call_memory import CallMemory
 
     Array = np.ndarray[Any, Any]
 
@@ -39,16 +40,18 @@ class Batch:
     weights: torch.Tensor | None
     given: tuple[torch.Tensor, ...]
 
-    def call(self, module: TieredModule, *, trains: bool, ahead: bool = False) -> Call:
+    def call(
+        self, module: TieredModule, *, trains: bool, ahead: bool = False, memory: CallMemory | None = None
+    ) -> Call:
         """Checks the values and plans the batch on the module's device. `trains`: whether a backward is expected to
-        update its rows · `ahead`: whether its forward has yet to come."""
+        update its rows · `ahead`: whether its forward has yet to come · `memory`: on a GPU, where to plan it."""
         if module.tables.config.device.type == "cuda":
             from tieredemb.lookup.device_bags import Edges
             from tieredemb.modules.device_call import DeviceCall
 
             exact = self.exact and not module.ids_may_exceed_bags
             edges = Edges(self.offsets.detach().to(torch.int64).contiguous(), self.edges, exact)
-            return DeviceCall(module, self.ids, edges, self.size, trains=trains, ahead=ahead)
+            return DeviceCall(module, self.ids, edges, self.size, trains=trains, ahead=ahead, memory=memory)
         from tieredemb.modules.host_call import HostCall
 
         return HostCall(module, self.ids.numpy(), self._edges(), self.size)

@@ -13,6 +13,7 @@ from tieredemb.kernels.streams import side_stream
 from tieredemb.modules.ahead import Planned
 from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.batches import map_tensors, tensors_of
+from tieredemb.pipeline.lookups import Lookup
 
 
 class Lanes:
@@ -20,12 +21,14 @@ class Lanes:
 
     def __init__(self, modules: Mapping[str, TieredModule]) -> None:
         devices = dict.fromkeys(module.tables.config.device for module in modules.values())
-        self._lanes = {device: _Stream(device) if device.type == "cuda" else _Thread() for device in devices}
+        self._lanes = {device: StreamLane(device) if device.type == "cuda" else ThreadLane() for device in devices}
         self._copies = next(iter(devices)) if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
 
-    def plan(self, module: TieredModule, given: tuple[torch.Tensor, ...]) -> Planned:
-        """Begins to plan a forward of `module`."""
-        return module.plan_ahead(self._lanes[module.tables.config.device], *given)
+    def plan(self, lookup: Lookup) -> Planned:
+        """Begins to plan a forward."""
+        return lookup.module.plan_ahead(
+            self._lanes[lookup.module.tables.config.device], *lookup.given, trains=lookup.trains
+        )
 
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
         """The batch where the model is, if all of its tables are on one GPU: what lies in host memory is being copied
@@ -33,7 +36,7 @@ class Lanes:
         if self._copies is None:
             return batch, _nothing
         lane = self._lanes[self._copies]
-        assert isinstance(lane, _Stream)
+        assert isinstance(lane, StreamLane)
         return lane.copied(batch)
 
     def __enter__(self) -> Lanes:
@@ -44,7 +47,7 @@ class Lanes:
             lane.shutdown()
 
 
-class _Thread(ThreadPoolExecutor):
+class ThreadLane(ThreadPoolExecutor):
     """One thread: it waits for storage and copies rows while others compute."""
 
     def __init__(self) -> None:
@@ -53,7 +56,7 @@ class _Thread(ThreadPoolExecutor):
         super().__init__(1, thread_name_prefix="tieredemb-prefetch", initializer=use_own_threads)
 
 
-class _Stream(Executor):
+class StreamLane(Executor):
     """A stream of a GPU: plans are launched there at once, and run when the device gets to them."""
 
     def __init__(self, device: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,21 +13,27 @@ from tieredemb.modules.ahead import Given, identity
 from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.batches import Path, resolve, tensors_of
 
-Lookup = tuple[TieredModule, Given]  # a forward that will come, by its inputs
+
+class Lookup(NamedTuple):
+    """A forward that will come, by its inputs. `trains`: whether a backward is expected."""
+
+    module: TieredModule
+    given: Given
+    trains: bool = True
 
 
 @dataclass(frozen=True)
 class Learned:
-    """How the lookups of a model come from a batch: for each forward its module, and its inputs as paths; offsets that
-    were in no batch are a tensor, the same each time."""
+    """How the lookups of a model come from a batch: for each forward its module, its inputs as paths (offsets that were
+    in no batch are a tensor, the same each time), and whether it trains."""
 
-    forwards: tuple[tuple[TieredModule, tuple[Path | torch.Tensor, ...]], ...]
+    forwards: tuple[tuple[TieredModule, tuple[Path | torch.Tensor, ...], bool], ...]
 
     def __call__(self, batch: Any) -> list[Lookup]:
-        return [
-            (module, tuple(part if isinstance(part, torch.Tensor) else resolve(batch, part) for part in inputs))
-            for module, inputs in self.forwards
-        ]
+        def given(inputs: tuple[Path | torch.Tensor, ...]) -> Given:
+            return tuple(part if isinstance(part, torch.Tensor) else resolve(batch, part) for part in inputs)
+
+        return [Lookup(module, given(inputs), trains) for module, inputs, trains in self.forwards]
 
 
 def learn(batch: Any, seen: Sequence[Lookup]) -> tuple[Learned, list[TieredModule]]:
@@ -37,14 +43,15 @@ def learn(batch: Any, seen: Sequence[Lookup]) -> tuple[Learned, list[TieredModul
     for path, tensor in tensors_of(batch):
         paths.setdefault(identity((tensor,)), path)
     forwards = []
-    for module, given in seen:
+    for module, given, trains in seen:
         ids, *rest = (paths.get(identity((tensor,))) for tensor in given)
         if ids is None:
             continue
         found = [tensor if path is None else path for path, tensor in zip(rest, given[1:], strict=True)]
-        forwards.append((module, (ids, *found)))
-    found_for = [module for module, _ in forwards]
-    return Learned(tuple(forwards)), [module for module in dict.fromkeys(m for m, _ in seen) if module not in found_for]
+        forwards.append((module, (ids, *found), trains))
+    found_for = [module for module, _, _ in forwards]
+    unknown = [module for module in dict.fromkeys(lookup.module for lookup in seen) if module not in found_for]
+    return Learned(tuple(forwards)), unknown
 
 
 class Told:
@@ -65,7 +72,7 @@ class Told:
                 )
             told = {next(iter(self._modules)): told}
         return [
-            (self._module(key), inputs)
+            Lookup(self._module(key), inputs)
             for key, value in told.items()
             for inputs in map(_inputs, value if isinstance(value, list) else [value])
         ]

@@ -57,7 +57,7 @@ class Prefetch(Generic[B]):
 
     def __iter__(self) -> Iterator[B]:
         source = iter(self.loader)
-        with Lanes(self.modules) as lanes, contextlib.closing(_Run(self, lanes, self._told)) as run:
+        with Lanes(self.modules) as lanes, contextlib.closing(Run(self, lanes, self._told)) as run:
             ended = False
             while True:
                 while not ended and len(run.queue) <= self.depth:
@@ -108,9 +108,15 @@ class _Fetched(Generic[B]):
         error: BaseException | None = None,
     ) -> None:
         self.batch = batch
-        self.receive = receive  # to be called before the batch is used
+        self._receive: Callable[[], None] | None = receive
         self.error = error
         self.planned: list[tuple[TieredModule, Planned]] = []
+
+    def receive(self) -> None:
+        """To be called before the batch is used."""
+        receive, self._receive = self._receive, None
+        if receive is not None:
+            receive()
 
     def drop(self) -> int:
         """Gives up the plans that no forward took; returns how many were made in vain."""
@@ -118,19 +124,22 @@ class _Fetched(Generic[B]):
         return sum(module.ahead.drop(plan) and not plan.failed for module, plan in planned)
 
 
-class _Run(Generic[B]):
-    """One loop over the batches."""
+class Run(Generic[B]):
+    """One loop over the batches. `told`: what a batch's forwards look up, where the user has told it."""
 
-    def __init__(self, prefetch: Prefetch[B], lanes: Lanes, lookups: Callable[[B], list[Lookup]] | None) -> None:
+    def __init__(self, prefetch: Prefetch[B], lanes: Lanes, told: Callable[[B], list[Lookup]] | None) -> None:
         self.queue: deque[_Fetched[B]] = deque()
+        self.told = told
         self._prefetch = prefetch
         self._lanes = lanes
-        self._lookups = lookups
+        self._lookups = told
+        self._planner: Callable[[], object] | None = None  # gives up what a captured step plans in place of this loop
         self._current: _Fetched[B] | None = None
         self._seen: list[Lookup] = []  # forwards of the current batch, while it is to be learned from
         self._listens = False
         self._warned = False
-        self._listen(lookups is None and prefetch.depth > 0)
+        self._listen(told is None and prefetch.depth > 0)
+        _RUNNING.append(self)
 
     def fetch(self, source: Iterator[B]) -> bool:
         """Queues the next batch and begins to plan it; returns whether that was the last."""
@@ -162,10 +171,11 @@ class _Run(Generic[B]):
             self._warned = True
             warnings.warn(
                 "prefetch planned a batch that no forward looked up: the model is given other tensors than those "
-                "planned (copies, other shapes, ids computed from them); name the ones it is given with ids_of",
+                "planned (copies, other shapes, ids computed from them); name the ones it is given with ids_of, and "
+                "give a captured step the very batch",
                 stacklevel=4,
             )
-        if any(part.numel() == 0 for _, given in self._seen for part in given):
+        if any(part.numel() == 0 for lookup in self._seen for part in lookup.given):
             self._seen.clear()  # one empty tensor is like another
         if self._lookups is None and self._seen:
             self._lookups, unknown = learn(current.batch, self._seen)
@@ -182,14 +192,40 @@ class _Run(Generic[B]):
             for fetched in self.queue:
                 self._plan(fetched)
 
+    def has_handed_out(self, batch: Any) -> bool:
+        """Whether this very batch is the one in use."""
+        return self._prefetch.depth > 0 and self._current is not None and self._current.batch is batch
+
+    def following(self) -> B | None:
+        """The batch that will be handed out next, if it is there already."""
+        if not self.queue or self.queue[0].error is not None:
+            return None
+        self.queue[0].receive()
+        return self.queue[0].batch
+
+    def leave_planning_to(self, give_up: Callable[[], object]) -> None:
+        """A captured step plans the batches by itself. `give_up` is called when the loop is left."""
+        self._planner = give_up
+        self._listen(False)
+        self._seen.clear()
+        self._drop_all()
+
     def close(self) -> None:
         """Gives up all plans that no forward took."""
+        _RUNNING.remove(self)
         self._listen(False)
+        if self._planner is not None:
+            self._planner()
+        self._drop_all()
+
+    def _drop_all(self) -> None:
         for fetched in (*self.queue, *([] if self._current is None else [self._current])):
             fetched.drop()
 
     def _plan(self, fetched: _Fetched[B]) -> None:
         if self._lookups is None or self._prefetch.depth == 0 or fetched.error is not None:
+            return
+        if self._planner is not None:
             return
         try:
             lookups = self._lookups(fetched.batch)  # type: ignore[arg-type]
@@ -197,7 +233,7 @@ class _Run(Generic[B]):
             if not isinstance(self._lookups, Learned):
                 fetched.error = error  # the user's function has failed; it comes at its batch
             return  # a batch of another form than the one that was learned from plans when its forward comes
-        fetched.planned = [(module, self._lanes.plan(module, given)) for module, given in lookups]
+        fetched.planned = [(lookup.module, self._lanes.plan(lookup)) for lookup in lookups]
 
     def _listen(self, on: bool) -> None:
         if on != self._listens:
@@ -206,4 +242,12 @@ class _Run(Generic[B]):
 
     def _hear(self, forward: Forward) -> None:
         if self._current is not None and any(forward.module is module for module in self._prefetch.modules.values()):
-            self._seen.append((forward.module, forward.given))
+            self._seen.append(Lookup(forward.module, forward.given, forward.trains))
+
+
+_RUNNING: list[Run[Any]] = []
+
+
+def running(batch: Any) -> Run[Any] | None:
+    """The loop that fetches ahead and has handed this very batch out, if any."""
+    return next((run for run in reversed(_RUNNING) if run.has_handed_out(batch)), None)

@@ -1,0 +1,102 @@
+"""Buffers that a captured step reads: each batch is copied there."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from tieredemb.errors import InvalidInputError
+from tieredemb.modules.ahead import identity
+from tieredemb.modules.forwards import Forward
+from tieredemb.pipeline.batches import Path, map_tensors, tensors_of
+
+
+class Buffers:
+    """A batch of the form of `batch` that every step reads: each is copied there. `forwards`: those that `batch` went
+    through · `max_ids`: of any of them · `example`: a batch of the most ids that may come."""
+
+    def __init__(self, batch: Any, forwards: list[Forward], max_ids: int | None = None, example: Any = None) -> None:
+        self._paths = [path for path, _ in tensors_of(batch)]
+        longest = {} if example is None else dict(tensors_of(example))
+        if longest and list(longest) != self._paths:
+            raise InvalidInputError(
+                f"the example batch has tensors at {_names(list(longest))}, the first one had {_names(self._paths)}"
+            )
+        lengths = _lengths(forwards)
+        self._buffer: dict[Path, torch.Tensor] = {}
+        self._any_length: set[Path] = set()
+        device = forwards[0].module.tables.config.device
+        made: dict[int, torch.Tensor] = {}
+        for path, tensor in tensors_of(batch):
+            buffer = made.get(id(tensor))
+            if buffer is None:
+                shape = tensor.shape
+                if identity((tensor,)) in lengths:
+                    shape = torch.Size([max(len(tensor), max_ids or 0, len(longest.get(path, ())))])
+                buffer = made[id(tensor)] = torch.zeros(shape, dtype=tensor.dtype, device=device)
+            if identity((tensor,)) in lengths:
+                self._any_length.add(path)
+            self._buffer[path] = buffer
+        self.batch = map_tensors(batch, lambda tensor: made[id(tensor)])
+        if any(tensor is not self._buffer.get(path) for path, tensor in tensors_of(self.batch)):
+            raise InvalidInputError(
+                "the batch has tensors inside of objects that cannot be copied; a captured step takes batches of "
+                "mappings, sequences and dataclasses"
+            )
+
+    def again(self) -> Buffers:
+        """As many buffers more."""
+        made = {id(tensor): torch.zeros_like(tensor) for tensor in self._buffer.values()}
+        other = copy.copy(self)
+        other._buffer = {path: made[id(tensor)] for path, tensor in self._buffer.items()}
+        other.batch = map_tensors(self.batch, lambda tensor: made[id(tensor)])
+        return other
+
+    def load(self, batch: Any) -> None:
+        """Copies a batch in. Raises `InvalidInputError`, before anything changes, for one that does not fit."""
+        tensors = dict(tensors_of(batch))
+        if list(tensors) != self._paths:
+            raise InvalidInputError(
+                f"the batch has tensors at {_names(list(tensors))}, the captured one had {_names(self._paths)}"
+            )
+        for path, tensor in tensors.items():
+            self._check(path, tensor)
+        for path, tensor in tensors.items():
+            buffer = self._buffer[path]
+            (buffer[: len(tensor)] if path in self._any_length else buffer).copy_(tensor, non_blocking=True)
+
+    def _check(self, path: Path, tensor: torch.Tensor) -> None:
+        buffer = self._buffer[path]
+        if tensor.dtype != buffer.dtype:
+            raise InvalidInputError(f"{_names([path])} is {tensor.dtype}, the captured one was {buffer.dtype}")
+        if path in self._any_length and tensor.dim() == 1:
+            if len(tensor) > len(buffer):
+                raise InvalidInputError(
+                    f"{_names([path])} has {len(tensor)} elements, the captured step takes at most {len(buffer)}; pass "
+                    f"max_ids={len(tensor)} or more to graph_step"
+                )
+        elif tensor.shape != buffer.shape:
+            raise InvalidInputError(
+                f"{_names([path])} has shape {tuple(tensor.shape)}, the captured one had {tuple(buffer.shape)}; a "
+                f"graph replays with the same shapes: leave a last, smaller batch out (DataLoader(drop_last=True)), or "
+                f"call the function itself for it"
+            )
+
+
+def _lengths(forwards: list[Forward]) -> set[tuple[Any, ...]]:
+    """The tensors whose length may differ: ids, and weights beside them, of forwards whose offsets end the last bag."""
+    found: set[tuple[Any, ...]] = set()
+    for forward in forwards:
+        if forward.ends_bags:
+            found |= {identity((tensor,)) for tensor in (forward.given[0], forward.weights) if tensor is not None}
+    return found
+
+
+def _names(paths: list[Path]) -> str:
+    def name(path: Path) -> str:
+        parts = (f"[{step!r}]" if kind == "item" else f".{step}" for kind, step in path)
+        return "the batch" + "".join(parts)
+
+    return ", ".join(map(name, paths)) or "no place"
