@@ -78,18 +78,13 @@ class Tiered:
         """The batches, each planned and fetched while the one before computes."""
         return tieredemb.prefetch(ids, self.module, ids_of=lambda batch: (batch, self.upstream.offsets))
 
-    def captured(self, ids: torch.Tensor) -> Callable[[torch.Tensor], None]:
-        """The step as a CUDA graph, captured with `ids`, which it does not run: ids copied in, and one launch."""
-        own = ids.clone()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.step(own)
-
-        def replay(ids: torch.Tensor) -> None:
-            own.copy_(ids)
-            graph.replay()
-
-        return replay
+    def captured(self, ids: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], object]:
+        """The step as a CUDA graph, after it was captured on `ids`, alone and with the next batch planned inside."""
+        step = tieredemb.graph_step(self.step)
+        for batches in (ids[: len(ids) // 2], self.prefetched(ids[len(ids) // 2 :])):
+            for batch in batches:
+                step(batch)
+        return step
 
     def close(self) -> None:
         self.module.close()
