@@ -37,7 +37,7 @@ from tieredemb.config import Policy
 from tieredemb.stats import CacheStats
 
 WARM_UP, STEPS = 150, 200
-CAPTURE_STEPS = 20
+MODE_STEPS = 20  # before a mode is timed: it may compile kernels, or capture
 TORCH_WARM_UP, TORCH_STEPS = 10, 50  # it has no cache to warm, and is slow
 FETCHED, GRAPH, FETCHED_GRAPH = ", prefetch", ", CUDA graph", ", CUDA graph, prefetch"
 REQUESTS_PER_MS = 510_000  # of 128 bytes, that PCIe carries in both directions together (H200)
@@ -60,7 +60,7 @@ class Plan:
 def measure(plan: Plan, work: CudaWorkload) -> list[Record]:
     """The records of one workload, in the order of the table."""
     start = perf_counter()
-    ids = list(batches(work, plan.warm_up + CAPTURE_STEPS + 4 * plan.steps, plan.device))
+    ids = list(batches(work, plan.warm_up + 2 * MODE_STEPS + 4 * plan.steps, plan.device))
     upstream = Upstream(work, plan.device)
     release(plan.device)
     say(f"{work}: {len(ids)} batches drawn in {perf_counter() - start:.1f} s")
@@ -104,14 +104,15 @@ def measure_tiered(
             tiered.fill()
         elif not plan.untouched:
             tiered.load()
-        timed = ids[plan.warm_up + CAPTURE_STEPS :]
+        warm, timed = ids[plan.warm_up :], ids[plan.warm_up + 2 * MODE_STEPS :]
         eager, fetched, replayed, ahead = (timed[i * plan.steps : (i + 1) * plan.steps] for i in range(4))
         run_steps(tiered.step, ids[: plan.warm_up], plan.device)
         runs = {"": counted(tiered, tiered.step, eager, plan.device)}
         if not work.resident:
+            run_steps(tiered.step, tiered.prefetched(warm[:MODE_STEPS]), plan.device)
             runs[FETCHED] = counted(tiered, tiered.step, tiered.prefetched(fetched), plan.device)
         if plan.device.type == "cuda":
-            captured = tiered.captured(ids[plan.warm_up : plan.warm_up + CAPTURE_STEPS])
+            captured = tiered.captured(warm[MODE_STEPS : 2 * MODE_STEPS])
             runs[GRAPH] = counted(tiered, captured, replayed, plan.device)
             runs[FETCHED_GRAPH] = counted(tiered, captured, tiered.prefetched(ahead), plan.device)
         report = tiered.module.memory_report()

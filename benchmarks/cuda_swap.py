@@ -43,7 +43,7 @@ class Swap:
         self._kernel = Kernel(
             "storage/move.cu",
             "rows_swap",
-            "any i64 i32 i64 any i any i32 i32 u8 p p u8 any p i x i i",
+            "any i64 i32 i64 any i any i32 i32 u8 p p u8 p any p i x i i",
             (*options(torch.float32, WIDTH), "-DSTATE=1"),
         )
 
@@ -53,7 +53,7 @@ class Swap:
             MOVE_BLOCKS, MOVE_THREADS, self.count, self.missed, self.slots, self.victims, self.leaving,
             SWAP_BLOCKS, self.hot, self.state,
             self.score, self.dirty, self.cold.weight.ctypes.data, self.cold.state.ctypes.data, self.untouched,
-            self.moved, 0, 0, 1.0, 0, 0,
+            0, self.moved, 0, 0, 1.0, 0, 0,
         )  # fmt: skip
 
     def dirty_victims(self, i: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tieredemb.kernels.compiler import PACKAGE, options, source
+from tieredemb.kernels.compiler import PACKAGE, Kernel, options, source
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
 PLAIN = ("hash/slot_map.cu", "cache/policy.cu", "cache/plan.cu", "lookup/bags.cu")
@@ -83,6 +83,7 @@ def test_kernel_compiles_with_what_batches_ask_for(file, flags):
 
 # --- launches ---------------------------------------------------------------------------------------------------------
 
+WORDS = {*Kernel.DTYPES, "n", "i", "x", "d", "p"}
 SCALARS = {"i64": "n", "int": "i", "u32": "i", "float": "x", "double": "d"}
 KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(([^)]*)\)')
 
@@ -110,8 +111,11 @@ def launches(path, names):
                 parts = second.values if isinstance(second, ast.JoinedStr) else [second]
                 parts = [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
                 above = {name: text for (name, line), text in sorted(texts.items()) if line <= call.lineno}
-                words = "".join(above[part.id] if isinstance(part, ast.Name) else part.value for part in parts)
-                yield call.lineno, first.value, words.split()
+                words = [
+                    above.get(part.id) if isinstance(part, ast.Name) else getattr(part, "value", None) for part in parts
+                ]
+                if all(isinstance(word, str) for word in words) and {*"".join(words).split()} <= WORDS:
+                    yield call.lineno, first.value, "".join(words).split()
 
 
 def test_launches_pass_what_the_kernels_take():

@@ -33,6 +33,7 @@ from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 
+LARGE = 1 << 17  # ids of a batch whose sorting takes longer than going aside for it
 LOAD_ROWS = 1 << 20  # rows brought in at once by whole-cache calls
 MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
 
@@ -40,13 +41,15 @@ MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan last
 class DeviceTicket(Flight):
     """A planned batch in flight on a GPU. `homes`: int32 (N,), the slot of each occurrence, −2 − r for a row that is
     used without one, or `DROPPED` · `away`: where such rows were, if there may be any · `ready`: comes once the rows
-    are there, where another stream brings them than the one that computes."""
+    are there, where another stream brings them than the one that computes · `aside`: comes once what was to run beside
+    the plan is done, where the lookup need not wait for it."""
 
     def __init__(self, batch: int, homes: torch.Tensor, away: Away, book: TicketBook) -> None:
         super().__init__(batch, book)
         self.homes = homes
         self.away = away
         self.ready: torch.cuda.Event | None = None
+        self.aside: torch.cuda.Event | None = None
 
     def size_bytes(self) -> int:
         return self.homes.nbytes
@@ -119,9 +122,10 @@ class DeviceCache(Cache):
             if not moves:
                 self._plan.count(homes, scored=score)
                 self._batch = batch
+                ticket = self._ticket(batch, homes, slotless=False)
                 if beside:
-                    beside()
-                return self._ticket(batch, homes, slotless=False)
+                    self._beside(ticket, beside)
+                return ticket
             slotless = slotless or locked + n > self._cached
             if slotless:
                 self._plan.records.reserve(min(locked + n, self.cold.layout.rows))
@@ -133,6 +137,17 @@ class DeviceCache(Cache):
             self._plan.choose(missed)
             self._move(missed, homes, slotless=slotless, scored=score, beside=beside)
             return self._ticket(batch, homes, slotless=slotless)
+
+    def _beside(self, ticket: DeviceTicket, beside: Beside) -> None:
+        """Where no row moves it runs beside the lookup, if the lookup comes now and that is worth two events."""
+        if ticket.ready is not None:
+            beside()
+            ticket.ready.record()
+        elif ticket.homes.shape[0] >= LARGE or torch.cuda.is_current_stream_capturing():
+            self._transfer.mark()
+            ticket.aside = self._transfer.aside(beside)
+        else:
+            beside()
 
     def _move(self, missed: Missed, homes: torch.Tensor, **keywords: Any) -> None:
         """Lets the transfer bring what was missed in. From the moment that slots change hands until their rows are on

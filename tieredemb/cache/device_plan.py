@@ -23,8 +23,8 @@ TOGETHER = 1024  # threads of a block of those that wait for each other
 # byte offsets in the control tensor: Clock, Counts, Selection
 CLOCK, COUNTS, SELECTION = 0, 32, 160
 SELECTION_BYTES = 4 * (4 + 3 * 2048)
-MISSED, NEEDED = COUNTS, COUNTS + 4
-TOTALS = COUNTS + 32
+MISSED, NEEDED, UNTOUCHED = COUNTS, COUNTS + 4, COUNTS + 32
+TOTALS = COUNTS + 40
 MOVED = TOTALS + 8 * 5  # what `storage/move.cu` counts
 TOTAL_NAMES = (
     *("batches", "lookups", "hits", "unique", "filled", "generated", "evicted", "written_back", "scores_written"),
@@ -129,6 +129,7 @@ class DevicePlan:
         base = self.control.data_ptr()
         self.clock, self.counts, self.selection = base + CLOCK, base + COUNTS, base + SELECTION
         self.missed, self.needed, self.moved = base + MISSED, base + NEEDED, base + MOVED
+        self.untouched = base + UNTOUCHED
         self._together = meeting_blocks(device.index)
 
     def count(self, homes: torch.Tensor, *, scored: bool) -> None:
@@ -218,7 +219,7 @@ class DevicePlan:
     def restart(self, batch: int) -> None:
         """Empties the plan's view of the slots; the next batch follows `batch`."""
         self.control[CLOCK : CLOCK + 8].view(torch.int64).fill_(batch)
-        self.control[COUNTS : COUNTS + 32].zero_()
+        self.control[COUNTS:TOTALS].zero_()
         self.records.clear()
 
     def size_bytes(self) -> int:

@@ -26,9 +26,6 @@ class InPlace(Transfer):
         super().__init__(cold, hot, initial, plan)
         initial.on_device().load_missed(self.device, cold.layout.dtype, cold.layout.width)
         self._weight, self._state = cold.weight.ctypes.data, cold.state.ctypes.data
-        self._side = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
-        self._settled = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._aside = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def away(self, slotless: bool) -> Away:
         return Away(slotless, self._weight, self._state, self.plan.records.table)
@@ -39,22 +36,16 @@ class InPlace(Transfer):
         self.committed = True
         self.plan.settle(homes, missed, self.away(slotless), commit=True)
         if beside:
-            self._settled.record(torch.cuda.current_stream())
+            self.mark()
         count, keys, slots = self.plan.missed, missed.keys, missed.slots
         self._swap_rows(
             count, missed.n, keys, slots, missed.victims, self.plan.needed, self._weight, self._state,
             missed.untouched, scored=scored,
         )  # fmt: skip
-        self._generate(count, missed.n, keys, slots, missed.untouched)
+        self._generate(count, missed.n, keys, slots, missed.untouched, some=self.plan.untouched)
         self.committed = False
         if beside:
-            self._settled.wait(self._side)
-            try:
-                with torch.cuda.stream(self._side):
-                    beside()
-            finally:
-                self._aside.record(self._side)
-                self._aside.wait(torch.cuda.current_stream())
+            self.aside(beside).wait()
 
     def load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         if len(keys) == 0:
@@ -64,10 +55,10 @@ class InPlace(Transfer):
         self._generate(count, len(keys), keys, slots.contiguous(), untouched)
         self._score_loaded(slots)
 
-    def _generate(self, count: Any, n: int, keys: Any, slots: Any, untouched: Any) -> None:
+    def _generate(self, count: Any, n: int, keys: Any, slots: Any, untouched: Any, *, some: int = 0) -> None:
         hot, width = self.hot, self.cold.layout.state_width
         self._initial.on_device().generate_missed(
-            count, n, keys, slots, untouched, hot.weight, hot.state, self._weight, self._state, width
+            count, n, keys, slots, untouched, hot.weight, hot.state, self._weight, self._state, width, some
         )
 
     def write_back(self, first_slot: int, slots: int, first_key: int | None) -> None:

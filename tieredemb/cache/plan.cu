@@ -37,7 +37,7 @@ extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units
     clock->now = now < (double)MAX_SCORE ? (i64)now : (i64)MAX_SCORE;
     clock->stamp = (int)(u32)(u64)clock->batch;
     clock->oldest = clock->stamp - lag;
-    counts->missed = counts->slotless = counts->needed = counts->room = 0;
+    counts->missed = counts->slotless = counts->needed = counts->room = counts->untouched = 0;
     counts->arrivals = 0;
     counts->batches += scored;
     RecordsEnd *end = end_of(records, n_records);

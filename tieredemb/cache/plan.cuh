@@ -11,6 +11,8 @@ struct Counts {
     int room;        // missed keys that get a slot never used
     u32 record;      // where the next record is looked for
     u32 arrivals;    // blocks that have come to a meeting
+    int untouched;   // missed rows that were never written
+    int pad;
     // totals
     u64 batches, lookups, hits, unique, filled, generated, evicted, written_back, scores_written, overflow;
 };

@@ -38,8 +38,10 @@ class Transfer(abc.ABC):
         self.device = hot.weight.device
         self._initial = initial
         flags = (*options(cold.layout.dtype, cold.layout.width), f"-DSTATE={cold.layout.state_width}")
-        self._swap = kernel(MOVE, "rows_swap", "p p p p p i any f32 i32 u8 p p p p p i x i i", *flags)
+        self._swap = kernel(MOVE, "rows_swap", "p p p p p i any f32 i32 u8 p p p p p p i x i i", *flags)
         self._write_back = kernel(MOVE, "rows_write_back", "p n n n p p any f32 i32 u8 p p p p", *flags)
+        self._side: torch.cuda.Stream | None = None
+        self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.committed = False  # slots have changed hands, and their rows have not arrived
         # at exit is too late to compile, and between the slots' change of hands and their rows' arrival too
         self._write_back.load(self.device.index)
@@ -67,6 +69,23 @@ class Transfer(abc.ABC):
     @abc.abstractmethod
     def load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         """Brings the cold rows `keys` (int64 (K,)) into `slots` (int32 (K,)), which are theirs already."""
+
+    def mark(self) -> None:
+        """Keeps what the current stream has queued by now for `aside`."""
+        self._mark.record()
+
+    def aside(self, beside: Beside) -> torch.cuda.Event:
+        """Calls `beside` on a stream of its own, behind the last `mark`; returns what comes once that is done."""
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._mark.wait(self._side)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.stream(self._side):
+                beside()
+        finally:
+            done.record(self._side)
+        return done
 
     def generate(self, first_key: int, first_slot: int, rows: int) -> None:
         """Generates consecutive rows in consecutive slots."""
@@ -105,11 +124,11 @@ class Transfer(abc.ABC):
         `needed`: address of how many victims there are, 0 for none · `scored`: whether this use raises their scores;
         with None it is no use."""
         hot, plan, scoring = self.hot, self.plan, self.plan.scoring
-        clock = 0 if scored is None else plan.clock
+        clock, n_untouched = (0, 0) if scored is None else (plan.clock, plan.untouched)
         self._swap(
             blocks_for(n, 64, MOVE_BLOCKS), MOVE_THREADS, count, keys, slots, victims, needed, SWAP_BLOCKS,
-            hot.weight, hot.state, hot.score, hot.dirty, weight, state, untouched, plan.moved, clock, scoring.kind,
-            scoring.unit, scoring.remember, scored or False,
+            hot.weight, hot.state, hot.score, hot.dirty, weight, state, untouched, n_untouched, plan.moved, clock,
+            scoring.kind, scoring.unit, scoring.remember, scored or False,
         )  # fmt: skip
 
     def _load_rows(self, keys: Any, slots: torch.Tensor, weight: Any, state: Any) -> torch.Tensor:

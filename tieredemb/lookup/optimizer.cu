@@ -11,7 +11,7 @@
 #ifndef KIND
 #define KIND 2  // SGD 0, Adagrad 1, row-wise Adagrad 2, Adam 3
 #endif
-constexpr int CHUNK = 128;
+constexpr int CHUNK = 64;
 constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : UNITS > 2 ? 4 : UNITS;
 constexpr int STEPS = (UNITS + LANES - 1) / LANES;
 #ifndef AHEAD
@@ -217,13 +217,17 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = 0.0f;
+        int bags = 0;  // of the next LANES occurrences, one a lane: read together, as gradients wait for them
         for (int p = 0; p < item.count; p += AHEAD) {
             float_vector g[AHEAD][STEPS];
             float scale[AHEAD];
+            if (LANES >= AHEAD && p % LANES == 0) bags = p + lane < item.count ? sorted_bag[item.start + p + lane] : 0;
 #pragma unroll
             for (int a = 0; a < AHEAD; a++) {
                 if (p + a >= item.count) break;
-                const float *from = base + (i64)sorted_bag[item.start + p + a] * total;
+                const int its_bag = LANES >= AHEAD ? __shfl_sync(group_mask(LANES), bags, (p + a) % LANES, LANES)
+                                                   : sorted_bag[item.start + p + a];
+                const float *from = base + (i64)its_bag * total;
                 scale[a] = sorted_scale ? sorted_scale[item.start + p + a] : 1.0f;
 #pragma unroll
                 for (int s = 0; s < STEPS; s++)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -31,20 +31,24 @@ class CallMemory:
             for group, wanted in zip(groups, sorts, strict=True)
         ]
         self.trained = [torch.empty(ids, dtype=torch.int32, device=device) if wanted else None for wanted in masks]
-        self._pending: torch.cuda.Event | None = None
+        self._pending: list[torch.cuda.Event] = []
 
     def fits(self, ids: int, batch: int) -> bool:
         """Whether it is that of a forward of `ids` ids and `batch` samples."""
         return all((len(bags.homes), bags.batch) == (ids, batch) for bags in self.bags)
 
-    def planned_beside(self) -> None:
-        """The current stream, another than the one whose memory it is, has planned into it."""
-        self._pending = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._pending.record()
+    def planned(self, aside: Iterable[torch.cuda.Event | None]) -> None:
+        """The current stream has planned into it; `aside`: what comes once other streams have."""
+        if torch.cuda.is_current_stream_capturing():
+            return  # a replay is one whole
+        self._pending = [event for event in aside if event is not None]
+        if torch._C._cuda_getCurrentRawStream(self.fault.get_device()) != self.stream.cuda_stream:
+            self._pending.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            self._pending[-1].record()
 
     def joined(self) -> None:
         """What computes with it waits for the plan by itself."""
-        self._pending = None
+        self._pending = []
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them."""
@@ -53,6 +57,5 @@ class CallMemory:
 
     def __del__(self) -> None:
         """Given up before its forward came, it is reused behind the plan that still writes to it."""
-        pending = getattr(self, "_pending", None)
-        if pending is not None and not sys.is_finalizing():
-            self.stream.wait_event(pending)
+        for event in () if sys.is_finalizing() else getattr(self, "_pending", ()):
+            self.stream.wait_event(event)

@@ -55,6 +55,12 @@ class DeviceGroupCall:
         self.argmax: torch.Tensor | None = None
         self.forward_rows: torch.Tensor | None = None
 
+    def join(self) -> None:
+        """What ran beside the lookup is done for what follows."""
+        if self.ticket.aside is not None:
+            self.ticket.aside.wait()
+            self.ticket.aside = None
+
     def segments(self) -> Segments:
         """The trained occurrences by row."""
         return self._segments or self.group.lookup.segments(self.trained, self.bags.bag, self.bags.batch)
@@ -73,6 +79,7 @@ class DeviceGroupCall:
     def limit_norms(self, fault: torch.Tensor, options: LookupOptions) -> None:
         """Scales the rows of this forward down to `max_norm`, where they are longer."""
         assert options.max_norm is not None
+        self.join()
         cache = self.group.cache
         with cache.using(self.ticket):
             # those that a plan has sorted are all of them
@@ -156,8 +163,8 @@ class DeviceCall(Call):
         except BaseException:
             self.release()
             raise
-        if ahead and not torch.cuda.is_current_stream_capturing():
-            self.memory.planned_beside()
+        finally:
+            self.memory.planned(part.ticket.aside for part in self.parts)
 
     def _allocate(self, groups: list[DeviceGroup], *, trains: bool) -> CallMemory:
         dropped = self.module.options.padding_is_dropped
@@ -222,6 +229,9 @@ class DeviceCall(Call):
             weights = weights.detach().to(torch.float32, copy=differentiable).contiguous()
         for part in self.parts:
             part.pool(out, weights, keep_argmax=differentiable, keep_rows=self.keeps_rows)
+        for part in self.parts:
+            part.join()
+        self.memory.joined()
         self.follow()
         return out
 

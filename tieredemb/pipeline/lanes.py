@@ -61,7 +61,8 @@ class StreamLane(Executor):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = side_stream(device)
+        # what moves rows is what a step waits for: its few blocks go before those of kernels that fill the GPU
+        self.stream = side_stream(device, -1)
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -83,6 +84,8 @@ class StreamLane(Executor):
             pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
             return pinned.to(self.device, non_blocking=True)
 
+        if all(tensor.is_cuda for _, tensor in tensors_of(batch)):
+            return batch, _nothing
         with torch.cuda.stream(self.stream):
             moved = map_tensors(batch, to_device, lambda value: _moved(value, self.device))
             arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]

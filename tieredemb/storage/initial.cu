@@ -146,12 +146,14 @@ __device__ __forceinline__ void row_generate(i64 key, row_t *weight, u32 *state,
 }
 
 // The rows never written among the missed: of each untouched m < *count the row of keys[m], into hot slot slots[m], or
-// where that is negative into the cold row, whose last state word, the score, is left alone.
+// where that is negative into the cold row, whose last state word, the score, is left alone. Where `some` is given and
+// zero there are none.
 extern "C" __global__ void __launch_bounds__(256) rows_generate(
-    const int *count, const i64 *keys, const int *slots, const unsigned char *untouched, row_t *hot_weight,
-    u32 *hot_state, row_t *cold_weight, u32 *cold_state, int state_words, u32 state_word, u32 seed_low, u32 seed_high,
+    const int *count, const int *some, const i64 *keys, const int *slots, const unsigned char *untouched,
+    row_t *hot_weight, u32 *hot_state, row_t *cold_weight, u32 *cold_state, int state_words, u32 state_word, u32 seed_low, u32 seed_high,
     int n_tables, const i64 *start, const u32 *number, const int *kind, const float *params, const i64 *padding_key) {
     const Tables tables = {n_tables, start, number, kind, params, padding_key};
+    if (some && *some == 0) return;
     const int n = *count;
     const i64 groups = thread_count() / LANES;
     for (i64 m = thread_index() / LANES; m < n; m += groups) {
