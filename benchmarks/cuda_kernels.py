@@ -20,6 +20,7 @@ from benchmarks.cuda_timing import timed, zeros
 from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
 from benchmarks.timing import Quantiles
 from tieredemb.kernels.compiler import Kernel, blocks_for, meeting_blocks, options
+from tieredemb.lookup.optimizer import CHUNK
 
 TABLES, ROWS, BATCH, WIDTH, ALPHA = 26, 1_000_000, 65_536, 128, 1.05
 FINDS = 1 << 24
@@ -134,7 +135,7 @@ def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
     short = Kernel(
         "lookup/optimizer.cu",
         "segments_update",
-        "any any i32 i i64 f32 n p p p p any f32 p p p u8 f32 any f32",
+        "any any i i32 i i64 f32 n p p p p any f32 p p p u8 f32 any f32",
         flags,
     )
     long = Kernel("lookup/optimizer.cu", "long_segments_update", "any any f32 any f32 p p p u8 f32 any", flags)
@@ -144,8 +145,8 @@ def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
         torch.randn(BATCH, TABLES * WIDTH).cuda(),
     )
     column = torch.arange(TABLES, device="cuda") * WIDTH
-    work, items, longs = zeros(4), zeros(n, 4), zeros(n // 128 + 1, 4)
-    parts, state = torch.empty(2 * (n // 128 + 1), WIDTH, device="cuda"), torch.zeros(len(weight), 1, device="cuda")
+    work, items, longs = zeros(4), zeros(n, 4), zeros(n // CHUNK + 1, 4)
+    parts, state = torch.empty(2 * (n // CHUNK + 1), WIDTH, device="cuda"), torch.zeros(len(weight), 1, device="cuda")
     dirty, rates = zeros(len(weight), dtype=torch.uint8), torch.full((TABLES,), 0.01, device="cuda")
     numbers = torch.tensor([1e-8, 0.0, 0.0, 1.0], device="cuda")
     order = torch.sort(homes, stable=True)
@@ -158,7 +159,7 @@ def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
 
     def update() -> None:
         short(
-            8448, 256, work, items, bags, BATCH, column, grad, TABLES * WIDTH, 0, 0, 0, 0, weight, state, 0, 0, 0,
+            8448, 256, work, items, n, bags, BATCH, column, grad, TABLES * WIDTH, 0, 0, 0, 0, weight, state, 0, 0, 0,
             dirty, rates, numbers, parts,
         )  # fmt: skip
         long(132, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rates, numbers)

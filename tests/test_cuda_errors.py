@@ -181,7 +181,7 @@ def test_an_interrupt_while_rows_move_is_not_forgotten(monkeypatch):
     """New keys would own the rows that were there before."""
     bag = make()
 
-    def interrupt(*arguments):
+    def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(bag.tables.groups[0].cache._transfer, "_generate", interrupt)

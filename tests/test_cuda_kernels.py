@@ -13,6 +13,7 @@ from tieredemb.cache.device_cache import DeviceCache
 from tieredemb.config import LFU, LRU, Uniform
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.compiler import Kernel, blocks_for, options
+from tieredemb.lookup.optimizer import CHUNK
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.unified import UnifiedMemory
@@ -244,14 +245,14 @@ def test_update_equals_the_formula_and_repeats_its_bits(kind, width):
         weight, state = before.clone(), torch.full((rows, max(1, state_width)), 0.25, device=GPU)
         dirty, work = zeros(rows, dtype=torch.uint8), zeros(4)
         order = torch.sort(homes, stable=True)
-        bags, items, longs = zeros(n), zeros(2 * n, 4), zeros(n // 128 + 1, 4)
-        parts = torch.empty(2 * (n // 128 + 1), width, device=GPU)
+        bags, items, longs = zeros(n), zeros(n, 4), zeros(n // CHUNK + 1, 4)
+        parts = torch.empty(2 * (n // CHUNK + 1), width, device=GPU)
         kernel("segments_find", "i32 i i64 i32 i32 i any any any")(
             blocks_for(n, 256), 256, order.values, n, order.indices, bag, bags, batch, work, items, longs
         )
-        words = "any any i32 i i64 f32 n p i64 p p any f32 p p p u8 f32 any f32"
+        words = "any any i i32 i i64 f32 n p i64 p p any f32 p p p u8 f32 any f32"
         kernel("segments_update", words)(
-            64, 256, work, items, bags, batch, column, grad, tables * width, 0, order.indices, 0, 0, weight, state, 0,
+            64, 256, work, items, n, bags, batch, column, grad, tables * width, 0, order.indices, 0, 0, weight, state, 0,
             0, 0, dirty, rate, numbers, parts,
         )  # fmt: skip
         kernel("long_segments_update", "any any f32 any f32 p p p u8 f32 any")(

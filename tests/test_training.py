@@ -172,13 +172,13 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 
 def test_long_segments_sum_in_chunks_from_the_first_occurrence(device):
-    """A row's 1,000 gradients are summed in chunks of 128, whatever shares the batch with it."""
+    """A row's 1,000 gradients are summed in chunks of 64, whatever shares the batch with it."""
     rng = np.random.default_rng(0)
     gradients = (rng.standard_normal(1000) * 10.0 ** rng.integers(-4, 5, 1000)).astype(np.float32)
     total = np.float32(0)
-    for start in range(0, 1000, 128):
+    for start in range(0, 1000, 64):
         part = np.float32(0)
-        for value in gradients[start : start + 128]:
+        for value in gradients[start : start + 64]:
             part += value
         total += part
     for others in (0, 1, 77):

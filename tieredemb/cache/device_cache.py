@@ -101,15 +101,22 @@ class DeviceCache(Cache):
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def plan(
-        self, keys: torch.Tensor, homes: torch.Tensor, *, score: bool = True, beside: Beside | None = None
+        self,
+        keys: torch.Tensor,
+        homes: torch.Tensor,
+        *,
+        score: bool = True,
+        given: torch.cuda.Event | None = None,
+        beside: Beside | None = None,
     ) -> DeviceTicket:
         """Makes the rows of `keys` (int64 (N,), in range, negative where there is nothing to look up) resident and
         locks them; completes `homes` (int32 (N,)), which comes with −1 for each key, else with the slot of a resident
         table's row or `DROPPED`. Does not synchronise, unless the tier is staged.
 
         With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
-        recomputed. `beside` launches, on the stream that is current when it is called, what needs complete `homes` and
-        may run beside the movement of rows. A failing storage raises its error and changes no row; the cache stays
+        recomputed. `given`: comes once `keys` and `homes` are there, if that is yet to be waited for. `beside`
+        launches, on the stream that is current when it is called, what needs complete `homes` and may run beside the
+        movement of rows. A failing storage raises its error and changes no row; the cache stays
         usable. Raises `InvalidInputError` for more ids than a plan can number.
         """
         with self.entered(), marked("plan"):
@@ -120,11 +127,11 @@ class DeviceCache(Cache):
             moves = self._cached > 0 and n > 0
             self._check_capture(moves=moves)
             if not moves:
-                self._plan.count(homes, scored=score)
+                if given is not None:
+                    given.wait()
                 self._batch = batch
                 ticket = self._ticket(batch, homes, slotless=False)
-                if beside:
-                    self._beside(ticket, beside)
+                self._count(ticket, score=score, beside=beside)
                 return ticket
             slotless = slotless or locked + n > self._cached
             if slotless:
@@ -132,22 +139,37 @@ class DeviceCache(Cache):
             missed = Missed(n, self.device)
             self._transfer.retire(batch, batch - oldest)
             away = self._transfer.away(slotless)
-            self._plan.find(keys, homes, missed, lag=batch - oldest, scored=score, away=away)
+            self._plan.begin(missed, lag=batch - oldest, scored=score, away=away)
+            if given is not None:
+                given.wait()
+            self._plan.find(keys, homes, missed, scored=score, away=away)
             self._batch = batch
             self._plan.choose(missed)
             self._move(missed, homes, slotless=slotless, scored=score, beside=beside)
             return self._ticket(batch, homes, slotless=slotless)
 
-    def _beside(self, ticket: DeviceTicket, beside: Beside) -> None:
-        """Where no row moves it runs beside the lookup, if the lookup comes now and that is worth two events."""
+    def _count(self, ticket: DeviceTicket, *, score: bool, beside: Beside | None) -> None:
+        """A plan where no row moves: beside the lookup, if that comes now and it is worth two events."""
+
+        def run() -> None:
+            self._plan.count(ticket.homes, scored=score)
+            if beside:
+                beside()
+
         if ticket.ready is not None:
-            beside()
+            run()
             ticket.ready.record()
         elif ticket.homes.shape[0] >= LARGE or torch.cuda.is_current_stream_capturing():
-            self._transfer.mark()
-            ticket.aside = self._transfer.aside(beside)
+            ticket.aside = self.aside(run)
         else:
-            beside()
+            run()
+
+    def aside(self, function: Beside) -> torch.cuda.Event:
+        """Calls it on a stream beside the current one, behind what that has queued; returns what comes once it is
+        done."""
+        with self.lock:
+            self._transfer.mark()
+            return self._transfer.aside(function)
 
     def _move(self, missed: Missed, homes: torch.Tensor, **keywords: Any) -> None:
         """Lets the transfer bring what was missed in. From the moment that slots change hands until their rows are on

@@ -138,12 +138,9 @@ class DevicePlan:
         n = homes.shape[0]
         count(max(1, blocks_for(n, THREADS, 264)), THREADS, homes, n, self.clock, self.counts, scored)
 
-    def find(
-        self, keys: torch.Tensor, homes: torch.Tensor, missed: Missed, *, lag: int, scored: bool, away: Away
-    ) -> None:
-        """Locks and scores what is resident, claims what is missed, into `missed.keys` and, for now, `homes`."""
-        rows, scoring, n = self.rows, self.scoring, keys.shape[0]
-        records = self.records
+    def begin(self, missed: Missed, *, lag: int, scored: bool, away: Away) -> None:
+        """Counts the batch and locks the slots of the `lag` ones before it; makes room for what it will miss."""
+        scoring, records = self.scoring, self.records
         begin = kernel(PLAN, "plan_begin", "p p d i i p n p n any i")
         begin(
             blocks_for(missed.cells, 4 * THREADS, MOST_BLOCKS), THREADS, self.clock, self.counts,
@@ -159,6 +156,10 @@ class DevicePlan:
                 blocks_for(records.rows, THREADS, MOST_BLOCKS), THREADS, records.table, records.rows, index, cells,
                 self.clock,
             )  # fmt: skip
+
+    def find(self, keys: torch.Tensor, homes: torch.Tensor, missed: Missed, *, scored: bool, away: Away) -> None:
+        """Locks and scores what is resident, claims what is missed, into `missed.keys` and, for now, `homes`."""
+        rows, scoring, records, n = self.rows, self.scoring, self.records, keys.shape[0]
         words = "any n i64 n p i32 i32 i x i p n i32 p any i any n p n i p"
         find = kernel(PLAN, "keys_find", words, *OPTIONS, *away.flags)
         find(

@@ -214,9 +214,11 @@ extern "C" __global__ void __launch_bounds__(1024)
     missed_assign(missed, room, used, n_victims, victims, missed_keys, cells, n_cells, slot_keys, last_batch, stamp,
                   missed_slots, victim_keys, commit);
     if (!commit) return;
-    grid_meet(&counts->arrivals);
-    missed_publish(missed, cells, n_cells, missed_keys, missed_slots, counts, records, n_records, stamp);
-    grid_meet(&counts->arrivals);
+    if (missed) {
+        grid_meet(&counts->arrivals);
+        missed_publish(missed, cells, n_cells, missed_keys, missed_slots, counts, records, n_records, stamp);
+        grid_meet(&counts->arrivals);
+    }
     for (i64 i = thread_index(); i < n; i += thread_count()) {
         int home = homes[i];
         if (home >= -1 || home == DROPPED) continue;

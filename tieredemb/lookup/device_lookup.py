@@ -183,11 +183,11 @@ class DeviceLookup:
         parts = torch.empty((2 * segments.longs.shape[0], hot.weight.shape[1]), dtype=torch.float32, device=grad.device)
         rows = (hot.weight, hot.state, away.weight, away.state, _address(away.records), hot.dirty)
         short = self._kernel(
-            OPTIMIZER, "segments_update", "any any i32 i i64 f32 n p i64 p i32 any f32 p p p u8 f32 f32 f32",
+            OPTIMIZER, "segments_update", "any any i i32 i i64 f32 n p i64 p i32 any f32 p p p u8 f32 f32 f32",
             *self._update, *away.flags, *self._alignment(grad),
         )  # fmt: skip
         short(
-            blocks_for(n * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work, segments.items,
+            blocks_for(n * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work, segments.items, n,
             segments.sorted_bag, max(1, grad.shape[0]), self.space.column, grad, grad.shape[1], _address(sorted_scale),
             segments.order, _address(argmax), self.space.mode, *rows, rate, numbers, parts,
         )  # fmt: skip

@@ -1,7 +1,8 @@
 // Backward and optimizer in one pass over the segments of a batch (occurrences sorted by home, in order within each).
 //
 // `segments_find` lists the work: a short segment is one item, a long one an item for each chunk of CHUNK occurrences,
-// counted from the segment's start, so that sums depend on nothing but the row's own occurrences. `segments_update`
+// counted from the segment's start, so that sums depend on nothing but the row's own occurrences. Short ones stand at the
+// front of the list and chunks, which take longest and so are begun first, at its end. `segments_update`
 // sums an item and updates the row, or stores a chunk's sum; `long_segments_update` adds those in order.
 #include "common.cuh"
 
@@ -22,7 +23,7 @@ constexpr int MAX = 2;  // the mode of a table whose gradients go to the winners
 #endif
 
 struct Work {
-    int items, parts, longs, pad;
+    int items, parts, longs, pad;  // short segments, chunks, long segments
 };
 struct alignas(16) Item {
     int start, count;  // occurrences in the sorted order
@@ -78,17 +79,15 @@ extern "C" __global__ void segments_find(const int *homes, int n, const i64 *ord
             int leader = __ffs(todo) - 1;
             int start = __shfl_sync(FULL_WARP, p, leader), row = __shfl_sync(FULL_WARP, home, leader);
             int end = segment_end(homes, n, start, row), parts = (end - start + CHUNK - 1) / CHUNK;
-            int table = __shfl_sync(FULL_WARP, its_bag, leader) / batch, first = 0, item = 0;
+            int table = __shfl_sync(FULL_WARP, its_bag, leader) / batch, first = 0;
             if (lane_index() == 0) {
                 first = atomicAdd(&work->parts, parts);
-                item = atomicAdd(&work->items, parts);
                 longs[atomicAdd(&work->longs, 1)] = Long{row, first, parts, table};
             }
             first = __shfl_sync(FULL_WARP, first, 0);
-            item = __shfl_sync(FULL_WARP, item, 0);
             for (int c = lane_index(); c < parts; c += 32) {
                 int from = start + c * CHUNK;
-                items[item + c] = Item{from, end - from < CHUNK ? end - from : CHUNK, first + c, -1 - table};
+                items[n - 1 - (first + c)] = Item{from, end - from < CHUNK ? end - from : CHUNK, first + c, -1 - table};
             }
         }
     }
@@ -189,7 +188,7 @@ __device__ __forceinline__ void row_update(const Place &place, Row row, float (*
 // Sums the gradients of each item. Reads 4 D bytes an occurrence; a short segment's row and state once each way. The
 // gradient of a maximum counts where its winner (`argmax`) is the occurrence (`order`) itself.
 extern "C" __global__ void __launch_bounds__(256) segments_update(
-    const Work *work, const Item *items, const int *sorted_bag, int batch, const i64 *column, const float *grad,
+    const Work *work, const Item *items, int n, const int *sorted_bag, int batch, const i64 *column, const float *grad,
     i64 total, const float *sorted_scale, const i64 *order, const int *argmax, const int *mode, row_t *weight,
     float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty,
     const float *rate, const Numbers *numbers, float *parts) {
@@ -197,11 +196,12 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
     const int group = (int)(thread_index() / LANES), groups = (int)(thread_count() / LANES);
     const Numbers constants = *numbers;
     const Rows rows{weight, state, away_weight, away_state, records};
-    const int count = work->items;
-    Item next = group < count ? items[group] : Item{0, 0, 0, 0};
+    const int chunks = work->parts, count = chunks + work->items;
+    const auto item_at = [=](int w) { return items[w < chunks ? n - 1 - w : w - chunks]; };
+    Item next = group < count ? item_at(group) : Item{0, 0, 0, 0};
     for (int w = group; w < count; w += groups) {
         const Item item = next;
-        if (w + groups < count) next = items[w + groups];
+        if (w + groups < count) next = item_at(w + groups);
         const bool whole = item.table >= 0;
         const int table = whole ? item.table : -1 - item.table;
         const i64 shift = column[table] - (i64)table * batch * total + lane * VECTOR;
@@ -291,14 +291,26 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = 0.0f;
-        for (int c = 0; c < segment.parts; c++)
+        for (int c = 0; c < segment.parts; c += AHEAD) {
+            float part[AHEAD][STEPS][VECTOR];
 #pragma unroll
-            for (int s = 0; s < STEPS; s++)
+            for (int a = 0; a < AHEAD; a++)
 #pragma unroll
-                for (int k = 0; k < VECTOR; k++)
-                    if (s * LANES + lane < UNITS)
-                        acc[s][k] = __fadd_rn(
-                            acc[s][k], parts[(i64)(segment.first + c) * WIDTH + (s * LANES + lane) * VECTOR + k]);
+                for (int s = 0; s < STEPS; s++)
+#pragma unroll
+                    for (int k = 0; k < VECTOR; k++)
+                        if (c + a < segment.parts && s * LANES + lane < UNITS)
+                            part[a][s][k] =
+                                parts[(i64)(segment.first + c + a) * WIDTH + (s * LANES + lane) * VECTOR + k];
+#pragma unroll
+            for (int a = 0; a < AHEAD; a++)
+#pragma unroll
+                for (int s = 0; s < STEPS; s++)
+#pragma unroll
+                    for (int k = 0; k < VECTOR; k++)
+                        if (c + a < segment.parts && s * LANES + lane < UNITS)
+                            acc[s][k] = __fadd_rn(acc[s][k], part[a][s][k]);
+        }
 #pragma unroll
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
@@ -354,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_limit_norm(
     const int lane = threadIdx.x % LANES;
     const i64 groups = thread_count() / LANES;
     for (i64 w = thread_index() / LANES; w < work->items; w += groups)
-        if (items[w].table >= 0) row_limit_norm(rows, items[w].home, lane, max_norm, norm_type, dirty);
+        row_limit_norm(rows, items[w].home, lane, max_norm, norm_type, dirty);
     for (i64 w = thread_index() / LANES; w < work->longs; w += groups)
         row_limit_norm(rows, longs[w].home, lane, max_norm, norm_type, dirty);
 }
@@ -376,7 +388,7 @@ extern "C" __global__ void step_begin(const Options *options, i64 *steps, int n_
     bool refused = found_inf && *found_inf != 0.0f;
     for (int f = 0; f < n_faults; f++) refused = refused || faults[3 * f] != 0 || faults[3 * f + 1] != 0;
     if (refused) {
-        if (threadIdx.x == 0) work->items = work->longs = 0;
+        if (threadIdx.x == 0) work->items = work->parts = work->longs = 0;
         return;
     }
     const Options given = *options;

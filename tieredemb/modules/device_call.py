@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 class DeviceGroupCall:
     """One forward in one group: its bags, its ticket, and what its gradient needs. `segments`, `trained`: room for
-    them, where they are found with the plan."""
+    them, where they are found with the plan · `given`: comes once the bags are there, if that is to be waited for."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class DeviceGroupCall:
         *,
         segments: Segments | None,
         trained: torch.Tensor | None,
+        given: torch.cuda.Event | None,
     ) -> None:
         self.group = group
         self.bags = bags
@@ -43,7 +44,8 @@ class DeviceGroupCall:
         beside = None
         if segments is not None:  # sorts while rows are on their way
             beside = functools.partial(group.lookup.find_segments, segments, bags.homes, bags.bag, bags.batch)
-        self.ticket = group.cache.plan(bags.keys, bags.homes, score=not inside_backward(), beside=beside)
+        scored = not inside_backward()
+        self.ticket = group.cache.plan(bags.keys, bags.homes, score=scored, given=given, beside=beside)
         # homes of the occurrences that gradients reach: padding that lookups read is left out
         self.trained = homes = self.ticket.homes
         if trained is not None:
@@ -153,13 +155,17 @@ class DeviceCall(Call):
         with on_device(ids.device):
             fits = memory is not None and memory.fits(self.ids, batch)
             self.memory = memory if fits and memory else self._allocate(groups, trains=trains)
-            self._find_bags(groups, ids, edges)
+            given = None
+            if torch.cuda.is_current_stream_capturing():  # events cost nothing there
+                given = groups[0].cache.aside(functools.partial(self._find_bags, groups, ids, edges))
+            else:
+                self._find_bags(groups, ids, edges)
         if tables.config.check_ids == "always":
             _check_at_once(module, ids.device)
         try:
             parts = zip(groups, self.memory.bags, self.memory.segments, self.memory.trained, strict=True)
             for group, bags, segments, trained in parts:
-                self.parts.append(DeviceGroupCall(group, bags, ids, segments=segments, trained=trained))
+                self.parts.append(DeviceGroupCall(group, bags, ids, segments=segments, trained=trained, given=given))
         except BaseException:
             self.release()
             raise
