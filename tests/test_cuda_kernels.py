@@ -252,8 +252,8 @@ def test_update_equals_the_formula_and_repeats_its_bits(kind, width):
         )
         words = "any any i i32 i i64 f32 n p i64 p p any f32 p p p u8 f32 any f32"
         kernel("segments_update", words)(
-            64, 256, work, items, n, bags, batch, column, grad, tables * width, 0, order.indices, 0, 0, weight, state, 0,
-            0, 0, dirty, rate, numbers, parts,
+            64, 256, work, items, n, bags, batch, column, grad, tables * width, 0, order.indices, 0, 0, weight, state,
+            0, 0, 0, dirty, rate, numbers, parts,
         )  # fmt: skip
         kernel("long_segments_update", "any any f32 any f32 p p p u8 f32 any")(
             8, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rate, numbers

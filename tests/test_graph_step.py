@@ -230,6 +230,32 @@ def test_whatever_comes_between_fetched_ahead_steps(device, monkeypatch, tmp_pat
     replays.check(device, 25)
 
 
+@pytest.mark.parametrize("large", [30, 80])
+def test_a_large_batch_between_fetched_ahead_steps(device, monkeypatch, large):
+    """Its rows without a slot are still locked when the next batch is planned, which then uses them where they are: no
+    graph that was captured before knows of such rows, or of so many."""
+    runs, replays = [], Replays(monkeypatch)
+    given = [randint(0, ROWS, (2, 4), seed=step) for step in range(30)]
+    for mode in ("eager", "ahead"):
+        table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=24, optimizer=te.Adagrad(lr=0.5))
+
+        def step(ids, table=table):
+            out = table(ids)
+            out.square().sum().backward()
+            return out
+
+        train, seen = step if mode == "eager" else te.graph_step(step), []
+        for number, ids in enumerate(given if mode == "eager" else te.prefetch(given, table)):
+            seen.append(train(ids).detach().clone())
+            if number % 9 == 8:
+                with torch.no_grad():
+                    seen.append(table(torch.cat([given[number + 1].flatten(), torch.arange(large)])[None]))
+        runs.append([*seen, *bits(table)])
+        assert idle(table)
+    assert_same_bits(*runs)
+    replays.check(device, 18)
+
+
 def test_forwards_that_no_batch_shows_are_planned_inside_the_step(device, monkeypatch):
     """Ids that the step computes, beside those that were planned ahead; two forwards of one module in one backward."""
     runs, replays = [], Replays(monkeypatch)

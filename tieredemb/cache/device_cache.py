@@ -57,10 +57,12 @@ class DeviceTicket(Flight):
 
 class Replays:
     """What every replay of a captured step does to the numbers of a cache. `plans`: batches that it plans · `locked`:
-    what they lock, counted from the last batch before."""
+    what they lock, counted from the last batch before · `records`: address of the table where it keeps those without a
+    slot, which batches in flight have to share."""
 
     plans: int = 0
     locked: tuple[Locked, ...] = ()
+    records: int = 0
 
 
 class DeviceCache(Cache):
@@ -280,6 +282,12 @@ class DeviceCache(Cache):
                 self._recurring = set()
                 self._order.joined()
                 replays.plans, replays.locked = self._batch - first, self._book.since(first)
+                replays.records = self._plan.records.table.data_ptr()
+
+    def outgrew(self, replays: Replays) -> bool:
+        """Whether more rows without a slot were in flight than there was room for at the capture, which has to be made
+        anew."""
+        return replays.records != self._plan.records.table.data_ptr()
 
     def replayed(self, replays: Replays) -> int:
         """A step was replayed: its plans count. Returns the number of the last batch before them."""

@@ -55,6 +55,8 @@ class StepAhead(Generic[R]):
             with step.on_buffers():
                 return now.compute(step)
         self._now, self._then = then, now
+        if now.graph is not None and self._outgrew(now, calls):
+            now.graph = None
         if self._left > 0 or not self._may_replay(calls):
             self._left -= 1
             result = self._overlap(now, then, lookups)
@@ -77,6 +79,12 @@ class StepAhead(Generic[R]):
             return False
         pairs = zip(self._step.caches(), self._last, strict=True)
         return all(cache.may_replay(_tickets(calls, cache), last) for cache, last in pairs)
+
+    def _outgrew(self, now: _Turn[R], calls: list[DeviceCall]) -> bool:
+        """Whether more rows without a slot are in flight than its graph knows of, which has to be captured anew."""
+        if _slotless(calls) and not now.slotless:
+            return True
+        return any(cache.outgrew(each) for cache, each in zip(self._step.caches(), now.replays, strict=True))
 
     def _overlap(self, now: _Turn[R], then: _Turn[R], lookups: Lookups) -> R:
         """The step as the function it is, in the order of a captured one."""
@@ -109,6 +117,7 @@ class StepAhead(Generic[R]):
             call.has_arrived()
         offsets = [[part.ticket.batch - first[part.group.cache] for part in call.parts] for call in planned]
         now.graph, now.result, now.replays, now.offsets = graph, result, replays, offsets
+        now.slotless = _slotless(calls)
         self._step.before_replay()
         graph.replay()
         for cache in caches:
@@ -127,6 +136,10 @@ class StepAhead(Generic[R]):
         return now.result  # type: ignore[return-value]
 
 
+def _slotless(calls: list[DeviceCall]) -> bool:
+    return any(part.ticket.away.slotless for call in calls for part in call.parts)
+
+
 def _tickets(calls: list[DeviceCall], cache: DeviceCache) -> list[DeviceTicket]:
     return [part.ticket for call in calls for part in call.parts if part.group.cache is cache]
 
@@ -138,6 +151,7 @@ class _Turn(Generic[R]):
         self.buffers = buffers
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: R | None = None
+        self.slotless = False  # whether the graph looks for rows without a slot
         self.replays: list[Replays] = []  # of each cache
         self.offsets: list[list[int]] = []  # batches that a replay plans into the other turn, from the last before it
         self._batch: Any = None  # what was loaded
