@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter
 
 import torch
@@ -73,18 +73,6 @@ class Tiered:
 
     def step(self, ids: torch.Tensor) -> None:
         self.module(ids, self.upstream.offsets).backward(self.upstream.gradient)
-
-    def prefetched(self, ids: Sequence[torch.Tensor]) -> tieredemb.pipeline.prefetch.Prefetch[torch.Tensor]:
-        """The batches, each planned and fetched while the one before computes."""
-        return tieredemb.prefetch(ids, self.module, ids_of=lambda batch: (batch, self.upstream.offsets))
-
-    def captured(self, ids: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], object]:
-        """The step as a CUDA graph, after it was captured on `ids`, alone and with the next batch planned inside."""
-        step = tieredemb.graph_step(self.step)
-        for batches in (ids[: len(ids) // 2], self.prefetched(ids[len(ids) // 2 :])):
-            for batch in batches:
-                step(batch)
-        return step
 
     def close(self) -> None:
         self.module.close()

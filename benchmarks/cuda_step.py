@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -29,7 +30,8 @@ from benchmarks.cuda_providers import (
     fbgemm_step,
     torch_step,
 )
-from benchmarks.cuda_timing import Batches, StepTimes, run_steps
+from benchmarks.cuda_tables import run_fetched, run_fresh
+from benchmarks.cuda_timing import StepTimes, run_steps
 from benchmarks.cuda_workload import PEER_EARLIER, Cache, CudaWorkload, batches, quick_workloads, workloads
 from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
 from benchmarks.timing import Quantiles
@@ -60,7 +62,7 @@ class Plan:
 def measure(plan: Plan, work: CudaWorkload) -> list[Record]:
     """The records of one workload, in the order of the table."""
     start = perf_counter()
-    ids = list(batches(work, plan.warm_up + 2 * MODE_STEPS + 4 * plan.steps, plan.device))
+    ids = list(batches(work, plan.warm_up + 4 * (MODE_STEPS + plan.steps), plan.device))
     upstream = Upstream(work, plan.device)
     release(plan.device)
     say(f"{work}: {len(ids)} batches drawn in {perf_counter() - start:.1f} s")
@@ -104,17 +106,7 @@ def measure_tiered(
             tiered.fill()
         elif not plan.untouched:
             tiered.load()
-        warm, timed = ids[plan.warm_up :], ids[plan.warm_up + 2 * MODE_STEPS :]
-        eager, fetched, replayed, ahead = (timed[i * plan.steps : (i + 1) * plan.steps] for i in range(4))
-        run_steps(tiered.step, ids[: plan.warm_up], plan.device)
-        runs = {"": counted(tiered, tiered.step, eager, plan.device)}
-        if not work.resident:
-            run_steps(tiered.step, tiered.prefetched(warm[:MODE_STEPS]), plan.device)
-            runs[FETCHED] = counted(tiered, tiered.step, tiered.prefetched(fetched), plan.device)
-        if plan.device.type == "cuda":
-            captured = tiered.captured(warm[MODE_STEPS : 2 * MODE_STEPS])
-            runs[GRAPH] = counted(tiered, captured, replayed, plan.device)
-            runs[FETCHED_GRAPH] = counted(tiered, captured, tiered.prefetched(ahead), plan.device)
+        runs = measure_modes(plan, tiered, iter(ids), fetched=not work.resident)
         report = tiered.module.memory_report()
     finally:
         tiered.close()
@@ -136,19 +128,34 @@ def measure_tiered(
     return records
 
 
+def measure_modes(
+    plan: Plan, tiered: Tiered, ids: Iterator[torch.Tensor], *, fetched: bool
+) -> dict[str, tuple[StepTimes, CacheStats]]:
+    """Times of the steps in each mode, by its name, and what they did; eager with prefetch if `fetched`."""
+    device, stats = plan.device, tiered.module.stats
+
+    def alone(step: Callable[[torch.Tensor], object], warm_up: int) -> tuple[StepTimes, CacheStats]:
+        batches = list(islice(ids, warm_up + plan.steps))
+        return run_fresh(step, batches, stats, warm_up=warm_up, device=device)
+
+    def ahead(step: Callable[[torch.Tensor], object]) -> tuple[StepTimes, CacheStats]:
+        batches = list(islice(ids, MODE_STEPS + plan.steps + 1))
+        return run_fetched(step, batches, tiered.module, stats, warm_up=MODE_STEPS, depth=1, device=device)
+
+    runs = {"": alone(tiered.step, plan.warm_up)}
+    if fetched:
+        runs[FETCHED] = ahead(tiered.step)
+    if device.type == "cuda":
+        captured = tieredemb.graph_step(tiered.step)
+        runs[GRAPH] = alone(captured, MODE_STEPS)
+        runs[FETCHED_GRAPH] = ahead(captured)
+    return runs
+
+
 def step_bar(cache: Cache, mode: str) -> float | None:
     """Milliseconds that a step may take."""
     bars = {"": cache.most_ms, GRAPH: cache.most_graph_ms or cache.most_ms, FETCHED_GRAPH: cache.most_prefetched_ms}
     return bars.get(mode)
-
-
-def counted(
-    tiered: Tiered, step: Callable[[torch.Tensor], object], ids: Batches, device: torch.device
-) -> tuple[StepTimes, CacheStats]:
-    """Runs steps; their times, and what they did."""
-    before = tiered.module.stats()
-    times = run_steps(step, ids, device)
-    return times, tiered.module.stats() - before
 
 
 # --- records --------------------------------------------------------------------------------------------------------

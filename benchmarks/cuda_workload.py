@@ -89,7 +89,7 @@ def workloads() -> dict[str, CudaWorkload]:
             peer=Peer(name=PEER_EARLIER, ms=1.424),
         ),
         CudaWorkload(
-            name="W-small", rows=1_000_000, batch=2048, alpha=1.05, 
+            name="W-small", rows=1_000_000, batch=2048, alpha=1.05,
             caches=(Cache(capacity=1.0, most_graph_ms=0.12),), peer=Peer(name=PEER_EARLIER, ms=0.439),
         ),
         CudaWorkload(

@@ -16,7 +16,9 @@ from typing import Any
 from benchmarks.machine import ROOT
 from benchmarks.record import RESULTS, Record, load
 
-ON_GPU = {"cuda-kernels": "python -m benchmarks.cuda_kernels", "cuda-step": "python -m benchmarks.cuda_step"}
+ON_GPU = {
+    f"cuda-{name}": f"python -m benchmarks.cuda_{name}" for name in ("kernels", "step", "dlrm", "inference", "tiers")
+}
 BLOCK = re.compile(r"(<!-- benchmarks:([a-z0-9-]+) -->\n).*?(<!-- /benchmarks -->)", re.DOTALL)
 
 

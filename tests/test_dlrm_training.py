@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,10 +23,11 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1]))  # the examples are no part of the installed package
 
 import tieredemb
-from examples.dlrm import checkpoint, report
+from examples.dlrm import checkpoint, profile, report, trainer
 from examples.dlrm.__main__ import main
 from examples.dlrm.config import CacheConfig, CheckpointConfig, ModelConfig, TrainConfig
 from examples.dlrm.criteo import CriteoFile, Log, LogError
+from examples.dlrm.model import Batch
 from examples.dlrm.synthetic import GeneratedLog
 from examples.dlrm.trainer import Trainer
 from tieredemb.errors import CheckpointError, ConfigError, MissingDependencyError, UnsupportedError
@@ -185,17 +187,102 @@ def test_training_on_a_device_equals_plain_torch_there(place: str) -> None:
     assert ours.losses == pytest.approx(plain.losses, abs=0.02)
 
 
-def test_training_step_does_not_wait_for_the_gpu(gpu: None) -> None:
-    with torch.device("cpu"), Trainer(replace(SMALL, device="cuda"), SHORT) as trainer:
-        batches = list(SHORT.batches(0, 320, 64))
-        for rows in batches[:2]:  # compiles the kernels
-            trainer._step(rows, trainer._batch(rows))
+@pytest.mark.parametrize("graph", [False, True])
+def test_training_step_does_not_wait_for_the_gpu(gpu: None, graph: bool) -> None:
+    config = replace(SMALL, device="cuda", graph=graph)
+    with torch.device("cpu"), Trainer(config, SHORT) as training, trainer._deterministic():
+        batches = list(training._batches(0, 640, 64))
+        for batch in batches[:6]:  # compiles the kernels, captures the graph
+            training._step(batch)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            for rows in batches[2:]:
-                trainer._step(rows, trainer._batch(rows))
+            for batch in batches[6:]:
+                training._step(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+# --- steps as CUDA graphs ---------------------------------------------------------------------------------------------
+
+UNEVEN = replace(SMALL, batch_size=60, epochs=2)  # of 1,600 rows: 26 batches an epoch, and one of 40 samples
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("capacity", [50, 0.01, 1.0])
+def test_graphs_have_the_bits_of_steps(device: str, capacity: float, prefetch: int) -> None:
+    base = with_cache(replace(UNEVEN, device=device), capacity=capacity)
+    graphs = with_cache(replace(base, graph=True), prefetch=prefetch)
+    outcome(base, SHORT).assert_same_bits(outcome(graphs, SHORT))
+
+
+Train = Callable[[Batch], Tensor]
+
+
+def test_graphs_are_of_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay takes one shape: what remains of an epoch trains too, beside it."""
+    sizes = []
+
+    def graph_step(function: Train) -> Train:
+        def step(batch: Batch) -> Tensor:
+            sizes.append(len(batch.labels))
+            return function(batch)
+
+        return step
+
+    monkeypatch.setattr(trainer, "graph_step", graph_step)
+    graphs = outcome(replace(UNEVEN, graph=True), SHORT)
+    assert sizes == 2 * 26 * [60]
+    outcome(UNEVEN, SHORT).assert_same_bits(graphs)
+
+
+def test_progress_counts_the_samples_of_smaller_batches_too() -> None:
+    with Trainer(UNEVEN, SHORT) as training:
+        training.run()
+        progress = training.progress
+        assert (progress.step, progress.samples, progress.points[-1].samples) == (2 * 27, 3_200, 3_200)
+
+
+def test_checkpoint_of_graphs_has_the_number_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay leaves what is on the host as it is, the counters of torch's Adagrad among it."""
+
+    def graph_step(function: Train) -> Train:
+        def step(batch: Batch) -> Tensor:
+            loss = function(batch)
+            for state in function.__self__.optimizers[0].state.values():  # type: ignore[attr-defined]
+                state["step"] -= 1
+            return loss
+
+        return step
+
+    monkeypatch.setattr(trainer, "graph_step", graph_step)
+    outcome(replace(SMALL, graph=True), SHORT, CheckpointConfig(directory=tmp_path))
+    (dense,) = tmp_path.glob("dense-*.pt")
+    states = torch.load(dense, weights_only=True)["optimizer"]["state"].values()
+    assert [state["step"].item() for state in states] == len(states) * [25]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"storage": tieredemb.File("rows")}, "rows of the file tier pass through the host.*drop --graph"),
+        ({"storage": tieredemb.Pmem("pmem"), "capacity": 5}, "rows of the pmem tier pass through the host"),
+        ({"storage": tieredemb.Pmem("pmem"), "capacity": "8GiB"}, "rows of the pmem tier pass through the host"),
+        ({"reference": True}, "drop --graph or --reference"),
+    ],
+)
+def test_graphs_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
+    own = {"reference": changes["reference"]} if "reference" in changes else {"cache": CacheConfig(**changes)}  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=message):
+        replace(SMALL, graph=True, device="cuda", **own)  # type: ignore[arg-type]
+    assert not replace(SMALL, graph=True, **own).captures  # type: ignore[arg-type]
+
+
+def test_graphs_over_a_file_whose_rows_are_all_resident_are_allowed() -> None:
+    everything = CacheConfig(storage=tieredemb.File("rows"), capacity=1.0)
+    assert replace(SMALL, graph=True, device="cuda", cache=everything).captures
+
+
+# --- what a run tells and keeps ---------------------------------------------------------------------------------------
 
 
 def test_prediction_trains_nothing(device: str, small_log: GeneratedLog) -> None:
@@ -224,6 +311,56 @@ def test_profile_says_where_a_step_goes(
         assert re.search(name, told), name
     names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
     assert {"tieredemb.lookup", "tieredemb.update", "ProfilerStep#16"} <= names
+
+
+def test_profile_of_replays_goes_by_the_names_of_kernels() -> None:
+    def event(key: str, device: str, us: float, *, annotation: bool = False) -> SimpleNamespace:
+        return SimpleNamespace(
+            key=key,
+            device_type=getattr(torch.autograd.DeviceType, device),
+            is_user_annotation=annotation,
+            cpu_time_total=us if device == "CPU" else 0.0,
+            device_time_total=0.0,
+            self_device_time_total=us if device == "CUDA" else 0.0,
+        )
+
+    events = [
+        event("ProfilerStep*", "CPU", 600.0, annotation=True),
+        event("ProfilerStep*", "CUDA", 9e9, annotation=True),
+        event("aten::copy_", "CPU", 50.0),
+        event("keys_find", "CUDA", 2000.0),
+        event("missed_settle", "CUDA", 4000.0),
+        event("rows_swap", "CUDA", 10_000.0),
+        event("void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<int>(int*)", "CUDA", 1000.0),
+        event("bags_pool", "CUDA", 3000.0),
+        event("segments_update", "CUDA", 5000.0),
+        event("nvjet_tst_128x256", "CUDA", 20_000.0),
+        event("Memcpy DtoD (Device -> Device)", "CUDA", 1000.0),
+    ]
+    times = profile.kernel_times(events, 2)  # type: ignore[arg-type]
+    assert times.pop("whole step") == pytest.approx((0.3, 23.0))
+    assert {name: gpu for name, (_, gpu) in times.items()} == pytest.approx(
+        {
+            "plan": 3.0,
+            "moving rows": 5.0,
+            "sort of occurrences": 0.5,
+            "lookup": 1.5,
+            "update of the rows": 2.5,
+            "dense layers, the rest": 10.5,
+        }
+    )
+
+
+def test_profile_of_replays_on_a_gpu(gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    options = ["--device", "cuda", "--quiet", "--profile", str(path), "--graph", "--prefetch", "1"]
+    with torch.device("cpu"):  # as users run it
+        assert main(["train", *SMALL_OPTIONS, *options]) == 0
+    told = capsys.readouterr().out
+    for name in profile.PARTS:
+        assert re.search(rf"^{name} +(\d+\.\d+)$", told, re.MULTILINE), name
+        assert float(re.search(rf"^{name} +(\d+\.\d+)$", told, re.MULTILINE)[1]) > 0, name  # type: ignore[index]
+    assert "in a thread of its own" not in told
 
 
 def test_profile_of_a_run_that_is_too_short_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,10 +463,11 @@ def test_kill_between_the_files_pairs_nothing_wrongly(
     small_run.assert_same_bits(resumed)
 
 
-def test_finished_run_resumes_into_more_epochs(device: str, tmp_path: Path) -> None:
-    once = replace(SMALL, device=device)
-    twice = outcome(replace(once, epochs=2), SHORT)
-    outcome(once, SHORT, CheckpointConfig(directory=tmp_path))
+@pytest.mark.parametrize("graph", [False, True])
+def test_finished_run_resumes_into_more_epochs(device: str, tmp_path: Path, graph: bool) -> None:
+    twice = outcome(replace(SMALL, device=device, epochs=2), SHORT)
+    once = with_cache(replace(SMALL, device=device, graph=graph), prefetch=int(graph))
+    outcome(once, SHORT, CheckpointConfig(directory=tmp_path, every=10))
     extended = outcome(
         with_cache(replace(once, epochs=2), capacity=0.5), SHORT, CheckpointConfig(directory=tmp_path, resume=True)
     )
@@ -401,6 +539,21 @@ def test_command_trains_reports_and_plots(device: str, tmp_path: Path, capsys: p
     assert "samples/s, loss" in shown.err
     assert "hit rate" in shown.err
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_says_that_the_cpu_has_no_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["train", *SMALL_OPTIONS, "--rows", "400", "--device", "cpu", "--threads", "1", "--quiet"]
+    told = []
+    for options in ([], ["--graph", "--prefetch", "1"]):
+        assert main([*command, *options]) == 0
+        told.append(capsys.readouterr().out)
+    plain, graph = told
+    line = "--graph: on the CPU there is nothing to capture, and steps run as without it"
+    assert (plain.count(line), graph.count(line)) == (0, 1)
+    assert re.findall(r"^t.*(?:loss|AUC).*$", graph, re.MULTILINE) == re.findall(
+        r"^t.*(?:loss|AUC).*$", plain, re.MULTILINE
+    )
+    assert "test AUC" in graph
 
 
 ERRORS = {

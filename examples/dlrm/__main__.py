@@ -105,6 +105,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--checkpoint", type=Path, help="directory of the run's checkpoint")
     group.add_argument("--checkpoint-every", type=int, default=1000, help="batches between checkpoints")
     group.add_argument("--resume", action="store_true", help="go on from the checkpoint, bit for bit")
+    group.add_argument("--graph", action="store_true", help="on a GPU: each step as one CUDA graph, same numbers")
     group.add_argument("--profile", type=Path, help="chrome trace of some steps to write (.json or .json.gz)")
     group.add_argument("--plot", type=Path, help="picture of loss and hit rate to write")
     group.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -155,6 +156,7 @@ def _train_config(options: argparse.Namespace, tier: str, device: str) -> TrainC
         test_share=options.test_share,
         device=device,
         seed=options.seed,
+        graph=options.graph,
         reference=options.reference,
     )
 
@@ -185,10 +187,14 @@ def train(options: argparse.Namespace) -> None:
     with Trainer(config, log, saving) as trainer:
         print(
             f"{name}: {trainer.train_rows:,} rows to train, {len(log) - trainer.train_rows:,} to test; "
-            f"on {place}, tier {tier}, capacity {capacity}"
+            f"on {place}, tier {tier}, capacity {capacity}{', a CUDA graph a step' if config.captures else ''}"
         )
+        if config.graph and not config.captures:
+            print("--graph: on the CPU there is nothing to capture, and steps run as without it")
         with ExitStack() as around:
-            profile = None if options.profile is None else around.enter_context(StepProfile(options.profile, device))
+            profile = None
+            if options.profile is not None:
+                profile = around.enter_context(StepProfile(options.profile, device, replays=config.captures))
             on_step = (lambda: None) if profile is None else profile.step
             if options.quiet:
                 trainer.run(on_step=on_step)

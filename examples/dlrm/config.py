@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tieredemb import LFU, Adagrad
+from tieredemb import LFU, Adagrad, File, Pmem
 from tieredemb.config import Capacity, OptimizerConfig, Policy
-from tieredemb.errors import ConfigError
+from tieredemb.errors import ConfigError, UnsupportedError
 from tieredemb.storage.base import Storage
 
 
@@ -48,8 +48,9 @@ class CacheConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """One training run. `optimizer`: of the tables; `dense_lr`: of the dense layers' Adagrad; `test_share`: the part
-    of the rows, at the end of the log, that is held out; `device`: "cpu" or "cuda"; `reference`: train the plain
-    torch model with `nn.EmbeddingBag` from the same initial weights instead."""
+    of the rows, at the end of the log, that is held out; `device`: "cpu" or "cuda"; `graph`: run each step as one CUDA
+    graph, which changes no number, and on the CPU nothing at all; `reference`: train the plain torch model with
+    `nn.EmbeddingBag` from the same initial weights instead."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -60,6 +61,7 @@ class TrainConfig:
     test_share: float = 0.2
     device: str = "cpu"
     seed: int = 0
+    graph: bool = False
     reference: bool = False
 
     def __post_init__(self) -> None:
@@ -69,6 +71,26 @@ class TrainConfig:
             raise ConfigError(f"test_share must lie between 0 and 1, got {self.test_share}")
         if not self.dense_lr >= 0:
             raise ConfigError(f"dense_lr must be a number of at least 0, got {self.dense_lr}")
+        if self.captures:
+            self._check_capturable()
+
+    @property
+    def captures(self) -> bool:
+        """Whether there are CUDA graphs to capture."""
+        return self.graph and self.device != "cpu"
+
+    def _check_capturable(self) -> None:
+        if self.reference:
+            raise UnsupportedError(
+                "a step of the reference waits for the GPU, which a CUDA graph cannot hold; drop --graph or --reference"
+            )
+        capacity, storage = self.cache.capacity, self.cache.storage
+        all_resident = isinstance(capacity, float) and capacity >= 1
+        if isinstance(storage, (File, Pmem)) and not all_resident:
+            raise UnsupportedError(
+                f"rows of the {type(storage).__name__.lower()} tier pass through the host, which a CUDA graph cannot "
+                "hold; drop --graph, take --tier unified or host, or keep all rows on the GPU with --capacity 100%"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from examples.dlrm import checkpoint
 from examples.dlrm.config import CheckpointConfig, TrainConfig
-from examples.dlrm.criteo import Log, LogError, Rows
+from examples.dlrm.criteo import Log, LogError
 from examples.dlrm.embeddings import EmbeddingBags, reference_optimizer, tiered_tables
 from examples.dlrm.model import DLRM, TABLES, Batch, to_batch
 from examples.dlrm.progress import Point, Progress
-from tieredemb import prefetch
+from tieredemb import graph_step, prefetch
 from tieredemb.errors import CheckpointError, UnsupportedError
 from tieredemb.stats import CacheStats
 
@@ -66,6 +66,7 @@ class Trainer:
             ]
             if config.reference:
                 self.optimizers.append(reference_optimizer(config, self.model.embeddings))
+            self._train_whole = graph_step(self._train) if config.graph else self._train
             self._prepare()
         except BaseException:
             self.collection.close()
@@ -90,8 +91,8 @@ class Trainer:
         steps_a_point = -(-batches_an_epoch // POINTS)
         began, before = time.perf_counter(), self.progress.seconds
         with _deterministic():
-            for rows, batch in self._remaining():
-                self._step(rows, batch)
+            for batch in self._remaining():
+                self._step(batch)
                 on_step()
                 progress = self.progress
                 if progress.step % steps_a_point == 0 or progress.samples == self.total_samples:
@@ -104,7 +105,7 @@ class Trainer:
         labels, logits = [], []  # fetched once: a GPU is waited for at the end alone
         self.model.eval()
         with _deterministic(), torch.no_grad():
-            for _, batch in self._batches(self.train_rows, len(self.log), max(self.config.batch_size, 1024)):
+            for batch in self._batches(self.train_rows, len(self.log), max(self.config.batch_size, 1024)):
                 logits.append(self.model(batch).double())
                 labels.append(batch.labels.double())
         self.model.train()
@@ -124,38 +125,47 @@ class Trainer:
             embeddings = EmbeddingBags([weights[f"tables.{name}.weight"] for name in TABLES])
         return DLRM(embeddings, self.config.model, seed=self.config.seed)
 
-    def _remaining(self) -> Iterator[tuple[Rows, Batch]]:
+    def _remaining(self) -> Iterator[Batch]:
         """The batches from the current position to the end of the last epoch."""
         progress = self.progress
         while progress.epoch < self.config.epochs:
             yield from self._batches(progress.row, self.train_rows, self.config.batch_size)
             progress.epoch, progress.row = progress.epoch + 1, 0
 
-    def _batches(self, start: int, stop: int, size: int) -> Iterable[tuple[Rows, Batch]]:
-        """Rows of the log, and what the model eats of them; their embeddings fetched ahead where that is asked for."""
-        loader = ((rows, self._batch(rows)) for rows in self.log.batches(start, stop, size))
-        if self.config.reference or not self.config.cache.prefetch:
-            return loader
-        return prefetch(
-            loader, self.model, self.config.cache.prefetch, ids_of=lambda item: (item[1].ids, item[1].offsets)
+    def _batches(self, start: int, stop: int, size: int) -> Iterable[Batch]:
+        """Rows of the log as the model eats them; their embeddings fetched ahead where that is asked for."""
+        config = self.config
+        loader = (
+            to_batch(rows, config.model.rows_per_table, config.device) for rows in self.log.batches(start, stop, size)
         )
+        if config.reference or not config.cache.prefetch:
+            return loader
+        return prefetch(loader, self.model, config.cache.prefetch, ids_of=lambda batch: (batch.ids, batch.offsets))
 
-    def _batch(self, rows: Rows) -> Batch:
-        return to_batch(rows, self.config.model.rows_per_table, self.config.device)
+    def _step(self, batch: Batch) -> None:
+        samples = len(batch.labels)
+        # a graph replays one size: the rest at the end of an epoch trains without
+        train = self._train_whole if samples == self.config.batch_size else self._train
+        loss = train(batch)
+        progress = self.progress
+        progress.step += 1
+        progress.row += samples
+        progress.samples += samples
+        progress.pending += samples
+        progress.loss_sum += loss.double() * samples
 
-    def _step(self, rows: Rows, batch: Batch) -> None:
+    def _train(self, batch: Batch) -> Tensor:
+        """One update; returns the loss before it. A graph may hold it: what is decided here in Python is decided once.
+
+        torch's Adagrad is not marked `capturable`, and is nevertheless: of the host it reads the learning rate, and the
+        number of the step only for a `lr_decay` that is not 0 (torch/optim/adagrad.py)."""
         loss = binary_cross_entropy_with_logits(self.model(batch), batch.labels)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call] # updates the tables too
         for optimizer in self.optimizers:
             optimizer.step()
-        progress = self.progress
-        progress.step += 1
-        progress.row += len(rows)
-        progress.samples += len(rows)
-        progress.pending += len(rows)
-        progress.loss_sum += loss.detach().double() * len(rows)
+        return loss.detach()
 
     def _finish_point(self) -> Point:
         progress = self.progress
@@ -204,10 +214,17 @@ class Trainer:
             "step": progress.step,
             "progress": progress.state(),
             "dense_layers": self.dense_layers.state_dict(),
-            "optimizer": self.optimizers[0].state_dict(),
+            "optimizer": self._dense_optimizer_state(),
             "random_state": torch.get_rng_state(),
         }
         checkpoint.save(saving.directory, self.collection, state, self._identity())
+
+    def _dense_optimizer_state(self) -> dict[str, Any]:
+        """With the number of the step, which is on the host, where no replay counts it."""
+        dense = self.optimizers[0]
+        for state in dense.state.values():
+            state["step"].fill_(self.progress.step)
+        return dense.state_dict()
 
     def _load(self, directory: Path) -> None:
         state = checkpoint.load(directory, self.collection, self._identity())

@@ -1,0 +1,113 @@
+"""The benchmarks that need a GPU, tried out on the CPU with tiny sizes: they run, and keep what they measured."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+import tieredemb as te
+from benchmarks import tables
+from benchmarks.cuda_inference import Ids, Size
+from benchmarks.cuda_tables import run_fetched, set_weights, tiered_tables
+from benchmarks.cuda_workload import quick_workloads
+from benchmarks.record import load
+
+CPU = torch.device("cpu")
+QUICK = ("--quick", "--device", "cpu")
+
+
+def run(name, *args):
+    importlib.import_module(f"benchmarks.cuda_{name}").main([*QUICK, *args])
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize(
+    ("name", "ops"),
+    [
+        ("dlrm", {"DLRM step": 10, "HBM of the tables": 4}),
+        ("inference", {"lookup, all hits": 3, "lookup, 5 % misses": 2}),
+        ("tiers", {"W-1.2": 4, "W-1.2, building 0.0 GiB, weights set": 2}),
+    ],
+)
+def test_benchmark_keeps_its_records_for_the_readme(name, ops, tmp_path):
+    args = ("--directory", str(tmp_path)) if name == "tiers" else ()
+    run(name, "--results", str(tmp_path / "results"), *args)
+    records = load(tmp_path / "results", f"cuda-{name}")["records"]
+    assert {op: sum(record.op == op for record in records) for op in ops} == ops
+    assert sum(ops.values()) == len(records)
+    text = tables.rewrite(f"<!-- benchmarks:cuda-{name} -->\n<!-- /benchmarks -->", tmp_path / "results")
+    assert all(f"| {op}, " in text for op in ops)
+    assert [path.name for path in tmp_path.iterdir()] == ["results"]  # the file of the file tier is gone
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_dlrm_has_the_losses_of_a_resident_one(capsys):
+    run("dlrm", "--variants", "cached", "resident")
+    out = capsys.readouterr().out
+    assert (out.count("the bits of all resident"), out.count("not that of all resident")) == (3, 0)
+
+
+def test_tiers_end_with_the_same_bits(tmp_path, capsys):
+    run("tiers", "--directory", str(tmp_path))
+    out = capsys.readouterr().out
+    assert "in the end the bits of HostMemory" in out
+
+
+@pytest.mark.parametrize("name", ["dlrm", "inference", "tiers"])
+def test_wrong_options_are_refused(name, capsys):
+    module = importlib.import_module(f"benchmarks.cuda_{name}")
+    with pytest.raises(SystemExit):
+        module.plan_of(["--device", "cpu"])
+    assert "--quick --device cpu" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        module.plan_of([*QUICK, "--rows", "0"])
+    assert "--rows must be at least 1, got 0" in capsys.readouterr().err
+    assert module.plan_of(QUICK)[1] is None  # nothing is kept
+
+
+# --- their parts ------------------------------------------------------------------------------------------------------
+
+
+def test_missed_ids_are_named_once():
+    size = Size(tables=2, rows=4000, batch=32, hot=64, calls=1)
+    ids = Ids(size, CPU)
+    hot = torch.cat([batch.view(2, -1) for batch in ids.every_hot()], 1)
+    assert hot.shape == (2, 64)
+    drawn = torch.stack(ids.draw(20)).view(20, 2, 32)
+    missing = torch.cat([torch.stack(ids.draw(20, misses=0.5)).view(20, 2, 32) for _ in range(2)])
+    for table in range(2):
+        resident = hot[table].unique()
+        assert len(resident) == 64
+        assert torch.isin(drawn[:, table], resident).all()
+        cold = missing[:, table][~torch.isin(missing[:, table], resident)]
+        assert 500 < len(cold) < 780  # of 1280
+        assert len(cold.unique()) == len(cold)
+
+
+def test_missed_ids_run_out():
+    ids = Ids(Size(tables=2, rows=100, batch=32, hot=64, calls=1), CPU)
+    with pytest.raises(SystemExit, match="100 rows a table are too few"):
+        ids.draw(20, misses=0.5)
+
+
+def test_fetched_steps_are_timed_between_warm_up_and_the_last():
+    work = quick_workloads()["W-1.2"]
+    module = tiered_tables(work, 600, te.SGD(lr=0.1), CPU)
+    set_weights(module, work, CPU)
+    offsets, seen = torch.arange(work.lookups + 1), []
+
+    def step(ids):
+        seen.append(int(ids[0]))
+        module(ids, offsets).sum().backward()
+
+    batches = [torch.full((work.lookups,), i) for i in range(9)]
+    times, done = run_fetched(step, batches, module, module.stats, warm_up=3, depth=2, device=CPU)
+    assert seen == list(range(9))
+    assert len(times.step_ms) == 4
+    assert abs(done.batches - 4) <= 2  # those planned ahead count when they are planned
+    module.close()
