@@ -472,8 +472,40 @@ def test_an_output_that_is_dropped_inside_the_loop_locks_nothing(device):
         assert step < 4 or idle(model)  # until then the next batch may be in flight
 
 
-def test_lookups_and_updates_go_on_while_a_plan_waits_for_the_storage(monkeypatch):
-    model, plain = table(), table()
+def staged(tmp_path, name, **keywords):
+    """A table whose rows pass through the host on every device."""
+    return table(storage=te.File(str(tmp_path / name)), **keywords)
+
+
+def test_a_batch_computes_while_the_next_one_waits_for_its_storage(device, monkeypatch, tmp_path):
+    model, plain = staged(tmp_path, "ahead"), staged(tmp_path, "plain")
+    cold = model.tables.groups[0].cache.cold
+    read, computed, waited = cold.read, threading.Semaphore(0), []
+
+    def slow(*arguments):
+        if threading.current_thread().name.startswith("tieredemb-prefetch"):
+            waited.append(computed.acquire(timeout=20))
+        return read(*arguments)
+
+    monkeypatch.setattr(cold, "read", slow)
+    batches = ids_of_steps(6)
+    for step, ids in enumerate(te.prefetch(batches, model, ids_of=lambda ids: ids)):
+        if step == 0:
+            computed.release()  # nothing computes while the first one is fetched
+        model(ids).sum().backward()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        computed.release()
+    for ids in batches:
+        plain(ids).sum().backward()
+    assert len(waited) >= 5
+    assert all(waited)
+    assert_same_bits(bits(model), bits(plain))
+    assert idle(model)
+
+
+def test_lookups_and_updates_go_on_while_a_plan_waits_for_the_storage(device, monkeypatch, tmp_path):
+    model, plain = staged(tmp_path, "slow"), staged(tmp_path, "plain")
     cold = model.tables.groups[0].cache.cold
     read, waits, may_go_on = cold.read, threading.Event(), threading.Event()
 
@@ -482,9 +514,10 @@ def test_lookups_and_updates_go_on_while_a_plan_waits_for_the_storage(monkeypatc
         assert may_go_on.wait(20)
         return read(*arguments)
 
-    out = model(torch.tensor([[1, 2]]))
+    early, late = torch.tensor([[1, 2]]), torch.tensor([[30, 31]])
+    out = model(early)
     monkeypatch.setattr(cold, "read", slow)
-    later = threading.Thread(target=lambda: model(torch.tensor([[30, 31]])).sum().backward())
+    later = threading.Thread(target=lambda: model(late).sum().backward())
     later.start()
     assert waits.wait(20)
     update = threading.Thread(target=lambda: out.sum().backward())

@@ -90,7 +90,11 @@ class Cache(abc.ABC):
     def _reload_range(self, start: int, stop: int) -> None:
         """Takes the rows start … stop − 1 over from cold storage, wherever they are hot."""
 
-    def ahead(self, inputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    def hold(self) -> Any:
+        """What a plan needs that will be made `ahead` by another thread; dropped, it is given up. None if nothing."""
+        return None
+
+    def ahead(self, inputs: Sequence[torch.Tensor], hold: Any) -> contextlib.AbstractContextManager[None]:
         """Plans inside are made from `inputs` ahead of the batch that computes; on a GPU on a stream of their own."""
         return contextlib.nullcontext()
 

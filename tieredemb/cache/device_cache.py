@@ -11,6 +11,7 @@ home changes while a ticket is in flight, so such a row gets a slot only in a pl
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from tieredemb.cache.in_place import InPlace
 from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.cache.staged import Staged
 from tieredemb.cache.stream_order import StreamOrder
-from tieredemb.cache.tickets import Flight, Locked, TicketBook
+from tieredemb.cache.tickets import Flight, Hold, Locked, TicketBook
 from tieredemb.cache.transfer import Beside, Transfer
 from tieredemb.config import Policy
 from tieredemb.errors import InvalidInputError, StorageError
@@ -91,12 +92,13 @@ class DeviceCache(Cache):
         self._recurring: set[int] = set()  # batches in flight that each replay of the step being captured has anew
         self.on_flush: list[Callable[[], None]] = []
         self._order = StreamOrder(device)
+        self.plan_lock = threading.RLock()  # a plan waits for its storage beside lookups and updates
         with torch.cuda.device(device):
             self.hot = DeviceRows(cold.layout, self._cached, pinned, device)
             cold.attach(device)
             self._plan = DevicePlan(self.hot, self._scoring, device)
             kind = InPlace if cold.device_readable else Staged
-            self._transfer: Transfer = kind(cold, self.hot, initial, self._plan)
+            self._transfer: Transfer = kind(cold, self.hot, initial, self._plan, self._grow_beside)
             self._adopt_scores()
             self._restart(fresh=cold.volatile)
 
@@ -121,12 +123,16 @@ class DeviceCache(Cache):
         movement of rows. A failing storage raises its error and changes no row; the cache stays
         usable. Raises `InvalidInputError` for more ids than a plan can number.
         """
-        with self.entered(), marked("plan"):
-            n, batch = keys.shape[0], self._batch + 1
-            oldest = self._oldest(batch)
-            locked, slotless = self._book.locked(oldest)
+        n = keys.shape[0]
+        moves = self._cached > 0 and n > 0
+        with self.plan_lock, on_device(self.device), marked("plan"):
+            with self.lock:  # what was released by now was updated by what the stream now waits for
+                self._check_usable()
+                self._order.whole()
+                batch = self._batch + 1
+                oldest = self._oldest(batch)
+                locked, slotless = self._book.locked(oldest)
             self._check_size(n, locked)
-            moves = self._cached > 0 and n > 0
             self._check_capture(moves=moves)
             if not moves:
                 if given is not None:
@@ -169,7 +175,7 @@ class DeviceCache(Cache):
     def aside(self, function: Beside) -> torch.cuda.Event:
         """Calls it on a stream beside the current one, behind what that has queued; returns what comes once it is
         done."""
-        with self.lock:
+        with self.plan_lock:
             self._transfer.mark()
             return self._transfer.aside(function)
 
@@ -184,16 +190,24 @@ class DeviceCache(Cache):
                 self._broken = f"moving rows was interrupted by {type(error).__name__}"
             raise
 
+    @contextlib.contextmanager
+    def _grow_beside(self) -> Iterator[None]:
+        """What is done inside comes behind what the computing stream has queued, and that queues nothing meanwhile."""
+        with self.lock:
+            self._order.queued().wait()
+            yield
+
     def away(self, tickets: Sequence[DeviceTicket]) -> Away:
         """Where the rows of `tickets` lie that have no slot, now: on staged tiers a later plan may move them."""
         last = max(tickets, key=lambda ticket: (ticket.away.slotless, ticket.batch)).away
         return last if self._transfer.in_place else self._transfer.away(last.slotless)
 
     def _ticket(self, batch: int, homes: torch.Tensor, *, slotless: bool) -> DeviceTicket:
-        ticket = DeviceTicket(batch, homes, self._transfer.away(slotless), self._book)
-        self._book.open(ticket, homes.shape[0] if self._cached else 0, slotless)
-        ticket.ready = self._order.planned()
-        return ticket
+        with self.lock:
+            ticket = DeviceTicket(batch, homes, self._transfer.away(slotless), self._book)
+            self._book.open(ticket, homes.shape[0] if self._cached else 0, slotless)
+            ticket.ready = self._order.planned()
+            return ticket
 
     def _check_size(self, n: int, locked: int) -> None:
         if n > MOST_IDS or min(locked + n, self.cold.layout.rows) > 2 * MOST_IDS:
@@ -221,8 +235,8 @@ class DeviceCache(Cache):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Holds the cache for one call: its lock, its device, and its place behind what other streams have queued."""
-        with self.lock, on_device(self.device):
+        """Holds the cache for one call: its locks, its device, and its place behind what other streams have queued."""
+        with self.whole(), on_device(self.device):
             self._check_usable()
             self._order.whole()
             yield
@@ -233,23 +247,34 @@ class DeviceCache(Cache):
         that were made ahead for others."""
         with self.lock, on_device(self.device):
             self._check_usable()
-            if self._transfer.in_place:
-                self._order.compute()
-            else:
-                self._order.whole()
+            self._order.compute()
+            self._transfer.follow()
             for ticket in tickets:
                 if ticket.ready is not None:
                     ticket.ready.wait()
                     ticket.ready = None
             yield
 
+    def hold(self) -> tuple[Hold, torch.cuda.Event] | None:
+        """Where a thread of its own plans ahead: keeps locked what is in flight now, so that nothing moves but what the
+        event's stream is through with."""
+        if self._transfer.in_place:
+            return None
+        with self.lock:
+            return self._book.hold(self._batch + 1), self._order.queued()
+
     @contextlib.contextmanager
-    def ahead(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-        with self.lock, on_device(self.device), self._order.ahead():
+    def ahead(self, inputs: Sequence[torch.Tensor], hold: tuple[Hold, torch.cuda.Event] | None) -> Iterator[None]:
+        held, after = hold or (None, None)
+        with self.plan_lock, on_device(self.device), self._order.ahead(after):
             for tensor in inputs:
                 if tensor.is_cuda:
                     tensor.record_stream(torch.cuda.current_stream())
-            yield
+            try:
+                yield
+            finally:
+                if held is not None:
+                    held.release()
 
     def memory(self) -> contextlib.AbstractContextManager[None]:
         """Tensors made inside outlast the plan that is made ahead in them; see `StreamOrder`."""
@@ -273,12 +298,12 @@ class DeviceCache(Cache):
         """A step is captured inside that ends the batches `ended`, and leaves others in flight that are planned in it.
         Each replay ends those of the one before. What comes in is complete after the capture."""
         replays = Replays()
-        with self.lock:
+        with self.whole():
             self._recurring, first = {ticket.batch for ticket in ended}, self._batch
         try:
             yield replays
         finally:
-            with self.lock:
+            with self.whole():
                 self._recurring = set()
                 self._order.joined()
                 replays.plans, replays.locked = self._batch - first, self._book.since(first)
@@ -291,7 +316,7 @@ class DeviceCache(Cache):
 
     def replayed(self, replays: Replays) -> int:
         """A step was replayed: its plans count. Returns the number of the last batch before them."""
-        with self.lock:
+        with self.whole():
             first = self._batch
             self._book.locked(self._book.oldest(first + 1))  # forgets those that lock nothing any more
             self._batch += replays.plans
@@ -301,7 +326,7 @@ class DeviceCache(Cache):
 
     def reopen(self, ticket: DeviceTicket, batch: int) -> DeviceTicket:
         """The flight of `batch`, which a replay has planned to where `ticket` was planned."""
-        with self.lock:
+        with self.whole():
             again = DeviceTicket(batch, ticket.homes, ticket.away, self._book)
             self._book.open(again)
             return again

@@ -22,8 +22,8 @@ class InPlace(Transfer):
 
     in_place = True
 
-    def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan) -> None:
-        super().__init__(cold, hot, initial, plan)
+    def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan, *apart: Any) -> None:
+        super().__init__(cold, hot, initial, plan, *apart)
         initial.on_device().load_missed(self.device, cold.layout.dtype, cold.layout.width)
         self._weight, self._state = cold.weight.ctypes.data, cold.state.ctypes.data
 

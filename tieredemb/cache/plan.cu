@@ -200,7 +200,7 @@ __device__ __forceinline__ void missed_publish(int missed, Cell *cells, i64 n_ce
 }
 
 // Ends a plan once its victims are chosen: slots pass over, homes of the missed keys' occurrences are resolved from
-// their claims or records, and the map is rebuilt from the slots' keys once tombstones hold an eighth of its cells.
+// their claims or records, and the map is rebuilt from the slots' keys once a quarter of its cells may be tombstones.
 // Without `commit` it only pairs. All blocks resident at once.
 extern "C" __global__ void __launch_bounds__(1024)
     missed_settle(Counts *counts, const int *victims, const int *chosen, const i64 *missed_keys, Cell *cells,
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     const int room = counts->room, used = counts->used, missed = counts->missed, stamp = clock->stamp;
     const int needed = counts->needed, n_victims = !needed ? 0 : *chosen < needed ? *chosen : needed;
     const int tombstones = counts->tombstones + n_victims;
-    const bool rebuild = tombstones > n_cells / 8;
+    const bool rebuild = tombstones > n_cells / 4;
     missed_assign(missed, room, used, n_victims, victims, missed_keys, cells, n_cells, slot_keys, last_batch, stamp,
                   missed_slots, victim_keys, commit);
     if (!commit) return;

@@ -55,7 +55,8 @@ class _Buffers:
 
 class Staged(Transfer):
     """Cold rows that the host alone reaches: missed keys travel to it, its threads gather and scatter rows in pinned
-    buffers. Every plan waits for the device, and for the storage.
+    buffers. Every plan waits for the device, and for the storage; where a thread of its own plans ahead, lookups and
+    updates go on meanwhile.
 
     Victims are written back before anything changes hands and missed rows are read before they are published, so that
     a storage that fails loses nothing. Rows without a slot lie on the device, row r for record r.
@@ -63,19 +64,25 @@ class Staged(Transfer):
 
     in_place = False
 
-    def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan) -> None:
-        super().__init__(cold, hot, initial, plan)
+    def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan, *apart: Any) -> None:
+        super().__init__(cold, hot, initial, plan, *apart)
         self._buffers = _Buffers(cold, 0)
+        self._grown: torch.cuda.Event | None = None  # comes once rows without a slot have moved to larger arrays
         self.restart()
 
     def restart(self) -> None:
         layout = self.cold.layout
+        self._grown = None
         self._keys: dict[int, int] = {}  # of the records in use
         self._weight = torch.empty((0, layout.width), dtype=layout.dtype, device=self.device)
         self._state = torch.empty((0, layout.state_width + 1), dtype=torch.int32, device=self.device)
 
     def away(self, slotless: bool) -> Away:
         return Away(slotless, self._weight.data_ptr(), self._state.data_ptr(), None)
+
+    def follow(self) -> None:
+        if self._grown is not None:
+            self._grown.wait()
 
     # --- a plan -----------------------------------------------------------------------------------------------------
 
@@ -129,13 +136,18 @@ class Staged(Transfer):
         self._keys |= dict(zip(records.tolist(), keys[chosen.cpu().numpy()].tolist(), strict=True))
 
     def _grow(self, rows: int) -> None:
-        if rows > len(self._weight):
+        if rows <= len(self._weight):
+            return
+        with self._apart():  # batches in flight read and update them
             grown = [
                 torch.zeros((rows, t.shape[1]), dtype=t.dtype, device=t.device) for t in (self._weight, self._state)
             ]
             for new, old in zip(grown, (self._weight, self._state), strict=True):
                 new[: len(old)] = old
+                old.record_stream(torch.cuda.current_stream())
             self._weight, self._state = grown
+            self._grown = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._grown.record()
 
     # --- rows through the host --------------------------------------------------------------------------------------
 

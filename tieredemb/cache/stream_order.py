@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -11,17 +12,18 @@ import torch
 class StreamOrder:
     """Calls may come on any stream: one that differs from the last call's waits for what that has queued.
 
-    Plans made `ahead` wait for what the computing stream has queued before, and it does not wait for them but where it
+    Plans made `ahead` wait for what the computing stream had queued before, and it does not wait for them but where it
     uses their rows, or touches the cache as a whole. Inside a capture only the capture's own work is waited for: torch
-    lets the device finish all other before. All methods are called under the cache's lock, on its device.
+    lets the device finish all other before. All methods are called on the cache's device: `ahead` under the lock of its
+    plans, the others under that of its rows.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.current_stream(device)
+        self._stream = torch.cuda.current_stream(device)  # the one that computes
         self._handle = self._stream.cuda_stream
-        self._is_ahead = False
-        self._computing = self._stream  # while a plan is made ahead: the stream that it is made for
+        self._planner = 0  # the thread that plans ahead, while one does
+        self._is_apart = False  # whether it is another than the one that computes
         # the last plan ahead, while the computing stream has not waited, and whether it is part of a capture
         self._planned: torch.cuda.Event | None = None
         self._planned_in_capture = False
@@ -37,49 +39,61 @@ class StreamOrder:
         self._stream, self._handle = stream, handle
 
     def whole(self) -> None:
-        """As `compute`, behind all plans too."""
-        self.compute()
+        """As `compute`, behind all plans too. A plan made ahead comes behind what computes instead, as updates may have
+        made its victims dirty; in a capture it has forked off that already."""
         if not self._is_ahead:
-            self._follow_plan()
+            self.compute()
+            if self._planned is not None and self._is_current:
+                self._planned.wait()
+                self._planned = None
+        elif not self._is_apart and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().wait_stream(self._stream)
 
-    def _follow_plan(self) -> None:
-        if self._planned is None or self._planned_in_capture != torch.cuda.is_current_stream_capturing():
-            return
-        self._planned.wait()
-        self._planned = None
+    @property
+    def _is_ahead(self) -> bool:
+        return self._planner == threading.get_ident()
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether the last plan ahead belongs to what is captured now, or nothing is and neither did it."""
+        return self._planned_in_capture == torch.cuda.is_current_stream_capturing()
+
+    def queued(self) -> torch.cuda.Event:
+        """What comes once the computing stream is through with what it has queued."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
 
     @contextlib.contextmanager
-    def ahead(self) -> Iterator[None]:
-        """Plans inside run on the current stream: behind all that was queued so far, as updates may have made victims
-        dirty, and beside what comes from now on. In a capture the current stream has forked off it already."""
-        computing = self._stream, self._handle
+    def ahead(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Plans inside run on the current stream, beside what computes from now on; a thread of its own comes behind
+        `after`."""
         stream = torch.cuda.current_stream()
         capturing = torch.cuda.is_current_stream_capturing()
-        if not capturing:
-            stream.wait_stream(self._stream)
-        if self._planned is not None and self._planned_in_capture == capturing:
+        if after is not None:
+            after.wait()
+        if self._planned is not None and self._is_current:
             self._planned.wait()
-        self._computing = self._stream
-        self._stream, self._handle, self._is_ahead = stream, stream.cuda_stream, True
+        self._planner, self._is_apart = threading.get_ident(), after is not None
         try:
             yield
         finally:
-            self._is_ahead = False
-            self._stream, self._handle = computing
+            self._planner = 0
             self._planned, self._planned_in_capture = torch.cuda.Event(), capturing  # type: ignore[no-untyped-call]
             self._planned.record(stream)
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[None]:
-        """Tensors made inside are of the computing stream's memory, which outlives a plan made ahead: freed, they are
-        reused behind what computes with them."""
-        if not self._is_ahead or torch.cuda.is_current_stream_capturing():
+        """Tensors made inside outlast a plan made ahead: they are of the computing stream's memory and, freed, reused
+        behind what computes with them. A thread of its own, which must not wait for what is queued since, takes its own
+        stream's."""
+        if not self._is_ahead or self._is_apart or torch.cuda.is_current_stream_capturing():
             yield
             return
         planning = torch.cuda.current_stream()
-        with torch.cuda.stream(self._computing):
+        with torch.cuda.stream(self._stream):
             yield
-        planning.wait_stream(self._computing)  # what was freed there just now may still be read
+        planning.wait_stream(self._stream)  # what was freed there just now may still be read
 
     def joined(self) -> None:
         """A capture is over, whose plans are part of what it computes."""

@@ -41,6 +41,18 @@ class Flight(abc.ABC):
         """Bytes of the plan's arrays."""
 
 
+class Hold:
+    """Keeps rows locked for a plan that has yet to begin, on another thread: those of batches that were in flight, or
+    yet to come, when it was made. It ends when it is released, or dropped."""
+
+    def __init__(self, batch: int, book: TicketBook) -> None:
+        self._finalizer = weakref.finalize(self, book.given_up.append, batch)
+        self._finalizer.atexit = False
+
+    def release(self) -> None:
+        self._finalizer()
+
+
 class Ticket(Flight):
     """A planned batch in flight on the CPU.
 
@@ -88,7 +100,9 @@ class TicketBook:
 
     def __init__(self) -> None:
         self.released: deque[int] = deque()
+        self.given_up: deque[int] = deque()
         self._live: set[int] = set()
+        self._held: list[int] = []
         self._locked: deque[Locked] = deque()
         self._locked_ids = self._locked_slotless = 0  # in all
         self._tickets: weakref.WeakSet[Flight] = weakref.WeakSet()
@@ -111,7 +125,15 @@ class TicketBook:
 
     def oldest(self, default: int) -> int:
         """Batch of the oldest ticket in flight, or `default`. Rows used at or after it are locked."""
-        return min(self.live, default=default)
+        while self.given_up:
+            self._held.remove(self.given_up.popleft())
+        return min((*self.live, *self._held), default=default)
+
+    def hold(self, following: int) -> Hold:
+        """Locks what is in flight now, and all from batch `following` on, until the hold ends."""
+        oldest = self.oldest(following)
+        self._held.append(oldest)
+        return Hold(oldest, self)
 
     @property
     def live(self) -> set[int]:

@@ -6,6 +6,7 @@ Both are asked by `DeviceCache` in the same order: `retire` before a plan finds,
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -31,7 +32,16 @@ class Transfer(abc.ABC):
 
     in_place: ClassVar[bool]
 
-    def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan) -> None:
+    def __init__(
+        self,
+        cold: ColdRows,
+        hot: DeviceRows,
+        initial: InitialRows,
+        plan: DevicePlan,
+        apart: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """`apart`: inside its context nothing computes but what the current stream waits for."""
+        self._apart = apart
         self.cold = cold
         self.hot = hot
         self.plan = plan
@@ -56,6 +66,9 @@ class Transfer(abc.ABC):
     ) -> None:
         """Gives the chosen victims' slots to missed keys, publishes them, resolves `homes`, moves and scores the rows.
         `beside` is called once `homes` are queued, on a stream that need not wait for the rows."""
+
+    def follow(self) -> None:  # noqa: B027
+        """The current stream is about to use rows without a slot."""
 
     @abc.abstractmethod
     def away(self, slotless: bool) -> Away:

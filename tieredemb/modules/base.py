@@ -111,14 +111,17 @@ class TieredModule(nn.Module, abc.ABC):
         other tensors, or of these once they were changed, plans by itself, and so does one whose plan failed; plans
         never taken are to be dropped. `trains`: whether a backward is expected · `memory`: on a GPU, where to plan."""
         trains = trains and not self._frozen
-        planned = Planned(inputs, executor.submit(self._plan, inputs, trains=trains, memory=memory))
+        holds = [group.cache.hold() for group in self.tables.groups]
+        planned = Planned(inputs, executor.submit(self._plan, inputs, holds, trains=trains, memory=memory))
         self.ahead.add(planned)
         return planned
 
-    def _plan(self, inputs: tuple[torch.Tensor, ...], *, trains: bool, memory: CallMemory | None) -> Call:
+    def _plan(
+        self, inputs: tuple[torch.Tensor, ...], holds: list[Any], *, trains: bool, memory: CallMemory | None
+    ) -> Call:
         with contextlib.ExitStack() as ahead:
-            for group in self.tables.groups:
-                ahead.enter_context(group.cache.ahead(inputs))
+            for group, hold in zip(self.tables.groups, holds, strict=True):
+                ahead.enter_context(group.cache.ahead(inputs, hold))
             return self._batch(*inputs).call(self, trains=trains, ahead=True, memory=memory)
 
     @abc.abstractmethod

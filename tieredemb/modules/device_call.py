@@ -168,6 +168,8 @@ class DeviceCall(Call):
                 self.parts.append(DeviceGroupCall(group, bags, ids, segments=segments, trained=trained, given=given))
         except BaseException:
             self.release()
+            if given is not None:
+                given.wait()  # a capture ends with the error that has come, not with one about a stream
             raise
         finally:
             self.memory.planned(part.ticket.aside for part in self.parts)

@@ -1,4 +1,5 @@
-"""Where plans are made while a batch computes: a thread on the CPU; on a GPU a stream, on which batches come too."""
+"""Where plans are made while a batch computes: a thread on the CPU; on a GPU a stream, on which batches come too, and a
+thread beside it where rows pass through the host."""
 
 from __future__ import annotations
 
@@ -17,27 +18,29 @@ from tieredemb.pipeline.lookups import Lookup
 
 
 class Lanes:
-    """One lane a device, on which plans follow one another in the order of the batches. To be closed."""
+    """One lane for the modules of a device and kind, on which plans follow one another in the order of the batches. To
+    be closed."""
 
     def __init__(self, modules: Mapping[str, TieredModule]) -> None:
-        devices = dict.fromkeys(module.tables.config.device for module in modules.values())
-        self._lanes = {device: StreamLane(device) if device.type == "cuda" else ThreadLane() for device in devices}
-        self._copies = next(iter(devices)) if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
+        kinds = dict.fromkeys(map(_kind, modules.values()))
+        self._lanes: dict[tuple[torch.device, bool], Executor] = {kind: _lane(*kind) for kind in kinds}
+        devices = {device for device, _ in kinds}
+        self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
 
     def plan(self, lookup: Lookup) -> Planned:
         """Begins to plan a forward."""
-        return lookup.module.plan_ahead(
-            self._lanes[lookup.module.tables.config.device], *lookup.given, trains=lookup.trains
-        )
+        return lookup.module.plan_ahead(self._lanes[_kind(lookup.module)], *lookup.given, trains=lookup.trains)
 
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
         """The batch where the model is, if all of its tables are on one GPU: what lies in host memory is being copied
         there. And what is to be called before the batch is used."""
         if self._copies is None:
             return batch, _nothing
-        lane = self._lanes[self._copies]
-        assert isinstance(lane, StreamLane)
-        return lane.copied(batch)
+        batch, receive = self._copies.fetch(batch)
+        for lane in self._lanes.values():
+            if isinstance(lane, StreamLane | WorkerLane):
+                lane.arrived = self._copies.arrived
+        return batch, receive
 
     def __enter__(self) -> Lanes:
         return self
@@ -45,6 +48,18 @@ class Lanes:
     def __exit__(self, *_: tuple[type[BaseException] | None, BaseException | None, TracebackType | None]) -> None:
         for lane in self._lanes.values():
             lane.shutdown()
+
+
+def _kind(module: TieredModule) -> tuple[torch.device, bool]:
+    """The device of a module, and whether its plans wait for the host there."""
+    waits = any(not group.cache.cold.device_readable for group in module.tables.groups)
+    return module.tables.config.device, waits
+
+
+def _lane(device: torch.device, waits: bool) -> Executor:
+    if device.type != "cuda":
+        return ThreadLane()
+    return WorkerLane(device) if waits else StreamLane(device)
 
 
 class ThreadLane(ThreadPoolExecutor):
@@ -63,11 +78,14 @@ class StreamLane(Executor):
         self.device = device
         # what moves rows is what a step waits for: its few blocks go before those of kernels that fill the GPU
         self.stream = side_stream(device, -1)
+        self.arrived: torch.cuda.Event | None = None  # comes once the batches copied so far are there
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which may be writing the ids
+        if self.arrived is not None:
+            self.arrived.wait(self.stream)
         try:
             with torch.cuda.stream(self.stream):
                 result = function(*args, **keywords)
@@ -77,28 +95,60 @@ class StreamLane(Executor):
             future.set_result(result)
         return future
 
-    def copied(self, batch: Any) -> tuple[Any, Callable[[], None]]:
-        def to_device(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type != "cpu":
-                return tensor
-            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-            return pinned.to(self.device, non_blocking=True)
 
+class WorkerLane(ThreadLane):
+    """A thread that plans on a stream of a GPU, where a plan waits for the storage behind it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.stream = side_stream(device, -1)
+        self.arrived: torch.cuda.Event | None = None
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
+        arrived, written = self.arrived, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        written.record(torch.cuda.current_stream(self.device))
+
+        def run() -> Any:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                written.wait()
+                if arrived is not None:
+                    arrived.wait()
+                return function(*args, **keywords)
+
+        return super().submit(run)
+
+
+class _Copies:
+    """Brings batches to a GPU, on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.arrived: torch.cuda.Event | None = None  # comes once the last ones are there
+
+    def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
+        """The batch on the device, or on its way there, and what is to be called before it is used."""
         if all(tensor.is_cuda for _, tensor in tensors_of(batch)):
             return batch, _nothing
-        with torch.cuda.stream(self.stream):
-            moved = map_tensors(batch, to_device, lambda value: _moved(value, self.device))
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(side_stream(self._device)):
+            moved = map_tensors(batch, self._to_device, lambda value: _moved(value, self._device))
+            self.arrived = arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record()
 
         def receive() -> None:
-            stream = torch.cuda.current_stream(self.device)
+            stream = torch.cuda.current_stream(self._device)
             arrived.wait(stream)
             for _, tensor in tensors_of(moved):
                 if tensor.is_cuda:
                     tensor.record_stream(stream)
 
         return moved, receive
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return pinned.to(self._device, non_blocking=True)
 
 
 def _nothing() -> None:
