@@ -56,7 +56,10 @@ class Buffers:
 
     def load(self, batch: Any) -> None:
         """Copies a batch in. Raises `InvalidInputError`, before anything changes, for one that does not fit."""
-        tensors = dict(tensors_of(batch))
+        if isinstance(batch, torch.Tensor) and self._paths == [()]:
+            tensors: dict[Path, torch.Tensor] = {(): batch}
+        else:
+            tensors = dict(tensors_of(batch))
         if list(tensors) != self._paths:
             raise InvalidInputError(
                 f"the batch has tensors at {_names(list(tensors))}, the captured one had {_names(self._paths)}"
@@ -65,11 +68,13 @@ class Buffers:
             self._check(path, tensor)
         for path, tensor in tensors.items():
             buffer = self._buffer[path]
-            (buffer[: len(tensor)] if path in self._any_length else buffer).copy_(tensor, non_blocking=True)
+            (buffer if buffer.shape == tensor.shape else buffer[: len(tensor)]).copy_(tensor, non_blocking=True)
 
     def _check(self, path: Path, tensor: torch.Tensor) -> None:
         buffer = self._buffer[path]
-        if tensor.dtype != buffer.dtype:
+        if tensor.dtype is buffer.dtype and tensor.shape == buffer.shape:
+            return
+        if tensor.dtype is not buffer.dtype:
             raise InvalidInputError(f"{_names([path])} is {tensor.dtype}, the captured one was {buffer.dtype}")
         if path in self._any_length and tensor.dim() == 1:
             if len(tensor) > len(buffer):
