@@ -256,6 +256,98 @@ def test_a_large_batch_between_fetched_ahead_steps(device, monkeypatch, large):
     replays.check(device, 18)
 
 
+def test_calls_inside_accumulate_are_one_update(device):
+    """Gradients are summed around the calls, which no graph would know."""
+    runs = []
+    given = [randint(0, ROWS, (4, 3), seed=step) for step in range(24)]
+    for mode in ("function", "alone", "ahead"):
+        table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=40, optimizer=te.Adagrad(lr=0.5))
+
+        def step(ids, table=table):
+            out = table(ids)
+            out.square().sum().backward()
+            return out
+
+        train, outs = step if mode == "function" else te.graph_step(step), []
+        batches = iter(te.prefetch(given, table) if mode == "ahead" else given)
+        for number in range(0, len(given), 4):
+            if number % 8:
+                outs += [train(next(batches)).detach().clone() for _ in range(4)]
+                continue
+            with table.accumulate():
+                outs += [train(next(batches)).detach().clone() for _ in range(4)]
+        runs.append([*outs, *bits(table)])
+        batches.close() if mode == "ahead" else None
+        assert idle(table)
+    assert_same_bits(runs[1], runs[0])
+    assert_same_bits(runs[2], runs[0])
+
+
+def test_tables_that_move_or_freeze_are_captured_anew(gpu):
+    runs = []
+    for graphed in (False, True):
+        table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=40, optimizer=te.Adagrad(lr=0.5), device="cuda")
+        scale = nn.Parameter(torch.ones(WIDTH))
+
+        def step(ids, table=table, scale=scale):
+            out = table(ids) * scale
+            out.square().sum().backward()
+            return out
+
+        train, outs = te.graph_step(step) if graphed else step, []
+        for number in range(24):
+            if number == 8:
+                table.cpu().cuda()
+            if number in (12, 18):
+                table.requires_grad_(number == 18)
+            outs.append(train(randint(0, ROWS, (8, 3), seed=number)).detach().clone())
+        runs.append([*outs, *bits(table)])
+    assert_same_bits(*runs)
+
+
+def test_a_bad_batch_before_the_capture_is_told_as_what_it_is(gpu):
+    for ahead in (False, True):
+        table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=40, optimizer=te.SGD(lr=0.5))
+
+        def step(ids, table=table):
+            table(ids).sum().backward()
+
+        train, told = te.graph_step(step), []
+        given = [randint(0, ROWS, (8, 3), seed=number) for number in range(12)]
+        given[2 if ahead else 1][3, 1] = ROWS + 5
+        for ids in te.prefetch(given, table) if ahead else given:
+            torch.cuda.synchronize()
+            try:
+                train(ids)
+            except IdOutOfRangeError as error:
+                told.append(str(error))
+                train(ids)
+        assert len(told) == 1
+        assert f"id {ROWS + 5} at position 10" in told[0]
+        assert idle(table)
+
+
+def _both(steps, loop):
+    for ids in loop:
+        for train in steps:
+            train(ids)
+
+
+def test_two_captured_steps_in_one_loop_are_warned_of(gpu):
+    table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=40, optimizer=te.SGD(lr=0.5))
+    other = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=40, optimizer=te.SGD(lr=0.5))
+    steps = [te.graph_step(lambda ids, each=each: each(ids).sum().backward()) for each in (table, other)]
+    loop = iter(
+        te.prefetch([randint(0, ROWS, (8, 3), seed=number) for number in range(8)], nn.ModuleList([table, other]))
+    )
+    for train in steps:
+        train(next(loop))
+    with pytest.warns(UserWarning, match="two captured steps"):
+        _both(steps, loop)
+    assert idle(table)
+    assert idle(other)
+
+
 def test_forwards_that_no_batch_shows_are_planned_inside_the_step(device, monkeypatch):
     """Ids that the step computes, beside those that were planned ahead; two forwards of one module in one backward."""
     runs, replays = [], Replays(monkeypatch)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,21 +50,29 @@ class DeviceTicket(Flight):
         super().__init__(batch, book)
         self.homes = homes
         self.away = away
+        self.beside_bytes = 0  # what is kept with the homes
         self.ready: torch.cuda.Event | None = None
         self.aside: torch.cuda.Event | None = None
 
     def size_bytes(self) -> int:
-        return self.homes.nbytes
+        return self.homes.nbytes + self.beside_bytes
 
 
+@dataclass
 class Replays:
-    """What every replay of a captured step does to the numbers of a cache. `plans`: batches that it plans · `locked`:
-    what they lock, counted from the last batch before · `records`: address of the table where it keeps those without a
-    slot, which batches in flight have to share."""
+    """What every replay of a captured step does to the numbers of a cache, and what it relies on. `plans`: batches that
+    it plans · `locked`: what they lock, counted from the last batch before · `distance`: of that batch from the oldest
+    in flight then, and `before`: the ids that those lock · `records`: address of the table of rows without a slot,
+    which batches in flight have to share."""
 
     plans: int = 0
     locked: tuple[Locked, ...] = ()
+    distance: int = 0
+    before: int = 0
     records: int = 0
+
+
+NOTHING_PLANNED = Replays()
 
 
 class DeviceCache(Cache):
@@ -255,12 +264,10 @@ class DeviceCache(Cache):
                     ticket.ready = None
             yield
 
-    def hold(self) -> tuple[Hold, torch.cuda.Event] | None:
+    def hold(self) -> tuple[Hold, torch.cuda.Event]:
         """Where a thread of its own plans ahead: keeps locked what is in flight now, so that nothing moves but what the
         event's stream is through with."""
-        if self._transfer.in_place:
-            return None
-        with self.lock:
+        with self.lock, on_device(self.device):
             return self._book.hold(self._batch + 1), self._order.queued()
 
     @contextlib.contextmanager
@@ -287,11 +294,22 @@ class DeviceCache(Cache):
         """Number of the last batch planned; replays count where they are told of (`replayed`)."""
         return self._batch
 
-    def may_replay(self, ended: Sequence[DeviceTicket] = (), last: int | None = None) -> bool:
+    def may_replay(
+        self, ended: Sequence[DeviceTicket] = (), last: int | None = None, replays: Replays = NOTHING_PLANNED
+    ) -> bool:
         """Whether a captured step may be replayed now, which is put behind all plans made ahead: its plans know of no
-        batch in flight but those that it ends. `last`: number of the last batch planned when they were."""
+        batch in flight but those that it ends, `ended`. `last`: number of the last batch planned when they were ·
+        `replays`: of the step, once it was captured."""
         with self.entered():
-            return self._book.live <= {ticket.batch for ticket in ended} and last in (None, self._batch)
+            if not self._book.live <= {ticket.batch for ticket in ended} or last not in (None, self._batch):
+                return False
+            distance, before = self._reach(ended)
+            return replays is NOTHING_PLANNED or (distance <= replays.distance and before <= replays.before)
+
+    def _reach(self, ended: Sequence[DeviceTicket]) -> tuple[int, int]:
+        """How many batches back the oldest of `ended` was planned, and how many ids are locked since."""
+        oldest = min((ticket.batch for ticket in ended), default=self._batch + 1)
+        return self._batch - oldest, self._book.locked(oldest)[0]
 
     @contextlib.contextmanager
     def capturing(self, ended: Sequence[DeviceTicket]) -> Iterator[Replays]:
@@ -300,6 +318,7 @@ class DeviceCache(Cache):
         replays = Replays()
         with self.whole():
             self._recurring, first = {ticket.batch for ticket in ended}, self._batch
+            replays.distance, replays.before = self._reach(ended)
         try:
             yield replays
         finally:
@@ -328,6 +347,7 @@ class DeviceCache(Cache):
         """The flight of `batch`, which a replay has planned to where `ticket` was planned."""
         with self.whole():
             again = DeviceTicket(batch, ticket.homes, ticket.away, self._book)
+            again.beside_bytes = -ticket.homes.nbytes  # which count where they were planned first
             self._book.open(again)
             return again
 
@@ -339,7 +359,7 @@ class DeviceCache(Cache):
             for update in self.on_flush:
                 update()
             metadata = self.cold.metadata
-            metadata.batch = self._plan.batch()  # replays of graphs included, of which `_batch` knows nothing
+            metadata.batch = self._plan.batch()  # all replays included, of which `_batch` knows those that plan ahead
             metadata.policy = self._scoring.name
             self.cold.flush()
 

@@ -14,8 +14,8 @@ class StreamOrder:
 
     Plans made `ahead` wait for what the computing stream had queued before, and it does not wait for them but where it
     uses their rows, or touches the cache as a whole. Inside a capture only the capture's own work is waited for: torch
-    lets the device finish all other before. All methods are called on the cache's device: `ahead` under the lock of its
-    plans, the others under that of its rows.
+    lets the device finish all other before. All methods are called on the cache's device: `ahead` and `memory` under
+    the lock of its plans, the others under that of its rows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,10 +90,10 @@ class StreamOrder:
         if not self._is_ahead or self._is_apart or torch.cuda.is_current_stream_capturing():
             yield
             return
-        planning = torch.cuda.current_stream()
-        with torch.cuda.stream(self._stream):
+        planning, computing = torch.cuda.current_stream(), self._stream
+        with torch.cuda.stream(computing):
             yield
-        planning.wait_stream(self._stream)  # what was freed there just now may still be read
+        planning.wait_stream(computing)  # what was freed there just now may still be read
 
     def joined(self) -> None:
         """A capture is over, whose plans are part of what it computes."""

@@ -131,7 +131,7 @@ class TicketBook:
 
     def hold(self, following: int) -> Hold:
         """Locks what is in flight now, and all from batch `following` on, until the hold ends."""
-        oldest = self.oldest(following)
+        oldest = min(self.live, default=following)  # what else is held locks by itself, for as long as it has to
         self._held.append(oldest)
         return Hold(oldest, self)
 

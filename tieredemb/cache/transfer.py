@@ -96,8 +96,10 @@ class Transfer(abc.ABC):
         try:
             with torch.cuda.stream(self._side):
                 beside()
-        finally:
-            done.record(self._side)
+        except BaseException:
+            torch.cuda.current_stream().wait_stream(self._side)  # a capture is to end with this error, not with another
+            raise
+        done.record(self._side)
         return done
 
     def generate(self, first_key: int, first_slot: int, rows: int) -> None:

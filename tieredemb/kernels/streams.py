@@ -18,8 +18,9 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 @functools.cache
-def side_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """One stream a device and priority, for all that runs beside others: torch's allocator keeps memory for each."""
+def side_stream(device: torch.device, priority: int = 0, name: str = "") -> torch.cuda.Stream:
+    """One stream a device, priority and name, for all that runs beside others: torch's allocator keeps memory for
+    each."""
     return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
 

@@ -23,8 +23,8 @@ __device__ __forceinline__ void add_row(float *acc, row_vector row, float weight
 
 // out (B, total): columns column[t] … of row b take bag t · B + b. Moves D · itemsize bytes an occurrence and a bag.
 extern "C" __global__ void __launch_bounds__(256) bags_pool(
-    const row_t *weight, const row_t *away, const Record *records, const int *homes, const i64 *offsets, i64 batch, i64 bags, const int *mode,
-    const i64 *column, const float *sample_weights, row_t *out, i64 total, int *argmax) {
+    const row_t *weight, const row_t *away, const Record *records, const int *homes, const i64 *offsets, i64 batch,
+    i64 bags, const int *mode, const i64 *column, const float *sample_weights, row_t *out, i64 total, int *argmax) {
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES;
     const u32 groups_a_table = (u32)((batch + BAGS - 1) / BAGS);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import torch
@@ -11,6 +11,12 @@ import torch
 from tieredemb.modules.call import Call
 
 Given = tuple[torch.Tensor, ...]  # ids and offsets as a caller passed them
+
+
+class Lane(Executor):
+    """Where plans are made ahead, one after the other. `apart`: on a thread of its own, whenever it gets to them."""
+
+    apart: bool
 
 
 class Planned:

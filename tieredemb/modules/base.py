@@ -7,7 +7,6 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 
 from tieredemb.errors import BackwardError, ConfigError, UnsupportedError
 from tieredemb.kernels.ranges import marked
-from tieredemb.modules.ahead import Ahead, Planned
+from tieredemb.modules.ahead import Ahead, Lane, Planned
 from tieredemb.modules.call import BackwardPass, Call, Lookup, inside_backward
 from tieredemb.modules.forwards import LISTENERS, tell
 from tieredemb.modules.group import TableSetConfig
@@ -105,14 +104,14 @@ class TieredModule(nn.Module, abc.ABC):
         return call
 
     def plan_ahead(
-        self, executor: Executor, *inputs: torch.Tensor, trains: bool = True, memory: CallMemory | None = None
+        self, lane: Lane, *inputs: torch.Tensor, trains: bool = True, memory: CallMemory | None = None
     ) -> Planned:
-        """Plans a forward before it comes, on `executor`, from the ids and offsets that it will be given. A forward of
+        """Plans a forward before it comes, on `lane`, from the ids and offsets that it will be given. A forward of
         other tensors, or of these once they were changed, plans by itself, and so does one whose plan failed; plans
         never taken are to be dropped. `trains`: whether a backward is expected · `memory`: on a GPU, where to plan."""
         trains = trains and not self._frozen
-        holds = [group.cache.hold() for group in self.tables.groups]
-        planned = Planned(inputs, executor.submit(self._plan, inputs, holds, trains=trains, memory=memory))
+        holds = [group.cache.hold() if lane.apart else None for group in self.tables.groups]
+        planned = Planned(inputs, lane.submit(self._plan, inputs, holds, trains=trains, memory=memory))
         self.ahead.add(planned)
         return planned
 
@@ -167,6 +166,11 @@ class TieredModule(nn.Module, abc.ABC):
             self._accumulated = None
         if kept:
             self._apply_updates(sorted(kept, key=lambda pair: pair[0].number))
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether `accumulate()` is active."""
+        return self._accumulated is not None
 
     def check_trainable(self) -> FusedOptimizer:
         """The optimizer; raises `BackwardError` without one (never a silent default learning rate)."""

@@ -22,6 +22,7 @@ class CallMemory:
         self, groups: Sequence[DeviceGroup], ids: int, batch: int, *, sorts: Sequence[bool], masks: Sequence[bool]
     ) -> None:
         device = groups[0].device_space.device
+        self.groups = list(groups)
         self.stream = torch.cuda.current_stream(device)
         self.words = new_fault(device)
         self.fault, self.report = self.words[:3], self.words[3:]
@@ -33,9 +34,9 @@ class CallMemory:
         self.trained = [torch.empty(ids, dtype=torch.int32, device=device) if wanted else None for wanted in masks]
         self._pending: list[torch.cuda.Event] = []
 
-    def fits(self, ids: int, batch: int) -> bool:
-        """Whether it is that of a forward of `ids` ids and `batch` samples."""
-        return all((len(bags.homes), bags.batch) == (ids, batch) for bags in self.bags)
+    def fits(self, groups: Sequence[DeviceGroup], ids: int, batch: int) -> bool:
+        """Whether it is that of a forward of `ids` ids and `batch` samples in these groups."""
+        return self.groups == list(groups) and all((len(b.homes), b.batch) == (ids, batch) for b in self.bags)
 
     def planned(self, aside: Iterable[torch.cuda.Event | None]) -> None:
         """The current stream has planned into it; `aside`: what comes once other streams have."""

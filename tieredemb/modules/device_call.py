@@ -46,6 +46,8 @@ class DeviceGroupCall:
             beside = functools.partial(group.lookup.find_segments, segments, bags.homes, bags.bag, bags.batch)
         scored = not inside_backward()
         self.ticket = group.cache.plan(bags.keys, bags.homes, score=scored, given=given, beside=beside)
+        held = (*vars(bags).values(), *(() if segments is None else vars(segments).values()), trained)
+        self.ticket.beside_bytes = sum(t.nbytes for t in held if isinstance(t, torch.Tensor)) - bags.homes.nbytes
         # homes of the occurrences that gradients reach: padding that lookups read is left out
         self.trained = homes = self.ticket.homes
         if trained is not None:
@@ -153,7 +155,7 @@ class DeviceCall(Call):
         self._tells_later = ahead
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
         with on_device(ids.device):
-            fits = memory is not None and memory.fits(self.ids, batch)
+            fits = memory is not None and memory.fits(groups, self.ids, batch)
             self.memory = memory if fits and memory else self._allocate(groups, trains=trains)
             given = None
             if torch.cuda.is_current_stream_capturing():  # events cost nothing there

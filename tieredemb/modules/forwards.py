@@ -38,11 +38,13 @@ def tell(module: TieredModule, batch: Batch, *, trains: bool) -> None:
 
 
 @contextlib.contextmanager
-def heard() -> Iterator[list[Forward]]:
-    """The forwards of all modules inside the context, of any thread."""
+def heard(listener: Callable[[Forward], object] | None = None) -> Iterator[list[Forward]]:
+    """The forwards of all modules inside the context, of any thread; or `listener` hears of them, and refuses one by
+    raising."""
     forwards: list[Forward] = []
-    LISTENERS.append(forwards.append)
+    hear = listener or forwards.append
+    LISTENERS.append(hear)
     try:
         yield forwards
     finally:
-        LISTENERS.remove(forwards.append)
+        LISTENERS.remove(hear)

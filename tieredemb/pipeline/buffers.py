@@ -64,11 +64,15 @@ class Buffers:
             raise InvalidInputError(
                 f"the batch has tensors at {_names(list(tensors))}, the captured one had {_names(self._paths)}"
             )
+        shared: dict[int, torch.Tensor] = {}
         for path, tensor in tensors.items():
             self._check(path, tensor)
+            if shared.setdefault(id(self._buffer[path]), tensor) is not tensor:
+                raise InvalidInputError(f"{_names([path])} was one tensor with another place of the captured batch")
         for path, tensor in tensors.items():
             buffer = self._buffer[path]
-            (buffer if buffer.shape == tensor.shape else buffer[: len(tensor)]).copy_(tensor, non_blocking=True)
+            target = buffer if buffer.shape == tensor.shape else buffer[: len(tensor)]
+            target.copy_(tensor.detach(), non_blocking=True)
 
     def _check(self, path: Path, tensor: torch.Tensor) -> None:
         buffer = self._buffer[path]

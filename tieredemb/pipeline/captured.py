@@ -10,36 +10,58 @@ import torch
 
 from tieredemb.cache.device_cache import DeviceCache
 from tieredemb.errors import UnsupportedError
+from tieredemb.kernels.streams import on_device
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import Forward
 from tieredemb.modules.group import DeviceGroup
 from tieredemb.pipeline.batches import map_tensors
 from tieredemb.pipeline.buffers import Buffers
-from tieredemb.pipeline.lookups import Lookup, learn
+from tieredemb.pipeline.lookups import Learned, Lookup, learn
 
 R = TypeVar("R")
 EAGER_STEPS = 2  # on the buffers, before the capture: what is made at a first use must not be captured
 
 
 class StepFunction(Generic[R]):
-    """A user's function of a batch, and what it has shown on a first one: the `modules` that it looks up in, and of
-    which tensors. Raises `UnsupportedError` for modules that no graph can hold."""
+    """A user's function of a batch, and what it has shown on a first one: the `modules` that it looks up in, on one
+    `device`, of which tensors (`lookups`), and whether it `trains` any. `buffers`: a template of those it runs on."""
 
     def __init__(self, function: Callable[[Any], R], batch: Any, forwards: Sequence[Forward], buffers: Buffers) -> None:
         self.modules = list(dict.fromkeys(forward.module for forward in forwards))
         self.device = self.modules[0].tables.config.device
         self.buffers = buffers
-        self.lookups, _ = learn(batch, [Lookup(each.module, each.given, each.trains) for each in forwards])
         self.trains = any(each.trains for each in forwards)
+        self.lookups: Learned = learn(batch, [Lookup(each.module, each.given, each.trains) for each in forwards])[0]
+        self.caches = self._caches()
         self._function = function
-        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._frozen = [module.is_trainable for module in self.modules]
+        with on_device(self.device):
+            self._beside, self._captures = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def caches(self) -> list[DeviceCache]:
+    def _caches(self) -> list[DeviceCache]:
         groups = (group for module in self.modules for group in module.tables.groups)
         return [group.cache for group in groups if isinstance(group, DeviceGroup)]
 
+    def is_current(self) -> bool:
+        """Whether tables are where they were, and train if they did: what was captured counts on it."""
+        trainable = [module.is_trainable for module in self.modules]
+        return self._caches() == self.caches and trainable == self._frozen
+
+    def accumulates(self) -> bool:
+        """Whether gradients are being summed around the call, which a graph knows nothing of."""
+        return any(module.accumulates for module in self.modules)
+
     def __call__(self, batch: Any) -> R:
         return detached(self._function, batch)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps other threads from the caches, on their device: a replay plans, looks up and updates under no lock."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(on_device(self.device))
+            for cache in self.caches:
+                stack.enter_context(cache.whole())
+            yield
 
     @contextlib.contextmanager
     def on_buffers(self) -> Iterator[None]:
@@ -56,10 +78,17 @@ class StepFunction(Generic[R]):
     def beside(self) -> Iterator[None]:
         """On a stream of its own, as torch asks for the steps before a capture."""
         current = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        self._beside.wait_stream(current)
+        with torch.cuda.stream(self._beside):
             yield
-        current.wait_stream(self._stream)
+        current.wait_stream(self._beside)
+
+    @contextlib.contextmanager
+    def capture(self, graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+        """Captures what is launched inside. Other threads, such as a loader's that pins memory, may go on."""
+        self.before_replay()  # what the host has to say is said outside
+        with torch.cuda.graph(graph, pool=pool, stream=self._captures, capture_error_mode="thread_local"):
+            yield
 
     def before_replay(self) -> None:
         """What the host does at a forward and at an update, which a replay is neither of."""
@@ -68,6 +97,12 @@ class StepFunction(Generic[R]):
             if module.is_trainable:
                 module.fused_optimizer.upload()
 
+    def after_capture(self) -> None:
+        """The caches go on from the current stream, where replays run, and not from the one that was captured."""
+        for cache in self.caches:
+            with cache.entered():
+                pass
+
 
 def detached(function: Callable[[Any], R], batch: Any) -> R:
     """What the function returns, without autograd's graph: it would tie a capture to an earlier step if it lived on."""
@@ -75,13 +110,13 @@ def detached(function: Callable[[Any], R], batch: Any) -> R:
     return result
 
 
-def check_capturable(module: TieredModule) -> None:
-    """Raises `UnsupportedError` for what no graph can hold."""
+def check_capturable(module: TieredModule, device: torch.device) -> None:
+    """Raises `UnsupportedError` for what no graph on `device` can hold."""
     config = module.tables.config
-    if config.device.type != "cuda":
+    if config.device != device:
         raise UnsupportedError(
-            f"one of the step's tiered modules is on {config.device}: a CUDA graph holds a step whose tables are all "
-            f"on the GPU; move it there"
+            f"one of the step's tiered modules is on {config.device}, another on {device}: a CUDA graph holds a step "
+            f"whose tables are all on one GPU; move them there"
         )
     if config.check_ids == "always":
         raise UnsupportedError(
@@ -94,8 +129,3 @@ def check_capturable(module: TieredModule) -> None:
                 f"rows of the {group.cache.cold.kind} tier pass through the host, which a CUDA graph cannot hold; use "
                 f"UnifiedMemory() or HostMemory()"
             )
-
-
-def capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> contextlib.AbstractContextManager[None]:
-    """Captures what is launched inside. Other threads, such as a loader's that pins memory, may go on."""
-    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")

@@ -7,22 +7,25 @@ the plan of the batch before last was.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from tieredemb.cache.device_cache import DeviceCache, DeviceTicket, Replays
+from tieredemb.cache.device_cache import NOTHING_PLANNED, DeviceCache, DeviceTicket, Replays
 from tieredemb.errors import InvalidInputError
 from tieredemb.modules.ahead import Given, Planned
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.call import Call
+from tieredemb.modules.call_memory import CallMemory
 from tieredemb.modules.device_call import DeviceCall
 from tieredemb.pipeline.buffers import Buffers
-from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction, capture
+from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
 from tieredemb.pipeline.lanes import StreamLane
 from tieredemb.pipeline.lookups import Lookup
 
@@ -39,33 +42,12 @@ class StepAhead(Generic[R]):
         self._now, self._then = (_Turn[R](step.buffers.again()) for _ in range(2))
         self._left = EAGER_STEPS
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
+        self._warned = False
 
-    def __call__(self, batch: Any, following: Any | None, lookups: Lookups | None) -> R:
-        """Computes `batch`. `lookups`: what a batch's forwards will look up, where the user has told it."""
-        now, then, step = self._now, self._then, self._step
-        lookups = lookups or step.lookups
-        calls = now.calls(batch)
-        if not calls:
-            self._last = None
-            now.load(batch)
-            with step.on_buffers():
-                now.plan(self._lane, step, lookups)
-        if following is None or not then.load_if_it_fits(following):
-            self._last = None
-            with step.on_buffers():
-                return now.compute(step)
-        self._now, self._then = then, now
-        if now.graph is not None and self._outgrew(now, calls):
-            now.graph = None
-        if self._left > 0 or not self._may_replay(calls):
-            self._left -= 1
-            result = self._overlap(now, then, lookups)
-        elif now.graph is None:
-            result = self._capture(now, then, calls, lookups)
-        else:
-            result = self._replay(now, then, calls)
-        self._last = [cache.last for cache in self._step.caches()]
-        return result
+    def __call__(self, batch: Any, following: Any | None, told: Lookups | None) -> R:
+        """Computes `batch`. `told`: what a batch's forwards will look up, where the user has said it."""
+        with self._step.held():
+            return self._run(batch, following, self._lookups(told))
 
     def give_up(self) -> None:
         """Gives up the batch that was planned for the next call."""
@@ -73,67 +55,130 @@ class StepAhead(Generic[R]):
         for turn in (self._now, self._then):
             turn.drop()
 
-    def _may_replay(self, calls: list[DeviceCall]) -> bool:
-        """Whether nothing was planned since the last step, and nothing is in flight but what it has planned."""
-        if self._last is None:
-            return False
-        pairs = zip(self._step.caches(), self._last, strict=True)
-        return all(cache.may_replay(_tickets(calls, cache), last) for cache, last in pairs)
+    def _lookups(self, told: Lookups | None) -> Lookups:
+        """Those of the modules that the step uses."""
+        lookups, modules = told or self._step.lookups, self._step.modules
+        return lambda batch: [lookup for lookup in lookups(batch) if any(lookup.module is each for each in modules)]
 
-    def _outgrew(self, now: _Turn[R], calls: list[DeviceCall]) -> bool:
-        """Whether more rows without a slot are in flight than its graph knows of, which has to be captured anew."""
-        if _slotless(calls) and not now.slotless:
-            return True
-        return any(cache.outgrew(each) for cache, each in zip(self._step.caches(), now.replays, strict=True))
+    def _run(self, batch: Any, following: Any | None, lookups: Lookups) -> R:
+        now, then, step = self._now, self._then, self._step
+        calls = now.calls() if now.batch is batch else []
+        may_replay = self._may_replay(now, calls)  # which puts the buffers behind the last call, too
+        if not calls:
+            self._last, self._left = None, EAGER_STEPS
+            now.load(batch)
+            with step.on_buffers():
+                now.plan(self._lane, step, lookups)
+        if following is None or not then.load_if_it_fits(following):
+            self._last = None
+            with step.on_buffers():
+                return self._compute(now)
+        self._now, self._then = then, now
+        if now.graph is not None and may_replay:
+            result = self._replay(now, now.graph, then, calls)
+        elif self._left > 0 or not may_replay:
+            self._left -= 1
+            result = self._overlap(now, then, lookups)
+        else:
+            result = self._capture(now, then, calls, lookups)
+        self._last = [cache.last for cache in step.caches]
+        return result
+
+    def _may_replay(self, now: _Turn[R], calls: list[DeviceCall]) -> bool:
+        """Whether nothing was planned since the last step, and nothing is in flight but what it has planned: as far
+        back as the graph knows of, if there is one."""
+        if now.graph is not None and not now.graph.fits(calls, self._then.memories, self._step.caches):
+            now.graph = None
+        replays = [NOTHING_PLANNED] * len(self._step.caches) if now.graph is None else now.graph.replays
+        last: list[int] | list[None] = [None] * len(replays) if self._last is None else self._last
+        each = zip(self._step.caches, last, replays, strict=True)
+        fresh = [cache.may_replay(_tickets(calls, cache), number, does) for cache, number, does in each]
+        return self._last is not None and bool(calls) and all(fresh)
 
     def _overlap(self, now: _Turn[R], then: _Turn[R], lookups: Lookups) -> R:
         """The step as the function it is, in the order of a captured one."""
         with self._step.on_buffers(), self._step.beside():
             then.plan(self._lane, self._step, lookups)
-            return now.compute(self._step)
+            return self._compute(now)
+
+    def _compute(self, now: _Turn[R]) -> R:
+        """The function of the batch; its forwards find their plans."""
+        result = self._step(now.buffers.batch)
+        if now.drop() and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a captured step planned a batch that no forward looked up: its function gives the model other tensors "
+                "than those planned (copies, other shapes, ids computed from them); name the ones it gives with ids_of",
+                stacklevel=6,
+            )
+        return result
 
     def _capture(self, now: _Turn[R], then: _Turn[R], calls: list[DeviceCall], lookups: Lookups) -> R:
         """Captures the step, and replays it a first time. What the capture has done to the caches' books is what that
         replay does to the caches."""
+        step, graph = self._step, torch.cuda.CUDAGraph()
         for call in calls:
             call.arrive()  # nothing inside may wait for what is outside
-        caches, graph = self._step.caches(), torch.cuda.CUDAGraph()
-        first = {cache: cache.last for cache in caches}
-        pool = None if then.graph is None else then.graph.pool()
+        first = {cache: cache.last for cache in step.caches}
+        reads = [call.memory for call in calls]
         try:
             with ExitStack() as captured:
-                replays = [captured.enter_context(cache.capturing(_tickets(calls, cache))) for cache in caches]
-                captured.enter_context(self._step.on_buffers())
-                captured.enter_context(capture(graph, pool))
-                then.plan(self._lane, self._step, lookups)
+                replays = [captured.enter_context(cache.capturing(_tickets(calls, cache))) for cache in step.caches]
+                captured.enter_context(step.on_buffers())
+                captured.enter_context(step.capture(graph, None if then.graph is None else then.graph.graph.pool()))
+                self._lane.stream.wait_stream(torch.cuda.current_stream())
+                captured.callback(lambda: torch.cuda.current_stream().wait_stream(self._lane.stream))
+                then.plan(self._lane, step, lookups)
                 then.check_planned()
-                result = now.compute(self._step)
-                torch.cuda.current_stream().wait_stream(self._lane.stream)
+                result = self._compute(now)
+            planned = then.calls()
+            for call in planned:
+                call.has_arrived()
+            offsets = [[part.ticket.batch - first[part.group.cache] for part in call.parts] for call in planned]
+            now.graph = _Graph(graph, result, replays, offsets, _slotless(calls), reads, then.memories)
+            graph.replay()
         except BaseException:
             self.give_up()
+            now.graph = None
             raise
-        planned = then.calls()
-        for call in planned:
-            call.has_arrived()
-        offsets = [[part.ticket.batch - first[part.group.cache] for part in call.parts] for call in planned]
-        now.graph, now.result, now.replays, now.offsets = graph, result, replays, offsets
-        now.slotless = _slotless(calls)
-        self._step.before_replay()
-        graph.replay()
-        for cache in caches:
-            cache.replayed(Replays())
+        step.after_capture()
+        for cache in step.caches:
+            cache.replayed(NOTHING_PLANNED)
         return result
 
-    def _replay(self, now: _Turn[R], then: _Turn[R], calls: list[DeviceCall]) -> R:
-        assert now.graph is not None
+    def _replay(self, now: _Turn[R], graph: _Graph[R], then: _Turn[R], calls: list[DeviceCall]) -> R:
         for call in calls:
             call.arrive()
         self._step.before_replay()
-        now.graph.replay()
+        graph.graph.replay()
         now.drop()
-        first = {cache: cache.replayed(each) for cache, each in zip(self._step.caches(), now.replays, strict=True)}
-        then.planned_again(now.offsets, first)
-        return now.result  # type: ignore[return-value]
+        first = {cache: cache.replayed(does) for cache, does in zip(self._step.caches, graph.replays, strict=True)}
+        then.planned_again(graph.offsets, first)
+        return graph.result
+
+
+@dataclass(frozen=True)
+class _Graph(Generic[R]):
+    """A captured step. `replays`: what it does to each cache's book · `offsets`: of the batches that it plans, for each
+    forward and group, from the last one before · `slotless`: whether it looks for rows without a slot · `reads`,
+    `writes`: where the plans are that it uses and makes."""
+
+    graph: torch.cuda.CUDAGraph
+    result: R
+    replays: list[Replays]
+    offsets: list[list[int]]
+    slotless: bool
+    reads: list[CallMemory]
+    writes: list[CallMemory]
+
+    def fits(self, calls: list[DeviceCall], writes: list[CallMemory], caches: Sequence[DeviceCache]) -> bool:
+        """Whether plans are where it uses and makes them, and no more rows without a slot are in flight than it knows
+        of. Else it has to be captured anew."""
+        if calls and ([call.memory for call in calls] != self.reads or (_slotless(calls) and not self.slotless)):
+            return False
+        if writes != self.writes:
+            return False
+        return not any(cache.outgrew(each) for cache, each in zip(caches, self.replays, strict=True))
 
 
 def _slotless(calls: list[DeviceCall]) -> bool:
@@ -145,26 +190,28 @@ def _tickets(calls: list[DeviceCall], cache: DeviceCache) -> list[DeviceTicket]:
 
 
 class _Turn(Generic[R]):
-    """One of the two buffers, the forwards that are planned for the batch in it, and the step that computes it."""
+    """One of the two buffers, the `batch` in it, the forwards that are planned for that, and the `graph` that computes
+    it."""
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.result: R | None = None
-        self.slotless = False  # whether the graph looks for rows without a slot
-        self.replays: list[Replays] = []  # of each cache
-        self.offsets: list[list[int]] = []  # batches that a replay plans into the other turn, from the last before it
-        self._batch: Any = None  # what was loaded
+        self.batch: Any = None
+        self.graph: _Graph[R] | None = None
         self._planned: list[tuple[TieredModule, Planned]] = []
         # as they were planned last by launches, and of what; replays plan to where these are
         self._calls: list[DeviceCall] = []
         self._given: list[Given] = []
 
+    @property
+    def memories(self) -> list[CallMemory]:
+        """Where its forwards are planned."""
+        return [call.memory for call in self._calls]
+
     def load(self, batch: Any) -> None:
         """Copies a batch in. Raises `InvalidInputError` for one that does not fit."""
         self.drop()
         self.buffers.load(batch)
-        self._batch = batch
+        self.batch = batch
 
     def load_if_it_fits(self, batch: Any) -> bool:
         """Copies a batch in that has yet to be asked for; it will be told then that it does not fit."""
@@ -176,8 +223,7 @@ class _Turn(Generic[R]):
 
     def plan(self, lane: StreamLane, step: StepFunction[R], lookups: Lookups) -> None:
         """Plans the forwards of the batch, to where those of the one before were."""
-        memories = [call.memory for call in self._calls]
-        for lookup, memory in zip_longest(lookups(self.buffers.batch), memories):
+        for lookup, memory in zip_longest(lookups(self.buffers.batch), self.memories):
             if lookup is not None:
                 trains = lookup.trains and step.trains
                 planned = lookup.module.plan_ahead(lane, *lookup.given, trains=trains, memory=memory)
@@ -190,10 +236,8 @@ class _Turn(Generic[R]):
         for _, planned in self._planned:
             planned.future.result()
 
-    def calls(self, batch: Any = None) -> list[DeviceCall]:
-        """The planned forwards; none if they are not all there, or not of `batch`."""
-        if batch is not None and batch is not self._batch:
-            return []
+    def calls(self) -> list[DeviceCall]:
+        """The planned forwards; none if they are not all there."""
         if any(planned.failed or not module.ahead.holds(planned) for module, planned in self._planned):
             return []
         return [cast("DeviceCall", planned.future.result()) for _, planned in self._planned]
@@ -207,17 +251,16 @@ class _Turn(Generic[R]):
             call.module.ahead.add(planned)
             self._planned.append((call.module, planned))
 
-    def compute(self, step: StepFunction[R]) -> R:
-        """The function of the batch; its forwards find their plans."""
-        result = step(self.buffers.batch)
-        self.drop()
-        return result
-
-    def drop(self) -> None:
-        """Gives up the plans that no forward has taken, and forgets the batch."""
-        planned, self._planned, self._batch = self._planned, [], None
+    def drop(self) -> int:
+        """Gives up the plans that no forward has taken, and forgets the batch; returns how many there were. The current
+        stream waits for them, as it may be about to overwrite what they read."""
+        planned, self._planned, self.batch = self._planned, [], None
+        dropped = [each for module, each in planned if module.ahead.holds(each) and not each.failed]
+        for each in dropped:
+            cast("DeviceCall", each.future.result()).arrive()
         for module, each in planned:
             module.ahead.drop(each)
+        return len(dropped)
 
 
 def _done(call: Call) -> Future[Call]:

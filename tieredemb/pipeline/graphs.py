@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from tieredemb.errors import InvalidInputError
-from tieredemb.modules.forwards import heard
+from tieredemb.modules.forwards import Forward, heard
 from tieredemb.pipeline.buffers import Buffers
-from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction, capture, check_capturable, detached
+from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction, check_capturable, detached
 from tieredemb.pipeline.graph_ahead import StepAhead
 from tieredemb.pipeline.prefetch import running
 
@@ -35,27 +35,46 @@ class GraphStep(Generic[R]):
     def __call__(self, batch: Any) -> R:
         """Runs the step on `batch`: the first times as the function it is, then by replay. Returns what the function
         does, its tensors detached."""
-        if self._step is None:
+        step = self._step
+        if step is not None and not step.is_current():
+            self._forget()
+            step = None
+        if step is None:
             return self._first(batch)
+        if step.accumulates():
+            if self._ahead is not None:
+                self._ahead.give_up()
+            return step(batch)
         run = running(batch)
-        if run is None or not (run.told or self._step.lookups.forwards):
+        if run is None or not (run.told or step.lookups.forwards):
             if self._alone is None:
-                self._alone = _StepAlone(self._step)
+                self._alone = _StepAlone(step)
             return self._alone(batch)
         if self._ahead is None:
-            self._ahead = StepAhead(self._step)
+            self._ahead = StepAhead(step)
         run.leave_planning_to(self._ahead.give_up)
         return self._ahead(batch, run.following(), run.told)
 
+    def _forget(self) -> None:
+        """Tables have moved, or train that did not: all is captured anew."""
+        if self._ahead is not None:
+            self._ahead.give_up()
+        self._step = self._alone = self._ahead = None
+
     def _first(self, batch: Any) -> R:
         """As the function, and heard: which modules look up which of the batch's tensors."""
-        with heard() as forwards:
+        forwards: list[Forward] = []
+
+        def hear(forward: Forward) -> None:
+            forwards.append(forward)
+            devices = [each.module.tables.config.device for each in forwards]
+            for each in forwards if any(device.type == "cuda" for device in devices) else ():
+                check_capturable(each.module, next(device for device in devices if device.type == "cuda"))
+
+        with heard(hear):
             result = detached(self._function, batch)
-        if not any(forward.module.tables.config.device.type == "cuda" for forward in forwards):
-            return result
-        for forward in forwards:
-            check_capturable(forward.module)
-        if all(part.numel() for forward in forwards for part in forward.given):  # one empty tensor is like another
+        on_gpu = bool(forwards) and forwards[0].module.tables.config.device.type == "cuda"
+        if on_gpu and all(part.numel() for each in forwards for part in each.given):  # one empty tensor is like another
             buffers = Buffers(batch, forwards, self._max_ids, self._example)
             self._step = StepFunction(self._function, batch, forwards, buffers)
         return result
@@ -71,10 +90,11 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
 
     Batches keep their form and shapes, but ids (and per-sample weights), whose number may differ where offsets name the
     end of the last bag: up to that of the first batch, of `example_batch` (no step is run on it), or `max_ids`. What
-    the function returns is detached, and overwritten by a later call. Python in it runs while it is captured, and never
-    again: learning rates of fused optimizers are told to each replay, all else that changes has to live on the GPU
-    (torch's `capturable=True`). While other batches are in flight, whose rows no replay knows to be locked, a call is
-    the function itself.
+    the function returns is detached, and overwritten by a later call; so are gradients that it leaves in `.grad`, so
+    let it step its optimizers. Python in it, and what in a batch is no tensor, is that of the capture: learning rates
+    of fused optimizers are told to each replay, all else that changes has to live on the GPU (torch's
+    `capturable=True`). While other batches are in flight, whose rows no replay knows to be locked, and inside
+    `accumulate()`, a call is the function itself.
 
     On the CPU, where there is nothing to capture, each call is the function. Raises `UnsupportedError` for what no
     graph can hold: tiers that the host takes part in, `check_ids="always"`; and `InvalidInputError` for a batch that
@@ -96,7 +116,8 @@ def graph_forward(
     forward: Callable[[Any], R], example_batch: Any = None, *, max_ids: int | None = None
 ) -> GraphStep[R]:
     """As `graph_step`, for a function that only looks up: it runs under `torch.no_grad()`."""
-    return GraphStep(torch.no_grad()(forward), example_batch, max_ids=max_ids)
+    looks_up = torch.no_grad()(forward) if callable(forward) else forward
+    return GraphStep(looks_up, example_batch, max_ids=max_ids)
 
 
 class _StepAlone(Generic[R]):
@@ -110,17 +131,20 @@ class _StepAlone(Generic[R]):
         self._result: R | None = None
 
     def __call__(self, batch: Any) -> R:
-        self._buffers.load(batch)
-        alone = all(cache.may_replay() for cache in self._step.caches())
-        if self._left > 0 or not alone:
-            self._left -= 1
-            with self._step.on_buffers(), self._step.beside():
-                return self._step(self._buffers.batch)
-        if self._graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with self._step.on_buffers(), capture(graph):
-                self._result = self._step(self._buffers.batch)
-            self._graph = graph
-        self._step.before_replay()
-        self._graph.replay()
-        return self._result  # type: ignore[return-value]
+        step = self._step
+        with step.held():
+            alone = [cache.may_replay() for cache in step.caches]  # which puts buffers and replay behind the last call
+            self._buffers.load(batch)
+            if self._left > 0 or not all(alone):
+                self._left -= 1
+                with step.on_buffers(), step.beside():
+                    return step(self._buffers.batch)
+            if self._graph is None:
+                graph = torch.cuda.CUDAGraph()
+                with step.on_buffers(), step.capture(graph):
+                    self._result = step(self._buffers.batch)
+                self._graph = graph
+                step.after_capture()
+            step.before_replay()
+            self._graph.replay()
+            return self._result  # type: ignore[return-value]

@@ -4,14 +4,14 @@ thread beside it where rows pass through the host."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from tieredemb.kernels.streams import side_stream
-from tieredemb.modules.ahead import Planned
+from tieredemb.modules.ahead import Lane, Planned
 from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.batches import map_tensors, tensors_of
 from tieredemb.pipeline.lookups import Lookup
@@ -23,7 +23,7 @@ class Lanes:
 
     def __init__(self, modules: Mapping[str, TieredModule]) -> None:
         kinds = dict.fromkeys(map(_kind, modules.values()))
-        self._lanes: dict[tuple[torch.device, bool], Executor] = {kind: _lane(*kind) for kind in kinds}
+        self._lanes: dict[tuple[torch.device, bool], Lane] = {kind: _lane(*kind) for kind in kinds}
         devices = {device for device, _ in kinds}
         self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
 
@@ -56,14 +56,16 @@ def _kind(module: TieredModule) -> tuple[torch.device, bool]:
     return module.tables.config.device, waits
 
 
-def _lane(device: torch.device, waits: bool) -> Executor:
+def _lane(device: torch.device, waits: bool) -> Lane:
     if device.type != "cuda":
         return ThreadLane()
     return WorkerLane(device) if waits else StreamLane(device)
 
 
-class ThreadLane(ThreadPoolExecutor):
+class ThreadLane(ThreadPoolExecutor, Lane):
     """One thread: it waits for storage and copies rows while others compute."""
+
+    apart = True
 
     def __init__(self) -> None:
         from tieredemb.kernels.cpu import use_own_threads  # not before it is needed: numba takes a second to import
@@ -71,8 +73,10 @@ class ThreadLane(ThreadPoolExecutor):
         super().__init__(1, thread_name_prefix="tieredemb-prefetch", initializer=use_own_threads)
 
 
-class StreamLane(Executor):
+class StreamLane(Lane):
     """A stream of a GPU: plans are launched there at once, and run when the device gets to them."""
+
+    apart = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -102,7 +106,7 @@ class WorkerLane(ThreadLane):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self.stream = side_stream(device, -1)
+        self.stream = side_stream(device, -1, "worker")  # no capture may fork into it
         self.arrived: torch.cuda.Event | None = None
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:

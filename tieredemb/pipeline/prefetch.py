@@ -108,15 +108,9 @@ class _Fetched(Generic[B]):
         error: BaseException | None = None,
     ) -> None:
         self.batch = batch
-        self._receive: Callable[[], None] | None = receive
+        self.receive = receive  # to be called before the batch is used, on each stream that uses it
         self.error = error
         self.planned: list[tuple[TieredModule, Planned]] = []
-
-    def receive(self) -> None:
-        """To be called before the batch is used."""
-        receive, self._receive = self._receive, None
-        if receive is not None:
-            receive()
 
     def drop(self) -> int:
         """Gives up the plans that no forward took; returns how many were made in vain."""
@@ -133,7 +127,7 @@ class Run(Generic[B]):
         self._prefetch = prefetch
         self._lanes = lanes
         self._lookups = told
-        self._planner: Callable[[], object] | None = None  # gives up what a captured step plans in place of this loop
+        self._planners: list[Callable[[], object]] = []  # give up what captured steps plan in place of this loop
         self._current: _Fetched[B] | None = None
         self._seen: list[Lookup] = []  # forwards of the current batch, while it is to be learned from
         self._listens = False
@@ -205,7 +199,15 @@ class Run(Generic[B]):
 
     def leave_planning_to(self, give_up: Callable[[], object]) -> None:
         """A captured step plans the batches by itself. `give_up` is called when the loop is left."""
-        self._planner = give_up
+        if give_up in self._planners:
+            return
+        if self._planners:
+            warnings.warn(
+                "two captured steps take the batches of one prefetch loop: each plans the next one for itself, and "
+                "neither can replay while the other's is in flight; make one step of them",
+                stacklevel=4,
+            )
+        self._planners.append(give_up)
         self._listen(False)
         self._seen.clear()
         self._drop_all()
@@ -214,8 +216,8 @@ class Run(Generic[B]):
         """Gives up all plans that no forward took."""
         _RUNNING.remove(self)
         self._listen(False)
-        if self._planner is not None:
-            self._planner()
+        for give_up in self._planners:
+            give_up()
         self._drop_all()
 
     def _drop_all(self) -> None:
@@ -225,7 +227,7 @@ class Run(Generic[B]):
     def _plan(self, fetched: _Fetched[B]) -> None:
         if self._lookups is None or self._prefetch.depth == 0 or fetched.error is not None:
             return
-        if self._planner is not None:
+        if self._planners:
             return
         try:
             lookups = self._lookups(fetched.batch)  # type: ignore[arg-type]

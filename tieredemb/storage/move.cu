@@ -23,14 +23,14 @@ struct Moved {
 // For each missed key with a slot: write back what was there, and bring the row in. Moves (per direction) D · itemsize +
 // 4 (S + 1) bytes a row over PCIe. Where there are victims `swap_blocks` blocks do it all: more write no faster, and fill
 // the queues to memory that other kernels wait in. untouched[m] says that the row was never written and has to be
-// generated, `n_untouched` how many do; of a row that stays in cold storage (a negative slot) the score alone is read. With a `clock` a missed row's
-// score is what came along with `remember`, or the lowest, and where `scored` raised by this use; without one it is what
-// came along.
+// generated, `n_untouched` how many do; of a row that stays in cold storage (a negative slot) the score alone is read.
+// With a `clock` a missed row's score is what came along with `remember`, or the lowest, and where `scored` raised by
+// this use; without one it is what came along.
 extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     const int *count, const i64 *missed_keys, const int *missed_slots, const i64 *victim_keys, const int *n_victims,
     int swap_blocks, row_t *hot_weight, u32 *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight,
-    u32 *cold_state, unsigned char *untouched, int *n_untouched, Moved *moved, const Clock *clock, int kind, float unit, int remember,
-    int scored) {
+    u32 *cold_state, unsigned char *untouched, int *n_untouched, Moved *moved, const Clock *clock, int kind,
+    float unit, int remember, int scored) {
     __shared__ int written, clean, fresh, blank;
     if (threadIdx.x == 0) written = clean = fresh = blank = 0;
     __syncthreads();
