@@ -98,6 +98,7 @@ class DeviceCache(Cache):
         pinned = sum(rows for _, rows in self._resident)
         self._cached = slots - pinned
         self._batch = self._eager = 0  # see `_restart`
+        self._planning: int | None = None  # the batch that is being planned, and not yet in flight
         self._recurring: set[int] = set()  # batches in flight that each replay of the step being captured has anew
         self.on_flush: list[Callable[[], None]] = []
         self._order = StreamOrder(device)
@@ -132,38 +133,54 @@ class DeviceCache(Cache):
         movement of rows. A failing storage raises its error and changes no row; the cache stays
         usable. Raises `InvalidInputError` for more ids than a plan can number.
         """
+        with self.plan_lock, on_device(self.device), marked("plan"):
+            try:
+                return self._plan_next(keys, homes, score=score, given=given, beside=beside)
+            finally:
+                self._planning = None
+                if not self._transfer.in_place:
+                    self._order.touched()
+
+    def _plan_next(
+        self,
+        keys: torch.Tensor,
+        homes: torch.Tensor,
+        *,
+        score: bool,
+        given: torch.cuda.Event | None,
+        beside: Beside | None,
+    ) -> DeviceTicket:
         n = keys.shape[0]
         moves = self._cached > 0 and n > 0
-        with self.plan_lock, on_device(self.device), marked("plan"):
-            with self.lock:  # what was released by now was updated by what the stream now waits for
-                self._check_usable()
-                self._order.whole()
-                batch = self._batch + 1
-                oldest = self._oldest(batch)
-                locked, slotless = self._book.locked(oldest)
-            self._check_size(n, locked)
-            self._check_capture(moves=moves)
-            if not moves:
-                if given is not None:
-                    given.wait()
-                self._batch = batch
-                ticket = self._ticket(batch, homes, slotless=False)
-                self._count(ticket, score=score, beside=beside)
-                return ticket
-            slotless = slotless or locked + n > self._cached
-            if slotless:
-                self._plan.records.reserve(min(locked + n, self.cold.layout.rows))
-            missed = Missed(n, self.device)
-            self._transfer.retire(batch, batch - oldest)
-            away = self._transfer.away(slotless)
-            self._plan.begin(missed, lag=batch - oldest, scored=score, away=away)
+        with self.lock:  # what was released by now was updated by what the stream now waits for
+            self._check_usable()
+            self._order.whole()
+            batch = self._planning = self._batch + 1
+            oldest = self._oldest(batch)
+            locked, slotless = self._book.locked(oldest)
+        self._check_size(n, locked)
+        self._check_capture(moves=moves)
+        if not moves:
             if given is not None:
                 given.wait()
-            self._plan.find(keys, homes, missed, scored=score, away=away)
             self._batch = batch
-            self._plan.choose(missed)
-            self._move(missed, homes, slotless=slotless, scored=score, beside=beside)
-            return self._ticket(batch, homes, slotless=slotless)
+            ticket = self._ticket(batch, homes, slotless=False)
+            self._count(ticket, score=score, beside=beside)
+            return ticket
+        slotless = slotless or locked + n > self._cached
+        if slotless:
+            self._plan.records.reserve(min(locked + n, self.cold.layout.rows))
+        missed = Missed(n, self.device)
+        self._transfer.retire(batch, batch - oldest)
+        away = self._transfer.away(slotless)
+        self._plan.begin(missed, lag=batch - oldest, scored=score, away=away)
+        if given is not None:
+            given.wait()
+        self._plan.find(keys, homes, missed, scored=score, away=away)
+        self._batch = batch
+        self._plan.choose(missed)
+        self._move(missed, homes, slotless=slotless, scored=score, beside=beside)
+        return self._ticket(batch, homes, slotless=slotless)
 
     def _count(self, ticket: DeviceTicket, *, score: bool, beside: Beside | None) -> None:
         """A plan where no row moves: beside the lookup, if that comes now and it is worth two events."""
@@ -249,6 +266,8 @@ class DeviceCache(Cache):
             self._check_usable()
             self._order.whole()
             yield
+            if not self._transfer.in_place:
+                self._order.touched()
 
     @contextlib.contextmanager
     def using(self, *tickets: DeviceTicket) -> Iterator[None]:
@@ -268,7 +287,8 @@ class DeviceCache(Cache):
         """Where a thread of its own plans ahead: keeps locked what is in flight now, so that nothing moves but what the
         event's stream is through with."""
         with self.lock, on_device(self.device):
-            return self._book.hold(self._batch + 1), self._order.queued()
+            following = self._batch + 1 if self._planning is None else self._planning
+            return self._book.hold(following), self._order.queued()
 
     @contextlib.contextmanager
     def ahead(self, inputs: Sequence[torch.Tensor], hold: tuple[Hold, torch.cuda.Event] | None) -> Iterator[None]:

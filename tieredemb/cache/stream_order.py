@@ -27,6 +27,7 @@ class StreamOrder:
         # the last plan ahead, while the computing stream has not waited, and whether it is part of a capture
         self._planned: torch.cuda.Event | None = None
         self._planned_in_capture = False
+        self._touched: torch.cuda.Event | None = None
 
     def compute(self) -> None:
         """The current stream goes on where the last computing one was."""
@@ -46,8 +47,17 @@ class StreamOrder:
             if self._planned is not None and self._is_current:
                 self._planned.wait()
                 self._planned = None
-        elif not self._is_apart and not torch.cuda.is_current_stream_capturing():
+        elif self._is_apart:
+            if self._touched is not None:
+                self._touched.wait()
+        elif not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().wait_stream(self._stream)
+
+    def touched(self) -> None:
+        """The current stream has planned, or touched the cache as a whole: a plan by a thread of its own, which waits
+        for no more than it has to, comes behind that."""
+        self._touched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._touched.record()
 
     @property
     def _is_ahead(self) -> bool:
@@ -71,7 +81,7 @@ class StreamOrder:
         stream = torch.cuda.current_stream()
         capturing = torch.cuda.is_current_stream_capturing()
         if after is not None:
-            after.wait()
+            after.wait()  # and for no more: what computes goes on
         if self._planned is not None and self._is_current:
             self._planned.wait()
         self._planner, self._is_apart = threading.get_ident(), after is not None

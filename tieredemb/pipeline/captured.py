@@ -55,10 +55,10 @@ class StepFunction(Generic[R]):
         return detached(self._function, batch)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Keeps other threads from the caches, on their device: a replay plans, looks up and updates under no lock."""
+    def locked(self) -> Iterator[None]:
+        """Keeps other threads from the caches, for a replay, which plans, looks up and updates under no lock. Not for
+        the function itself: autograd runs its backward on a thread of its own."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(on_device(self.device))
             for cache in self.caches:
                 stack.enter_context(cache.whole())
             yield

@@ -19,6 +19,7 @@ import torch
 
 from tieredemb.cache.device_cache import NOTHING_PLANNED, DeviceCache, DeviceTicket, Replays
 from tieredemb.errors import InvalidInputError
+from tieredemb.kernels.streams import on_device
 from tieredemb.modules.ahead import Given, Planned
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.call import Call
@@ -46,7 +47,7 @@ class StepAhead(Generic[R]):
 
     def __call__(self, batch: Any, following: Any | None, told: Lookups | None) -> R:
         """Computes `batch`. `told`: what a batch's forwards will look up, where the user has said it."""
-        with self._step.held():
+        with on_device(self._step.device):
             return self._run(batch, following, self._lookups(told))
 
     def give_up(self) -> None:
@@ -62,21 +63,24 @@ class StepAhead(Generic[R]):
 
     def _run(self, batch: Any, following: Any | None, lookups: Lookups) -> R:
         now, then, step = self._now, self._then, self._step
-        calls = now.calls() if now.batch is batch else []
-        may_replay = self._may_replay(now, calls)  # which puts the buffers behind the last call, too
-        if not calls:
-            self._last, self._left = None, EAGER_STEPS
-            now.load(batch)
-            with step.on_buffers():
-                now.plan(self._lane, step, lookups)
-        if following is None or not then.load_if_it_fits(following):
+        with step.locked():
+            calls = now.calls() if now.batch is batch else []
+            may_replay = self._may_replay(now, calls)  # which puts the buffers behind the last call, too
+            if not calls:
+                self._last, self._left = None, EAGER_STEPS
+                now.load(batch)
+                with step.on_buffers():
+                    now.plan(self._lane, step, lookups)
+            has_following = following is not None and then.load_if_it_fits(following)
+            if has_following:
+                self._now, self._then = then, now
+            if has_following and may_replay and now.graph is not None:
+                return self._replay(now, now.graph, then, calls)
+        if not has_following:
             self._last = None
             with step.on_buffers():
                 return self._compute(now)
-        self._now, self._then = then, now
-        if now.graph is not None and may_replay:
-            result = self._replay(now, now.graph, then, calls)
-        elif self._left > 0 or not may_replay:
+        if self._left > 0 or not may_replay:
             self._left -= 1
             result = self._overlap(now, then, lookups)
         else:
@@ -154,6 +158,7 @@ class StepAhead(Generic[R]):
         now.drop()
         first = {cache: cache.replayed(does) for cache, does in zip(self._step.caches, graph.replays, strict=True)}
         then.planned_again(graph.offsets, first)
+        self._last = [cache.last for cache in self._step.caches]
         return graph.result
 
 

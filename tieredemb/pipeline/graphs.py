@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from tieredemb.errors import InvalidInputError
+from tieredemb.kernels.streams import on_device
 from tieredemb.modules.forwards import Forward, heard
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction, check_capturable, detached
@@ -132,19 +133,28 @@ class _StepAlone(Generic[R]):
 
     def __call__(self, batch: Any) -> R:
         step = self._step
-        with step.held():
-            alone = [cache.may_replay() for cache in step.caches]  # which puts buffers and replay behind the last call
+        with on_device(step.device):
+            fresh = [cache.may_replay() for cache in step.caches]  # which puts the buffers behind the last call
             self._buffers.load(batch)
-            if self._left > 0 or not all(alone):
+            if self._left > 0 or not all(fresh):
                 self._left -= 1
-                with step.on_buffers(), step.beside():
-                    return step(self._buffers.batch)
+                return self._eagerly()
             if self._graph is None:
-                graph = torch.cuda.CUDAGraph()
-                with step.on_buffers(), step.capture(graph):
-                    self._result = step(self._buffers.batch)
-                self._graph = graph
-                step.after_capture()
-            step.before_replay()
-            self._graph.replay()
-            return self._result  # type: ignore[return-value]
+                self._graph = self._capture()
+            with step.locked():
+                if all(cache.may_replay() for cache in step.caches):
+                    step.before_replay()
+                    self._graph.replay()
+                    return self._result  # type: ignore[return-value]
+            return self._eagerly()
+
+    def _eagerly(self) -> R:
+        with self._step.on_buffers(), self._step.beside():
+            return self._step(self._buffers.batch)
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with self._step.on_buffers(), self._step.capture(graph):
+            self._result = self._step(self._buffers.batch)
+        self._step.after_capture()
+        return graph
