@@ -10,9 +10,8 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 import tieredemb
+from benchmarks.cuda_modes import FETCHED_GRAPH, GRAPH, MODE_STEPS, measure_modes
 from benchmarks.cuda_providers import (
     FBGEMM,
     OURS,
@@ -30,7 +30,6 @@ from benchmarks.cuda_providers import (
     fbgemm_step,
     torch_step,
 )
-from benchmarks.cuda_tables import run_fetched, run_fresh
 from benchmarks.cuda_timing import StepTimes, run_steps
 from benchmarks.cuda_workload import PEER_EARLIER, Cache, CudaWorkload, batches, quick_workloads, workloads
 from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
@@ -39,9 +38,7 @@ from tieredemb.config import Policy
 from tieredemb.stats import CacheStats
 
 WARM_UP, STEPS = 150, 200
-MODE_STEPS = 20  # before a mode is timed: it may compile kernels, or capture
 TORCH_WARM_UP, TORCH_STEPS = 10, 50  # it has no cache to warm, and is slow
-FETCHED, GRAPH, FETCHED_GRAPH = ", prefetch", ", CUDA graph", ", CUDA graph, prefetch"
 REQUESTS_PER_MS = 510_000  # of 128 bytes, that PCIe carries in both directions together (H200)
 STATISTIC = "Means of wall time, 20–80 % of device events in brackets"
 
@@ -106,7 +103,7 @@ def measure_tiered(
             tiered.fill()
         elif not plan.untouched:
             tiered.load()
-        runs = measure_modes(plan, tiered, iter(ids), fetched=not work.resident)
+        runs = measure_modes(tiered, iter(ids), warm_up=plan.warm_up, steps=plan.steps, fetched=not work.resident)
         report = tiered.module.memory_report()
     finally:
         tiered.close()
@@ -126,30 +123,6 @@ def measure_tiered(
     release(plan.device)
     say(f"{work.name}, {config}: {perf_counter() - start:.1f} s")
     return records
-
-
-def measure_modes(
-    plan: Plan, tiered: Tiered, ids: Iterator[torch.Tensor], *, fetched: bool
-) -> dict[str, tuple[StepTimes, CacheStats]]:
-    """Times of the steps in each mode, by its name, and what they did; eager with prefetch if `fetched`."""
-    device, stats = plan.device, tiered.module.stats
-
-    def alone(step: Callable[[torch.Tensor], object], warm_up: int) -> tuple[StepTimes, CacheStats]:
-        batches = list(islice(ids, warm_up + plan.steps))
-        return run_fresh(step, batches, stats, warm_up=warm_up, device=device)
-
-    def ahead(step: Callable[[torch.Tensor], object]) -> tuple[StepTimes, CacheStats]:
-        batches = list(islice(ids, MODE_STEPS + plan.steps + 1))
-        return run_fetched(step, batches, tiered.module, stats, warm_up=MODE_STEPS, depth=1, device=device)
-
-    runs = {"": alone(tiered.step, plan.warm_up)}
-    if fetched:
-        runs[FETCHED] = ahead(tiered.step)
-    if device.type == "cuda":
-        captured = tieredemb.graph_step(tiered.step)
-        runs[GRAPH] = alone(captured, MODE_STEPS)
-        runs[FETCHED_GRAPH] = ahead(captured)
-    return runs
 
 
 def step_bar(cache: Cache, mode: str) -> float | None:

@@ -90,7 +90,8 @@ def workloads() -> dict[str, CudaWorkload]:
         ),
         CudaWorkload(
             name="W-small", rows=1_000_000, batch=2048, alpha=1.05,
-            caches=(Cache(capacity=1.0, most_graph_ms=0.12, most_prefetched_ms=0.12),), peer=Peer(name=PEER_EARLIER, ms=0.439),
+            caches=(Cache(capacity=1.0, most_graph_ms=0.12, most_prefetched_ms=0.12),),
+            peer=Peer(name=PEER_EARLIER, ms=0.439),
         ),
         CudaWorkload(
             name="W-1.05", rows=2_000_000, batch=16_384, alpha=1.05,

@@ -191,6 +191,27 @@ def test_a_dropped_ticket_is_released_by_the_collector():
     assert not cache._book.live
 
 
+def test_a_hold_locks_what_is_in_flight_and_what_follows():
+    """For a plan that has yet to begin on another thread: whatever ends until then stays locked for it."""
+    book = TicketBook()
+    first, second = Empty(3, book), Empty(4, book)
+    for flight in (first, second):
+        book.open(flight, ids=10)
+    hold, later = book.hold(5), book.hold(5)
+    first.release()
+    assert (book.live, book.oldest(5)) == ({4}, 3)
+    hold.release()
+    second.release()
+    assert (book.live, book.oldest(6)) == (set(), 3)
+    later.release()
+    assert book.oldest(6) == 6
+    following = book.hold(6)  # nothing is in flight, but batches may begin and end before its plan does
+    assert book.oldest(9) == 6
+    del following
+    gc.collect()
+    assert book.oldest(9) == 9
+
+
 def test_whole_cache_is_served_from_one_slot():
     cache = make_cache(1)
     for _ in range(3):

@@ -13,22 +13,21 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tieredemb.cache.base import Cache
 from tieredemb.cache.device_plan import Away, DevicePlan, Missed
 from tieredemb.cache.device_rows import DeviceRows
 from tieredemb.cache.in_place import InPlace
 from tieredemb.cache.policy import MIN_SCORE
+from tieredemb.cache.replays import CapturableCache, DeviceTicket
 from tieredemb.cache.staged import Staged
 from tieredemb.cache.stream_order import StreamOrder
-from tieredemb.cache.tickets import Flight, Hold, Locked, TicketBook
+from tieredemb.cache.tickets import Hold
 from tieredemb.cache.transfer import Beside, Transfer
 from tieredemb.config import Policy
-from tieredemb.errors import InvalidInputError, StorageError
+from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.ranges import marked
 from tieredemb.kernels.streams import on_device
 from tieredemb.stats import CacheStats
@@ -40,42 +39,7 @@ LOAD_ROWS = 1 << 20  # rows brought in at once by whole-cache calls
 MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
 
 
-class DeviceTicket(Flight):
-    """A planned batch in flight on a GPU. `homes`: int32 (N,), the slot of each occurrence, −2 − r for a row that is
-    used without one, or `DROPPED` · `away`: where such rows were, if there may be any · `ready`: comes once the rows
-    are there, where another stream brings them than the one that computes · `aside`: comes once what was to run beside
-    the plan is done, where the lookup need not wait for it."""
-
-    def __init__(self, batch: int, homes: torch.Tensor, away: Away, book: TicketBook) -> None:
-        super().__init__(batch, book)
-        self.homes = homes
-        self.away = away
-        self.beside_bytes = 0  # what is kept with the homes
-        self.ready: torch.cuda.Event | None = None
-        self.aside: torch.cuda.Event | None = None
-
-    def size_bytes(self) -> int:
-        return self.homes.nbytes + self.beside_bytes
-
-
-@dataclass
-class Replays:
-    """What every replay of a captured step does to the numbers of a cache, and what it relies on. `plans`: batches that
-    it plans · `locked`: what they lock, counted from the last batch before · `distance`: of that batch from the oldest
-    in flight then, and `before`: the ids that those lock · `records`: address of the table of rows without a slot,
-    which batches in flight have to share."""
-
-    plans: int = 0
-    locked: tuple[Locked, ...] = ()
-    distance: int = 0
-    before: int = 0
-    records: int = 0
-
-
-NOTHING_PLANNED = Replays()
-
-
-class DeviceCache(Cache):
+class DeviceCache(CapturableCache):
     """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, have slots of their own, from
     `slots` less their number on, in that order.
 
@@ -98,8 +62,8 @@ class DeviceCache(Cache):
         pinned = sum(rows for _, rows in self._resident)
         self._cached = slots - pinned
         self._batch = self._eager = 0  # see `_restart`
+        self._recurring = set()
         self._planning: int | None = None  # the batch that is being planned, and not yet in flight
-        self._recurring: set[int] = set()  # batches in flight that each replay of the step being captured has anew
         self.on_flush: list[Callable[[], None]] = []
         self._order = StreamOrder(device)
         self.plan_lock = threading.RLock()  # a plan waits for its storage beside lookups and updates
@@ -242,23 +206,6 @@ class DeviceCache(Cache):
                 f"most {MOST_IDS}, and {2 * MOST_IDS} in flight: split the batch, and drop what keeps batches in flight"
             )
 
-    def _check_capture(self, *, moves: bool) -> None:
-        if not torch.cuda.is_current_stream_capturing():
-            self._eager = self._batch + 1
-            return
-        if not moves:
-            return
-        if any(batch <= self._eager for batch in self._book.live - self._recurring):
-            raise StorageError(
-                "a step cannot be captured in a CUDA graph while a batch from before is in flight: each replay would "
-                "lock its rows; run its backward first, or drop its outputs"
-            )
-        if not self.cold.device_readable:
-            raise StorageError(
-                f"a step over the {self.cold.kind} tier cannot be captured in a CUDA graph: its rows pass through the "
-                f"host; use UnifiedMemory() or HostMemory(), or run the step eagerly"
-            )
-
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Holds the cache for one call: its locks, its device, and its place behind what other streams have queued."""
@@ -306,70 +253,6 @@ class DeviceCache(Cache):
     def memory(self) -> contextlib.AbstractContextManager[None]:
         """Tensors made inside outlast the plan that is made ahead in them; see `StreamOrder`."""
         return self._order.memory()
-
-    # --- captured steps ---------------------------------------------------------------------------------------------
-
-    @property
-    def last(self) -> int:
-        """Number of the last batch planned; replays count where they are told of (`replayed`)."""
-        return self._batch
-
-    def may_replay(
-        self, ended: Sequence[DeviceTicket] = (), last: int | None = None, replays: Replays = NOTHING_PLANNED
-    ) -> bool:
-        """Whether a captured step may be replayed now, which is put behind all plans made ahead: its plans know of no
-        batch in flight but those that it ends, `ended`. `last`: number of the last batch planned when they were ·
-        `replays`: of the step, once it was captured."""
-        with self.entered():
-            if not self._book.live <= {ticket.batch for ticket in ended} or last not in (None, self._batch):
-                return False
-            distance, before = self._reach(ended)
-            return replays is NOTHING_PLANNED or (distance <= replays.distance and before <= replays.before)
-
-    def _reach(self, ended: Sequence[DeviceTicket]) -> tuple[int, int]:
-        """How many batches back the oldest of `ended` was planned, and how many ids are locked since."""
-        oldest = min((ticket.batch for ticket in ended), default=self._batch + 1)
-        return self._batch - oldest, self._book.locked(oldest)[0]
-
-    @contextlib.contextmanager
-    def capturing(self, ended: Sequence[DeviceTicket]) -> Iterator[Replays]:
-        """A step is captured inside that ends the batches `ended`, and leaves others in flight that are planned in it.
-        Each replay ends those of the one before. What comes in is complete after the capture."""
-        replays = Replays()
-        with self.whole():
-            self._recurring, first = {ticket.batch for ticket in ended}, self._batch
-            replays.distance, replays.before = self._reach(ended)
-        try:
-            yield replays
-        finally:
-            with self.whole():
-                self._recurring = set()
-                self._order.joined()
-                replays.plans, replays.locked = self._batch - first, self._book.since(first)
-                replays.records = self._plan.records.table.data_ptr()
-
-    def outgrew(self, replays: Replays) -> bool:
-        """Whether more rows without a slot were in flight than there was room for at the capture, which has to be made
-        anew."""
-        return replays.records != self._plan.records.table.data_ptr()
-
-    def replayed(self, replays: Replays) -> int:
-        """A step was replayed: its plans count. Returns the number of the last batch before them."""
-        with self.whole():
-            first = self._batch
-            self._book.locked(self._book.oldest(first + 1))  # forgets those that lock nothing any more
-            self._batch += replays.plans
-            self._eager = self._batch
-            self._book.repeat(first, replays.locked)
-            return first
-
-    def reopen(self, ticket: DeviceTicket, batch: int) -> DeviceTicket:
-        """The flight of `batch`, which a replay has planned to where `ticket` was planned."""
-        with self.whole():
-            again = DeviceTicket(batch, ticket.homes, ticket.away, self._book)
-            again.beside_bytes = -ticket.homes.nbytes  # which count where they were planned first
-            self._book.open(again)
-            return again
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
 
@@ -420,8 +303,7 @@ class DeviceCache(Cache):
         """Empties the cached slots and brings the rows of resident tables in; none was ever written if `fresh`."""
         torch.cuda.synchronize(self.device)  # cold rows may have been replaced on the host
         self.hot.reset()
-        self._batch = self.cold.metadata.batch  # the last one planned: numbers tickets
-        self._eager = self._batch  # the last one planned outside a capture
+        self._batch = self._eager = self.cold.metadata.batch
         self._book.reset()
         self._plan.restart(self._batch)
         self._transfer.restart()

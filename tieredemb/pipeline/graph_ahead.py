@@ -17,7 +17,8 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from tieredemb.cache.device_cache import NOTHING_PLANNED, DeviceCache, DeviceTicket, Replays
+from tieredemb.cache.device_cache import DeviceCache
+from tieredemb.cache.replays import NOTHING_PLANNED, DeviceTicket, Replays
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.streams import on_device
 from tieredemb.modules.ahead import Given, Planned
@@ -155,7 +156,7 @@ class StepAhead(Generic[R]):
             call.arrive()
         self._step.before_replay()
         graph.graph.replay()
-        now.drop()
+        now.over()
         first = {cache: cache.replayed(does) for cache, does in zip(self._step.caches, graph.replays, strict=True)}
         then.planned_again(graph.offsets, first)
         self._last = [cache.last for cache in self._step.caches]
@@ -255,6 +256,12 @@ class _Turn(Generic[R]):
             planned = Planned(given, _done(call.again(batches)))
             call.module.ahead.add(planned)
             self._planned.append((call.module, planned))
+
+    def over(self) -> None:
+        """A replay has computed the batch."""
+        planned, self._planned, self.batch = self._planned, [], None
+        for module, each in planned:
+            module.ahead.drop(each)
 
     def drop(self) -> int:
         """Gives up the plans that no forward has taken, and forgets the batch; returns how many there were. The current

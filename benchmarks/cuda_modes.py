@@ -1,0 +1,42 @@
+"""Steps of one collection in each mode: eager, with the next batch fetched ahead, as a CUDA graph, and as one that
+plans the next batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+import torch
+
+import tieredemb
+from benchmarks.cuda_providers import Tiered
+from benchmarks.cuda_tables import run_fetched, run_fresh
+from benchmarks.cuda_timing import StepTimes
+from tieredemb.stats import CacheStats
+
+MODE_STEPS = 20  # before a mode is timed: it may compile kernels, or capture
+FETCHED, GRAPH, FETCHED_GRAPH = ", prefetch", ", CUDA graph", ", CUDA graph, prefetch"
+
+
+def measure_modes(
+    tiered: Tiered, ids: Iterator[torch.Tensor], *, warm_up: int, steps: int, fetched: bool
+) -> dict[str, tuple[StepTimes, CacheStats]]:
+    """Times of the steps in each mode, by its name, and what they did; eager with prefetch if `fetched`."""
+    device, stats = tiered.device, tiered.module.stats
+
+    def alone(step: Callable[[torch.Tensor], object], warm_up: int) -> tuple[StepTimes, CacheStats]:
+        batches = list(islice(ids, warm_up + steps))
+        return run_fresh(step, batches, stats, warm_up=warm_up, device=device)
+
+    def ahead(step: Callable[[torch.Tensor], object]) -> tuple[StepTimes, CacheStats]:
+        batches = list(islice(ids, MODE_STEPS + steps + 1))
+        return run_fetched(step, batches, tiered.module, stats, warm_up=MODE_STEPS, depth=1, device=device)
+
+    runs = {"": alone(tiered.step, warm_up)}
+    if fetched:
+        runs[FETCHED] = ahead(tiered.step)
+    if device.type == "cuda":
+        captured = tieredemb.graph_step(tiered.step)
+        runs[GRAPH] = alone(captured, MODE_STEPS)
+        runs[FETCHED_GRAPH] = ahead(captured)
+    return runs
