@@ -33,8 +33,10 @@ class StepFunction(Generic[R]):
         self.trains = any(each.trains for each in forwards)
         self.lookups: Learned = learn(batch, [Lookup(each.module, each.given, each.trains) for each in forwards])[0]
         self.caches = self._caches()
+        self.locked = _Locks(self.caches)
         self._function = function
-        self._frozen = [module.is_trainable for module in self.modules]
+        # of each module: what it is configured with, which a move replaces, and whether it trains
+        self._captured_of = [(module, module.tables.config, module.is_trainable) for module in self.modules]
         with on_device(self.device):
             self._beside, self._captures = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -44,8 +46,10 @@ class StepFunction(Generic[R]):
 
     def is_current(self) -> bool:
         """Whether tables are where they were, and train if they did: what was captured counts on it."""
-        trainable = [module.is_trainable for module in self.modules]
-        return self._caches() == self.caches and trainable == self._frozen
+        for module, config, trains in self._captured_of:
+            if module.tables.config is not config or module.is_trainable is not trains:
+                return False
+        return True
 
     def accumulates(self) -> bool:
         """Whether gradients are being summed around the call, which a graph knows nothing of."""
@@ -53,15 +57,6 @@ class StepFunction(Generic[R]):
 
     def __call__(self, batch: Any) -> R:
         return detached(self._function, batch)
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keeps other threads from the caches, for a replay, which plans, looks up and updates under no lock. Not for
-        the function itself: autograd runs its backward on a thread of its own."""
-        with contextlib.ExitStack() as stack:
-            for cache in self.caches:
-                stack.enter_context(cache.whole())
-            yield
 
     @contextlib.contextmanager
     def on_buffers(self) -> Iterator[None]:
@@ -94,7 +89,7 @@ class StepFunction(Generic[R]):
         """What the host does at a forward and at an update, which a replay is neither of."""
         for module in self.modules:
             module.tables.check_earlier()
-            if module.is_trainable:
+            if self.trains and module.is_trainable:
                 module.fused_optimizer.upload()
 
     def after_capture(self) -> None:
@@ -102,6 +97,22 @@ class StepFunction(Generic[R]):
         for cache in self.caches:
             with cache.entered():
                 pass
+
+
+class _Locks:
+    """Keeps other threads from the caches, for a replay, which plans, looks up and updates under no lock. Not for the
+    function itself: autograd runs its backward on a thread of its own."""
+
+    def __init__(self, caches: Sequence[DeviceCache]) -> None:
+        self._locks = [lock for cache in caches for lock in (cache.plan_lock, cache.lock)]
+
+    def __enter__(self) -> None:
+        for lock in self._locks:
+            lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        for lock in reversed(self._locks):
+            lock.release()
 
 
 def detached(function: Callable[[Any], R], batch: Any) -> R:

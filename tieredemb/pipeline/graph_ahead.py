@@ -64,7 +64,7 @@ class StepAhead(Generic[R]):
 
     def _run(self, batch: Any, following: Any | None, lookups: Lookups) -> R:
         now, then, step = self._now, self._then, self._step
-        with step.locked():
+        with step.locked:
             calls = now.calls() if now.batch is batch else []
             may_replay = self._may_replay(now, calls)  # which puts the buffers behind the last call, too
             if not calls:

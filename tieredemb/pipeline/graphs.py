@@ -134,19 +134,27 @@ class _StepAlone(Generic[R]):
     def __call__(self, batch: Any) -> R:
         step = self._step
         with on_device(step.device):
-            fresh = [cache.may_replay() for cache in step.caches]  # which puts the buffers behind the last call
-            self._buffers.load(batch)
-            if self._left > 0 or not all(fresh):
+            with step.locked:
+                fresh = self._may_replay()  # which puts the buffers behind the last call, too
+                self._buffers.load(batch)
+                if fresh and self._graph is not None:
+                    return self._replay(self._graph)
+            if self._left > 0 or not fresh:
                 self._left -= 1
                 return self._eagerly()
-            if self._graph is None:
-                self._graph = self._capture()
-            with step.locked():
-                if all(cache.may_replay() for cache in step.caches):
-                    step.before_replay()
-                    self._graph.replay()
-                    return self._result  # type: ignore[return-value]
+            graph = self._graph = self._capture()
+            with step.locked:
+                if self._may_replay():
+                    return self._replay(graph)
             return self._eagerly()
+
+    def _may_replay(self) -> bool:
+        return all([cache.may_replay() for cache in self._step.caches])  # noqa: C419 - each is to be asked
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> R:
+        self._step.before_replay()
+        graph.replay()
+        return self._result  # type: ignore[return-value]
 
     def _eagerly(self) -> R:
         with self._step.on_buffers(), self._step.beside():
