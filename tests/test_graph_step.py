@@ -327,6 +327,35 @@ def test_a_bad_batch_before_the_capture_is_told_as_what_it_is(gpu):
         assert idle(table)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_a_step_raises_while_it_is_captured_is_what_comes(gpu, ahead):
+    runs, given = [], [randint(0, ROWS, (8, 3), seed=number) for number in range(14)]
+    for graphed in (False, True):
+        table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=40, optimizer=te.Adagrad(lr=0.5))
+        raised = []
+
+        def step(ids, table=table, raised=raised):
+            out = table(ids)
+            if torch.cuda.is_current_stream_capturing() and not raised:
+                raised.append(True)
+                raise KeyError("the step's own")
+            out.square().sum().backward()
+            return out
+
+        train, outs, told = te.graph_step(step) if graphed else step, [], 0
+        for ids in te.prefetch(given, table) if graphed and ahead else given:
+            try:
+                out = train(ids)
+            except KeyError as error:
+                told += "the step's own" in str(error)
+                out = train(ids)
+            outs.append(out.detach().clone())
+        assert told == graphed
+        runs.append([*outs, *bits(table)])
+        assert idle(table)
+    assert_same_bits(*runs)
+
+
 def _both(steps, loop):
     for ids in loop:
         for train in steps:

@@ -97,13 +97,16 @@ class DeviceCache(CapturableCache):
         movement of rows. A failing storage raises its error and changes no row; the cache stays
         usable. Raises `InvalidInputError` for more ids than a plan can number.
         """
-        with self.plan_lock, on_device(self.device), marked("plan"):
+        # launches in place are over at once; what waits for its storage lets lookups and updates go on meanwhile
+        rows = self.lock if self._transfer.in_place else contextlib.nullcontext()
+        with self.plan_lock, rows, on_device(self.device), marked("plan"):
             try:
                 return self._plan_next(keys, homes, score=score, given=given, beside=beside)
             finally:
-                self._planning = None
-                if not self._transfer.in_place:
-                    self._order.touched()
+                with self.lock:
+                    self._planning = None
+                    if not self._transfer.in_place:
+                        self._order.after_plan()
 
     def _plan_next(
         self,
@@ -122,8 +125,8 @@ class DeviceCache(CapturableCache):
             batch = self._planning = self._batch + 1
             oldest = self._oldest(batch)
             locked, slotless = self._book.locked(oldest)
-        self._check_size(n, locked)
-        self._check_capture(moves=moves)
+            self._check_size(n, locked)
+            self._check_capture(moves=moves)
         if not moves:
             if given is not None:
                 given.wait()
@@ -212,9 +215,11 @@ class DeviceCache(CapturableCache):
         with self.whole(), on_device(self.device):
             self._check_usable()
             self._order.whole()
-            yield
-            if not self._transfer.in_place:
-                self._order.touched()
+            try:
+                yield
+            finally:
+                if not self._transfer.in_place:
+                    self._order.touched()
 
     @contextlib.contextmanager
     def using(self, *tickets: DeviceTicket) -> Iterator[None]:
@@ -234,7 +239,8 @@ class DeviceCache(CapturableCache):
         """Where a thread of its own plans ahead: keeps locked what is in flight now, so that nothing moves but what the
         event's stream is through with."""
         with self.lock, on_device(self.device):
-            following = self._batch + 1 if self._planning is None else self._planning
+            planning = self._planning
+            following = self._batch + 1 if planning is None else planning
             return self._book.hold(following), self._order.queued()
 
     @contextlib.contextmanager

@@ -14,8 +14,8 @@ class StreamOrder:
 
     Plans made `ahead` wait for what the computing stream had queued before, and it does not wait for them but where it
     uses their rows, or touches the cache as a whole. Inside a capture only the capture's own work is waited for: torch
-    lets the device finish all other before. All methods are called on the cache's device: `ahead` and `memory` under
-    the lock of its plans, the others under that of its rows.
+    lets the device finish all other before. All methods are called on the cache's device: `ahead` under the lock of its
+    plans, `memory` by any thread, the others under the lock of its rows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,11 +53,19 @@ class StreamOrder:
         elif not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().wait_stream(self._stream)
 
+    def after_plan(self) -> None:
+        """A plan is launched that took its time: what has computed on other streams meanwhile comes before what follows
+        on this one, and the next plan behind both."""
+        if not self._is_ahead:
+            self.compute()
+        self.touched()
+
     def touched(self) -> None:
         """The current stream has planned, or touched the cache as a whole: a plan by a thread of its own, which waits
         for no more than it has to, comes behind that."""
-        self._touched = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._touched.record()
+        if not torch.cuda.is_current_stream_capturing():
+            self._touched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._touched.record()
 
     @property
     def _is_ahead(self) -> bool:

@@ -98,6 +98,7 @@ class Ahead:
         for planned in dropped:
             if not planned.future.cancelled():
                 planned.future.exception()
+                _release(planned.future)  # its callback may come a moment later, on the thread that has planned
 
 
 def identity(given: Given) -> tuple[Any, ...]:

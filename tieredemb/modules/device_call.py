@@ -69,6 +69,8 @@ class DeviceCall(Call):
             self.release()
             if given is not None:
                 given.wait()  # a capture ends with the error that has come, not with one about a stream
+            for part in self.parts:
+                part.join()
             raise
         finally:
             self.memory.planned(part.ticket.aside for part in self.parts)

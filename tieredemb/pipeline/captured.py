@@ -74,9 +74,11 @@ class StepFunction(Generic[R]):
         """On a stream of its own, as torch asks for the steps before a capture."""
         current = torch.cuda.current_stream(self.device)
         self._beside.wait_stream(current)
-        with torch.cuda.stream(self._beside):
-            yield
-        current.wait_stream(self._beside)
+        try:
+            with torch.cuda.stream(self._beside):
+                yield
+        finally:
+            current.wait_stream(self._beside)
 
     @contextlib.contextmanager
     def capture(self, graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
@@ -104,11 +106,19 @@ class _Locks:
     function itself: autograd runs its backward on a thread of its own."""
 
     def __init__(self, caches: Sequence[DeviceCache]) -> None:
-        self._locks = [lock for cache in caches for lock in (cache.plan_lock, cache.lock)]
+        # in one order, whoever takes them
+        self._locks = [lock for cache in sorted(caches, key=id) for lock in (cache.plan_lock, cache.lock)]
 
     def __enter__(self) -> None:
-        for lock in self._locks:
-            lock.acquire()
+        taken = 0
+        try:
+            for lock in self._locks:
+                lock.acquire()
+                taken += 1
+        except BaseException:
+            for lock in reversed(self._locks[:taken]):
+                lock.release()
+            raise
 
     def __exit__(self, *_: object) -> None:
         for lock in reversed(self._locks):

@@ -140,16 +140,24 @@ class StepAhead(Generic[R]):
             for call in planned:
                 call.has_arrived()
             offsets = [[part.ticket.batch - first[part.group.cache] for part in call.parts] for call in planned]
-            now.graph = _Graph(graph, result, replays, offsets, _slotless(calls), reads, then.memories)
-            graph.replay()
         except BaseException:
+            for call in then.calls():
+                call.has_arrived()  # nothing of it has run
+            step.after_capture()
             self.give_up()
-            now.graph = None
             raise
-        step.after_capture()
-        for cache in step.caches:
-            cache.replayed(NOTHING_PLANNED)
-        return result
+        with step.locked:
+            step.after_capture()
+            numbers = [first[cache] + each.plans for cache, each in zip(step.caches, replays, strict=True)]
+            if [cache.last for cache in step.caches] == numbers:
+                now.graph = _Graph(graph, result, replays, offsets, _slotless(calls), reads, then.memories)
+                graph.replay()
+                for cache in step.caches:
+                    cache.replayed(NOTHING_PLANNED)
+                return result
+        self.give_up()  # another thread has planned meanwhile
+        with step.on_buffers(), step.beside():
+            return self._step(now.buffers.batch)
 
     def _replay(self, now: _Turn[R], graph: _Graph[R], then: _Turn[R], calls: list[DeviceCall]) -> R:
         for call in calls:
@@ -268,10 +276,12 @@ class _Turn(Generic[R]):
         stream waits for them, as it may be about to overwrite what they read."""
         planned, self._planned, self.batch = self._planned, [], None
         dropped = [each for module, each in planned if module.ahead.holds(each) and not each.failed]
-        for each in dropped:
-            cast("DeviceCall", each.future.result()).arrive()
-        for module, each in planned:
-            module.ahead.drop(each)
+        try:
+            for each in dropped:
+                cast("DeviceCall", each.future.result()).arrive()
+        finally:
+            for module, each in planned:
+                module.ahead.drop(each)
         return len(dropped)
 
 

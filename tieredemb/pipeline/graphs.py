@@ -162,7 +162,9 @@ class _StepAlone(Generic[R]):
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with self._step.on_buffers(), self._step.capture(graph):
-            self._result = self._step(self._buffers.batch)
-        self._step.after_capture()
+        try:
+            with self._step.on_buffers(), self._step.capture(graph):
+                self._result = self._step(self._buffers.batch)
+        finally:
+            self._step.after_capture()
         return graph
