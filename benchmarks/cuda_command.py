@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cuda_step import check_device, say, show
+from benchmarks.cuda_step import STEPS, WARM_UP, check_device, say, show
 from benchmarks.record import RESULTS, Record, save
 
 CHANGES_NOTHING = ("results", "device", "directory")  # options under which a run is still the whole benchmark
@@ -25,6 +25,13 @@ def make_parser(module: str, description: str | None, *, rows: int) -> argparse.
     parser.add_argument("--quick", action="store_true", help="tiny sizes and few steps")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"), help="cpu only with --quick")
     return parser
+
+
+def add_steps(parser: argparse.ArgumentParser) -> None:
+    """The options of benchmarks of steps."""
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of each way (default: %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before the first (default: %(default)s)")
+    parser.add_argument("--depth", type=int, default=1, help="batches fetched ahead (default: %(default)s)")
 
 
 def parse(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> argparse.Namespace:

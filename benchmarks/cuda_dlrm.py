@@ -19,14 +19,12 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import tieredemb
-from benchmarks.cuda_command import barred, keep, make_parser, parse
+from benchmarks.cuda_command import add_steps, barred, keep, make_parser, parse
 from benchmarks.cuda_providers import LR, OURS
 from benchmarks.cuda_step import (
     STATISTIC,
-    STEPS,
     TORCH_STEPS,
     TORCH_WARM_UP,
-    WARM_UP,
     cache_bytes,
     once,
     release,
@@ -300,9 +298,7 @@ def layers(*widths: int) -> str:
 def plan_of(args: Sequence[str] | None = None) -> tuple[Plan, Path | None]:
     """The plan, and where its results go."""
     parser = make_parser("cuda_dlrm", __doc__, rows=ROWS)
-    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of each way (default: %(default)s)")
-    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before the first (default: %(default)s)")
-    parser.add_argument("--depth", type=int, default=1, help="batches fetched ahead (default: %(default)s)")
+    add_steps(parser)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     chosen = parse(parser, args)
     rows, batch = (min(chosen.rows, 2000), 16) if chosen.quick else (chosen.rows, BATCH)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 import tieredemb
-from benchmarks.cuda_command import barred, keep, make_parser, parse
+from benchmarks.cuda_command import add_steps, barred, keep, make_parser, parse
 from benchmarks.cuda_providers import LR, OURS, Upstream
-from benchmarks.cuda_step import STATISTIC, STEPS, WARM_UP, once, release, say, traffic
+from benchmarks.cuda_step import STATISTIC, once, release, say, traffic
 from benchmarks.cuda_tables import cold_bytes, discard, run_fetched, run_fresh, set_weights, tiered_tables
 from benchmarks.cuda_timing import StepTimes
 from benchmarks.cuda_workload import CudaWorkload, batches, quick_workloads, workloads
@@ -181,9 +181,7 @@ def title(plan: Plan, kind: str) -> str:
 def plan_of(args: Sequence[str] | None = None) -> tuple[Plan, Path | None]:
     """The plan, and where its results go."""
     parser = make_parser("cuda_tiers", __doc__, rows=workloads()[NAME].rows)
-    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of each way (default: %(default)s)")
-    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before the first (default: %(default)s)")
-    parser.add_argument("--depth", type=int, default=1, help="batches fetched ahead (default: %(default)s)")
+    add_steps(parser)
     parser.add_argument(
         "--directory", type=Path, default=Path(tempfile.gettempdir()), help="of the file (default: %(default)s)"
     )

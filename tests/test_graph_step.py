@@ -230,6 +230,17 @@ def test_whatever_comes_between_fetched_ahead_steps(device, monkeypatch, tmp_pat
     replays.check(device, 25)
 
 
+def squares(table):
+    """A step that trains `table` alone."""
+
+    def step(ids):
+        out = table(ids)
+        out.square().sum().backward()
+        return out
+
+    return step
+
+
 @pytest.mark.parametrize("large", [30, 80])
 def test_a_large_batch_between_fetched_ahead_steps(device, monkeypatch, large):
     """Its rows without a slot are still locked when the next batch is planned, which then uses them where they are: no
@@ -238,12 +249,7 @@ def test_a_large_batch_between_fetched_ahead_steps(device, monkeypatch, large):
     given = [randint(0, ROWS, (2, 4), seed=step) for step in range(30)]
     for mode in ("eager", "ahead"):
         table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=24, optimizer=te.Adagrad(lr=0.5))
-
-        def step(ids, table=table):
-            out = table(ids)
-            out.square().sum().backward()
-            return out
-
+        step = squares(table)
         train, seen = step if mode == "eager" else te.graph_step(step), []
         for number, ids in enumerate(given if mode == "eager" else te.prefetch(given, table)):
             seen.append(train(ids).detach().clone())
@@ -262,12 +268,7 @@ def test_calls_inside_accumulate_are_one_update(device):
     given = [randint(0, ROWS, (4, 3), seed=step) for step in range(24)]
     for mode in ("function", "alone", "ahead"):
         table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=40, optimizer=te.Adagrad(lr=0.5))
-
-        def step(ids, table=table):
-            out = table(ids)
-            out.square().sum().backward()
-            return out
-
+        step = squares(table)
         train, outs = step if mode == "function" else te.graph_step(step), []
         batches = iter(te.prefetch(given, table) if mode == "ahead" else given)
         for number in range(0, len(given), 4):
@@ -277,7 +278,8 @@ def test_calls_inside_accumulate_are_one_update(device):
             with table.accumulate():
                 outs += [train(next(batches)).detach().clone() for _ in range(4)]
         runs.append([*outs, *bits(table)])
-        batches.close() if mode == "ahead" else None
+        if mode == "ahead":
+            batches.close()
         assert idle(table)
     assert_same_bits(runs[1], runs[0])
     assert_same_bits(runs[2], runs[0])

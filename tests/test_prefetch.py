@@ -40,6 +40,11 @@ def table(**keywords):
     return te.TieredEmbeddingBag(ROWS, WIDTH, **keywords)
 
 
+def staged(tmp_path, name, **keywords):
+    """A table whose rows pass through the host on every device."""
+    return table(storage=te.File(str(tmp_path / name)), **keywords)
+
+
 def ids_of_steps(steps, size=6, skew=2):
     return [(randint(0, ROWS, (size, 3), seed=step) // skew) for step in range(steps)]
 
@@ -321,8 +326,8 @@ def test_a_failing_plan_leaves_its_error_to_the_forward(device):
     assert idle(model)
 
 
-def test_a_storage_that_fails_fails_the_batch_that_needs_it(monkeypatch):
-    model = table()
+def test_a_storage_that_fails_fails_the_batch_that_needs_it(device, monkeypatch, tmp_path):
+    model = staged(tmp_path, "failing")
     cold = model.tables.groups[0].cache.cold
     read, lost = cold.read, {10, 15}
 
@@ -338,7 +343,7 @@ def test_a_storage_that_fails_fails_the_batch_that_needs_it(monkeypatch):
         try:
             model(ids).sum().backward()
         except StorageFullError as error:
-            failed.append((step, str(error)))
+            failed.append((step, str(error).replace("[11 10]", "[10 11]")))  # a GPU misses them in any order
             lost.discard(15)  # in reach again when its forward comes
         else:
             expected(ids).sum().backward()
@@ -470,11 +475,6 @@ def test_an_output_that_is_dropped_inside_the_loop_locks_nothing(device):
         out = model(ids)
         del out
         assert step < 4 or idle(model)  # until then the next batch may be in flight
-
-
-def staged(tmp_path, name, **keywords):
-    """A table whose rows pass through the host on every device."""
-    return table(storage=te.File(str(tmp_path / name)), **keywords)
 
 
 def test_a_batch_computes_while_the_next_one_waits_for_its_storage(device, monkeypatch, tmp_path):

@@ -158,7 +158,8 @@ class DevicePlan:
             )  # fmt: skip
 
     def find(self, keys: torch.Tensor, homes: torch.Tensor, missed: Missed, *, scored: bool, away: Away) -> None:
-        """Locks and scores what is resident, claims what is missed, into `missed.keys` and, for now, `homes`."""
+        """Locks and scores what is resident, claims what is missed, into `missed.keys`; until the plan settles
+        `homes` name the claims."""
         rows, scoring, records, n = self.rows, self.scoring, self.records, keys.shape[0]
         words = "any n i64 n p i32 i32 i x i p n i32 p any i any n p n i p"
         find = kernel(PLAN, "keys_find", words, *OPTIONS, *away.flags)

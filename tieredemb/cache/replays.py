@@ -6,6 +6,7 @@ import abc
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,12 +27,12 @@ class DeviceTicket(Flight):
         super().__init__(batch, book)
         self.homes = homes
         self.away = away
-        self.beside_bytes = 0  # what is kept with the homes
+        self.kept: tuple[Any, ...] = (homes,)  # what lives as long as it, and is counted as the plan's
         self.ready: torch.cuda.Event | None = None
         self.aside: torch.cuda.Event | None = None
 
     def size_bytes(self) -> int:
-        return self.homes.nbytes + self.beside_bytes
+        return sum(value.nbytes for value in self.kept if isinstance(value, torch.Tensor))
 
 
 @dataclass
@@ -120,7 +121,7 @@ class CapturableCache(Cache, abc.ABC):
         """The flight of `batch`, which a replay has planned to where `ticket` was planned."""
         with self.plan_lock, self.lock:
             again = DeviceTicket(batch, ticket.homes, ticket.away, self._book)
-            again.beside_bytes = -ticket.homes.nbytes  # which count where they were planned first
+            again.kept = ()  # it counts where it was planned first
             self._book.open(again)
             return again
 

@@ -41,8 +41,7 @@ class DeviceGroupCall:
             beside = functools.partial(group.lookup.find_segments, segments, bags.homes, bags.bag, bags.batch)
         scored = not inside_backward()
         self.ticket = group.cache.plan(bags.keys, bags.homes, score=scored, given=given, beside=beside)
-        held = (*vars(bags).values(), *(() if segments is None else vars(segments).values()), trained)
-        self.ticket.beside_bytes = sum(t.nbytes for t in held if isinstance(t, torch.Tensor)) - bags.homes.nbytes
+        self.ticket.kept = (*vars(bags).values(), *(() if segments is None else vars(segments).values()), trained)
         # homes of the occurrences that gradients reach: padding that lookups read is left out
         self.trained = homes = self.ticket.homes
         if trained is not None:

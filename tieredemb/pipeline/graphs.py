@@ -68,17 +68,22 @@ class GraphStep(Generic[R]):
 
         def hear(forward: Forward) -> None:
             forwards.append(forward)
-            devices = [each.module.tables.config.device for each in forwards]
-            for each in forwards if any(device.type == "cuda" for device in devices) else ():
-                check_capturable(each.module, next(device for device in devices if device.type == "cuda"))
+            for each in forwards if (gpus := _gpus(forwards)) else ():
+                check_capturable(each.module, gpus[0])
 
         with heard(hear):
             result = detached(self._function, batch)
-        on_gpu = bool(forwards) and forwards[0].module.tables.config.device.type == "cuda"
-        if on_gpu and all(part.numel() for each in forwards for part in each.given):  # one empty tensor is like another
+        if _gpus(forwards) and all(
+            part.numel() for each in forwards for part in each.given
+        ):  # one empty tensor is like another
             buffers = Buffers(batch, forwards, self._max_ids, self._example)
             self._step = StepFunction(self._function, batch, forwards, buffers)
         return result
+
+
+def _gpus(forwards: list[Forward]) -> list[torch.device]:
+    devices = (forward.module.tables.config.device for forward in forwards)
+    return [device for device in devices if device.type == "cuda"]
 
 
 def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: int | None = None) -> GraphStep[R]:
