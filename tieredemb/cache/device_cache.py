@@ -145,7 +145,6 @@ class DeviceCache(CapturableCache):
             given.wait()
         self._plan.find(keys, homes, missed, scored=score, away=away)
         self._batch = batch
-        self._plan.choose(missed)
         self._move(missed, homes, slotless=slotless, scored=score, beside=beside)
         return self._ticket(batch, homes, slotless=slotless)
 

@@ -33,6 +33,7 @@ class InPlace(Transfer):
     def bring(
         self, missed: Missed, homes: torch.Tensor, *, slotless: bool, scored: bool, beside: Beside | None
     ) -> None:
+        self.plan.choose(missed)
         self.committed = True
         self.plan.settle(homes, missed, self.away(slotless), commit=True)
         if beside:

@@ -101,6 +101,7 @@ class Staged(Transfer):
     def bring(
         self, missed: Missed, homes: torch.Tensor, *, slotless: bool, scored: bool, beside: Beside | None
     ) -> None:
+        self.plan.choose(missed)
         self.plan.settle(homes, missed, self.away(slotless), commit=False)
         count = self.plan.missed_count()
         keys = missed.view("keys", count).cpu().numpy()

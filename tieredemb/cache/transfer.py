@@ -1,6 +1,6 @@
 """How rows travel between a GPU's slots and cold storage: in place by kernels, or staged through the host.
 
-Both are asked by `DeviceCache` in the same order: `retire` before a plan finds, `bring` after it chose its victims.
+Both are asked by `DeviceCache` in the same order: `retire` before a plan finds, `bring` after.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Transfer(abc.ABC):
     def bring(
         self, missed: Missed, homes: torch.Tensor, *, slotless: bool, scored: bool, beside: Beside | None
     ) -> None:
-        """Gives the chosen victims' slots to missed keys, publishes them, resolves `homes`, moves and scores the rows.
-        `beside` is called once `homes` are queued, on a stream that need not wait for the rows."""
+        """Chooses victims and gives their slots to missed keys, publishes them, resolves `homes`, moves and scores the
+        rows. `beside` is called once `homes` are queued, on a stream that need not wait for the rows."""
 
     def follow(self) -> None:  # noqa: B027
         """The current stream is about to use rows without a slot."""
