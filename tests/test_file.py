@@ -602,6 +602,7 @@ def test_reset_rows_take_their_pages_again(path, monkeypatch):
     for _ in range(2):
         cold.reserve(np.array([5]))
         assert len(calls) == 2
+        cold.reserve_range(0, 3000)
         calls.clear()
         cold.reset()
     cold.close()

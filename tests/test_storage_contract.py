@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
+import tempfile
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -26,6 +28,7 @@ TIERS = {
 }
 if torch.cuda.is_available():  # what it answers elsewhere is in test_unified.py
     TIERS["unified"] = lambda directory: UnifiedMemory()
+WORDS = {2: np.int16, 4: np.int32}  # of the size of an element
 LAYOUTS = [
     RowLayout(rows=0, width=0),
     RowLayout(rows=0, width=8, state_width=1),
@@ -150,6 +153,91 @@ def test_write_that_finds_no_space_changes_no_row(opened, monkeypatch):
     monkeypatch.setattr(opened, "reserve", full)
     with pytest.raises(StorageFullError):
         opened.write(np.array([1, 2, 3]), np.arange(3, dtype=np.int32), hot)
+    assert not opened.state.any()
+
+
+def buffers(layout: RowLayout, rows: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random bits as rows lie in a GPU's buffers: weights, and states with a score that is not zero at their end."""
+    random, words = np.random.default_rng(seed), WORDS[layout.dtype.itemsize]
+    weight = random.integers(np.iinfo(words).min, np.iinfo(words).max, (rows, layout.width), words, endpoint=True)
+    state = random.integers(1, 2**31, (rows, layout.state_width + 1), np.int64).astype(np.int32)
+    return torch.from_numpy(weight).view(layout.dtype), torch.from_numpy(state)
+
+
+def words_of(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(torch.int16 if tensor.itemsize == 2 else torch.int32).numpy()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_buffers_come_back_bit_for_bit(storage, layout):
+    cold = open_rows(storage, layout)
+    keys = torch.from_numpy(np.random.default_rng(1).permutation(layout.rows)[: layout.rows * 2 // 3 + 1])
+    source, target = buffers(layout, len(keys)), buffers(layout, len(keys), seed=9)
+    cold.scatter(keys, *source, torch.ones(len(keys), dtype=torch.uint8))
+    others = np.setdiff1d(np.arange(layout.rows), keys)
+    assert not cold.state[others].any()
+    assert not cold.weight[others].any()
+    cold.gather(keys.flip(0), *target)
+    for given, found in zip(source, target, strict=True):
+        assert bits(words_of(given)) == bits(words_of(found.flip(0)))
+    hot = hot_rows(layout, len(keys))
+    cold.read(keys.numpy(), np.arange(len(keys), dtype=np.int32), hot)
+    assert bits(hot.weight) == bits(words_of(source[0]))
+    assert hot.state.tolist() == source[1][:, :-1].numpy().view(np.uint32).tolist()
+    assert hot.score.tolist() == source[1][:, -1].tolist()
+    cold.close()
+
+
+def test_gather_knows_rows_that_were_never_written_by_their_score(opened):
+    written = buffers(opened.layout, 2)
+    opened.scatter(torch.tensor([3, 4999]), *written, torch.ones(2, dtype=torch.uint8))
+    weight, state = buffers(opened.layout, 4, seed=1)
+    opened.gather(torch.tensor([4, 3, 5, 4999]), weight, state)
+    assert (state[:, -1] != 0).tolist() == [False, True, False, True]
+    assert weight[1::2].view(torch.int32).tolist() == written[0].view(torch.int32).tolist()
+    opened.gather(torch.tensor([6, 7]), weight[:2], state[:2])
+    assert state[:2, -1].tolist() == [0, 0]
+
+
+def test_gather_does_not_read_what_was_never_written(tmp_path):
+    if not os.path.isdir("/dev/shm"):
+        pytest.skip("needs a filesystem in memory at /dev/shm, where what is read takes space")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        layout = RowLayout(rows=4000, width=1024)
+        cold = File(os.path.join(directory, "rows")).open(layout, name="", identity={})
+        cold.scatter(torch.tensor([7]), *buffers(layout, 1), torch.ones(1, dtype=torch.uint8))
+        before = os.stat(cold.path).st_blocks
+        cold.gather(torch.arange(4000), *buffers(layout, 4000))
+        taken = (os.stat(cold.path).st_blocks - before) * 512
+        cold.close()
+    assert taken <= layout.state_bytes + 4096
+
+
+def test_scatter_moves_only_the_score_of_a_clean_row(opened):
+    keys = torch.tensor([7, 8, 9])
+    opened.scatter(keys, *buffers(opened.layout, 3), torch.ones(3, dtype=torch.uint8))
+    weight, state = opened.weight[7:10].copy(), opened.state[7:10].copy()
+    new_weight, new_state = buffers(opened.layout, 3, seed=1)
+    opened.scatter(keys, new_weight, new_state, torch.tensor([0, 255, 0], dtype=torch.uint8))
+    assert bits(opened.weight[[7, 9]]) == bits(weight[::2])
+    assert bits(opened.state[[7, 9], :-1]) == bits(state[::2, :-1])
+    assert bits(opened.weight[8]) == bits(new_weight[1].numpy())
+    assert opened.state[8].tolist() == new_state[1].tolist()
+    assert opened.state[7:10, -1].tolist() == new_state[:, -1].tolist()
+
+
+def test_scatter_that_finds_no_space_changes_no_row(opened, monkeypatch):
+    asked = []
+
+    def full(keys):
+        asked.append(keys.tolist())
+        raise StorageFullError("full")
+
+    monkeypatch.setattr(opened, "reserve", full)
+    for dirty in ([1, 1, 1], [0, 1, 1]):
+        with pytest.raises(StorageFullError):
+            opened.scatter(torch.tensor([1, 2, 3]), *buffers(opened.layout, 3), torch.tensor(dirty, dtype=torch.uint8))
+    assert asked == [[1, 2, 3], [2, 3]]
     assert not opened.state.any()
 
 

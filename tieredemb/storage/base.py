@@ -102,13 +102,19 @@ class HotArrays(Protocol):
     dirty: np.ndarray[Any, Any]
 
 
+def _bits(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Rows as a tensor over the same memory, of integers: what is copied is never rounded."""
+    return torch.from_numpy(array.view(f"int{8 * array.itemsize}"))
+
+
 _ROWS_PER_THREAD = 1024  # fewer are moved sooner than a second thread has started (256-byte rows: 30 microseconds)
 
 
 class ColdRows(abc.ABC):
     """An open tier. `weight`: carrier (rows, D); `state`: uint32 (rows, S + 1), both readable in place.
 
-    The caller serialises calls, passes keys in range, and writes a key only after `reserve(keys)` succeeded.
+    The caller serialises calls, passes keys in range, and writes a key only after `reserve(keys)` succeeded. Rows are
+    moved between hot arrays of the CPU by `read` and `write`, between buffers of a GPU by `gather` and `scatter`.
     Calls are synchronous.
     """
 
@@ -167,6 +173,39 @@ class ColdRows(abc.ABC):
         cold, home = (self.weight, self.state), (hot.weight, hot.state, hot.score)
         bounds = even_bounds(len(keys), _ROWS_PER_THREAD)
         parallel_for(rows_write, bounds, keys, slots, hot.dirty, *cold, *home)
+
+    def gather(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:
+        """Fills `weight` (rows' dtype (K, D)) and `state` (int32 (K, S + 1)) with the rows `keys` (int64 (K,)) as they
+        lie here; all of them contiguous CPU tensors. Of rows never written, whose score is zero, all else is
+        undefined. Raises as `read` does.
+
+        By torch's threads, which no Python wakes: `read` and `write` take up to a millisecond for that while others
+        hold the interpreter.
+        """
+        here_weight, here_state = _bits(self.weight), _bits(self.state)
+        torch.index_select(here_state, 0, keys, out=state)
+        written = state[:, -1] != 0
+        if not written.all():  # the others stay unread: to read a hole of a file may take space for it
+            some = keys[written][:1]
+            if len(some) == 0:
+                return
+            keys = torch.where(written, keys, some)
+        torch.index_select(here_weight, 0, keys, out=weight.view(here_weight.dtype))
+
+    def scatter(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, dirty: torch.Tensor) -> None:
+        """Writes `weight` and `state`, which lie as `gather` gives them, back to the rows `keys` (int64 (K,),
+        distinct): where `dirty` (uint8 (K,)) is not zero a whole row, else its score. Reserves first, as `write`."""
+        here_weight, here_state = _bits(self.weight), _bits(self.state)
+        weight, clean = weight.view(here_weight.dtype), torch.nonzero(dirty == 0).flatten()
+        if len(clean):
+            moved = torch.nonzero(dirty).flatten()
+            scores = (keys[clean], state[clean, -1])
+            keys, weight, state = keys[moved], weight[moved], state[moved]
+        self.reserve(keys.numpy())
+        here_weight.index_copy_(0, keys, weight)  # states last: a row is written once it has a score
+        here_state.index_copy_(0, keys, state)
+        if len(clean):
+            here_state[scores[0], -1] = scores[1]
 
     def used_ranges(self) -> Iterator[tuple[int, int]]:
         """Ranges (start, stop) of rows outside which no row was ever written."""

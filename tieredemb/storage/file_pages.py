@@ -18,6 +18,7 @@ from tieredemb.storage.file_io import pread_all, pwrite_all
 # A write fault takes space for a whole page, and the regions of a file start at a multiple of every page
 # size.
 PAGE_BYTES = max(4096, os.sysconf("SC_PAGE_SIZE"))
+PAGE_SHIFT = PAGE_BYTES.bit_length() - 1
 _KEYS_AT_ONCE = 1 << 16  # bounds the scratch: wide rows span many pages
 _PAGES_AT_ONCE = 1 << 20
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
@@ -34,11 +35,12 @@ class PageMap:
     def clear(self) -> None:
         """Forgets every page: the file was punched."""
         self.bits = np.zeros(-(-self.pages // 8), np.uint8)  # calloc: untouched parts take no memory
+        self._unclaimed = self.pages
 
     def reserve(self, keys: np.ndarray[Any, Any]) -> None:
         """Takes space for the rows `keys` (int64 (K,)). Raises `OSError`; what was taken before stays
         taken."""
-        if not self._row_bytes or not len(keys):
+        if not self._row_bytes or not len(keys) or not self._unclaimed:
             return
         from tieredemb.storage.file_pages_cpu import pages_claim
 
@@ -46,12 +48,13 @@ class PageMap:
         missing = np.empty(min(len(keys), _KEYS_AT_ONCE) * spans, np.int64)
         for start in range(0, len(keys), _KEYS_AT_ONCE):
             part = keys[start : start + _KEYS_AT_ONCE]
-            count = pages_claim(0, len(part), part, self._row_bytes, PAGE_BYTES, self.bits, missing)
+            count = pages_claim(0, len(part), part, self._row_bytes, PAGE_SHIFT, self.bits, missing)
+            self._unclaimed -= count
             self._allocate(np.sort(missing[:count]))
 
     def reserve_range(self, start: int, stop: int) -> None:
         """`reserve` for the rows start … stop - 1."""
-        if not self._row_bytes or stop <= start:
+        if not self._row_bytes or stop <= start or not self._unclaimed:
             return
         first = start * self._row_bytes // PAGE_BYTES
         end = -(-stop * self._row_bytes // PAGE_BYTES)
@@ -65,9 +68,11 @@ class PageMap:
 
     def _mark(self, pages: np.ndarray[Any, Any]) -> None:
         np.bitwise_or.at(self.bits, pages >> 3, (1 << (pages & 7)).astype(np.uint8))
+        self._unclaimed -= len(pages)
 
     def _unmark(self, pages: np.ndarray[Any, Any]) -> None:
         np.bitwise_and.at(self.bits, pages >> 3, (~(1 << (pages & 7))).astype(np.uint8))
+        self._unclaimed += len(pages)
 
     def _allocate(self, pages: np.ndarray[Any, Any]) -> None:
         """Takes the sorted, marked `pages`; unmarks those that it could not take."""

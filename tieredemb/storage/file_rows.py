@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from tieredemb.errors import ForkedError, StorageError
 from tieredemb.storage.base import STATE_DTYPE, ColdRows, HotArrays, Metadata, RowLayout
@@ -89,10 +90,18 @@ class FileRows(ColdRows):
     ) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """As every tier. Takes space for the scores first, which come back even from a row that stays clean;
         on tmpfs merely reading a hole takes a page."""
+        self._reserve_scores(keys)
+        return super().read(keys, slots, hot)
+
+    def gather(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:
+        """As every tier; takes space as `read`."""
+        self._reserve_scores(keys.numpy())
+        super().gather(keys, weight, state)
+
+    def _reserve_scores(self, keys: np.ndarray[Any, Any]) -> None:
         self._check_usable()
         with storage_errors(self.path, "taking space for scores of"):
             self._state_pages.reserve(keys)
-        return super().read(keys, slots, hot)
 
     def used_ranges(self) -> Iterator[tuple[int, int]]:
         """The rows whose score lies in a data extent of the file: holes are skipped by the filesystem."""
