@@ -636,7 +636,7 @@ def test_pages_that_were_refused_are_asked_for_again(path, monkeypatch):
         raise OSError(errno.ENOSPC, "full")
 
     keys = np.array([0, 1, 1500, 2999])
-    for attempt in (cold.reserve, lambda _: cold.reserve_range(0, 3000)):
+    for attempt in (lambda _: cold.reserve_range(0, 3000), cold.reserve):
         with monkeypatch.context() as patched:
             patched.setattr(os, "posix_fallocate", full)
             with pytest.raises(StorageFullError, match=r"rows\.bin"):
