@@ -14,6 +14,7 @@ from torch import nn
 
 import tieredemb as te
 from tieredemb.errors import StorageError
+from tieredemb.modules.device_call import DeviceCall
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -190,6 +191,27 @@ def test_replayed_steps_give_the_bits_of_eager_ones(optimizer, capacity):
     assert_same_bits(run.numbers(), eager.numbers())
     mine, other = run.table.stats(), eager.table.stats()
     assert (mine.batches, mine.lookups) == (other.batches, other.lookups)
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("capacity", [2, 40, 1.0])
+def test_bags_of_a_large_batch_are_found_beside_its_captured_plan(monkeypatch, capacity, large):
+    monkeypatch.setattr("tieredemb.modules.device_call.LARGE", 1 if large else 1000)
+    find, streams = DeviceCall._find_bags, []
+    monkeypatch.setattr(
+        DeviceCall, "_find_bags", lambda *given: streams.append(torch.cuda.current_stream()) or find(*given)
+    )
+    tables = table_configs(widths=(4, 5), rows=(3, 300))
+    eager, run = warmed_up(tables, capacity=capacity, optimizer=te.Adagrad(lr=0.05))
+    graph = run.capture()
+    assert (streams[-1] != torch.cuda.graph.default_capture_stream) == large
+    for seed in range(3, 15):
+        eager.load(seed)
+        run.load(seed)
+        eager.step()
+        graph.replay()
+        assert_same_bits(run.seen(), eager.seen())
+    assert_same_bits(run.numbers(), eager.numbers())
 
 
 def test_a_flush_between_a_forward_and_its_backward_after_replays():

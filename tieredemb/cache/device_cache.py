@@ -34,7 +34,7 @@ from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 
-LARGE = 1 << 17  # ids of a batch whose sorting takes longer than going aside for it
+LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, takes longer than going aside for it (4 µs)
 LOAD_ROWS = 1 << 20  # rows brought in at once by whole-cache calls
 MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
 

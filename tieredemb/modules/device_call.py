@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tieredemb.cache.device_cache import LARGE
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.streams import on_device
 from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, tell_fault
@@ -55,7 +56,8 @@ class DeviceCall(Call):
             fits = memory is not None and memory.fits(groups, self.ids, batch)
             self.memory = memory if fits and memory else self._allocate(groups, trains=trains)
             given = None
-            if torch.cuda.is_current_stream_capturing():  # events cost nothing there
+            # beside the beginning of a plan, where that takes longer than to go there; events cost an eager host more
+            if self.ids >= LARGE and torch.cuda.is_current_stream_capturing():
                 given = groups[0].cache.aside(functools.partial(self._find_bags, groups, ids, edges))
             else:
                 self._find_bags(groups, ids, edges)
