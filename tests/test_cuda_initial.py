@@ -103,16 +103,21 @@ def test_missed_rows_have_the_bits_of_the_cpu_in_their_slots(width, dtype):
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize("dtype", [FLOAT, HALF, BFLOAT16])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_missed_rows_without_a_slot_go_to_their_cold_rows_and_spare_the_score(width, dtype):
+@pytest.mark.parametrize("by_key", [True, False])
+def test_missed_rows_without_a_slot_go_to_their_cold_rows_and_spare_the_score(width, dtype, by_key):
     initial, state_width, rows = rows_on(GPU), 2, 8000
     keys, slots = np.array([7, 42, 1000, 4999, 5000, 7999]), [-1, 3, -5, -(2**31), 0, -1]
+    if not by_key:
+        slots = [-2, 3, -2 - 41, -2 - 7999, 0, -2 - 6]
     weight, state = device_rows(10, width, state_width, dtype)
     cold_weight, cold_state = device_rows(rows, width, state_width + 1, dtype)
     addresses = cold_weight.data_ptr(), cold_state.data_ptr()
-    initial.on_device().generate_missed(*missed(keys, slots, [1] * len(keys)), weight, state, *addresses, state_width)
+    given = missed(keys, slots, [1] * len(keys))
+    initial.on_device().generate_missed(*given, weight, state, *addresses, state_width, by_key=by_key)
     right, words = expected(keys, width, dtype, state_width)
     hot = np.array(slots) >= 0
-    away, into = torch.from_numpy(keys[~hot]).to(GPU), torch.tensor([slots[1], slots[4]], device=GPU)
+    places = keys if by_key else -2 - np.array(slots)
+    away, into = torch.from_numpy(places[~hot]).to(GPU), torch.tensor([slots[1], slots[4]], device=GPU)
     assert bits(weight[into]) == right[hot].tobytes()
     assert bits(state[into]) == words[hot].tobytes()
     assert bits(cold_weight[away]) == right[~hot].tobytes()

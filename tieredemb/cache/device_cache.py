@@ -136,7 +136,7 @@ class DeviceCache(CapturableCache):
             return ticket
         slotless = slotless or locked + n > self._cached
         if slotless:
-            self._plan.records.reserve(min(locked + n, self.cold.layout.rows))
+            self._transfer.make_room(min(locked + n, self.cold.layout.rows))
         missed = Missed(n, self.device)
         self._transfer.retire(batch, batch - oldest)
         away = self._transfer.away(slotless)

@@ -23,7 +23,7 @@ TOGETHER = 1024  # threads of a block of those that wait for each other
 # byte offsets in the control tensor: Clock, Counts, Selection
 CLOCK, COUNTS, SELECTION = 0, 32, 160
 SELECTION_BYTES = 4 * (4 + 3 * 2048)
-MISSED, NEEDED, UNTOUCHED = COUNTS, COUNTS + 4, COUNTS + 32
+MISSED, NEEDED, ROOM, UNTOUCHED = COUNTS, COUNTS + 4, COUNTS + 20, COUNTS + 32
 TOTALS = COUNTS + 40
 MOVED = TOTALS + 8 * 5  # what `storage/move.cu` counts
 TOTAL_NAMES = (
@@ -109,6 +109,11 @@ class Records:
             self._outgrown += [self.table, self.index]  # tickets in flight, and captured graphs, go on reading them
             self.table, self.index, self.rows = grown, index, size
 
+    def free(self, records: torch.Tensor) -> None:
+        """Frees `records` (int64 (K,), distinct), which no batch in flight uses."""
+        self.table[records, 0] = 0
+        self.table.view(torch.int32)[self.rows, 0] -= len(records)  # `RecordsEnd.taken`
+
     def clear(self) -> None:
         """Frees all records."""
         for tensor in (self.table, self.index, *self._outgrown):
@@ -129,7 +134,7 @@ class DevicePlan:
         base = self.control.data_ptr()
         self.clock, self.counts, self.selection = base + CLOCK, base + COUNTS, base + SELECTION
         self.missed, self.needed, self.moved = base + MISSED, base + NEEDED, base + MOVED
-        self.untouched = base + UNTOUCHED
+        self.room, self.untouched = base + ROOM, base + UNTOUCHED
         self._together = meeting_blocks(device.index)
 
     def count(self, homes: torch.Tensor, *, scored: bool) -> None:

@@ -24,11 +24,13 @@ class InPlace(Transfer):
 
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan, *apart: Any) -> None:
         super().__init__(cold, hot, initial, plan, *apart)
-        initial.on_device().load_missed(self.device, cold.layout.dtype, cold.layout.width)
         self._weight, self._state = cold.weight.ctypes.data, cold.state.ctypes.data
 
     def away(self, slotless: bool) -> Away:
         return Away(slotless, self._weight, self._state, self.plan.records.table)
+
+    def make_room(self, rows: int) -> None:
+        self.plan.records.reserve(rows)
 
     def bring(
         self, missed: Missed, homes: torch.Tensor, *, slotless: bool, scored: bool, beside: Beside | None
@@ -43,7 +45,7 @@ class InPlace(Transfer):
             count, missed.n, keys, slots, missed.victims, self.plan.needed, self._weight, self._state,
             missed.untouched, scored=scored,
         )  # fmt: skip
-        self._generate(count, missed.n, keys, slots, missed.untouched, some=self.plan.untouched)
+        self._generate(count, missed.n, keys, slots, missed.untouched, self.away(slotless), some=self.plan.untouched)
         self.committed = False
         if beside:
             self.aside(beside).wait()
@@ -51,16 +53,8 @@ class InPlace(Transfer):
     def load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         if len(keys) == 0:
             return
-        untouched = self._load_rows(keys, slots, self._weight, self._state)
-        count = torch.full((1,), len(keys), dtype=torch.int32, device=self.device)
-        self._generate(count, len(keys), keys, slots.contiguous(), untouched)
+        self._load_rows(keys, keys, slots, self._weight, self._state)
         self._score_loaded(slots)
-
-    def _generate(self, count: Any, n: int, keys: Any, slots: Any, untouched: Any, *, some: int = 0) -> None:
-        hot, width = self.hot, self.cold.layout.state_width
-        self._initial.on_device().generate_missed(
-            count, n, keys, slots, untouched, hot.weight, hot.state, self._weight, self._state, width, some
-        )
 
     def write_back(self, first_slot: int, slots: int, first_key: int | None) -> None:
         hot = self.hot

@@ -2,55 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from tieredemb.cache.device_plan import Away, DevicePlan, Missed
 from tieredemb.cache.device_rows import DeviceRows
-from tieredemb.cache.transfer import MOVE_BLOCKS, MOVE_THREADS, Beside, Transfer
-from tieredemb.kernels.compiler import blocks_for
-from tieredemb.storage.base import ColdRows
+from tieredemb.cache.policy import MIN_SCORE
+from tieredemb.cache.transfer import MOVE, MOVE_BLOCKS, MOVE_THREADS, Beside, Transfer
+from tieredemb.kernels.compiler import blocks_for, kernel
+from tieredemb.storage.base import ColdRows, RowLayout
 from tieredemb.storage.initial import InitialRows
 
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
-
 STAGE_ROWS = 1 << 16  # rows staged at once by whole-cache calls: bounds pinned memory
+PLACE_BLOCKS = 4 * MOVE_BLOCKS  # staged rows move inside the device, whose memory takes more to saturate than PCIe
 
 
-class _Buffers:
-    """Rows on their way, as pinned host memory, and as the arrays that a storage moves (`storage.base.HotArrays`)."""
+class _Rows:
+    """Room for `rows` rows as they lie in cold storage, and whether each is to be written whole, in pinned memory:
+    kernels write there, and copies to the device run beside what the host does."""
 
-    def __init__(self, cold: ColdRows, rows: int) -> None:
-        layout = cold.layout
+    def __init__(self, layout: RowLayout, rows: int = 0) -> None:
         self.rows = rows
-        self.pinned = {
-            "weight": torch.empty((rows, layout.width), dtype=layout.dtype, device="cpu", pin_memory=True),
-            "state": torch.empty((rows, layout.state_width), dtype=torch.int32, device="cpu", pin_memory=True),
-            "score": torch.empty(rows, dtype=torch.int32, device="cpu", pin_memory=True),
-            "dirty": torch.empty(rows, dtype=torch.uint8, device="cpu", pin_memory=True),
-        }
-        carriers = {"weight": layout.carrier, "state": np.dtype(np.uint32), "score": np.dtype(np.uint32)}
-        arrays = {
-            name: tensor.view(torch.uint8).numpy().view(carriers.get(name, np.dtype(np.uint8)))
-            if tensor.numel()
-            else np.empty(tensor.shape, carriers.get(name, np.dtype(np.uint8)))
-            for name, tensor in self.pinned.items()
-        }
-        self.weight, self.state = arrays["weight"], arrays["state"]
-        self.score, self.dirty = arrays["score"], arrays["dirty"]
+        self.weight = torch.empty((rows, layout.width), dtype=layout.dtype, device="cpu", pin_memory=True)
+        self.state = torch.empty((rows, layout.state_width + 1), dtype=torch.int32, device="cpu", pin_memory=True)
+        self.dirty = torch.empty(rows, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def to(self, device: torch.device, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first `rows` rows on the device as cold rows lie: weights, and states with the score at their end."""
-        weight = self.pinned["weight"][:rows].to(device, non_blocking=True)
-        state = self.pinned["state"][:rows].to(device, non_blocking=True)
-        score = self.pinned["score"][:rows].to(device, non_blocking=True)
-        return weight, torch.cat([state, score[:, None]], 1)
+    def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.weight[start:stop], self.state[start:stop], self.dirty[start:stop]
 
     def size_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.pinned.values())
+        return self.weight.nbytes + self.state.nbytes + self.dirty.nbytes
+
+
+class _Moves(NamedTuple):
+    """What a plan moves, as the device has told. `keys`: int64 (M,), that are missed; the first `room` get slots never
+    used · `leaving`: int64 (V,), the keys whose slots the next ones get; those that then follow get none."""
+
+    keys: torch.Tensor
+    room: int
+    leaving: torch.Tensor
+
+    @property
+    def with_slots(self) -> int:
+        return self.room + len(self.leaving)
 
 
 class Staged(Transfer):
@@ -58,22 +53,25 @@ class Staged(Transfer):
     buffers. Every plan waits for the device, and for the storage; where a thread of its own plans ahead, lookups and
     updates go on meanwhile.
 
-    Victims are written back before anything changes hands and missed rows are read before they are published, so that
-    a storage that fails loses nothing. Rows without a slot lie on the device, row r for record r.
+    Missed rows are read while the victims' come from the device, and those are written back while the missed ones go
+    there. All of it is done before anything changes hands, so that a storage that fails loses nothing. Rows without a
+    slot lie on the device, row r for record r.
     """
 
     in_place = False
 
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan, *apart: Any) -> None:
         super().__init__(cold, hot, initial, plan, *apart)
-        self._buffers = _Buffers(cold, 0)
-        self._grown: torch.cuda.Event | None = None  # comes once rows without a slot have moved to larger arrays
+        self._tell = kernel(MOVE, "missed_tell", "p p p p n p p i64", *self._flags)
+        self._coming, self._leaving = _Rows(cold.layout), _Rows(cold.layout)
+        self._told = torch.empty(0, dtype=torch.int64, device="cpu", pin_memory=True)  # see `missed_tell`
+        self._gone = torch.cuda.Event()  # type: ignore[no-untyped-call]  # comes once `_coming` has been copied
         self.restart()
 
     def restart(self) -> None:
         layout = self.cold.layout
-        self._grown = None
-        self._keys: dict[int, int] = {}  # of the records in use
+        self._grown: torch.cuda.Event | None = None  # comes once rows without a slot have moved to larger arrays
+        self._slotless = 0  # rows without a slot
         self._weight = torch.empty((0, layout.width), dtype=layout.dtype, device=self.device)
         self._state = torch.empty((0, layout.state_width + 1), dtype=torch.int32, device=self.device)
 
@@ -87,54 +85,76 @@ class Staged(Transfer):
     # --- a plan -----------------------------------------------------------------------------------------------------
 
     def retire(self, batch: int, lag: int) -> None:
-        if not self._keys:
+        if self._slotless == 0:
             return
-        table = self.plan.records.table.cpu()
-        stamp = batch - lag
-        last = table.numpy().view(np.int32).reshape(-1, 4)[:, 2]
-        behind = (last.astype(np.int64) - stamp + 2**31) % 2**32 - 2**31
-        gone = [record for record in self._keys if behind[record] < 0]
+        records = self._records()
+        last = self.plan.records.table.view(torch.int32)[records, 2]
+        oldest = (batch - lag + 2**31) % 2**32 - 2**31  # the device compares 32 bits, which wrap
+        gone = records[last - oldest < 0]
         self._store_away(gone)
-        for record in gone:
-            del self._keys[record]
+        self.plan.records.free(gone)
+        self._slotless -= len(gone)
 
     def bring(
         self, missed: Missed, homes: torch.Tensor, *, slotless: bool, scored: bool, beside: Beside | None
     ) -> None:
-        self.plan.choose(missed)
-        self.plan.settle(homes, missed, self.away(slotless), commit=False)
-        count = self.plan.missed_count()
-        keys = missed.view("keys", count).cpu().numpy()
-        victims, slots = missed.view("victims", count), missed.view("slots", count)
-        leaving = victims >= 0
-        self._out(slots[leaving], victims[leaving])
-        weight, state = self._in(keys)
-        if slotless:
-            self._grow(len(self.plan.records.table))
+        plan = self.plan
+        plan.choose(missed)
+        plan.settle(homes, missed, self.away(slotless), commit=False)
+        moves, sent = self._ask(missed)
+        weight, state = self._in(moves.keys)
+        sent.synchronize()
+        if len(moves.leaving):
+            self.cold.scatter(moves.leaving, *self._leaving.part(moves.room, moves.with_slots))
+        count = len(moves.keys)
+        new = count - moves.with_slots
+        if new:
+            plan.records.reserve(self._slotless + new)
+            self._grow(plan.records.rows)
+        away = self.away(slotless)
         self.committed = True
-        self.plan.settle(homes, missed, self.away(slotless), commit=True)
-        self._place(slots, weight, state)
-        if slotless:
-            self._place_away(slots, keys, weight, state)
-        self.plan.score(missed, self.away(slotless), scored=scored)
+        plan.settle(homes, missed, away, commit=True)
+        self._swap_rows(
+            plan.missed, count, 0, missed.slots, missed.victims, 0, weight, state, missed.untouched, scored=scored,
+            most_blocks=PLACE_BLOCKS,
+        )  # fmt: skip
+        if new:
+            records = -2 - missed.view("slots", count)[moves.with_slots :].long()
+            self._weight[records] = weight[moves.with_slots :]
+            self._state[records] = state[moves.with_slots :]
+            self._slotless += new
+        self._generate(plan.missed, count, missed.keys, missed.slots, missed.untouched, away, some=plan.untouched)
         self.committed = False
         if beside:
             beside()
 
-    def _place(self, slots: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:
-        """Puts staged row m into slots[m], where that is one."""
-        if len(slots):
-            self._load_rows(torch.arange(len(slots), device=self.device), slots, weight, state)
+    def _ask(self, missed: Missed) -> tuple[_Moves, torch.cuda.Event]:
+        """Waits to be told what a plan moves; the victims' rows are on their way then, and there once the event
+        comes."""
+        n, plan = missed.n, self.plan
+        if len(self._told) < 3 + 2 * n:
+            self._told = torch.empty(3 + 4 * n, dtype=torch.int64, device="cpu", pin_memory=True)
+        told, sent = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._tell(
+            blocks_for(n, 256, MOVE_BLOCKS), 256, plan.missed, plan.room, plan.needed, plan.selection, n, missed.keys,
+            missed.victims, self._told.data_ptr(),
+        )  # fmt: skip
+        told.record()
+        self._send(missed)
+        told.synchronize()
+        count, room, leaving = self._told[:3].tolist()
+        moves = _Moves(self._told[3 : 3 + count], room, self._told[3 + n + room : 3 + n + room + leaving])
+        if moves.with_slots > self._leaving.rows:
+            self._make_room(moves.with_slots)
+            self._send(missed)
+        sent.record()
+        return moves, sent
 
-    def _place_away(self, slots: torch.Tensor, keys: Array, weight: torch.Tensor, state: torch.Tensor) -> None:
-        """Puts the staged rows of missed keys without a slot to their records' rows."""
-        chosen = torch.nonzero(slots < -1).flatten()
-        if len(chosen) == 0:
-            return
-        records = -2 - slots[chosen].long()
-        self._weight[records] = weight[chosen]
-        self._state[records] = state[chosen]
-        self._keys |= dict(zip(records.tolist(), keys[chosen.cpu().numpy()].tolist(), strict=True))
+    def _send(self, missed: Missed) -> None:
+        """Sends as many of the victims' rows to the host as there is room for, each where the row that it leaves for is
+        among the missed."""
+        rows, missing = self._leaving.rows, self.plan.missed
+        self._send_rows(rows, missing, missed.slots, missed.victims, 0)
 
     def _grow(self, rows: int) -> None:
         if rows <= len(self._weight):
@@ -152,46 +172,38 @@ class Staged(Transfer):
 
     # --- rows through the host --------------------------------------------------------------------------------------
 
-    def _reserved(self, rows: int) -> _Buffers:
-        if rows > self._buffers.rows:
-            self._buffers = _Buffers(self.cold, max(rows, 2 * self._buffers.rows))
-        return self._buffers
-
-    def _in(self, keys: Array) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cold rows on the device, generated where they were never written."""
-        buffers = self._reserved(len(keys))
-        rows = np.arange(len(keys), dtype=np.int32)
-        untouched = np.flatnonzero(self.cold.read(keys, rows, buffers))
-        self._initial.generate(keys[untouched], untouched, buffers.weight, buffers.state, self.cold.layout.state_width)
-        staged = buffers.to(self.device, len(keys))
-        torch.cuda.current_stream().synchronize()  # the buffers are about to be used again
+    def _in(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cold rows (keys: int64 (K,), on the host) on their way to the device, as they lie in storage."""
+        self._gone.synchronize()
+        rows = len(keys)
+        if rows > self._coming.rows:
+            self._coming = _Rows(self.cold.layout, max(rows, 2 * self._coming.rows))
+        weight, state, _ = self._coming.part(0, rows)
+        self.cold.gather(keys, weight, state)
+        staged = weight.to(self.device, non_blocking=True), state.to(self.device, non_blocking=True)
+        self._gone.record()
         return staged
 
     def _out(self, slots: torch.Tensor, keys: torch.Tensor) -> None:
         """Writes slots (int32 (K,)) back to the rows `keys` (int64 (K,)); their dirty flags stay."""
         rows = len(slots)
-        if rows == 0:
-            return
-        layout, hot = self.cold.layout, self.hot
-        # of a clean row the kernel writes the score alone
-        weight = torch.zeros((rows, layout.width), dtype=layout.dtype, device=self.device)
-        state = torch.zeros((rows, layout.state_width + 1), dtype=torch.int32, device=self.device)
-        dirty = torch.zeros(rows, dtype=torch.uint8, device=self.device)
-        self._write_back(
-            blocks_for(rows, 32, 4 * MOVE_BLOCKS), MOVE_THREADS, 0, rows, 0, 0, slots.contiguous(), keys.contiguous(),
-            hot.weight, hot.state, hot.score, hot.dirty, weight, state, dirty, self.plan.moved,
-        )  # fmt: skip
-        self._store(keys.cpu().numpy(), weight, state, dirty)
+        self._make_room(rows)
+        self._send_rows(rows, 0, slots.contiguous(), keys.contiguous(), self.plan.moved)
+        self.cold.scatter(keys.cpu(), *self._leaving.part(0, rows))  # the keys come behind the rows
 
-    def _store(self, keys: Array, weight: torch.Tensor, state: torch.Tensor, dirty: torch.Tensor) -> None:
-        buffers, rows = self._reserved(len(keys)), len(keys)
-        width = self.cold.layout.state_width
-        for name, tensor in (
-            ("weight", weight), ("state", state[:, :width]), ("score", state[:, width]), ("dirty", dirty)
-        ):  # fmt: skip
-            buffers.pinned[name][:rows].copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        self.cold.write(keys, np.arange(rows, dtype=np.int32), buffers)
+    def _make_room(self, rows: int) -> None:
+        """Room for rows that leave. What is there is lost."""
+        if rows > self._leaving.rows:
+            torch.cuda.current_stream().synchronize()  # a plan that failed may be sending rows yet
+            self._leaving = _Rows(self.cold.layout, max(rows, 2 * self._leaving.rows))
+
+    def _send_rows(self, rows: int, count: int, slots: Any, keys: Any, moved: int) -> None:
+        """Sends the rows of `rows` slots to the host, or of as many as the number at `count` says, if that is less."""
+        hot, leaving = self.hot, self._leaving
+        self._write_back(
+            blocks_for(rows, 32, MOVE_BLOCKS), MOVE_THREADS, count, rows, 0, 0, slots, keys, hot.weight, hot.state,
+            hot.score, hot.dirty, leaving.weight.data_ptr(), leaving.state.data_ptr(), leaving.dirty.data_ptr(), moved,
+        )  # fmt: skip
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
 
@@ -209,25 +221,39 @@ class Staged(Transfer):
 
     def load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         for some_keys, some_slots in zip(torch.split(keys, STAGE_ROWS), torch.split(slots, STAGE_ROWS), strict=True):
-            self._place(some_slots, *self._in(some_keys.cpu().numpy()))
+            self._load_rows(0, some_keys, some_slots, *self._in(some_keys.cpu()))
             self._score_loaded(some_slots)
 
     def settle(self) -> None:
-        self._store_away(list(self._keys))
+        self._store_away(self._records())
 
     def reload(self) -> None:
-        if self._keys:
-            records = torch.tensor(list(self._keys), device=self.device)
-            self._weight[records], self._state[records] = self._in(np.array(list(self._keys.values()), np.int64))
+        for records in torch.split(self._records(), STAGE_ROWS):
+            keys = self._key(records)
+            weight, state = self._in(keys.cpu())
+            score = state[:, -1]
+            untouched = (score == 0).to(torch.uint8)
+            state[:, -1] = torch.where(score == 0, MIN_SCORE, score)
+            self._weight[records], self._state[records] = weight, state
+            count = torch.full((1,), len(records), dtype=torch.int32, device=self.device)
+            self._generate(count, len(records), keys, (-2 - records).to(torch.int32), untouched, self.away(True))
 
-    def _store_away(self, records: list[int]) -> None:
-        for start in range(0, len(records), STAGE_ROWS):
-            some = records[start : start + STAGE_ROWS]
-            rows = torch.tensor(some, device=self.device)
-            dirty = torch.ones(len(some), dtype=torch.uint8, device=self.device)
-            keys = np.array([self._keys[record] for record in some], np.int64)
-            self._store(keys, self._weight[rows], self._state[rows], dirty)
+    def _records(self) -> torch.Tensor:
+        """The records in use, int64 on the device. Synchronises."""
+        return torch.nonzero(self.plan.records.table[: self.plan.records.rows, 0]).flatten()
+
+    def _key(self, records: torch.Tensor) -> torch.Tensor:
+        return self.plan.records.table[records, 0] - 1
+
+    def _store_away(self, records: torch.Tensor) -> None:
+        for some in torch.split(records, STAGE_ROWS):
+            self._make_room(len(some))
+            weight, state, dirty = self._leaving.part(0, len(some))
+            weight.copy_(self._weight[some], non_blocking=True)
+            state.copy_(self._state[some], non_blocking=True)
+            dirty.fill_(1)
+            self.cold.scatter(self._key(some).cpu(), weight, state, dirty)  # the keys come behind the rows
 
     def size_bytes(self) -> dict[str, int]:
-        away = self._weight.nbytes + self._state.nbytes
-        return {"staging": self._buffers.size_bytes(), "away": away}
+        staging = self._coming.size_bytes() + self._leaving.size_bytes() + self._told.nbytes
+        return {"staging": staging, "away": self._weight.nbytes + self._state.nbytes}

@@ -47,7 +47,7 @@ class Transfer(abc.ABC):
         self.plan = plan
         self.device = hot.weight.device
         self._initial = initial
-        flags = (*options(cold.layout.dtype, cold.layout.width), f"-DSTATE={cold.layout.state_width}")
+        self._flags = flags = (*options(cold.layout.dtype, cold.layout.width), f"-DSTATE={cold.layout.state_width}")
         self._swap = kernel(MOVE, "rows_swap", "p p p p p i any f32 i32 u8 p p p p p p i x i i", *flags)
         self._write_back = kernel(MOVE, "rows_write_back", "p n n n p p any f32 i32 u8 p p p p", *flags)
         self._side: torch.cuda.Stream | None = None
@@ -56,9 +56,13 @@ class Transfer(abc.ABC):
         # at exit is too late to compile, and between the slots' change of hands and their rows' arrival too
         self._write_back.load(self.device.index)
         self._swap.load(self.device.index)
+        initial.on_device().load_missed(self.device, cold.layout.dtype, cold.layout.width)
 
     def retire(self, batch: int, lag: int) -> None:  # noqa: B027 - rows used in place need no farewell
         """Before `batch` is planned: gives up rows that are no longer used without a slot."""
+
+    def make_room(self, rows: int) -> None:  # noqa: B027
+        """Before a plan after which that many rows may be without a slot, if all ids in flight are other rows'."""
 
     @abc.abstractmethod
     def bring(
@@ -134,26 +138,38 @@ class Transfer(abc.ABC):
         untouched: Any,
         *,
         scored: bool | None,
+        most_blocks: int = MOVE_BLOCKS,
     ) -> None:
-        """Brings cold rows `keys` of `weight` and `state` into `slots`, after the rows `victims` went back there.
-        `needed`: address of how many victims there are, 0 for none · `scored`: whether this use raises their scores;
-        with None it is no use."""
+        """Brings cold rows `keys` of `weight` and `state` into `slots`, after the rows `victims` went back there;
+        without keys those that lie there in the order of `slots`, and the victims' rows have gone already. `needed`:
+        address of how many victims there are, 0 for none · `scored`: whether this use raises their scores; with None
+        it is no use."""
         hot, plan, scoring = self.hot, self.plan, self.plan.scoring
         clock, n_untouched = (0, 0) if scored is None else (plan.clock, plan.untouched)
         self._swap(
-            blocks_for(n, 64, MOVE_BLOCKS), MOVE_THREADS, count, keys, slots, victims, needed, SWAP_BLOCKS,
+            blocks_for(n, 64, most_blocks), MOVE_THREADS, count, keys, slots, victims, needed, SWAP_BLOCKS,
             hot.weight, hot.state, hot.score, hot.dirty, weight, state, untouched, n_untouched, plan.moved, clock,
             scoring.kind, scoring.unit, scoring.remember, scored or False,
         )  # fmt: skip
 
-    def _load_rows(self, keys: Any, slots: torch.Tensor, weight: Any, state: Any) -> torch.Tensor:
-        """Brings cold rows into slots that are theirs; returns which were never written, uint8 (K,)."""
-        n = len(slots)
+    def _load_rows(self, source: Any, keys: torch.Tensor, slots: torch.Tensor, weight: Any, state: Any) -> None:
+        """Brings the rows of `keys` (int64 (K,)) into `slots` (int32 (K,)), which are theirs, from the rows `source`
+        of `weight` and `state` (0: in their order), or generates them."""
+        n, slots = len(slots), slots.contiguous()
         count = torch.full((1,), n, dtype=torch.int32, device=self.device)
-        nobody = torch.full((n,), -1, dtype=torch.int64, device=self.device)
         untouched = torch.empty(n, dtype=torch.uint8, device=self.device)
-        self._swap_rows(count, n, keys, slots.contiguous(), nobody, 0, weight, state, untouched, scored=None)
-        return untouched
+        self._swap_rows(count, n, source, slots, 0, 0, weight, state, untouched, scored=None)
+        self._generate(count, n, keys, slots, untouched, self.away(False))
+
+    def _generate(
+        self, count: Any, n: int, keys: Any, slots: Any, untouched: Any, away: Away, *, some: int = 0
+    ) -> None:
+        """Generates the untouched of the rows `keys`, in their `slots` or away."""
+        hot, width = self.hot, self.cold.layout.state_width
+        self._initial.on_device().generate_missed(
+            count, n, keys, slots, untouched, hot.weight, hot.state, away.weight, away.state, width,
+            by_key=away.by_key, some=some,
+        )  # fmt: skip
 
     def _score_loaded(self, slots: torch.Tensor) -> None:
         """No row in a slot has a score of zero."""

@@ -146,13 +146,12 @@ __device__ __forceinline__ void row_generate(i64 key, row_t *weight, u32 *state,
 }
 
 // The rows never written among the missed: of each untouched m < *count the row of keys[m], into hot slot slots[m], or
-// where that is negative into the cold row, whose last state word, the score, is left alone. Where `some` is given and
-// zero there are none.
+// where that is negative into the row keys[m] of the cold ones, or with a home of −2 − r and not `by_key` row r, whose last
+// state word, the score, is left alone. Where `some` is given and zero there are none.
 extern "C" __global__ void __launch_bounds__(256) rows_generate(
     const int *count, const int *some, const i64 *keys, const int *slots, const unsigned char *untouched,
-    row_t *hot_weight, u32 *hot_state, row_t *cold_weight, u32 *cold_state, int state_words, u32 state_word,
-    u32 seed_low, u32 seed_high,
-    int n_tables, const i64 *start, const u32 *number, const int *kind, const float *params, const i64 *padding_key) {
+    row_t *hot_weight, u32 *hot_state, row_t *cold_weight, u32 *cold_state, int by_key, int state_words,
+    u32 state_word, u32 seed_low, u32 seed_high, int n_tables, const i64 *start, const u32 *number, const int *kind, const float *params, const i64 *padding_key) {
     const Tables tables = {n_tables, start, number, kind, params, padding_key};
     if (some && *some == 0) return;
     const int n = *count;
@@ -161,8 +160,9 @@ extern "C" __global__ void __launch_bounds__(256) rows_generate(
         if (!untouched[m]) continue;
         const i64 key = keys[m], slot = slots[m];
         const bool hot = slot >= 0;
-        row_t *weight = hot ? hot_weight + slot * WIDTH : cold_weight + key * WIDTH;
-        u32 *state = hot ? hot_state + slot * state_words : cold_state + key * (state_words + 1);
+        const i64 cold = by_key ? key : -2 - slot;
+        row_t *weight = hot ? hot_weight + slot * WIDTH : cold_weight + cold * WIDTH;
+        u32 *state = hot ? hot_state + slot * state_words : cold_state + cold * (state_words + 1);
         row_generate(key, weight, state, state_words, state_word, seed_low, seed_high, tables);
     }
 }

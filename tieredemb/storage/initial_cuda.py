@@ -21,7 +21,7 @@ _MOST_BLOCKS = 2048  # some waves on the largest GPU: the kernels stride over wh
 
 @functools.cache
 def _missed_kernel(dtype: torch.dtype, width: int) -> Kernel:
-    return Kernel(_FILE, "rows_generate", f"p p p p p any any p p {_SOURCE}", options(dtype, width))
+    return Kernel(_FILE, "rows_generate", f"p p p p p any any p p i {_SOURCE}", options(dtype, width))
 
 
 @functools.cache
@@ -64,20 +64,23 @@ class DeviceInitialRows:
         cold_weight_address: int,
         cold_state_address: int,
         state_width: int,
+        *,
+        by_key: bool = True,
         some: int = 0,
     ) -> None:
         """Writes the initial rows of the missed keys that were never written, on the device. Does not synchronise.
 
         `count`: how many of the `n` are missed, int32 on the device · `keys`: int64 (n,) · `slots`: int32 (n,),
-        where each row goes: a slot of `hot_weight` (C, D) and `hot_state` (C, S), 32-bit words, or where negative its
-        own cold row · `untouched`: uint8 (n,), not 0 where the row is to be generated; all of these tensors or
-        addresses. Of a cold row all is written but its last state word, the score; the addresses may be 0 where no
-        slot is negative. `some`: address of how many are to be generated, if that is known there.
+        where each row goes: a slot of `hot_weight` (C, D) and `hot_state` (C, S), 32-bit words, or where negative the
+        cold row of its key, or with `by_key=False` row r for −2 − r · `untouched`: uint8 (n,), not 0 where the row is
+        to be generated; all of these tensors or addresses. Of a cold row all is written but its last state word, the
+        score; the addresses may be 0 where no slot is negative. `some`: address of how many are to be generated, if
+        that is known there.
         """
         dtype, width = hot_weight.dtype, hot_weight.shape[1]
         _missed_kernel(dtype, width)(
             _blocks(n, width), _THREADS, count, some, keys, slots, untouched, hot_weight, hot_state,
-            cold_weight_address, cold_state_address, state_width, *self._words, *self._tables,
+            cold_weight_address, cold_state_address, by_key, state_width, *self._words, *self._tables,
         )  # fmt: skip
 
     def load_missed(self, device: torch.device, dtype: torch.dtype, width: int) -> None:

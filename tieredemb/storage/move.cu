@@ -25,7 +25,8 @@ struct Moved {
 // the queues to memory that other kernels wait in. untouched[m] says that the row was never written and has to be
 // generated, `n_untouched` how many do; of a row that stays in cold storage (a negative slot) the score alone is read.
 // With a `clock` a missed row's score is what came along with `remember`, or the lowest, and where `scored` raised by
-// this use; without one it is what came along.
+// this use; without one it is what came along. Without missed_keys the host has brought the rows, row m for the m-th, and
+// has those of the victims, which are counted alone; without victim_keys nobody leaves.
 extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     const int *count, const i64 *missed_keys, const int *missed_slots, const i64 *victim_keys, const int *n_victims,
     int swap_blocks, row_t *hot_weight, u32 *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight,
@@ -37,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     const int n = *count;
     const i64 now = clock ? clock->now : 0;
     const int lane = threadIdx.x % LANES;
+    const bool in_place = missed_keys != nullptr;
     const int blocks = n_victims && *n_victims && swap_blocks < gridDim.x ? swap_blocks : gridDim.x;
     const i64 group = thread_index() / LANES, groups = (i64)blocks * blockDim.x / LANES;
     for (i64 base = blockIdx.x < blocks ? group * ROWS : n; base < n; base += groups * ROWS) {
@@ -49,8 +51,8 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
         for (int r = 0; r < ROWS; r++) {
             have[r] = base + r < n;
             slot[r] = have[r] ? missed_slots[base + r] : -1;
-            key[r] = have[r] ? missed_keys[base + r] : 0;
-            victim[r] = have[r] ? victim_keys[base + r] : -1;
+            key[r] = !have[r] ? 0 : in_place ? missed_keys[base + r] : base + r;
+            victim[r] = have[r] && victim_keys ? victim_keys[base + r] : -1;
             is_dirty[r] = false;
         }
 #pragma unroll
@@ -68,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
             for (int s = 0; s < STEPS; s++)
                 if (s * LANES + lane < UNITS) in[r][s] = load_row(cold_weight, key[r], s * LANES + lane);
             is_dirty[r] = victim[r] >= 0 && dirty[slot[r]];
-            if (is_dirty[r]) {
+            if (is_dirty[r] && in_place) {
 #pragma unroll
                 for (int s = 0; s < STEPS; s++)
                     if (s * LANES + lane < UNITS) out[r][s] = load_row(hot_weight, slot[r], s * LANES + lane);
@@ -79,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
             if constexpr (STATE_AHEAD)
                 in_score[r] = __shfl_sync(group_mask(LANES), in_state[r][STATE / LANES], STATE % LANES, LANES);
             if (slot[r] < 0) continue;
-            if (is_dirty[r]) {
+            if (is_dirty[r] && in_place) {
 #pragma unroll
                 for (int s = 0; s < STEPS; s++)
                     if (s * LANES + lane < UNITS) store_row(cold_weight, victim[r], s * LANES + lane, out[r][s]);
@@ -87,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
             u32 *home = cold_state + victim[r] * (STATE + 1);
             for (int w = lane; w <= STATE; w += LANES) {
                 u32 word = w == STATE ? score[slot[r]] : hot_state[(i64)slot[r] * STATE + w];
-                if (victim[r] >= 0 && (is_dirty[r] || w == STATE)) home[w] = word;
+                if (in_place && victim[r] >= 0 && (is_dirty[r] || w == STATE)) home[w] = word;
             }
 #pragma unroll
             for (int s = 0; s < STEPS; s++)
@@ -130,9 +132,10 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     if (clean) atomicAdd(&moved->scores_written, (u64)clean);
 }
 
-// Writes slots back and leaves them in place: slot first_slot + i for i < n, or slots[i] for i < *count, to cold row
-// keys[i], or first_key + i without keys; negative keys are skipped. A dirty row moves whole and becomes clean, of a
-// clean one only the score does. Where `was_dirty` is given it takes the dirty flags, and those of the slots stay.
+// Writes slots back and leaves them in place: slot first_slot + i, or slots[i], for i < n, and i < *count where that is
+// given, to cold row keys[i], or first_key + i without keys; negative keys are skipped. A dirty row moves whole and
+// becomes clean, of a clean one only the score does. Where `was_dirty` is given the cold rows are a buffer's, whose row i
+// takes the i-th; it takes the dirty flags, and those of the slots stay. Without `moved` nothing is counted.
 extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
     const int *count, i64 n, i64 first_slot, i64 first_key, const int *slots, const i64 *keys, const row_t *hot_weight,
     const u32 *hot_state, const u32 *score, unsigned char *dirty, row_t *cold_weight, u32 *cold_state,
@@ -140,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
     __shared__ int written, clean;
     if (threadIdx.x == 0) written = clean = 0;
     __syncthreads();
-    if (count) n = *count;
+    if (count && *count < n) n = *count;
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES, groups = thread_count() / LANES;
     for (i64 i = group; i < n; i += groups) {
@@ -164,7 +167,20 @@ extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
         atomicAdd(is_dirty ? &written : &clean, 1);
     }
     __syncthreads();
-    if (threadIdx.x != 0) return;
+    if (threadIdx.x != 0 || !moved) return;
     if (written) atomicAdd(&moved->written_back, (u64)written);
     if (clean) atomicAdd(&moved->scores_written, (u64)clean);
+}
+
+// Tells the host what a plan of n ids moves. `told`, int64 (3 + 2 n): how many keys are missed, M, how many of them get
+// slots never used, and how many slots that others leave; from 3 on the M missed keys, and from 3 + n on the M that leave
+// for them, −1 where none does.
+extern "C" __global__ void missed_tell(const int *missed, const int *room, const int *needed, const int *chosen, i64 n,
+                                       const i64 *missed_keys, const i64 *victim_keys, i64 *told) {
+    const int m = *missed, leaving = *needed < *chosen ? *needed : *chosen;
+    for (i64 i = thread_index(); i < m; i += thread_count()) {
+        told[3 + i] = missed_keys[i];
+        told[3 + n + i] = victim_keys[i];
+    }
+    if (thread_index() == 0) told[0] = m, told[1] = *room, told[2] = leaving;
 }
