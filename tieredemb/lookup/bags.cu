@@ -48,19 +48,37 @@ extern "C" __global__ void offsets_check(const i64 *offsets, i64 given, i64 n_id
     }
 }
 
-// Largest bag with local[bag] ≤ k, found by a warp in steps of 32; local[0] is 0 ≤ k.
-__device__ __forceinline__ i64 bag_of(const i64 *local, i64 bags, i64 k) {
-    i64 low = 0, high = bags + 1;  // local[low] ≤ k; high lies beyond
-    while (high - low > 1) {
-        i64 step = (high - low + 31) / 32, probe = low + step * (lane_index() + 1);
-        bool inside = probe < high && local[probe] <= k;
-        int last = __popc(__ballot_sync(FULL_WARP, inside));  // probes are inside up to some lane
-        i64 beyond = low + step * (last + 1);
-        low += step * last;
-        if (beyond < high) high = beyond;
-        if (step == 1) break;
+constexpr int FILL_THREADS = 256;  // of a block of `bags_fill`
+constexpr int STAGED = 512;        // edges that it takes into shared memory: all among its ids, if no bag is empty
+constexpr int NEAR = 32;           // tables likewise
+
+struct Table {
+    i64 first, rows, padding, slot;  // the first row's key, and its slot if the table is resident, else −1
+};
+__device__ __forceinline__ Table table_of(const i64 *start, const i64 *padding, const i64 *resident, u32 j) {
+    const i64 first = start[j], next = start[j + 1], its_padding = padding[j], slot = resident[j];
+    return {first, next - first, its_padding, slot};
+}
+
+// The bag of occurrence k is between: local[low] ≤ k < local[high]. Bags are numbered by an int.
+struct Span {
+    u32 low, high;
+};
+
+// A span of at most STAGED − FILL_THREADS bags, found by all threads of the block: each looks at an edge in a step,
+// `probed` in the first, where it is the same for every k. Ends among the bags whatever the edges say.
+__device__ __forceinline__ Span bags_around(const i64 *local, u32 bags, i64 probed, i64 k) {
+    Span span{0, bags};
+    bool inside = probed <= k;
+    u32 step = (bags + FILL_THREADS - 1) / FILL_THREADS;
+    while (true) {
+        span.low += step * __syncthreads_count(inside);  // those before the bag
+        if (span.low + step < span.high) span.high = span.low + step;
+        if (span.high - span.low <= STAGED - FILL_THREADS) return span;
+        step = (span.high - span.low + FILL_THREADS - 1) / FILL_THREADS;
+        const u32 probe = span.low + step * (threadIdx.x + 1);
+        inside = probe < span.high && local[probe] <= k;
     }
-    return low;
 }
 
 // Tells the host of the first fault that it has not been told of. One thread, after all others.
@@ -90,54 +108,83 @@ __device__ void fault_report(const volatile Fault *fault, const i64 *ids, const 
     report->state = 1;
 }
 
+// Bag of the id base + threadIdx.x, given the edges from `low` on, a bag at or before that of `base`.
+__device__ __forceinline__ u32 bag_of(const i64 *local, u32 bags, i64 probed, i64 base, i64 count, u32 low,
+                                      const int *staged) {
+    u32 high = bags;
+    if (staged[STAGED - 1] < FILL_THREADS)  // many empty bags among the block's ids
+        high = bags_around(local, bags, probed, (count - base < FILL_THREADS ? count : base + FILL_THREADS) - 1).high;
+    int passed = 0;
+    for (int step = STAGED / 2; step; step /= 2)
+        if (staged[passed + step - 1] <= (int)threadIdx.x) passed += step;
+    passed += staged[passed] <= (int)threadIdx.x;
+    low += passed;
+    while (passed == STAGED && low + 1 < high) {
+        const u32 middle = low + (high - low) / 2;
+        if (local[middle] <= base + threadIdx.x) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
 // Keys, homes and bags of all occurrences. A home is the slot of a resident table's row, −1 for a key to be looked up,
 // DROPPED for padding, bad ids and what lies beyond the last bag; after a bad offset there are no bags. 256 threads a
 // block. Moves 8 + 16 bytes an occurrence.
+//
+// A small batch takes as long as the loads that wait for each other. So a block looks for its first bag in 256 places
+// at once, then takes edges and tables from there on into shared memory, where each id finds its own.
 extern "C" __global__ void __launch_bounds__(256) bags_fill(
     const i64 *ids, const i64 *offsets, i64 given, i64 n_ids, i64 *local, i64 batch, const i64 *tables,
     int n_tables, const i64 *start, const i64 *padding, const i64 *resident, i64 *keys, int *homes, int *bag,
     i64 *position, i64 n_edges, Fault *fault, Report *report) {
-    __shared__ i64 range[2];
+    __shared__ int staged[STAGED];  // how many of the block's ids are before the edge, at least 0, at most all
+    __shared__ Table near[NEAR];
     const Edges edges{offsets, given, n_ids};
+    const u32 bags = (u32)(batch * n_tables), probe = (bags + FILL_THREADS - 1) / FILL_THREADS * (threadIdx.x + 1);
+    const i64 end = local[bags], probed = probe < bags ? local[probe] : n_ids;
     const bool lost = fault->offset != 0;
-    const i64 bags = batch * n_tables, count = lost ? 0 : local[bags];
+    const i64 count = lost ? 0 : end < n_ids ? end : n_ids;
     for (i64 bag = thread_index(); lost && bag <= bags; bag += thread_count()) local[bag] = 0;
-    for (i64 base = (i64)blockIdx.x * blockDim.x; base < n_ids; base += thread_count()) {
-        __syncthreads();
-        if (base < count && threadIdx.x < 64) {
-            i64 wanted = base + (threadIdx.x < 32 ? 0 : blockDim.x - 1);
-            i64 found = bag_of(local, bags, wanted < count ? wanted : count - 1);
-            if (lane_index() == 0) range[threadIdx.x / 32] = found;
-        }
-        __syncthreads();
+    for (i64 base = (i64)blockIdx.x * FILL_THREADS; base < n_ids; base += thread_count()) {
         const i64 k = base + threadIdx.x;
-        if (k >= n_ids) continue;
-        if (k >= count) {
+        i64 i = k, id = !position && k < n_ids ? ids[k] : -1;
+        u32 own = 0, near_table = 0;
+        if (base < count) {
+            const u32 low = bags_around(local, bags, probed, base).low;
+            near_table = low / (u32)batch;
+            for (int e = threadIdx.x; e < STAGED; e += FILL_THREADS) {
+                const i64 edge = (i64)low + 1 + e, before = edge < bags ? local[edge] - base : FILL_THREADS;
+                staged[e] = before < 0 ? 0 : before < FILL_THREADS ? (int)before : FILL_THREADS;
+            }
+            if (threadIdx.x < NEAR && near_table + threadIdx.x < n_tables)
+                near[threadIdx.x] = table_of(start, padding, resident, near_table + threadIdx.x);
+            __syncthreads();
+            own = bag_of(local, bags, probed, base, count, low, staged);
+        }
+        if (k < count) {
+            const u32 j = own / (u32)batch;
+            const Table table = j - near_table < NEAR ? near[j - near_table] : table_of(start, padding, resident, j);
+            if (position) {
+                i = edges[tables[j] * batch + (own - j * batch)] + k - local[own];
+                id = ids[i];
+                position[k] = i;
+            }
+            const bool good = id >= 0 && id < table.rows, real = good && id != table.padding;
+            if (!good) mark(&fault->id, i);
+            keys[k] = real && table.slot < 0 ? table.first + id : -1;
+            homes[k] = !real ? DROPPED : table.slot < 0 ? -1 : (int)(table.slot + id);
+            bag[k] = (int)own;
+        } else if (k < n_ids) {
             keys[k] = -1;
             homes[k] = DROPPED;
             bag[k] = 0;
             if (position) position[k] = 0;
-            continue;
         }
-        i64 low = range[0], high = range[1] + 1;
-        while (high - low > 1) {
-            i64 middle = (low + high) / 2;
-            if (local[middle] <= k) low = middle;
-            else high = middle;
-        }
-        const int j = (int)(low / batch);
-        const i64 i = position ? edges[tables[j] * batch + (low - j * batch)] + k - local[low] : k;
-        const i64 row = ids[i], rows = start[j + 1] - start[j];
-        const bool good = row >= 0 && row < rows, real = good && row != padding[j];
-        if (!good) mark(&fault->id, i);
-        keys[k] = real && resident[j] < 0 ? start[j] + row : -1;
-        homes[k] = !real ? DROPPED : resident[j] < 0 ? -1 : (int)(resident[j] + row);
-        bag[k] = (int)low;
-        if (position) position[k] = i;
+        __syncthreads();  // or the next edges would overwrite those that are read here; and all marks are made
     }
-    __syncthreads();
+    if (threadIdx.x != 0) return;
     __threadfence();
-    if (threadIdx.x == 0 && atomicAdd(&fault->finished, 1u) == gridDim.x - 1) {
+    if (atomicAdd(&fault->finished, 1u) == gridDim.x - 1) {
         fault->finished = 0;
         fault_report(fault, ids, edges, n_edges, batch, report);
     }
