@@ -131,7 +131,7 @@ extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *
         } else if (i < n) {
             hit = homes[i] >= 0;
         }
-        int m = append(&counts->missed, won);
+        const int m = __syncthreads_or(won) ? append(&counts->missed, won) : 0;  // most blocks miss nothing
         if (won) {
             missed_keys[m] = key;
             claims[at].missed = m;
