@@ -62,7 +62,7 @@ class Staged(Transfer):
 
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan, *apart: Any) -> None:
         super().__init__(cold, hot, initial, plan, *apart)
-        self._tell = kernel(MOVE, "missed_tell", "p p p p n p p i64", *self._flags)
+        self._tell = kernel(MOVE, "missed_tell", "p p p p n p p p", *self._flags)
         self._coming, self._leaving = _Rows(cold.layout), _Rows(cold.layout)
         self._told = torch.empty(0, dtype=torch.int64, device="cpu", pin_memory=True)  # see `missed_tell`
         self._gone = torch.cuda.Event()  # type: ignore[no-untyped-call]  # comes once `_coming` has been copied

@@ -102,11 +102,6 @@ class HotArrays(Protocol):
     dirty: np.ndarray[Any, Any]
 
 
-def _bits(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Rows as a tensor over the same memory, of integers: what is copied is never rounded."""
-    return torch.from_numpy(array.view(f"int{8 * array.itemsize}"))
-
-
 _ROWS_PER_THREAD = 1024  # fewer are moved sooner than a second thread has started (256-byte rows: 30 microseconds)
 
 
@@ -176,36 +171,19 @@ class ColdRows(abc.ABC):
 
     def gather(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:
         """Fills `weight` (rows' dtype (K, D)) and `state` (int32 (K, S + 1)) with the rows `keys` (int64 (K,)) as they
-        lie here; all of them contiguous CPU tensors. Of rows never written, whose score is zero, all else is
-        undefined. Raises as `read` does.
+        lie here; all of them contiguous CPU tensors. Of rows never written, whose score is zero, the weights are left
+        as they were. Raises as `read` does."""
+        from tieredemb.storage.movers_cpu import movers
 
-        By torch's threads, which no Python wakes: `read` and `write` take up to a millisecond for that while others
-        hold the interpreter.
-        """
-        here_weight, here_state = _bits(self.weight), _bits(self.state)
-        torch.index_select(here_state, 0, keys, out=state)
-        written = state[:, -1] != 0
-        if not written.all():  # the others stay unread: to read a hole of a file may take space for it
-            some = keys[written][:1]
-            if len(some) == 0:
-                return
-            keys = torch.where(written, keys, some)
-        torch.index_select(here_weight, 0, keys, out=weight.view(here_weight.dtype))
+        movers().gather(keys, self.weight, self.state, weight, state)
 
     def scatter(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, dirty: torch.Tensor) -> None:
         """Writes `weight` and `state`, which lie as `gather` gives them, back to the rows `keys` (int64 (K,),
         distinct): where `dirty` (uint8 (K,)) is not zero a whole row, else its score. Reserves first, as `write`."""
-        here_weight, here_state = _bits(self.weight), _bits(self.state)
-        weight, clean = weight.view(here_weight.dtype), torch.nonzero(dirty == 0).flatten()
-        if len(clean):
-            moved = torch.nonzero(dirty).flatten()
-            scores = (keys[clean], state[clean, -1])
-            keys, weight, state = keys[moved], weight[moved], state[moved]
-        self.reserve(keys.numpy())
-        here_weight.index_copy_(0, keys, weight)  # states last: a row is written once it has a score
-        here_state.index_copy_(0, keys, state)
-        if len(clean):
-            here_state[scores[0], -1] = scores[1]
+        from tieredemb.storage.movers_cpu import movers
+
+        self.reserve(keys[dirty != 0].numpy())
+        movers().scatter(keys, self.weight, self.state, weight, state, dirty)
 
     def used_ranges(self) -> Iterator[tuple[int, int]]:
         """Ranges (start, stop) of rows outside which no row was ever written."""

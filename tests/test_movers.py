@@ -1,0 +1,103 @@
+"""Threads that move rows between cold storage and buffers, without the interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from tieredemb.storage.base import RowLayout
+from tieredemb.storage.host import HostMemory
+from tieredemb.storage.movers_cpu import ALONE, CHUNK
+
+LAYOUT = RowLayout(rows=40_000, width=9, state_width=1)
+
+
+@pytest.fixture
+def threads():
+    """Sets how many threads torch may use, and so how many move rows."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def open_rows():
+    """Rows all of whose words are their key plus 1."""
+    cold = HostMemory().open(LAYOUT, name="", identity={})
+    cold.weight[:] = np.arange(1, LAYOUT.rows + 1)[:, None]
+    cold.state[:] = np.arange(1, LAYOUT.rows + 1)[:, None]
+    return cold
+
+
+def room(rows):
+    return torch.zeros(rows, LAYOUT.width), torch.zeros(rows, LAYOUT.state_width + 1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 40])
+@pytest.mark.parametrize("rows", [0, 1, ALONE, ALONE + 1, 11 * CHUNK, 11 * CHUNK + 1, 40_000])
+def test_every_row_moves_once_on_any_number_of_threads(threads, count, rows):
+    threads(count)
+    cold = open_rows()
+    for seed in range(5):
+        keys = torch.from_numpy(np.random.default_rng(seed).permutation(LAYOUT.rows)[:rows])
+        weight, state = room(rows)
+        cold.gather(keys, weight, state)
+        assert (weight == (keys + 1)[:, None]).all()
+        assert (state == (keys + 1)[:, None]).all()
+        cold.scatter(keys, -weight, state + 7, torch.ones(rows, dtype=torch.uint8))
+        others = np.setdiff1d(np.arange(LAYOUT.rows), keys)
+        assert (cold.weight[keys] == -(keys + 1).numpy()[:, None]).all()
+        assert (cold.state[keys] == (keys + 8).numpy()[:, None]).all()
+        assert (cold.weight[others] == others[:, None] + 1).all()
+        cold.scatter(keys, weight, state, torch.ones(rows, dtype=torch.uint8))
+
+
+def test_jobs_of_many_threads_are_done_one_by_one(threads):
+    threads(6)
+    cold, wrong = open_rows(), []
+
+    def move(seed):
+        random = np.random.default_rng(seed)
+        for _ in range(60):
+            keys = torch.from_numpy(random.permutation(LAYOUT.rows)[: random.integers(0, 6000)])
+            weight, state = room(len(keys))
+            cold.gather(keys, weight, state)
+            if not ((weight == (keys + 1)[:, None]).all() and (state == (keys + 1)[:, None]).all()):
+                wrong.append(seed)
+
+    movers_of_test = [threading.Thread(target=move, args=(seed,)) for seed in range(5)]
+    for thread in movers_of_test:
+        thread.start()
+    for thread in movers_of_test:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in movers_of_test)
+    assert wrong == []
+
+
+def test_a_forked_child_has_threads_of_its_own(threads):
+    threads(3)
+    cold, keys = open_rows(), torch.arange(20_000)
+    cold.gather(keys, *room(20_000))
+    weight, state = room(20_000)
+    child = os.fork()
+    if child == 0:  # torch's own threads are lost here, so numpy compares
+        cold.gather(keys, weight, state)
+        os._exit(0 if (weight.numpy() == (keys.numpy() + 1)[:, None]).all() else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_the_process_ends_while_threads_sleep():
+    code = (
+        "import torch\nfrom tieredemb.storage.base import RowLayout\nfrom tieredemb.storage.host import HostMemory\n"
+        "torch.set_num_threads(4)\ncold = HostMemory().open(RowLayout(rows=9000, width=4), name='', identity={})\n"
+        "cold.gather(torch.arange(9000), torch.zeros(9000, 4), torch.zeros(9000, 1, dtype=torch.int32))\n"
+        "from tieredemb.storage.movers_cpu import movers\nassert movers()._helpers == 3\nprint('done')"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (run.returncode, run.stdout) == (0, "done\n")

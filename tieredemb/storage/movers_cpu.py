@@ -1,0 +1,190 @@
+"""Threads that move rows between cold storage and buffers, and never return to the interpreter.
+
+A row is 500 random bytes in a page of its own: many threads are wanted for some tenths of a millisecond, again and
+again, while other threads hold the interpreter. To hand ranges to Python's threads took longer than to move the rows;
+here a job costs one system call a thread, and rows are claimed in chunks, so that nobody waits long for a thread that
+lost its core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tieredemb.kernels.cpu import jit, num_threads
+from tieredemb.kernels.native import (
+    SEMAPHORE_BYTES,
+    atomic_add,
+    atomic_load,
+    copy_bytes,
+    load_byte,
+    load_long,
+    load_word,
+    prefetch_to_read,
+    prefetch_to_write,
+    semaphore_post,
+    semaphore_wait,
+    yield_core,
+)
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+# Byte offsets on the board. Counters have cache lines of their own: rows claimed, rows done, threads that look at the
+# job, whether there is one. Then the words of the job, as `Movers._move` writes them, and what threads sleep on.
+NEXT, DONE, LOOKING, OPEN, JOB, SLEEP = 0, 64, 128, 192, 256, 384
+JOB_WORDS = 9
+CHUNK = 64  # rows claimed at once: some 10 microseconds
+ALONE = 512  # rows that one thread has moved before another has woken up
+AHEAD = 8  # rows asked for before they are moved
+LINE = 64
+
+
+@jit
+def _gather(
+    lo: int, hi: int, keys: int, weights: int, states: int, row: int, state: int, to: int, to_state: int
+) -> None:
+    """Copies the rows keys[lo:hi] of `weights` and `states`, `row` and `state` bytes each, to rows lo … hi - 1 of `to`
+    and `to_state`; where the score, which ends the state, is zero the state alone."""
+    for i in range(lo, hi):
+        if i + AHEAD < hi:
+            key = load_long(keys + 8 * (i + AHEAD))
+            prefetch_to_read(states + key * state)
+            for line in range(0, row, LINE):
+                prefetch_to_read(weights + key * row + line)
+        key = load_long(keys + 8 * i)
+        copy_bytes(to_state + i * state, states + key * state, state)
+        if load_word(to_state + i * state + state - 4) != 0:
+            copy_bytes(to + i * row, weights + key * row, row)
+
+
+@jit
+def _scatter(
+    lo: int, hi: int, keys: int, weights: int, states: int, row: int, state: int, of: int, of_state: int, dirty: int
+) -> None:
+    """Copies rows lo … hi - 1 of `of` and `of_state` to the rows keys[lo:hi]; of a row that is not dirty the score. A
+    state comes after its weights: a row is written once it has a score."""
+    for i in range(lo, hi):
+        if i + AHEAD < hi:
+            key = load_long(keys + 8 * (i + AHEAD))
+            prefetch_to_write(states + key * state)
+            if load_byte(dirty + i + AHEAD) != 0:
+                for line in range(0, row, LINE):
+                    prefetch_to_write(weights + key * row + line)
+        key = load_long(keys + 8 * i)
+        if load_byte(dirty + i) != 0:
+            copy_bytes(weights + key * row, of + i * row, row)
+            copy_bytes(states + key * state, of_state + i * state, state)
+        else:
+            score = state - 4
+            copy_bytes(states + key * state + score, of_state + i * state + score, 4)
+
+
+@jit
+def _work(board: int) -> None:
+    """Moves what is left of the job."""
+    job = board + JOB
+    n, keys, weights, states = load_long(job), load_long(job + 8), load_long(job + 16), load_long(job + 24)
+    row, state, rows, row_states = load_long(job + 32), load_long(job + 40), load_long(job + 48), load_long(job + 56)
+    dirty = load_long(job + 64)
+    while True:
+        lo = atomic_add(board + NEXT, CHUNK)
+        if lo >= n:
+            return
+        hi = min(n, lo + CHUNK)
+        if dirty == 0:
+            _gather(lo, hi, keys, weights, states, row, state, rows, row_states)
+        else:
+            _scatter(lo, hi, keys, weights, states, row, state, rows, row_states, dirty)
+        atomic_add(board + DONE, hi - lo)
+
+
+@jit
+def _serve(board: int) -> None:
+    """Helps with one job after another, for ever. A thread that wakes up too late for one may find the next."""
+    while True:
+        semaphore_wait(board + SLEEP)  # a signal may end it early: then there is no job
+        atomic_add(board + LOOKING, 1)
+        if atomic_load(board + OPEN) != 0:
+            _work(board)
+        atomic_add(board + LOOKING, -1)
+
+
+@jit
+def _run(board: int, helpers: int) -> None:
+    """Does the job on the board with that many threads more; nobody looks at it any longer afterwards."""
+    atomic_add(board + NEXT, -atomic_load(board + NEXT))
+    atomic_add(board + DONE, -atomic_load(board + DONE))
+    atomic_add(board + OPEN, 1)
+    for _ in range(helpers):
+        semaphore_post(board + SLEEP)
+    _work(board)
+    n = load_long(board + JOB)
+    while atomic_load(board + DONE) < n:
+        yield_core()  # to a thread that has claimed rows and lost its core
+    atomic_add(board + OPEN, -1)
+    while atomic_load(board + LOOKING) > 0:
+        yield_core()
+
+
+class Movers:
+    """The threads of a process that move rows, one job at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._helpers = 0
+        words = (SLEEP + SEMAPHORE_BYTES + LINE) // 8
+        self._memory = np.zeros(words, np.int64)
+        self._board = -(-self._memory.ctypes.data // LINE) * LINE
+        first = (self._board + JOB - self._memory.ctypes.data) // 8
+        self._job = self._memory[first : first + JOB_WORDS]
+        # without semaphores that lie in memory (macOS) one thread moves all
+        self._most = sys.maxsize if ctypes.CDLL(None).sem_init(ctypes.c_void_p(self._board + SLEEP), 0, 0) == 0 else 0
+
+    def gather(
+        self, keys: torch.Tensor, weights: Array, states: Array, to: torch.Tensor, to_state: torch.Tensor
+    ) -> None:
+        """See `ColdRows.gather`; cold rows are `weights` and `states`."""
+        self._move(keys, weights, states, to, to_state, 0)
+
+    def scatter(
+        self, keys: torch.Tensor, weights: Array, states: Array, of: torch.Tensor, of_state: torch.Tensor, dirty: Any
+    ) -> None:
+        """See `ColdRows.scatter`."""
+        self._move(keys, weights, states, of, of_state, dirty.data_ptr())
+
+    def _move(
+        self, keys: torch.Tensor, weights: Array, states: Array, rows: torch.Tensor, of_rows: torch.Tensor, dirty: int
+    ) -> None:
+        n = len(keys)
+        if n == 0:
+            return
+        row, state = weights.shape[1] * weights.itemsize, states.shape[1] * states.itemsize
+        cold = (weights.ctypes.data, states.ctypes.data)
+        with self._lock:
+            self._job[:] = (n, keys.data_ptr(), *cold, row, state, rows.data_ptr(), of_rows.data_ptr(), dirty)
+            _run(self._board, self._staff(0 if n <= ALONE else min(n // CHUNK, num_threads() - 1, self._most)))
+
+    def _staff(self, wanted: int) -> int:
+        """How many threads help, of those wanted."""
+        if wanted > self._helpers and threading.main_thread().is_alive():  # no new threads once the interpreter ends
+            _serve.compile("void(int64)")
+            while self._helpers < wanted:
+                threading.Thread(target=_serve, args=(self._board,), name="tieredemb-mover", daemon=True).start()
+                self._helpers += 1
+        return min(wanted, self._helpers)
+
+
+_MOVERS: dict[int, Movers] = {}  # by process: a fork leaves the threads behind
+
+
+def movers() -> Movers:
+    """Those of this process."""
+    found = _MOVERS.get(os.getpid())
+    return _MOVERS.setdefault(os.getpid(), Movers()) if found is None else found
