@@ -36,9 +36,9 @@ from tieredemb.kernels.native import (
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-# Byte offsets on the board. Counters have cache lines of their own: rows claimed, rows done, threads that look at the
-# job, whether there is one. Then the words of the job, as `Movers._move` writes them, and what threads sleep on.
-NEXT, DONE, LOOKING, OPEN, JOB, SLEEP = 0, 64, 128, 192, 256, 384
+# Byte offsets on the board. Counters have cache lines of their own: rows claimed, threads that are at the job, whether
+# there is one. Then the words of the job, as `Movers._move` writes them, and what threads sleep on.
+NEXT, AT_IT, OPEN, JOB, SLEEP = 0, 64, 128, 192, 320
 JOB_WORDS = 9
 CHUNK = 64  # rows claimed at once: some 10 microseconds
 ALONE = 512  # rows that one thread has moved before another has woken up
@@ -102,7 +102,6 @@ def _work(board: int) -> None:
             _gather(lo, hi, keys, weights, states, row, state, rows, row_states)
         else:
             _scatter(lo, hi, keys, weights, states, row, state, rows, row_states, dirty)
-        atomic_add(board + DONE, hi - lo)
 
 
 @jit
@@ -110,27 +109,24 @@ def _serve(board: int) -> None:
     """Helps with one job after another, for ever. A thread that wakes up too late for one may find the next."""
     while True:
         semaphore_wait(board + SLEEP)  # a signal may end it early: then there is no job
-        atomic_add(board + LOOKING, 1)
+        atomic_add(board + AT_IT, 1)
         if atomic_load(board + OPEN) != 0:
             _work(board)
-        atomic_add(board + LOOKING, -1)
+        atomic_add(board + AT_IT, -1)
 
 
 @jit
 def _run(board: int, helpers: int) -> None:
-    """Does the job on the board with that many threads more; nobody looks at it any longer afterwards."""
+    """Does the job on the board with that many threads more. Who has come to it has left it afterwards, with all rows
+    that it claimed moved; who comes late finds none."""
     atomic_add(board + NEXT, -atomic_load(board + NEXT))
-    atomic_add(board + DONE, -atomic_load(board + DONE))
     atomic_add(board + OPEN, 1)
     for _ in range(helpers):
         semaphore_post(board + SLEEP)
     _work(board)
-    n = load_long(board + JOB)
-    while atomic_load(board + DONE) < n:
-        yield_core()  # to a thread that has claimed rows and lost its core
     atomic_add(board + OPEN, -1)
-    while atomic_load(board + LOOKING) > 0:
-        yield_core()
+    while atomic_load(board + AT_IT) > 0:
+        yield_core()  # to a thread that has claimed rows and lost its core
 
 
 class Movers:
