@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from tieredemb.storage.initial import InitialRows
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
+
+_numbers = itertools.count()
 
 
 class Cache(abc.ABC):
@@ -43,6 +46,7 @@ class Cache(abc.ABC):
     ) -> None:
         if lock_window < 0:
             raise ConfigError(f"lock_window must be 0 or more batches, got {lock_window}")
+        self.number = next(_numbers)  # in the order in which caches are made, and locked (`locks.Locks`)
         self.cold = cold
         self.slots = slots
         self.policy = policy or LFU()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tieredemb.cache.locks import Locks
 from tieredemb.config import Capacity, parse_bytes
 from tieredemb.errors import ConfigError, StorageFullError
 from tieredemb.lookup.bags import KeySpace
@@ -111,22 +112,17 @@ class TableSet:
 
     # --- whole-set calls --------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keeps other threads from all caches, always taken in one order."""
-        with contextlib.ExitStack() as locks:
-            for group in self.groups:
-                locks.enter_context(group.cache.plan_lock)
-            locks.enter_context(self.updating())
-            yield
+    def locked(self) -> Locks:
+        """Keeps other threads from all caches."""
+        return Locks(group.cache for group in self.groups)
 
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
+    def planning(self) -> Locks:
+        """Keeps other threads from planning; they may look up and update."""
+        return Locks((group.cache for group in self.groups), rows=False)
+
+    def updating(self) -> Locks:
         """Keeps other threads from the rows; they may plan."""
-        with contextlib.ExitStack() as locks:
-            for group in self.groups:
-                locks.enter_context(group.cache.lock)
-            yield
+        return Locks((group.cache for group in self.groups), plans=False)
 
     def flush(self) -> None:
         """Writes all hot rows back: afterwards cold storage alone holds the truth."""

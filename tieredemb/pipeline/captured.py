@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from tieredemb.cache.device_cache import DeviceCache
+from tieredemb.cache.locks import Locks
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.streams import on_device
 from tieredemb.modules.base import TieredModule
@@ -33,7 +34,7 @@ class StepFunction(Generic[R]):
         self.trains = any(each.trains for each in forwards)
         self.lookups: Learned = learn(batch, [Lookup(each.module, each.given, each.trains) for each in forwards])[0]
         self.caches = self._caches()
-        self.locked = _Locks(self.caches)
+        self.locked = Locks(self.caches)  # for replays, which plan, look up and update under no lock of their own
         self._function = function
         # of each module: what it is configured with, which a move replaces, and whether it trains
         self._captured_of = [(module, module.tables.config, module.is_trainable) for module in self.modules]
@@ -99,30 +100,6 @@ class StepFunction(Generic[R]):
         for cache in self.caches:
             with cache.entered():
                 pass
-
-
-class _Locks:
-    """Keeps other threads from the caches, for a replay, which plans, looks up and updates under no lock. Not for the
-    function itself: autograd runs its backward on a thread of its own."""
-
-    def __init__(self, caches: Sequence[DeviceCache]) -> None:
-        # in one order, whoever takes them
-        self._locks = [lock for cache in sorted(caches, key=id) for lock in (cache.plan_lock, cache.lock)]
-
-    def __enter__(self) -> None:
-        taken = 0
-        try:
-            for lock in self._locks:
-                lock.acquire()
-                taken += 1
-        except BaseException:
-            for lock in reversed(self._locks[:taken]):
-                lock.release()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        for lock in reversed(self._locks):
-            lock.release()
 
 
 def detached(function: Callable[[Any], R], batch: Any) -> R:
