@@ -42,7 +42,8 @@ class TieredModule(nn.Module, abc.ABC):
     def _connect(self) -> None:
         self.backward_pass = BackwardPass(self._apply_updates)
         self.ahead = Ahead()
-        self.ids_may_exceed_bags = False  # a captured step's buffer of ids keeps what longer batches left there
+        # threads whose captured step gives it buffers, in which ids of longer batches are left
+        self.ids_may_exceed_bags: set[int] = set()
         self._accumulated: list[tuple[Call, torch.Tensor]] | None = None
         # a plain tensor, no Parameter: it only makes autograd ask for a gradient
         self._hook = self._make_hook()
@@ -111,7 +112,9 @@ class TieredModule(nn.Module, abc.ABC):
         never taken are to be dropped. `trains`: whether a backward is expected · `memory`: on a GPU, where to plan."""
         trains = trains and not self._frozen
         holds = [group.cache.hold() if lane.apart else None for group in self.tables.groups]
-        planned = Planned(inputs, lane.submit(self._plan, inputs, holds, trains=trains, memory=memory))
+        # before the lane's stream is used: a capture on another thread may have forked into it
+        with contextlib.nullcontext() if lane.apart else self.tables.planning():
+            planned = Planned(inputs, lane.submit(self._plan, inputs, holds, trains=trains, memory=memory))
         self.ahead.add(planned)
         return planned
 
@@ -155,7 +158,8 @@ class TieredModule(nn.Module, abc.ABC):
         if self._accumulated is not None:
             raise BackwardError("accumulate() is active already; one context holds all micro-batches of a step")
         kept: list[tuple[Call, torch.Tensor]] = []
-        self._accumulated = kept
+        with self.tables.locked():  # not amid another thread's capture
+            self._accumulated = kept
         try:
             yield
         except BaseException:

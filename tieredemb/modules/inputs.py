@@ -5,6 +5,7 @@ On the CPU ids and offsets are checked here, whole; on a GPU their values are th
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ class Batch:
             from tieredemb.lookup.device_bags import Edges
             from tieredemb.modules.device_call import DeviceCall
 
-            exact = self.exact and not module.ids_may_exceed_bags
+            exact = self.exact and threading.get_ident() not in module.ids_may_exceed_bags
             edges = Edges(self.offsets.detach().to(torch.int64).contiguous(), self.edges, exact)
             return DeviceCall(module, self.ids, edges, self.size, trains=trains, ahead=ahead, memory=memory)
         from tieredemb.modules.host_call import HostCall

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -34,7 +35,7 @@ class StepFunction(Generic[R]):
         self.trains = any(each.trains for each in forwards)
         self.lookups: Learned = learn(batch, [Lookup(each.module, each.given, each.trains) for each in forwards])[0]
         self.caches = self._caches()
-        self.locked = Locks(self.caches)  # for replays, which plan, look up and update under no lock of their own
+        self.locked = Locks(self.caches)  # for replays, which plan, look up and update, and for captures
         self._function = function
         # of each module: what it is configured with, which a move replaces, and whether it trains
         self._captured_of = [(module, module.tables.config, module.is_trainable) for module in self.modules]
@@ -57,18 +58,23 @@ class StepFunction(Generic[R]):
         return any(module.accumulates for module in self.modules)
 
     def __call__(self, batch: Any) -> R:
-        return detached(self._function, batch)
+        """Runs the function, its backward on this thread: which alone passes the locks that a capture holds, and needs
+        none of autograd's own, where another thread's backward may wait for them. Outside of captures too, as libraries
+        keep for each thread what they make at a first use."""
+        with torch.autograd.set_multithreading_enabled(False):
+            return detached(self._function, batch)
 
     @contextlib.contextmanager
     def on_buffers(self) -> Iterator[None]:
         """Ids beyond the last bag are what is left of longer batches, and no fault."""
+        thread = threading.get_ident()
         for module in self.modules:
-            module.ids_may_exceed_bags = True
+            module.ids_may_exceed_bags.add(thread)
         try:
             yield
         finally:
             for module in self.modules:
-                module.ids_may_exceed_bags = False
+                module.ids_may_exceed_bags.discard(thread)
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
@@ -83,7 +89,9 @@ class StepFunction(Generic[R]):
 
     @contextlib.contextmanager
     def capture(self, graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
-        """Captures what is launched inside. Other threads, such as a loader's that pins memory, may go on."""
+        """Captures what is launched inside. Its caller holds `locked`, until a replay has done what the capture has put
+        on the caches' books: another thread's call would become part of the graph, or end it. Threads that use none of
+        the caches, such as a loader's that pins memory, may go on."""
         self.before_replay()  # what the host has to say is said outside
         with torch.cuda.graph(graph, pool=pool, stream=self._captures, capture_error_mode="thread_local"):
             yield

@@ -40,7 +40,8 @@ class StepAhead(Generic[R]):
 
     def __init__(self, step: StepFunction[R]) -> None:
         self._step = step
-        self._lane = StreamLane(step.device)
+        # no other lane's stream: captures fork into it, and what other threads launch there would be captured, too
+        self._lane = StreamLane(step.device, torch.cuda.Stream(step.device, priority=-1))  # type: ignore[no-untyped-call]
         self._now, self._then = (_Turn[R](step.buffers.again()) for _ in range(2))
         self._left = EAGER_STEPS
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
@@ -77,15 +78,14 @@ class StepAhead(Generic[R]):
                 self._now, self._then = then, now
             if has_following and may_replay and now.graph is not None:
                 return self._replay(now, now.graph, then, calls)
+            if has_following and may_replay and self._left <= 0 and not step.accumulates():
+                return self._capture(now, then, calls, lookups)
         if not has_following:
             self._last = None
             with step.on_buffers():
                 return self._compute(now)
-        if self._left > 0 or not may_replay:
-            self._left -= 1
-            result = self._overlap(now, then, lookups)
-        else:
-            result = self._capture(now, then, calls, lookups)
+        self._left -= 1
+        result = self._overlap(now, then, lookups)
         self._last = [cache.last for cache in step.caches]
         return result
 
@@ -120,7 +120,7 @@ class StepAhead(Generic[R]):
 
     def _capture(self, now: _Turn[R], then: _Turn[R], calls: list[DeviceCall], lookups: Lookups) -> R:
         """Captures the step, and replays it a first time. What the capture has done to the caches' books is what that
-        replay does to the caches."""
+        replay does to the caches: no other thread's call comes between."""
         step, graph = self._step, torch.cuda.CUDAGraph()
         for call in calls:
             call.arrive()  # nothing inside may wait for what is outside
@@ -140,24 +140,20 @@ class StepAhead(Generic[R]):
             for call in planned:
                 call.has_arrived()
             offsets = [[part.ticket.batch - first[part.group.cache] for part in call.parts] for call in planned]
+            step.after_capture()
+            graph.replay()
         except BaseException:
             for call in then.calls():
                 call.has_arrived()  # nothing of it has run
             step.after_capture()
             self.give_up()
             raise
-        with step.locked:
-            step.after_capture()
-            numbers = [first[cache] + each.plans for cache, each in zip(step.caches, replays, strict=True)]
-            if [cache.last for cache in step.caches] == numbers:
-                now.graph = _Graph(graph, result, replays, offsets, _slotless(calls), reads, then.memories)
-                graph.replay()
-                for cache in step.caches:
-                    cache.replayed(NOTHING_PLANNED)
-                return result
-        self.give_up()  # another thread has planned meanwhile
-        with step.on_buffers(), step.beside():
-            return self._step(now.buffers.batch)
+        for cache in step.caches:
+            cache.replayed(NOTHING_PLANNED)
+        if planned:  # else another thread has given them up
+            now.graph = _Graph(graph, result, replays, offsets, _slotless(calls), reads, then.memories)
+        self._last = [cache.last for cache in step.caches]
+        return result
 
     def _replay(self, now: _Turn[R], graph: _Graph[R], then: _Turn[R], calls: list[DeviceCall]) -> R:
         for call in calls:

@@ -100,7 +100,8 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
     let it step its optimizers. Python in it, and what in a batch is no tensor, is that of the capture: learning rates
     of fused optimizers are told to each replay, all else that changes has to live on the GPU (torch's
     `capturable=True`). While other batches are in flight, whose rows no replay knows to be locked, and inside
-    `accumulate()`, a call is the function itself.
+    `accumulate()`, a call is the function itself. Other threads' calls of its modules wait while it is captured, so it
+    must not wait for theirs.
 
     On the CPU, where there is nothing to capture, each call is the function. Raises `UnsupportedError` for what no
     graph can hold: tiers that the host takes part in, `check_ids="always"`; and `InvalidInputError` for a batch that
@@ -142,15 +143,12 @@ class _StepAlone(Generic[R]):
             with step.locked:
                 fresh = self._may_replay()  # which puts the buffers behind the last call, too
                 self._buffers.load(batch)
+                if fresh and self._graph is None and self._left <= 0 and not step.accumulates():
+                    self._graph = self._capture()
+                    fresh = self._may_replay()  # not if the function leaves batches in flight
                 if fresh and self._graph is not None:
                     return self._replay(self._graph)
-            if self._left > 0 or not fresh:
-                self._left -= 1
-                return self._eagerly()
-            graph = self._graph = self._capture()
-            with step.locked:
-                if self._may_replay():
-                    return self._replay(graph)
+            self._left -= 1
             return self._eagerly()
 
     def _may_replay(self) -> bool:

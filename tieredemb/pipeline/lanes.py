@@ -74,14 +74,15 @@ class ThreadLane(ThreadPoolExecutor, Lane):
 
 
 class StreamLane(Lane):
-    """A stream of a GPU: plans are launched there at once, and run when the device gets to them."""
+    """A stream of a GPU, one for all such lanes or that which is given: plans are launched there at once, and run when
+    the device gets to them."""
 
     apart = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self.device = device
         # what moves rows is what a step waits for: its few blocks go before those of kernels that fill the GPU
-        self.stream = side_stream(device, -1)
+        self.stream = stream or side_stream(device, -1)
         self.arrived: torch.cuda.Event | None = None  # comes once the batches copied so far are there
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
