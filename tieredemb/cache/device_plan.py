@@ -175,6 +175,20 @@ class DevicePlan:
             away.by_key, self.counts,
         )  # fmt: skip
 
+    def place(self, homes: torch.Tensor, missed: Missed, away: Away) -> None:
+        """Gives missed keys slots: chooses victims that make room for them, then what `settle` does with `commit`. In
+        one launch, for rows that are moved behind it; where victims' rows have to leave before, `choose` and `settle`
+        are two."""
+        rows, scoring, n = self.rows, self.scoring, homes.shape[0]
+        words = "p p p i32 i32 i x i p p any n i64 p p i32 n p n any i"
+        place = cooperative_kernel(PLAN, "missed_place", words, *OPTIONS, *away.flags)
+        place(
+            max(blocks_for(rows.slots, 4 * TOGETHER, self._together), blocks_for(n, TOGETHER, self._together)),
+            TOGETHER, self.selection, self.counts, self.clock, rows.score, rows.last_batch, rows.slots, scoring.unit,
+            scoring.ties_by_age, missed.chosen, missed.keys, rows.cells, rows.cells.shape[0], rows.key, missed.slots,
+            missed.victims, homes, n, missed.claims, missed.cells, self.records.table, self.records.rows,
+        )  # fmt: skip
+
     def choose(self, missed: Missed) -> None:
         """Victims that make room for what is missed: their slots, into `missed.chosen`."""
         rows, scoring = self.rows, self.scoring

@@ -35,9 +35,8 @@ class InPlace(Transfer):
     def bring(
         self, missed: Missed, homes: torch.Tensor, *, slotless: bool, scored: bool, beside: Beside | None
     ) -> None:
-        self.plan.choose(missed)
         self.committed = True
-        self.plan.settle(homes, missed, self.away(slotless), commit=True)
+        self.plan.place(homes, missed, self.away(slotless))
         if beside:
             self.mark()
         count, keys, slots = self.plan.missed, missed.keys, missed.slots

@@ -4,7 +4,7 @@
 // exceed the cache: rows left over are used where they lie, under a record that lives as long as a ticket uses it. No
 // home changes while a ticket is in flight, so a row under a record gets a slot only in a plan after its last ticket.
 #include "common.cuh"
-#include "plan.cuh"
+#include "policy.cuh"
 #include "slot_map.cuh"
 
 struct alignas(16) Claim {
@@ -154,92 +154,161 @@ extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *
     }
 }
 
-// Pairs missed keys with slots never used and with victims. missed_slots[m]: the slot, or −1 · victim_keys[m]: the key
-// that was there, or −1. With `commit` the slots pass over: the victims leave the map and the missed keys own them.
-__device__ __forceinline__ void missed_assign(int missed, int room, int used, int n_victims, const int *victims,
-                                              const i64 *missed_keys, Cell *cells, i64 n_cells, i64 *slot_keys,
-                                              int *last_batch, int stamp, int *missed_slots, i64 *victim_keys,
-                                              bool commit) {
-    for (i64 m = thread_index(); m < missed; m += thread_count()) {
+// The slots and their map, what a plan has missed, and its occurrences.
+struct Slots {
+    Cell *cells;
+    i64 n_cells;
+    i64 *keys;
+    int *last_batch;
+};
+struct Missed {
+    const i64 *keys;
+    int *slots;    // of the missed keys: a slot, or −1 until there is a record, then its home
+    i64 *victims;  // the key that was there, or −1
+};
+struct Occurrences {
+    int *homes;
+    i64 n;
+    const Claim *claims;
+    i64 n_claims;
+};
+
+// The end of a plan in numbers, as every thread has them before the first of them changes.
+struct Ending {
+    Wanted wanted;
+    int victims;     // of those wanted
+    int tombstones;  // in the map, once the victims have left it
+    int stamp;
+};
+__device__ __forceinline__ Ending ending_of(const Wanted &wanted, int chosen, int tombstones, int stamp) {
+    const int victims = chosen < wanted.needed ? chosen : wanted.needed;
+    return {wanted, victims, tombstones + victims, stamp};
+}
+
+// Pairs missed keys with slots never used and with victims. With `commit` the slots pass over: the victims leave the map
+// and the missed keys own them.
+__device__ __forceinline__ void missed_assign(const Ending &end, const int *victims, const Slots &slots,
+                                              const Missed &missed, bool commit) {
+    for (i64 m = thread_index(); m < end.wanted.missed; m += thread_count()) {
         int slot = -1;
         i64 victim = -1;
-        if (m < room) {
-            slot = used + (int)m;
-        } else if (m - room < n_victims) {
-            slot = victims[m - room];
-            victim = slot_keys[slot];
+        if (m < end.wanted.room) {
+            slot = end.wanted.used + (int)m;
+        } else if (m - end.wanted.room < end.victims) {
+            slot = victims[m - end.wanted.room];
+            victim = slots.keys[slot];
         }
-        missed_slots[m] = slot;
-        victim_keys[m] = victim;
+        missed.slots[m] = slot;
+        missed.victims[m] = victim;
         if (slot < 0 || !commit) continue;
-        if (victim >= 0) erase_slot(cells, n_cells, victim);
-        slot_keys[slot] = missed_keys[m];
-        last_batch[slot] = stamp;
+        if (victim >= 0) erase_slot(slots.cells, slots.n_cells, victim);
+        slots.keys[slot] = missed.keys[m];
+        slots.last_batch[slot] = end.stamp;
     }
 }
 
-// Publishes the missed keys' new slots; a key without one gets a record, and missed_slots[m] becomes its home.
-__device__ __forceinline__ void missed_publish(int missed, Cell *cells, i64 n_cells, const i64 *missed_keys,
-                                               int *missed_slots, Counts *counts, Record *records, int n_records,
-                                               int stamp) {
-    for (i64 m = thread_index(); m < missed; m += thread_count()) {
-        i64 key = missed_keys[m];
-        int slot = missed_slots[m];
-        if (slot >= 0) insert_slot(cells, n_cells, key, slot);
+// Publishes the missed keys' new slots; a key without one gets a record.
+__device__ __forceinline__ void missed_publish(const Ending &end, const Slots &slots, const Missed &missed,
+                                               Counts *counts, Record *records, int n_records) {
+    for (i64 m = thread_index(); m < end.wanted.missed; m += thread_count()) {
+        i64 key = missed.keys[m];
+        int slot = missed.slots[m];
+        if (slot >= 0) insert_slot(slots.cells, slots.n_cells, key, slot);
 #ifdef SLOTLESS
         while (slot < 0) {  // records are at most half taken
             int r = (int)(atomicAdd(&counts->record, 1u) % (u32)n_records);
             if (atomicCAS(reinterpret_cast<u64 *>(&records[r].key), 0ull, (u64)(key + 1)) != 0ull) continue;
-            records[r].last_batch = stamp;
+            records[r].last_batch = end.stamp;
             atomicAdd(&end_of(records, n_records)->taken, 1);
-            missed_slots[m] = -2 - r;
+            missed.slots[m] = -2 - r;
             break;
         }
 #endif
     }
 }
 
-// Ends a plan once its victims are chosen: slots pass over, homes of the missed keys' occurrences are resolved from
-// their claims or records, and the map is rebuilt from the slots' keys once a quarter of its cells may be tombstones.
-// Without `commit` it only pairs. All blocks resident at once.
-extern "C" __global__ void __launch_bounds__(1024)
+// Homes of the missed keys' occurrences, which name their claims, and of those under records.
+__device__ __forceinline__ void homes_resolve(const Occurrences &all, const int *missed_slots) {
+    for (i64 i = thread_index(); i < all.n; i += thread_count()) {
+        int home = all.homes[i];
+        if (home >= -1 || home == DROPPED) continue;
+        i64 at = -2 - (i64)home;
+        all.homes[i] = at < all.n_claims ? missed_slots[all.claims[at].missed] : (int)(-2 - (at - all.n_claims));
+    }
+}
+
+// What follows once the slots have passed over: later plans find the missed keys there, homes are resolved, and the map
+// is rebuilt from the slots' keys once a quarter of its cells may be tombstones. Where nothing was missed no block meets
+// another, and nothing changes but homes that name records.
+__device__ __forceinline__ void missed_commit(const Ending &end, const Slots &slots, const Missed &missed,
+                                              const Occurrences &all, Counts *counts, Record *records, int n_records) {
+    if (end.wanted.missed == 0) {
+#ifdef SLOTLESS
+        if (end_of(records, n_records)->index & FILLED) homes_resolve(all, missed.slots);
+#endif
+        return;
+    }
+    grid_meet(&counts->arrivals);
+    missed_publish(end, slots, missed, counts, records, n_records);
+    grid_meet(&counts->arrivals);
+    homes_resolve(all, missed.slots);
+    const bool rebuild = end.tombstones > slots.n_cells / 4;
+    const int used = end.wanted.used + end.wanted.room;
+    if (thread_index() == 0) {
+        const int with_slots = end.wanted.room + end.victims, slotless = end.wanted.missed - with_slots;
+        counts->used = used;
+        counts->tombstones = rebuild ? 0 : end.tombstones;
+        counts->slotless = slotless;
+        counts->filled += (u64)with_slots;
+        counts->evicted += (u64)end.victims;
+        counts->overflow += (u64)slotless;
+    }
+    if (!rebuild) return;
+    for (i64 at = thread_index(); at < slots.n_cells; at += thread_count())
+        *reinterpret_cast<int4 *>(slots.cells + at) = make_int4(0, 0, 0, 0);
+    grid_meet(&counts->arrivals);
+    for (i64 slot = thread_index(); slot < used; slot += thread_count())
+        if (slots.keys[slot] >= 0) insert_slot(slots.cells, slots.n_cells, slots.keys[slot], (int)slot);
+}
+
+// Ends a plan whose victims `victims_select` has chosen. Without `commit` it only pairs missed keys with slots. All
+// blocks resident at once, each on a multiprocessor of its own: registers for two would spill.
+extern "C" __global__ void __launch_bounds__(1024, 1)
     missed_settle(Counts *counts, const int *victims, const int *chosen, const i64 *missed_keys, Cell *cells,
                   i64 n_cells, i64 *slot_keys, int *last_batch, const Clock *clock, int *missed_slots,
                   i64 *victim_keys, int *homes, i64 n, const Claim *claims, i64 n_claims, Record *records,
                   int n_records, int commit) {
-    const int room = counts->room, used = counts->used, missed = counts->missed, stamp = clock->stamp;
-    const int needed = counts->needed, n_victims = !needed ? 0 : *chosen < needed ? *chosen : needed;
-    const int tombstones = counts->tombstones + n_victims;
-    const bool rebuild = tombstones > n_cells / 4;
-    missed_assign(missed, room, used, n_victims, victims, missed_keys, cells, n_cells, slot_keys, last_batch, stamp,
-                  missed_slots, victim_keys, commit);
-    if (!commit) return;
-    if (missed) {
-        grid_meet(&counts->arrivals);
-        missed_publish(missed, cells, n_cells, missed_keys, missed_slots, counts, records, n_records, stamp);
-        grid_meet(&counts->arrivals);
+    const Slots slots{cells, n_cells, slot_keys, last_batch};
+    const Missed missed{missed_keys, missed_slots, victim_keys};
+    const Wanted wanted{counts->missed, counts->used, counts->room, counts->needed};
+    const Ending end = ending_of(wanted, *chosen, counts->tombstones, clock->stamp);
+    missed_assign(end, victims, slots, missed, commit);
+    if (commit) missed_commit(end, slots, missed, {homes, n, claims, n_claims}, counts, records, n_records);
+}
+
+// Ends a plan in one launch where no row has to leave before its slot passes over: chooses victims as `victims_select`
+// does, and goes on as `missed_settle`. 1,024 threads a block, all blocks resident at once. `selection` comes as zeros.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+    missed_place(Selection *selection, Counts *counts, const Clock *clock, const u32 *score, int *last_batch,
+                 int capacity, float unit, int by_age, int *victims, const i64 *missed_keys, Cell *cells, i64 n_cells,
+                 i64 *slot_keys, int *missed_slots, i64 *victim_keys, int *homes, i64 n, const Claim *claims,
+                 i64 n_claims, Record *records, int n_records) {
+    const Slots slots{cells, n_cells, slot_keys, last_batch};
+    const Missed missed{missed_keys, missed_slots, victim_keys};
+    const Wanted wanted = slots_wanted(counts, capacity);
+    if (thread_index() == 0) {  // for the kernels that follow: here every thread has them
+        counts->needed = wanted.needed;
+        counts->room = wanted.room;
     }
-    for (i64 i = thread_index(); i < n; i += thread_count()) {
-        int home = homes[i];
-        if (home >= -1 || home == DROPPED) continue;
-        i64 at = -2 - (i64)home;
-        homes[i] = at < n_claims ? missed_slots[claims[at].missed] : (int)(-2 - (at - n_claims));
+    int chosen = 0;
+    if (wanted.needed) {
+        victims_choose(selection, clock, score, last_batch, wanted.used, wanted.needed, unit, by_age, victims);
+        grid_meet(&selection->arrivals);  // a slot that passes over would be ranked anew
+        chosen = __ldcg(&selection->chosen);
     }
-    if (thread_index() == 0) {
-        const int slotless = missed - room - n_victims;
-        counts->used = used + room;
-        counts->tombstones = rebuild ? 0 : tombstones;
-        counts->slotless = slotless;
-        counts->filled += (u64)(room + n_victims);
-        counts->evicted += (u64)n_victims;
-        counts->overflow += (u64)slotless;
-    }
-    if (!rebuild) return;
-    for (i64 at = thread_index(); at < n_cells; at += thread_count())
-        *reinterpret_cast<int4 *>(cells + at) = make_int4(0, 0, 0, 0);
-    grid_meet(&counts->arrivals);
-    for (i64 slot = thread_index(); slot < used + room; slot += thread_count())
-        if (slot_keys[slot] >= 0) insert_slot(cells, n_cells, slot_keys[slot], (int)slot);
+    const Ending end = ending_of(wanted, chosen, counts->tombstones, clock->stamp);
+    missed_assign(end, victims, slots, missed, true);
+    missed_commit(end, slots, missed, {homes, n, claims, n_claims}, counts, records, n_records);
 }
 
 // Scores of the missed rows, once they have arrived: what came along, or the lowest; raised by this use.

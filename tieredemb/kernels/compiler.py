@@ -29,6 +29,7 @@ CHECKED = os.environ.get("TIEREDEMB_CHECK_LAUNCHES", "0") not in ("", "0")  # so
 HEADERS = {  # those that include others first
     "common.cuh": "kernels/common.cuh",
     "slot_map.cuh": "hash/slot_map.cuh",
+    "policy.cuh": "cache/policy.cuh",
     "plan.cuh": "cache/plan.cuh",
     "score.cuh": "kernels/score.cuh",
 }
