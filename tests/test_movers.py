@@ -57,6 +57,25 @@ def test_every_row_moves_once_on_any_number_of_threads(threads, count, rows):
         cold.scatter(keys, weight, state, torch.ones(rows, dtype=torch.uint8))
 
 
+def test_rows_written_at_leisure_are_there_for_whoever_asks_next(threads):
+    threads(3)
+    cold, keys, dirty = open_rows(), torch.arange(0, LAYOUT.rows, 2), torch.ones(LAYOUT.rows // 2, dtype=torch.uint8)
+    for turn in range(2, 12):
+        weight, state = room(len(keys))
+        cold.scatter(keys, weight + turn, state + turn, dirty, at_leisure=True)
+        if turn % 3 == 0:
+            cold.finish()
+            assert (cold.weight[keys] == turn).all()
+        elif turn % 3 == 1:
+            cold.scatter(keys[:5] + 1, weight[:5] - turn, state[:5] + turn, dirty)
+            assert (cold.weight[keys] == turn).all()
+            assert (cold.weight[keys[:5] + 1] == -turn).all()
+        some = room(7)
+        cold.gather(keys[-7:], *some)
+        assert (some[0] == turn).all()
+        assert (some[1] == turn).all()
+
+
 def test_jobs_of_many_threads_are_done_one_by_one(threads):
     threads(6)
     cold, wrong = open_rows(), []

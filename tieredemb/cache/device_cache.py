@@ -214,6 +214,7 @@ class DeviceCache(CapturableCache):
         with self.whole(), on_device(self.device):
             self._check_usable()
             self._order.whole()
+            self._transfer.finish()
             try:
                 yield
             finally:
@@ -363,4 +364,5 @@ class DeviceCache(CapturableCache):
             }
 
     def _release(self) -> None:
+        self._transfer.finish()
         torch.cuda.synchronize(self.device)  # kernels may still read cold rows

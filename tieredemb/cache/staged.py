@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +19,25 @@ from tieredemb.storage.initial import InitialRows
 
 STAGE_ROWS = 1 << 16  # rows staged at once by whole-cache calls: bounds pinned memory
 PLACE_BLOCKS = 4 * MOVE_BLOCKS  # staged rows move inside the device, whose memory takes more to saturate than PCIe
+
+
+_WAITING = threading.local()
+
+
+@contextlib.contextmanager
+def told_of_waiting(tell: Callable[[], object]) -> Iterator[None]:
+    """`tell` is called whenever a plan of this thread inside is about to wait for the device or the storage."""
+    _WAITING.tell = tell
+    try:
+        yield
+    finally:
+        _WAITING.tell = None
+
+
+def about_to_wait() -> None:
+    tell = getattr(_WAITING, "tell", None)
+    if tell is not None:
+        tell()
 
 
 class _Rows:
@@ -53,9 +75,10 @@ class Staged(Transfer):
     buffers. Every plan waits for the device, and for the storage; where a thread of its own plans ahead, lookups and
     updates go on meanwhile.
 
-    Missed rows are read while the victims' come from the device, and those are written back while the missed ones go
-    there. All of it is done before anything changes hands, so that a storage that fails loses nothing. Rows without a
-    slot lie on the device, row r for record r.
+    Missed rows are read while the victims' come from the device, and those are written while the plan goes on, until
+    the next one reads. What may fail, to read and to take space for what is to be written, comes before anything
+    changes hands, so that a storage that fails loses nothing. Rows without a slot lie on the device, row r for record
+    r.
     """
 
     in_place = False
@@ -64,6 +87,7 @@ class Staged(Transfer):
         super().__init__(cold, hot, initial, plan, *apart)
         self._tell = kernel(MOVE, "missed_tell", "p p p p n p p p", *self._flags)
         self._coming, self._leaving = _Rows(cold.layout), _Rows(cold.layout)
+        self._written = _Rows(cold.layout)  # those of the plan before, which may yet be being written
         self._told = torch.empty(0, dtype=torch.int64, device="cpu", pin_memory=True)  # see `missed_tell`
         self._gone = torch.cuda.Event()  # type: ignore[no-untyped-call]  # comes once `_coming` has been copied
         self.restart()
@@ -84,9 +108,13 @@ class Staged(Transfer):
 
     # --- a plan -----------------------------------------------------------------------------------------------------
 
+    def finish(self) -> None:
+        self.cold.finish()
+
     def retire(self, batch: int, lag: int) -> None:
         if self._slotless == 0:
             return
+        about_to_wait()
         records = self._records()
         last = self.plan.records.table.view(torch.int32)[records, 2]
         oldest = (batch - lag + 2**31) % 2**32 - 2**31  # the device compares 32 bits, which wrap
@@ -105,7 +133,9 @@ class Staged(Transfer):
         weight, state = self._in(moves.keys)
         sent.synchronize()
         if len(moves.leaving):
-            self.cold.scatter(moves.leaving, *self._leaving.part(moves.room, moves.with_slots))
+            rows = self._leaving.part(moves.room, moves.with_slots)
+            self.cold.scatter(moves.leaving.clone(), *rows, at_leisure=True)
+            self._leaving, self._written = self._written, self._leaving
         count = len(moves.keys)
         new = count - moves.with_slots
         if new:
@@ -141,6 +171,7 @@ class Staged(Transfer):
         )  # fmt: skip
         told.record()
         self._send(missed)
+        about_to_wait()
         told.synchronize()
         count, room, leaving = self._told[:3].tolist()
         moves = _Moves(self._told[3 : 3 + count], room, self._told[3 + n + room : 3 + n + room + leaving])
@@ -255,5 +286,6 @@ class Staged(Transfer):
             self.cold.scatter(self._key(some).cpu(), weight, state, dirty)  # the keys come behind the rows
 
     def size_bytes(self) -> dict[str, int]:
-        staging = self._coming.size_bytes() + self._leaving.size_bytes() + self._told.nbytes
+        rows = (self._coming, self._leaving, self._written)
+        staging = sum(each.size_bytes() for each in rows) + self._told.nbytes
         return {"staging": staging, "away": self._weight.nbytes + self._state.nbytes}

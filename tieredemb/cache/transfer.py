@@ -58,6 +58,9 @@ class Transfer(abc.ABC):
         self._swap.load(self.device.index)
         initial.on_device().load_missed(self.device, cold.layout.dtype, cold.layout.width)
 
+    def finish(self) -> None:  # noqa: B027 - rows moved in place are moved
+        """Before cold storage is used by others: waits for rows that are being written there."""
+
     def retire(self, batch: int, lag: int) -> None:  # noqa: B027 - rows used in place need no farewell
         """Before `batch` is planned: gives up rows that are no longer used without a slot."""
 

@@ -177,13 +177,31 @@ class ColdRows(abc.ABC):
 
         movers().gather(keys, self.weight, self.state, weight, state)
 
-    def scatter(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, dirty: torch.Tensor) -> None:
+    def scatter(
+        self,
+        keys: torch.Tensor,
+        weight: torch.Tensor,
+        state: torch.Tensor,
+        dirty: torch.Tensor,
+        *,
+        at_leisure: bool = False,
+    ) -> None:
         """Writes `weight` and `state`, which lie as `gather` gives them, back to the rows `keys` (int64 (K,),
-        distinct): where `dirty` (uint8 (K,)) is not zero a whole row, else its score. Reserves first, as `write`."""
+        distinct): where `dirty` (uint8 (K,)) is not zero a whole row, else its score. Reserves first, as `write`.
+        `at_leisure`: may return once space is reserved, from when on nothing can fail, and before the rows are written;
+        the next `gather` and `scatter`, and `finish`, wait for them. The tensors are not to be changed until then."""
         from tieredemb.storage.movers_cpu import movers
 
         self.reserve(keys[dirty != 0].numpy())
         movers().scatter(keys, self.weight, self.state, weight, state, dirty)
+        if not at_leisure:
+            movers().finish()
+
+    def finish(self) -> None:
+        """Returns once all is written that `scatter` was given."""
+        from tieredemb.storage.movers_cpu import movers
+
+        movers().finish()
 
     def used_ranges(self) -> Iterator[tuple[int, int]]:
         """Ranges (start, stop) of rows outside which no row was ever written."""

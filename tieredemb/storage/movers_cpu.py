@@ -116,13 +116,18 @@ def _serve(board: int) -> None:
 
 
 @jit
-def _run(board: int, helpers: int) -> None:
-    """Does the job on the board with that many threads more. Who has come to it has left it afterwards, with all rows
-    that it claimed moved; who comes late finds none."""
+def _begin(board: int, helpers: int) -> None:
+    """Lets that many threads go at the job on the board."""
     atomic_add(board + NEXT, -atomic_load(board + NEXT))
     atomic_add(board + OPEN, 1)
     for _ in range(helpers):
         semaphore_post(board + SLEEP)
+
+
+@jit
+def _finish(board: int) -> None:
+    """Helps with the job until all of it is done. Who has come to it has left it then, with all rows that it claimed
+    moved; who comes late finds none."""
     _work(board)
     atomic_add(board + OPEN, -1)
     while atomic_load(board + AT_IT) > 0:
@@ -135,6 +140,7 @@ class Movers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._helpers = 0
+        self._begun: Any = None  # what the job under way reads and writes, if there is one
         words = (SLEEP + SEMAPHORE_BYTES + LINE) // 8
         self._memory = np.zeros(words, np.int64)
         self._board = -(-self._memory.ctypes.data // LINE) * LINE
@@ -147,25 +153,51 @@ class Movers:
         self, keys: torch.Tensor, weights: Array, states: Array, to: torch.Tensor, to_state: torch.Tensor
     ) -> None:
         """See `ColdRows.gather`; cold rows are `weights` and `states`."""
-        self._move(keys, weights, states, to, to_state, 0)
+        self._begin(keys, weights, states, to, to_state, None)
+        self.finish()
 
     def scatter(
-        self, keys: torch.Tensor, weights: Array, states: Array, of: torch.Tensor, of_state: torch.Tensor, dirty: Any
+        self,
+        keys: torch.Tensor,
+        weights: Array,
+        states: Array,
+        of: torch.Tensor,
+        of_state: torch.Tensor,
+        dirty: torch.Tensor,
     ) -> None:
-        """See `ColdRows.scatter`."""
-        self._move(keys, weights, states, of, of_state, dirty.data_ptr())
+        """See `ColdRows.scatter`. Returns once it has begun; the next job waits until it is done, as `finish` does."""
+        self._begin(keys, weights, states, of, of_state, dirty)
 
-    def _move(
-        self, keys: torch.Tensor, weights: Array, states: Array, rows: torch.Tensor, of_rows: torch.Tensor, dirty: int
+    def finish(self) -> None:
+        """Returns once nothing is under way."""
+        with self._lock:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._begun is not None:
+            _finish(self._board)
+            self._begun = None
+
+    def _begin(
+        self,
+        keys: torch.Tensor,
+        weights: Array,
+        states: Array,
+        rows: torch.Tensor,
+        of_rows: torch.Tensor,
+        dirty: torch.Tensor | None,
     ) -> None:
         n = len(keys)
-        if n == 0:
-            return
         row, state = weights.shape[1] * weights.itemsize, states.shape[1] * states.itemsize
         cold = (weights.ctypes.data, states.ctypes.data)
+        flags = 0 if dirty is None else dirty.data_ptr()
         with self._lock:
-            self._job[:] = (n, keys.data_ptr(), *cold, row, state, rows.data_ptr(), of_rows.data_ptr(), dirty)
-            _run(self._board, self._staff(0 if n <= ALONE else min(n // CHUNK, num_threads() - 1, self._most)))
+            self._finish()
+            if n == 0:
+                return
+            self._job[:] = (n, keys.data_ptr(), *cold, row, state, rows.data_ptr(), of_rows.data_ptr(), flags)
+            self._begun = (keys, weights, states, rows, of_rows, dirty)
+            _begin(self._board, self._staff(0 if n <= ALONE else min(n // CHUNK, num_threads() - 1, self._most)))
 
     def _staff(self, wanted: int) -> int:
         """How many threads help, of those wanted."""
