@@ -67,7 +67,7 @@ def test_rows_written_at_leisure_are_there_for_whoever_asks_next(threads):
             cold.finish()
             assert (cold.weight[keys] == turn).all()
         elif turn % 3 == 1:
-            cold.scatter(keys[:5] + 1, weight[:5] - turn, state[:5] + turn, dirty)
+            cold.scatter(keys[:5] + 1, weight[:5] - turn, state[:5] + turn, dirty[:5])
             assert (cold.weight[keys] == turn).all()
             assert (cold.weight[keys[:5] + 1] == -turn).all()
         some = room(7)

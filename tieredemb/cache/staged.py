@@ -133,8 +133,8 @@ class Staged(Transfer):
         weight, state = self._in(moves.keys)
         sent.synchronize()
         if len(moves.leaving):
-            rows = self._leaving.part(moves.room, moves.with_slots)
-            self.cold.scatter(moves.leaving.clone(), *rows, at_leisure=True)
+            keys = torch.from_numpy(moves.leaving.numpy().copy())  # the next plan tells others there
+            self.cold.scatter(keys, *self._leaving.part(moves.room, moves.with_slots), at_leisure=True)
             self._leaving, self._written = self._written, self._leaving
         count = len(moves.keys)
         new = count - moves.with_slots

@@ -23,7 +23,7 @@ KERNELS = {  # by the range that launches them; the norms are limited for a look
         *("missed_place", "missed_score", "homes_count"),
         *("slot_map_find", "slot_map_insert", "slot_map_erase", "slot_map_rebuild"),
     ),
-    "swap": ("rows_swap", "rows_write_back", "rows_generate", "rows_generate_range"),
+    "swap": ("missed_tell", "rows_swap", "rows_write_back", "rows_generate", "rows_generate_range"),
     "sort": ("segments_find",),  # beside the swap, within the plan
     "lookup": ("bags_pool", "rows_gather", "segments_limit_norm"),
     "update": (

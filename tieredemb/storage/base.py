@@ -192,7 +192,9 @@ class ColdRows(abc.ABC):
         the next `gather` and `scatter`, and `finish`, wait for them. The tensors are not to be changed until then."""
         from tieredemb.storage.movers_cpu import movers
 
-        self.reserve(keys[dirty != 0].numpy())
+        # numpy, and not torch: that would wake its own threads for it, which then keep all cores from others
+        chosen, moved = keys.numpy(), dirty.numpy()
+        self.reserve(chosen if moved.all() else chosen[moved != 0])
         movers().scatter(keys, self.weight, self.state, weight, state, dirty)
         if not at_leisure:
             movers().finish()
