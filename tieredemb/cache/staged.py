@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,31 +10,13 @@ from tieredemb.cache.device_plan import Away, DevicePlan, Missed
 from tieredemb.cache.device_rows import DeviceRows
 from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.cache.transfer import MOVE, MOVE_BLOCKS, MOVE_THREADS, Beside, Transfer
+from tieredemb.cache.turns import give_turn, take_turn
 from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.storage.base import ColdRows, RowLayout
 from tieredemb.storage.initial import InitialRows
 
 STAGE_ROWS = 1 << 16  # rows staged at once by whole-cache calls: bounds pinned memory
 PLACE_BLOCKS = 4 * MOVE_BLOCKS  # staged rows move inside the device, whose memory takes more to saturate than PCIe
-
-
-_WAITING = threading.local()
-
-
-@contextlib.contextmanager
-def told_of_waiting(tell: Callable[[], object]) -> Iterator[None]:
-    """`tell` is called whenever a plan of this thread inside is about to wait for the device or the storage."""
-    _WAITING.tell = tell
-    try:
-        yield
-    finally:
-        _WAITING.tell = None
-
-
-def about_to_wait() -> None:
-    tell = getattr(_WAITING, "tell", None)
-    if tell is not None:
-        tell()
 
 
 class _Rows:
@@ -114,7 +93,7 @@ class Staged(Transfer):
     def retire(self, batch: int, lag: int) -> None:
         if self._slotless == 0:
             return
-        about_to_wait()
+        give_turn()
         records = self._records()
         last = self.plan.records.table.view(torch.int32)[records, 2]
         oldest = (batch - lag + 2**31) % 2**32 - 2**31  # the device compares 32 bits, which wrap
@@ -136,6 +115,7 @@ class Staged(Transfer):
             keys = torch.from_numpy(moves.leaving.numpy().copy())  # the next plan tells others there
             self.cold.scatter(keys, *self._leaving.part(moves.room, moves.with_slots), at_leisure=True)
             self._leaving, self._written = self._written, self._leaving
+        take_turn()
         count = len(moves.keys)
         new = count - moves.with_slots
         if new:
@@ -171,7 +151,7 @@ class Staged(Transfer):
         )  # fmt: skip
         told.record()
         self._send(missed)
-        about_to_wait()
+        give_turn()
         told.synchronize()
         count, room, leaving = self._told[:3].tolist()
         moves = _Moves(self._told[3 : 3 + count], room, self._told[3 + n + room : 3 + n + room + leaving])

@@ -26,6 +26,8 @@ PACKED = {"n": "q", "p": "q", "i": "i", "x": "f", "d": "d"}  # numbers as `struc
 ROW_FLAGS = {torch.float32: "-DROW_FLOAT", torch.float16: "-DROW_HALF", torch.bfloat16: "-DROW_BFLOAT16"}
 CHECKED = os.environ.get("TIEREDEMB_CHECK_LAUNCHES", "0") not in ("", "0")  # some microseconds a launch
 
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+
 HEADERS = {  # those that include others first
     "common.cuh": "kernels/common.cuh",
     "slot_map.cuh": "hash/slot_map.cuh",
@@ -152,14 +154,21 @@ class Kernel:
             packed = _Arguments()
         self._packing.pack_into(packed.buffer, 0, *values)
         packed.size.value = self._packing.size
+        code = self._launch(function, blocks, threads, stream, packed)
+        if code == NO_CONTEXT:  # the thread's first call of CUDA, which unlike the runtime's makes none current
+            cupy().cuda.Device(device).use()
+            code = self._launch(function, blocks, threads, stream, packed)
+        _SPARE.append(packed)
+        if code:
+            raise RuntimeError(f"the CUDA driver refused to launch {self.name} ({blocks} x {threads}): error {code}")
+
+    def _launch(self, function: int, blocks: int, threads: int, stream: int, packed: _Arguments) -> int:
         if self.cooperative:
             pointers = packed.pointers(self._packing.format)
             code = _driver().cuLaunchCooperativeKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, pointers)
         else:
             code = _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, None, packed.extra)
-        _SPARE.append(packed)
-        if code:
-            raise RuntimeError(f"the CUDA driver refused to launch {self.name} ({blocks} x {threads}): error {code}")
+        return int(code)
 
     def load(self, device: int) -> Any:
         """CuPy's function for a device, compiled unless it was."""

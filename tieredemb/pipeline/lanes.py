@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tieredemb.cache.staged import told_of_waiting
+from tieredemb.cache.turns import Turn, takes_turns
 from tieredemb.kernels.streams import side_stream
 from tieredemb.modules.ahead import Lane, Planned
 from tieredemb.modules.base import TieredModule
@@ -104,39 +104,94 @@ class StreamLane(Lane):
 
 
 class WorkerLane(ThreadLane):
-    """A thread that plans on a stream of a GPU, where a plan waits for the storage behind it.
-
-    Until it waits, who submits the plan waits for it: two threads that launch at once hand the interpreter back and
-    forth at every launch, and both took three times as long.
-    """
+    """A thread that plans on a stream of a GPU, where a plan waits for the storage behind it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
         self.stream = side_stream(device, -1, "worker")  # no capture may fork into it
         self.arrived: torch.cuda.Event | None = None
-        self._last: Future[Any] | None = None
+        self._last = _Turn()
+        self._last.done.set()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
         arrived, written = self.arrived, torch.cuda.Event()  # type: ignore[no-untyped-call]
         written.record(torch.cuda.current_stream(self.device))
-        waits = threading.Event()
+        last = self._last
+        lingered = last.lingers
+        last.wanted.set()
+        if lingered:
+            last.done.wait()
+        begins_now = last.done.is_set()
+        turn = self._last = _Turn()
+        future = _Awaited(turn)
 
-        def run() -> Any:
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                turn.end()
+                return
             try:
-                with torch.cuda.device(self.device), torch.cuda.stream(self.stream), told_of_waiting(waits.set):
+                with torch.cuda.device(self.device), torch.cuda.stream(self.stream), takes_turns(turn):
                     written.wait()
                     if arrived is not None:
                         arrived.wait()
-                    return function(*args, **keywords)
-            finally:
-                waits.set()
+                    result = function(*args, **keywords)
+            except BaseException as error:
+                turn.end()
+                future.set_exception(error)
+            else:
+                turn.end()
+                future.set_result(result)
 
-        begins_now = self._last is None or self._last.done()
-        self._last = future = super().submit(run)
+        super().submit(run)
         if begins_now:
-            waits.wait()
+            turn.waits.wait()
         return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._last.wanted.set()
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+
+class _Turn(Turn):
+    """Whose turn it is to run Python, while a plan is made beside the thread that has submitted it. Two that launch at
+    once hand the interpreter back and forth at every launch, and both take three times as long. So that thread waits
+    until the plan waits itself, for the device or the storage; and a plan that has waited leaves the interpreter to it
+    for a little longer, until it is wanted."""
+
+    PATIENCE = 0.002  # seconds: what is longer than that may as well be disturbed
+
+    def __init__(self) -> None:
+        self.waits, self.wanted, self.done = threading.Event(), threading.Event(), threading.Event()
+        self.lingers = False
+
+    def give(self) -> None:
+        self.waits.set()
+
+    def take(self) -> None:
+        self.lingers = True
+        self.wanted.wait(self.PATIENCE)
+        self.lingers = False
+
+    def end(self) -> None:
+        self.waits.set()
+        self.done.set()
+
+
+class _Awaited(Future[Any]):
+    """A plan that is wanted once somebody waits for it."""
+
+    def __init__(self, turn: _Turn) -> None:
+        super().__init__()
+        self._turn = turn
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._turn.wanted.set()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._turn.wanted.set()
+        return super().exception(timeout)
 
 
 class _Copies:
