@@ -10,7 +10,6 @@ from tieredemb.cache.device_plan import Away, DevicePlan, Missed
 from tieredemb.cache.device_rows import DeviceRows
 from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.cache.transfer import MOVE, MOVE_BLOCKS, MOVE_THREADS, Beside, Transfer
-from tieredemb.cache.turns import give_turn, take_turn
 from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.storage.base import ColdRows, RowLayout
 from tieredemb.storage.initial import InitialRows
@@ -93,7 +92,6 @@ class Staged(Transfer):
     def retire(self, batch: int, lag: int) -> None:
         if self._slotless == 0:
             return
-        give_turn()
         records = self._records()
         last = self.plan.records.table.view(torch.int32)[records, 2]
         oldest = (batch - lag + 2**31) % 2**32 - 2**31  # the device compares 32 bits, which wrap
@@ -115,7 +113,6 @@ class Staged(Transfer):
             keys = torch.from_numpy(moves.leaving.numpy().copy())  # the next plan tells others there
             self.cold.scatter(keys, *self._leaving.part(moves.room, moves.with_slots), at_leisure=True)
             self._leaving, self._written = self._written, self._leaving
-        take_turn()
         count = len(moves.keys)
         new = count - moves.with_slots
         if new:
@@ -151,7 +148,6 @@ class Staged(Transfer):
         )  # fmt: skip
         told.record()
         self._send(missed)
-        give_turn()
         told.synchronize()
         count, room, leaving = self._told[:3].tolist()
         moves = _Moves(self._told[3 : 3 + count], room, self._told[3 + n + room : 3 + n + room + leaving])

@@ -73,8 +73,9 @@ def _module(file: str, flags: tuple[str, ...], device: int) -> Any:
 
 @functools.cache
 def _driver() -> Any:
-    """The driver's library. With packed arguments its launch costs half of one through CuPy."""
-    library = ctypes.CDLL("libcuda.so.1")
+    """The driver's library. With packed arguments its launch costs half of one through CuPy. A launch takes 3 µs, for
+    which the interpreter is not given away: another thread that wants it would be woken up at every launch."""
+    library = ctypes.PyDLL("libcuda.so.1")
     pointer, word = ctypes.c_void_p, ctypes.c_uint
     library.cuLaunchKernel.argtypes = [pointer, *[word] * 7, pointer, pointer, pointer]
     library.cuLaunchCooperativeKernel.argtypes = [pointer, *[word] * 7, pointer, pointer]

@@ -3,7 +3,6 @@ thread beside it where rows pass through the host."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 
-from tieredemb.cache.turns import Turn, takes_turns
 from tieredemb.kernels.streams import side_stream
 from tieredemb.modules.ahead import Lane, Planned
 from tieredemb.modules.base import TieredModule
@@ -111,87 +109,19 @@ class WorkerLane(ThreadLane):
         self.device = device
         self.stream = side_stream(device, -1, "worker")  # no capture may fork into it
         self.arrived: torch.cuda.Event | None = None
-        self._last = _Turn()
-        self._last.done.set()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
         arrived, written = self.arrived, torch.cuda.Event()  # type: ignore[no-untyped-call]
         written.record(torch.cuda.current_stream(self.device))
-        last = self._last
-        lingered = last.lingers
-        last.wanted.set()
-        if lingered:
-            last.done.wait()
-        begins_now = last.done.is_set()
-        turn = self._last = _Turn()
-        future = _Awaited(turn)
 
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                turn.end()
-                return
-            try:
-                with torch.cuda.device(self.device), torch.cuda.stream(self.stream), takes_turns(turn):
-                    written.wait()
-                    if arrived is not None:
-                        arrived.wait()
-                    result = function(*args, **keywords)
-            except BaseException as error:
-                turn.end()
-                future.set_exception(error)
-            else:
-                turn.end()
-                future.set_result(result)
+        def run() -> Any:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                written.wait()
+                if arrived is not None:
+                    arrived.wait()
+                return function(*args, **keywords)
 
-        super().submit(run)
-        if begins_now:
-            turn.waits.wait()
-        return future
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        self._last.wanted.set()
-        super().shutdown(wait, cancel_futures=cancel_futures)
-
-
-class _Turn(Turn):
-    """Whose turn it is to run Python, while a plan is made beside the thread that has submitted it. Two that launch at
-    once hand the interpreter back and forth at every launch, and both take three times as long. So that thread waits
-    until the plan waits itself, for the device or the storage; and a plan that has waited leaves the interpreter to it
-    for a little longer, until it is wanted."""
-
-    PATIENCE = 0.002  # seconds: what is longer than that may as well be disturbed
-
-    def __init__(self) -> None:
-        self.waits, self.wanted, self.done = threading.Event(), threading.Event(), threading.Event()
-        self.lingers = False
-
-    def give(self) -> None:
-        self.waits.set()
-
-    def take(self) -> None:
-        self.lingers = True
-        self.wanted.wait(self.PATIENCE)
-        self.lingers = False
-
-    def end(self) -> None:
-        self.waits.set()
-        self.done.set()
-
-
-class _Awaited(Future[Any]):
-    """A plan that is wanted once somebody waits for it."""
-
-    def __init__(self, turn: _Turn) -> None:
-        super().__init__()
-        self._turn = turn
-
-    def result(self, timeout: float | None = None) -> Any:
-        self._turn.wanted.set()
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._turn.wanted.set()
-        return super().exception(timeout)
+        return super().submit(run)
 
 
 class _Copies:
