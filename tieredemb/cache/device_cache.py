@@ -159,7 +159,7 @@ class DeviceCache(CapturableCache):
         if ticket.ready is not None:
             run()
             ticket.ready.record()
-        elif ticket.homes.shape[0] >= LARGE or torch.cuda.is_current_stream_capturing():
+        elif ticket.homes.shape[0] >= LARGE or (beside and torch.cuda.is_current_stream_capturing()):
             ticket.aside = self.aside(run)
         else:
             run()

@@ -210,20 +210,6 @@ class DevicePlan:
             n, missed.claims, missed.cells, self.records.table, self.records.rows, commit,
         )  # fmt: skip
 
-    def score(self, missed: Missed, away: Away, *, scored: bool) -> None:
-        """Scores of the missed rows, once they have arrived."""
-        score = kernel(PLAN, "missed_score", "p p p i32 p n i p i x i i")
-        score(
-            blocks_for(missed.n, THREADS, MOST_BLOCKS), THREADS, self.counts, missed.keys, missed.slots,
-            self.rows.score, away.state, self.rows.layout.state_width + 1, away.by_key, self.clock, self.scoring.kind,
-            self.scoring.unit, self.scoring.remember, scored,
-        )  # fmt: skip
-
-    def missed_count(self) -> int:
-        """Missed keys of the plan under way. Synchronises."""
-        at = self.missed - self.control.data_ptr()
-        return int(self.control[at : at + 4].view(torch.int32).item())
-
     def totals(self) -> dict[str, int]:
         """Counters since the last `clear`. Synchronises."""
         words = self.control[TOTALS : TOTALS + 8 * len(TOTAL_NAMES)].view(torch.int64).tolist()

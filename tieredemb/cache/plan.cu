@@ -311,20 +311,6 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     missed_commit(end, slots, missed, {homes, n, claims, n_claims}, counts, records, n_records);
 }
 
-// Scores of the missed rows, once they have arrived: what came along, or the lowest; raised by this use.
-extern "C" __global__ void missed_score(const Counts *counts, const i64 *missed_keys, const int *missed_slots,
-                                        u32 *score, u32 *away_state, i64 away_stride, int away_by_key,
-                                        const Clock *clock, int kind, float unit, int remember, int scored) {
-    for (i64 m = thread_index(); m < counts->missed; m += thread_count()) {
-        const int slot = missed_slots[m];
-        const i64 away = away_by_key ? missed_keys[m] : -2 - (i64)slot;
-        u32 *at = slot >= 0 ? score + slot : away_state + (away + 1) * away_stride - 1;
-        u32 old = *at;
-        if (old == 0 || !remember) old = MIN_SCORE;
-        *at = scored ? raised(old, clock->now, kind, unit) : old;
-    }
-}
-
 // Where every row is resident a plan only counts: lookups are homes, and all of them hit.
 extern "C" __global__ void homes_count(const int *homes, i64 n, Clock *clock, Counts *counts, int scored) {
     __shared__ int block_lookups;

@@ -77,8 +77,10 @@ class CapturableCache(Cache, abc.ABC):
             self._order.whole()
             if not self._book.live <= {ticket.batch for ticket in ended} or last not in (None, self._batch):
                 return False
+            if replays is NOTHING_PLANNED:
+                return True
             distance, before = self._reach(ended)
-            return replays is NOTHING_PLANNED or (distance <= replays.distance and before <= replays.before)
+            return distance <= replays.distance and before <= replays.before
 
     def _reach(self, ended: Sequence[DeviceTicket]) -> tuple[int, int]:
         """How many batches back the oldest of `ended` was planned, and how many ids are locked since."""

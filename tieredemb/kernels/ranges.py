@@ -20,7 +20,7 @@ KERNELS = {  # by the range that launches them; the norms are limited for a look
     "plan": (
         *("offsets_check", "bags_fill", "fault_tell"),
         *("plan_begin", "records_clear", "records_index", "keys_find", "victims_select", "missed_settle"),
-        *("missed_place", "missed_score", "homes_count"),
+        *("missed_place", "homes_count"),
         *("slot_map_find", "slot_map_insert", "slot_map_erase", "slot_map_rebuild"),
     ),
     "swap": ("missed_tell", "rows_swap", "rows_write_back", "rows_generate", "rows_generate_range"),
