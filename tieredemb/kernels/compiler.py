@@ -79,7 +79,24 @@ def _driver() -> Any:
     pointer, word = ctypes.c_void_p, ctypes.c_uint
     library.cuLaunchKernel.argtypes = [pointer, *[word] * 7, pointer, pointer, pointer]
     library.cuLaunchCooperativeKernel.argtypes = [pointer, *[word] * 7, pointer, pointer]
+    library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
     return library
+
+
+def copy_on_device(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies `source` over `target`, both contiguous, of one size and on the current device, on the current stream, in
+    half of the time that `Tensor.copy_` takes the host. Does not synchronise."""
+    if source.nbytes == 0:
+        return
+    device = torch._C._cuda_getDevice()
+    arguments = target.data_ptr(), source.data_ptr(), source.nbytes, torch._C._cuda_getCurrentRawStream(device)
+    code = _driver().cuMemcpyDtoDAsync_v2(*arguments)
+    if code == NO_CONTEXT:
+        cupy().cuda.Device(device).use()
+        code = _driver().cuMemcpyDtoDAsync_v2(*arguments)
+    if code:
+        raise RuntimeError(f"the CUDA driver refused to copy {source.nbytes} bytes on the device: error {code}")
+    torch.autograd.graph.increment_version(target)
 
 
 class _Arguments:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tieredemb.errors import InvalidInputError
+from tieredemb.kernels.compiler import copy_on_device
 from tieredemb.modules.ahead import identity
 from tieredemb.modules.forwards import Forward
 from tieredemb.pipeline.batches import Path, map_tensors, tensors_of
@@ -76,7 +77,10 @@ class Buffers:
     def _copy(self, path: Path, tensor: torch.Tensor) -> None:
         buffer = self._buffer[path]
         target = buffer if buffer.shape == tensor.shape else buffer[: len(tensor)]
-        target.copy_(tensor.detach() if tensor.requires_grad else tensor, non_blocking=True)
+        if tensor.is_cuda and tensor.is_contiguous() and tensor.get_device() == target.get_device():
+            copy_on_device(target, tensor)
+        else:
+            target.copy_(tensor.detach(), non_blocking=True)
 
     def _check(self, path: Path, tensor: torch.Tensor) -> None:
         buffer = self._buffer[path]

@@ -252,7 +252,6 @@ _RUNNING: list[Run[Any]] = []
 
 def running(batch: Any) -> Run[Any] | None:
     """The loop that fetches ahead and has handed this very batch out, if any."""
-    for run in reversed(_RUNNING):
-        if run.has_handed_out(batch):
-            return run
-    return None
+    if not _RUNNING:
+        return None
+    return next((run for run in reversed(_RUNNING) if run.has_handed_out(batch)), None)
