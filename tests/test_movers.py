@@ -50,6 +50,7 @@ def test_every_row_moves_once_on_any_number_of_threads(threads, count, rows):
         assert (weight == (keys + 1)[:, None]).all()
         assert (state == (keys + 1)[:, None]).all()
         cold.scatter(keys, -weight, state + 7, torch.ones(rows, dtype=torch.uint8))
+        cold.finish()
         others = np.setdiff1d(np.arange(LAYOUT.rows), keys)
         assert (cold.weight[keys] == -(keys + 1).numpy()[:, None]).all()
         assert (cold.state[keys] == (keys + 8).numpy()[:, None]).all()
@@ -57,18 +58,19 @@ def test_every_row_moves_once_on_any_number_of_threads(threads, count, rows):
         cold.scatter(keys, weight, state, torch.ones(rows, dtype=torch.uint8))
 
 
-def test_rows_written_at_leisure_are_there_for_whoever_asks_next(threads):
+def test_rows_being_written_are_there_for_whoever_asks_next(threads):
     threads(3)
     cold, keys, dirty = open_rows(), torch.arange(0, LAYOUT.rows, 2), torch.ones(LAYOUT.rows // 2, dtype=torch.uint8)
     for turn in range(2, 12):
         weight, state = room(len(keys))
-        cold.scatter(keys, weight + turn, state + turn, dirty, at_leisure=True)
+        cold.scatter(keys, weight + turn, state + turn, dirty)
         if turn % 3 == 0:
             cold.finish()
             assert (cold.weight[keys] == turn).all()
         elif turn % 3 == 1:
             cold.scatter(keys[:5] + 1, weight[:5] - turn, state[:5] + turn, dirty[:5])
             assert (cold.weight[keys] == turn).all()
+            cold.finish()
             assert (cold.weight[keys[:5] + 1] == -turn).all()
         some = room(7)
         cold.gather(keys[-7:], *some)

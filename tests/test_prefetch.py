@@ -480,6 +480,43 @@ def test_an_output_that_is_dropped_inside_the_loop_locks_nothing(device):
         assert step < 4 or idle(model)  # until then the next batch may be in flight
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_storage_that_is_full_loses_nothing(device, monkeypatch, tmp_path, depth):
+    model, plain = staged(tmp_path, "full"), staged(tmp_path, "plain")
+    cold = model.tables.groups[0].cache.cold
+    reserve, asked, failed = cold.reserve, [], []
+
+    def full(keys):
+        if len(keys):
+            asked.append(len(keys))
+            if len(asked) in (3, 4, 9):
+                raise StorageFullError("full")
+        return reserve(keys)
+
+    monkeypatch.setattr(cold, "reserve", full)
+    batches = ids_of_steps(30)
+    for step, ids in enumerate(te.prefetch(batches, model, depth, ids_of=lambda ids: ids)):
+        while True:
+            try:
+                out = model(ids)
+            except StorageFullError:
+                failed.append(step)
+            else:
+                break
+        out.sum().backward()
+        assert_same_bits([out], [trained(plain, ids)])
+    assert len(asked) > 9
+    assert failed or depth  # a plan that failed ahead is made again by its forward
+    assert_same_bits(bits(model), bits(plain))
+    assert idle(model)
+
+
+def trained(model, ids):
+    out = model(ids)
+    out.sum().backward()
+    return out
+
+
 def test_a_batch_computes_while_the_next_one_waits_for_its_storage(device, monkeypatch, tmp_path):
     model, plain = staged(tmp_path, "ahead"), staged(tmp_path, "plain")
     cold = model.tables.groups[0].cache.cold

@@ -164,6 +164,13 @@ def buffers(layout: RowLayout, rows: int, seed: int = 0) -> tuple[torch.Tensor, 
     return torch.from_numpy(weight).view(layout.dtype), torch.from_numpy(state)
 
 
+def write(cold, keys, weight, state, dirty=None):
+    flags = torch.ones(len(keys), dtype=torch.uint8) if dirty is None else torch.tensor(dirty, dtype=torch.uint8)
+    cold.reserve_dirty(keys, flags)
+    cold.scatter(keys, weight, state, flags)
+    cold.finish()
+
+
 def words_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.contiguous().view(torch.int16 if tensor.itemsize == 2 else torch.int32).numpy()
 
@@ -173,7 +180,7 @@ def test_buffers_come_back_bit_for_bit(storage, layout):
     cold = open_rows(storage, layout)
     keys = torch.from_numpy(np.random.default_rng(1).permutation(layout.rows)[: layout.rows * 2 // 3 + 1])
     source, target = buffers(layout, len(keys)), buffers(layout, len(keys), seed=9)
-    cold.scatter(keys, *source, torch.ones(len(keys), dtype=torch.uint8))
+    write(cold, keys, *source)
     others = np.setdiff1d(np.arange(layout.rows), keys)
     assert not cold.state[others].any()
     assert not cold.weight[others].any()
@@ -190,7 +197,7 @@ def test_buffers_come_back_bit_for_bit(storage, layout):
 
 def test_gather_knows_rows_that_were_never_written_by_their_score(opened):
     written = buffers(opened.layout, 2)
-    opened.scatter(torch.tensor([3, 4999]), *written, torch.ones(2, dtype=torch.uint8))
+    write(opened, torch.tensor([3, 4999]), *written)
     weight, state = buffers(opened.layout, 4, seed=1)
     opened.gather(torch.tensor([4, 3, 5, 4999]), weight, state)
     assert (state[:, -1] != 0).tolist() == [False, True, False, True]
@@ -205,7 +212,7 @@ def test_gather_does_not_read_what_was_never_written(tmp_path):
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         layout = RowLayout(rows=4000, width=1024)
         cold = File(os.path.join(directory, "rows")).open(layout, name="", identity={})
-        cold.scatter(torch.tensor([7]), *buffers(layout, 1), torch.ones(1, dtype=torch.uint8))
+        write(cold, torch.tensor([7]), *buffers(layout, 1))
         before = os.stat(cold.path).st_blocks
         cold.gather(torch.arange(4000), *buffers(layout, 4000))
         taken = (os.stat(cold.path).st_blocks - before) * 512
@@ -215,10 +222,10 @@ def test_gather_does_not_read_what_was_never_written(tmp_path):
 
 def test_scatter_moves_only_the_score_of_a_clean_row(opened):
     keys = torch.tensor([7, 8, 9])
-    opened.scatter(keys, *buffers(opened.layout, 3), torch.ones(3, dtype=torch.uint8))
+    write(opened, keys, *buffers(opened.layout, 3))
     weight, state = opened.weight[7:10].copy(), opened.state[7:10].copy()
     new_weight, new_state = buffers(opened.layout, 3, seed=1)
-    opened.scatter(keys, new_weight, new_state, torch.tensor([0, 255, 0], dtype=torch.uint8))
+    write(opened, keys, new_weight, new_state, dirty=[0, 255, 0])
     assert bits(opened.weight[[7, 9]]) == bits(weight[::2])
     assert bits(opened.state[[7, 9], :-1]) == bits(state[::2, :-1])
     assert bits(opened.weight[8]) == bits(new_weight[1].numpy())
@@ -226,19 +233,12 @@ def test_scatter_moves_only_the_score_of_a_clean_row(opened):
     assert opened.state[7:10, -1].tolist() == new_state[:, -1].tolist()
 
 
-def test_scatter_that_finds_no_space_changes_no_row(opened, monkeypatch):
+def test_space_is_reserved_for_dirty_rows_alone(opened, monkeypatch):
     asked = []
-
-    def full(keys):
-        asked.append(keys.tolist())
-        raise StorageFullError("full")
-
-    monkeypatch.setattr(opened, "reserve", full)
-    for dirty in ([1, 1, 1], [0, 1, 1]):
-        with pytest.raises(StorageFullError):
-            opened.scatter(torch.tensor([1, 2, 3]), *buffers(opened.layout, 3), torch.tensor(dirty, dtype=torch.uint8))
-    assert asked == [[1, 2, 3], [2, 3]]
-    assert not opened.state.any()
+    monkeypatch.setattr(opened, "reserve", lambda keys: asked.append(keys.tolist()))
+    for dirty in ([1, 1, 1], [0, 1, 255], [0, 0, 0]):
+        opened.reserve_dirty(torch.tensor([1, 2, 3]), torch.tensor(dirty, dtype=torch.uint8))
+    assert asked == [[1, 2, 3], [2, 3], []]
 
 
 def test_used_ranges_cover_every_written_row_once(opened):

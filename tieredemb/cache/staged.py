@@ -37,11 +37,13 @@ class _Rows:
 
 class _Moves(NamedTuple):
     """What a plan moves, as the device has told. `keys`: int64 (M,), that are missed; the first `room` get slots never
-    used · `leaving`: int64 (V,), the keys whose slots the next ones get; those that then follow get none."""
+    used · `leaving`: int64 (V,), the keys whose slots the next ones get · `dirty`: uint8 (V,), whether their rows are
+    to be written. The keys that then follow get no slots."""
 
     keys: torch.Tensor
     room: int
     leaving: torch.Tensor
+    dirty: torch.Tensor
 
     @property
     def with_slots(self) -> int:
@@ -53,17 +55,16 @@ class Staged(Transfer):
     buffers. Every plan waits for the device, and for the storage; where a thread of its own plans ahead, lookups and
     updates go on meanwhile.
 
-    Missed rows are read while the victims' come from the device, and those are written while the plan goes on, until
-    the next one reads. What may fail, to read and to take space for what is to be written, comes before anything
-    changes hands, so that a storage that fails loses nothing. Rows without a slot lie on the device, row r for record
-    r.
+    Missed rows are read while the victims' come from the device, and those are written beside what follows, until the
+    next plan reads. What may fail, to take space for what is to be written and to read, comes before anything changes
+    hands, so that a storage that fails loses nothing. Rows without a slot lie on the device, row r for record r.
     """
 
     in_place = False
 
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan, *apart: Any) -> None:
         super().__init__(cold, hot, initial, plan, *apart)
-        self._tell = kernel(MOVE, "missed_tell", "p p p p n p p p", *self._flags)
+        self._tell = kernel(MOVE, "missed_tell", "p p p p n p p p u8 p p", *self._flags)
         self._coming, self._leaving = _Rows(cold.layout), _Rows(cold.layout)
         self._written = _Rows(cold.layout)  # those of the plan before, which may yet be being written
         self._told = torch.empty(0, dtype=torch.int64, device="cpu", pin_memory=True)  # see `missed_tell`
@@ -107,12 +108,8 @@ class Staged(Transfer):
         plan.choose(missed)
         plan.settle(homes, missed, self.away(slotless), commit=False)
         moves, sent = self._ask(missed)
+        self.cold.reserve_dirty(moves.leaving, moves.dirty)
         weight, state = self._in(moves.keys)
-        sent.synchronize()
-        if len(moves.leaving):
-            keys = torch.from_numpy(moves.leaving.numpy().copy())  # the next plan tells others there
-            self.cold.scatter(keys, *self._leaving.part(moves.room, moves.with_slots), at_leisure=True)
-            self._leaving, self._written = self._written, self._leaving
         count = len(moves.keys)
         new = count - moves.with_slots
         if new:
@@ -131,6 +128,11 @@ class Staged(Transfer):
             self._state[records] = state[moves.with_slots :]
             self._slotless += new
         self._generate(plan.missed, count, missed.keys, missed.slots, missed.untouched, away, some=plan.untouched)
+        sent.synchronize()
+        if len(moves.leaving):
+            keys = torch.from_numpy(moves.leaving.numpy().copy())  # the next plan tells others there
+            self.cold.scatter(keys, *self._leaving.part(moves.room, moves.with_slots))
+            self._leaving, self._written = self._written, self._leaving
         self.committed = False
         if beside:
             beside()
@@ -139,18 +141,22 @@ class Staged(Transfer):
         """Waits to be told what a plan moves; the victims' rows are on their way then, and there once the event
         comes."""
         n, plan = missed.n, self.plan
-        if len(self._told) < 3 + 2 * n:
-            self._told = torch.empty(3 + 4 * n, dtype=torch.int64, device="cpu", pin_memory=True)
+        words, flags = 3 + 2 * n, -(-n // 8)
+        if len(self._told) < words + flags:
+            self._told = torch.empty(2 * (words + flags), dtype=torch.int64, device="cpu", pin_memory=True)
         told, sent = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._tell(
             blocks_for(n, 256, MOVE_BLOCKS), 256, plan.missed, plan.room, plan.needed, plan.selection, n, missed.keys,
-            missed.victims, self._told.data_ptr(),
+            missed.victims, missed.slots, self.hot.dirty, self._told.data_ptr(), self._told[words:].data_ptr(),
         )  # fmt: skip
         told.record()
         self._send(missed)
         told.synchronize()
         count, room, leaving = self._told[:3].tolist()
-        moves = _Moves(self._told[3 : 3 + count], room, self._told[3 + n + room : 3 + n + room + leaving])
+        keys, victims = self._told[3 : 3 + count], self._told[3 + n : 3 + n + count]
+        dirty = self._told[words : words + flags].view(torch.uint8)
+        leave = slice(room, room + leaving)
+        moves = _Moves(keys, room, victims[leave], dirty[leave])
         if moves.with_slots > self._leaving.rows:
             self._make_room(moves.with_slots)
             self._send(missed)
@@ -196,7 +202,14 @@ class Staged(Transfer):
         rows = len(slots)
         self._make_room(rows)
         self._send_rows(rows, 0, slots.contiguous(), keys.contiguous(), self.plan.moved)
-        self.cold.scatter(keys.cpu(), *self._leaving.part(0, rows))  # the keys come behind the rows
+        self._write(keys, rows)
+
+    def _write(self, keys: torch.Tensor, rows: int) -> None:
+        """Writes what leaves to storage: the rows of `keys`, which come from the device behind them."""
+        host, leaving = keys.cpu(), self._leaving.part(0, rows)
+        self.cold.reserve_dirty(host, leaving[2])
+        self.cold.scatter(host, *leaving)
+        self.cold.finish()
 
     def _make_room(self, rows: int) -> None:
         """Room for rows that leave. What is there is lost."""
@@ -259,7 +272,7 @@ class Staged(Transfer):
             weight.copy_(self._weight[some], non_blocking=True)
             state.copy_(self._state[some], non_blocking=True)
             dirty.fill_(1)
-            self.cold.scatter(self._key(some).cpu(), weight, state, dirty)  # the keys come behind the rows
+            self._write(self._key(some), len(some))
 
     def size_bytes(self) -> dict[str, int]:
         rows = (self._coming, self._leaving, self._written)

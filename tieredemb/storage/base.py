@@ -177,27 +177,20 @@ class ColdRows(abc.ABC):
 
         movers().gather(keys, self.weight, self.state, weight, state)
 
-    def scatter(
-        self,
-        keys: torch.Tensor,
-        weight: torch.Tensor,
-        state: torch.Tensor,
-        dirty: torch.Tensor,
-        *,
-        at_leisure: bool = False,
-    ) -> None:
-        """Writes `weight` and `state`, which lie as `gather` gives them, back to the rows `keys` (int64 (K,),
-        distinct): where `dirty` (uint8 (K,)) is not zero a whole row, else its score. Reserves first, as `write`.
-        `at_leisure`: may return once space is reserved, from when on nothing can fail, and before the rows are written;
-        the next `gather` and `scatter`, and `finish`, wait for them. The tensors are not to be changed until then."""
-        from tieredemb.storage.movers_cpu import movers
-
+    def reserve_dirty(self, keys: torch.Tensor, dirty: torch.Tensor) -> None:
+        """`reserve` for those of `keys` (int64 (K,)) whose rows are `dirty` (uint8 (K,)), CPU tensors."""
         # numpy, and not torch: that would wake its own threads for it, which then keep all cores from others
         chosen, moved = keys.numpy(), dirty.numpy()
         self.reserve(chosen if moved.all() else chosen[moved != 0])
+
+    def scatter(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, dirty: torch.Tensor) -> None:
+        """Begins to write `weight` and `state`, which lie as `gather` gives them, back to the rows `keys` (int64 (K,),
+        distinct): where `dirty` (uint8 (K,)) is not zero a whole row, which was reserved, else its score. The next
+        `gather` and `scatter`, and `finish`, wait until all is written. The tensors are not to be changed until
+        then."""
+        from tieredemb.storage.movers_cpu import movers
+
         movers().scatter(keys, self.weight, self.state, weight, state, dirty)
-        if not at_leisure:
-            movers().finish()
 
     def finish(self) -> None:
         """Returns once all is written that `scatter` was given."""
