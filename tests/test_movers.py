@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tieredemb.storage import movers_cpu
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.movers_cpu import ALONE, CHUNK
@@ -98,6 +99,29 @@ def test_jobs_of_many_threads_are_done_one_by_one(threads):
         thread.join(60)
     assert not any(thread.is_alive() for thread in movers_of_test)
     assert wrong == []
+
+
+def test_a_finaliser_amid_a_job_moves_its_own_rows(threads, monkeypatch):
+    """The garbage collector may close a module whenever Python runs, and so write its rows back."""
+    threads(3)
+    cold, other, keys = open_rows(), open_rows(), torch.arange(5000)
+    begin, turns = movers_cpu._begin, []
+
+    def collects(*job):
+        if not turns:
+            turns.append(job)
+            other.scatter(keys, *(part + 3 for part in room(5000)), torch.ones(5000, dtype=torch.uint8))
+            other.finish()
+        begin(*job)
+
+    monkeypatch.setattr(movers_cpu, "_begin", collects)
+    weight, state = room(5000)
+    moved = threading.Thread(target=lambda: cold.gather(keys, weight, state), daemon=True)
+    moved.start()
+    moved.join(30)
+    assert not moved.is_alive()
+    assert (weight == (keys + 1)[:, None]).all()
+    assert (other.weight[:5000] == 3).all()
 
 
 def test_a_forked_child_has_threads_of_its_own(threads):

@@ -126,8 +126,10 @@ def _begin(board: int, helpers: int) -> None:
 
 @jit
 def _finish(board: int) -> None:
-    """Helps with the job until all of it is done. Who has come to it has left it then, with all rows that it claimed
-    moved; who comes late finds none."""
+    """Helps with the job, if one was begun, until all of it is done. Who has come to it has left it then, with all rows
+    that it claimed moved; who comes late finds none."""
+    if atomic_load(board + OPEN) == 0:
+        return
     _work(board)
     atomic_add(board + OPEN, -1)
     while atomic_load(board + AT_IT) > 0:
@@ -137,8 +139,9 @@ def _finish(board: int) -> None:
 class Movers:
     """The threads of a process that move rows, one job at a time."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, *, alone: bool = False) -> None:
+        self._lock = threading.RLock()
+        self._is_beginning = False
         self._helpers = 0
         self._begun: Any = None  # what the job under way reads and writes, if there is one
         words = (SLEEP + SEMAPHORE_BYTES + LINE) // 8
@@ -147,7 +150,8 @@ class Movers:
         first = (self._board + JOB - self._memory.ctypes.data) // 8
         self._job = self._memory[first : first + JOB_WORDS]
         # without semaphores that lie in memory (macOS) one thread moves all
-        self._most = sys.maxsize if ctypes.CDLL(None).sem_init(ctypes.c_void_p(self._board + SLEEP), 0, 0) == 0 else 0
+        sleeps = ctypes.CDLL(None).sem_init(ctypes.c_void_p(self._board + SLEEP), 0, 0) == 0
+        self._most = sys.maxsize if sleeps and not alone else 0
 
     def gather(
         self, keys: torch.Tensor, weights: Array, states: Array, to: torch.Tensor, to_state: torch.Tensor
@@ -171,7 +175,8 @@ class Movers:
     def finish(self) -> None:
         """Returns once nothing is under way."""
         with self._lock:
-            self._finish()
+            if not self._is_beginning:  # nothing is then
+                self._finish()
 
     def _finish(self) -> None:
         if self._begun is not None:
@@ -187,17 +192,38 @@ class Movers:
         of_rows: torch.Tensor,
         dirty: torch.Tensor | None,
     ) -> None:
+        with self._lock:
+            if self._is_beginning:  # the garbage collector runs a finaliser in the middle of it, on the same thread
+                other = Movers(alone=True)
+                other._begin(keys, weights, states, rows, of_rows, dirty)
+                other.finish()
+                return
+            self._finish()
+            self._is_beginning = True
+            try:
+                self._put_up(keys, weights, states, rows, of_rows, dirty)
+            finally:
+                self._is_beginning = False
+
+    def _put_up(
+        self,
+        keys: torch.Tensor,
+        weights: Array,
+        states: Array,
+        rows: torch.Tensor,
+        of_rows: torch.Tensor,
+        dirty: torch.Tensor | None,
+    ) -> None:
         n = len(keys)
+        if n == 0:
+            return
         row, state = weights.shape[1] * weights.itemsize, states.shape[1] * states.itemsize
         cold = (weights.ctypes.data, states.ctypes.data)
         flags = 0 if dirty is None else dirty.data_ptr()
-        with self._lock:
-            self._finish()
-            if n == 0:
-                return
-            self._job[:] = (n, keys.data_ptr(), *cold, row, state, rows.data_ptr(), of_rows.data_ptr(), flags)
-            self._begun = (keys, weights, states, rows, of_rows, dirty)
-            _begin(self._board, self._staff(0 if n <= ALONE else min(n // CHUNK, num_threads() - 1, self._most)))
+        helpers = self._staff(0 if n <= ALONE else min(n // CHUNK, num_threads() - 1, self._most))
+        self._job[:] = (n, keys.data_ptr(), *cold, row, state, rows.data_ptr(), of_rows.data_ptr(), flags)
+        self._begun = (keys, weights, states, rows, of_rows, dirty)
+        _begin(self._board, helpers)
 
     def _staff(self, wanted: int) -> int:
         """How many threads help, of those wanted."""
