@@ -53,6 +53,8 @@ def captures(device, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     for module in (captured, graphs):
         monkeypatch.setattr(module, "on_device", lambda _: nothing())
+    monkeypatch.setattr(captured, "capture_lock", lambda _: nothing())
+    monkeypatch.setattr(captured, "side_stream", lambda *_: stream)
     monkeypatch.setattr(captured, "DeviceGroup", HostGroup)
     monkeypatch.setattr(graphs, "_gpus", lambda forwards: [cpu for _ in forwards])
     monkeypatch.setattr(graphs, "check_capturable", lambda *_: None)
@@ -183,7 +185,7 @@ def take_turns(other, given, at, *, retried=False):
     return [*seen, *others, *bits(table)]
 
 
-def amid_a_capture(other, given, *, ahead=False, fails=False):
+def amid_a_capture(other, given, *, ahead=False, fails=False, waits=True):
     """What two threads see, and the weights in the end, if the other begins amid the capture of a step; and which step
     that was."""
     table, futures, seen, steps = make(), [], [], []
@@ -192,7 +194,7 @@ def amid_a_capture(other, given, *, ahead=False, fails=False):
     def amid():
         futures.append(started(work))
         wait(futures, WHILE)
-        assert not futures[0].done()
+        assert not waits or not futures[0].done()
         if fails:
             raise KeyError("the step's own")
 
@@ -226,6 +228,40 @@ def test_threads_wait_for_a_capture(device, captures, other):
 @pytest.mark.parametrize("other", [*OTHERS, reads_counters])  # which takes no lock on the CPU
 def test_threads_wait_for_a_capture_that_plans_ahead(gpu, other):
     check(other, [batch(number) for number in range(14)], ahead=True)
+
+
+def another(work):
+    """As `work`, of a module that the step does not use; all of it, as to build one waits for the GPU too."""
+
+    def starts(_, **keywords):
+        def run():
+            table = make()
+            seen = [each.detach().clone() for each in work(table, **keywords)()]
+            return [*seen, *bits(table)]
+
+        return run
+
+    return starts
+
+
+@pytest.mark.parametrize("work", [trains, captures_as_well, flushes, reads_weights])
+def test_threads_that_use_another_module_wait_where_they_would_end_the_capture(device, captures, work):
+    steps = 8 if device == "cuda" else 4
+    check(another(work), [batch(number) for number in range(steps)], waits=device == "cuda")
+
+
+def test_a_step_is_not_made_of_other_threads_forwards(device, captures):
+    table, other = make(), make()
+    looks = looks_up(other)
+
+    def step(given):
+        out = table(*given)
+        started(looks).result(LONG)
+        return out
+
+    forward = te.graph_forward(step)
+    forward(batch(0))
+    assert forward._step.modules == [table]
 
 
 @pytest.mark.parametrize("other", [trains, flushes])

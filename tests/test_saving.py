@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from devices import equal
+from devices import equal, randint
 from torch import nn
 
 import tieredemb as te
@@ -366,6 +366,42 @@ def test_full_disk_is_an_error_and_training_goes_on_when_there_is_space(small_di
     used = torch.cat(batches)[None]
     with torch.no_grad():
         assert equal(bag(used), plain(used))
+
+
+@pytest.mark.parametrize("ids", [300, 1500])
+def test_checkpoint_over_a_file_replaces_rows_that_have_just_left_the_cache(device, tmp_path, ids):
+    bag = te.TieredEmbedding(2000, 4, capacity=200, optimizer=te.SGD(lr=1.0), storage=te.File(str(tmp_path / "rows")))
+
+    def train():
+        for seed in range(3):
+            bag(randint(0, 2000, (ids,), seed=seed)).sum().backward()
+
+    train()
+    bag.save_checkpoint(tmp_path / "saved")
+    expected = [value.clone() for value in bag.state_dict().values()]
+    train()
+    bag.load_checkpoint(tmp_path / "saved")
+    assert same(bag.state_dict().values(), expected)
+    bag.flush()
+    assert same(bag.state_dict().values(), expected)
+
+
+def test_rows_evaluated_in_inference_mode_over_a_file_can_be_trained(device, tmp_path):
+    def make(name):
+        return te.TieredEmbedding(
+            300, 4, capacity=7, optimizer=te.Adagrad(lr=0.5), storage=te.File(str(tmp_path / name))
+        )
+
+    evaluated, plain = make("evaluated"), make("plain")
+    for seed in range(6):
+        if seed % 2 == 0:
+            with torch.inference_mode():
+                evaluated(randint(0, 300, (40 + 40 * seed,), seed=100 + seed))
+        ids = randint(0, 300, (50,), seed=seed)
+        for bag in (evaluated, plain):
+            bag(ids).sum().backward()
+        evaluated.flush()
+    assert same(evaluated.state_dict().values(), list(plain.state_dict().values()))
 
 
 def test_close_that_failed_can_be_repeated(tmp_path, monkeypatch):

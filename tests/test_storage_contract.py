@@ -233,6 +233,26 @@ def test_scatter_moves_only_the_score_of_a_clean_row(opened):
     assert opened.state[7:10, -1].tolist() == new_state[:, -1].tolist()
 
 
+@pytest.mark.parametrize("call", ["reset", "close"])
+def test_rows_being_written_are_there_before_others_use_the_storage(tmp_path, monkeypatch, call):
+    for tier in ("file", "pmem"):
+        cold = open_rows(TIERS[tier](tmp_path), RowLayout(rows=5000, width=12))
+        keys, dirty = torch.arange(5000), torch.ones(5000, dtype=torch.uint8)
+        cold.reserve_dirty(keys, dirty)
+        cold.scatter(keys, *buffers(cold.layout, 5000), dirty)
+        finish, finished = cold.finish, []
+
+        def seen(finish=finish, finished=finished, cold=cold):
+            finish()
+            finished.append(bool(cold.state.all()))
+
+        monkeypatch.setattr(cold, "finish", seen)
+        getattr(cold, call)()
+        assert finished[0]
+        assert call == "close" or not cold.state.any()
+        cold.close()
+
+
 def test_space_is_reserved_for_dirty_rows_alone(opened, monkeypatch):
     asked = []
     monkeypatch.setattr(opened, "reserve", lambda keys: asked.append(keys.tolist()))

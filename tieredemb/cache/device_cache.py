@@ -29,7 +29,7 @@ from tieredemb.cache.transfer import Beside, Transfer
 from tieredemb.config import Policy
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.ranges import marked
-from tieredemb.kernels.streams import on_device
+from tieredemb.kernels.streams import on_device, synchronize
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
@@ -67,7 +67,7 @@ class DeviceCache(CapturableCache):
         self.on_flush: list[Callable[[], None]] = []
         self._order = StreamOrder(device)
         self.plan_lock = threading.RLock()  # a plan waits for its storage beside lookups and updates
-        with torch.cuda.device(device):
+        with torch.inference_mode(False), torch.cuda.device(device):
             self.hot = DeviceRows(cold.layout, self._cached, pinned, device)
             cold.attach(device)
             self._plan = DevicePlan(self.hot, self._scoring, device)
@@ -178,8 +178,9 @@ class DeviceCache(CapturableCache):
             with marked("swap"):
                 self._transfer.bring(missed, homes, **keywords)
         except BaseException as error:
-            if self._transfer.committed:
+            if self._transfer.committed and not torch.cuda.is_current_stream_capturing():  # of which nothing has run
                 self._broken = f"moving rows was interrupted by {type(error).__name__}"
+            self._transfer.committed = False
             raise
 
     @contextlib.contextmanager
@@ -280,7 +281,7 @@ class DeviceCache(CapturableCache):
             self._transfer.write_back(first_slot, rows, first_key)
             first_slot += rows
         self._transfer.settle()
-        torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def _write_back_range(self, start: int, stop: int) -> None:
         with self.entered():
@@ -307,7 +308,7 @@ class DeviceCache(CapturableCache):
 
     def _restart(self, *, fresh: bool) -> None:
         """Empties the cached slots and brings the rows of resident tables in; none was ever written if `fresh`."""
-        torch.cuda.synchronize(self.device)  # cold rows may have been replaced on the host
+        synchronize(self.device)  # cold rows may have been replaced on the host
         self.hot.reset()
         self._batch = self._eager = self.cold.metadata.batch
         self._book.reset()
@@ -365,4 +366,4 @@ class DeviceCache(CapturableCache):
 
     def _release(self) -> None:
         self._transfer.finish()
-        torch.cuda.synchronize(self.device)  # kernels may still read cold rows
+        synchronize(self.device)  # kernels may still read cold rows

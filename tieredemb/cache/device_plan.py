@@ -102,15 +102,16 @@ class Records:
                     f"the step to be captured may use {rows} rows without a slot, for which there is no room yet; run "
                     f"it once before it is captured"
                 )
-            grown = torch.zeros((size + 1, 2), dtype=torch.int64, device=self.device)
-            index = torch.zeros((2 * size, 2), dtype=torch.int64, device=self.device)
+            with torch.inference_mode(False):  # they are changed in place when that is over
+                grown = torch.zeros((size + 1, 2), dtype=torch.int64, device=self.device)
+                index = torch.zeros((2 * size, 2), dtype=torch.int64, device=self.device)
             grown[: self.rows] = self.table[: self.rows]
             grown[size] = self.table[self.rows]
             self._outgrown += [self.table, self.index]  # tickets in flight, and captured graphs, go on reading them
             self.table, self.index, self.rows = grown, index, size
 
     def free(self, records: torch.Tensor) -> None:
-        """Frees `records` (int64 (K,), distinct), which no batch in flight uses."""
+        """Frees `records` (int64 (K,), distinct), which no batch in flight uses, and whose rows are stored."""
         self.table[records, 0] = 0
         self.table.view(torch.int32)[self.rows, 0] -= len(records)  # `RecordsEnd.taken`
 

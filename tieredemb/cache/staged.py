@@ -24,9 +24,10 @@ class _Rows:
 
     def __init__(self, layout: RowLayout, rows: int = 0) -> None:
         self.rows = rows
-        self.weight = torch.empty((rows, layout.width), dtype=layout.dtype, device="cpu", pin_memory=True)
-        self.state = torch.empty((rows, layout.state_width + 1), dtype=torch.int32, device="cpu", pin_memory=True)
-        self.dirty = torch.empty(rows, dtype=torch.uint8, device="cpu", pin_memory=True)
+        with torch.inference_mode(False):  # they are changed in place when that is over
+            self.weight = torch.empty((rows, layout.width), dtype=layout.dtype, device="cpu", pin_memory=True)
+            self.state = torch.empty((rows, layout.state_width + 1), dtype=torch.int32, device="cpu", pin_memory=True)
+            self.dirty = torch.empty(rows, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.weight[start:stop], self.state[start:stop], self.dirty[start:stop]
@@ -172,7 +173,7 @@ class Staged(Transfer):
     def _grow(self, rows: int) -> None:
         if rows <= len(self._weight):
             return
-        with self._apart():  # batches in flight read and update them
+        with self._apart(), torch.inference_mode(False):  # batches in flight read and update them
             grown = [
                 torch.zeros((rows, t.shape[1]), dtype=t.dtype, device=t.device) for t in (self._weight, self._state)
             ]

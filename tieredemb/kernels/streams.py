@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -22,6 +23,22 @@ def side_stream(device: torch.device, priority: int = 0, name: str = "") -> torc
     """One stream a device, priority and name, for all that runs beside others: torch's allocator keeps memory for
     each."""
     return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+
+
+_CAPTURE_LOCKS: dict[int, contextlib.AbstractContextManager[bool]] = {}
+
+
+def capture_lock(device: torch.device) -> contextlib.AbstractContextManager[bool]:
+    """Held while a stream of `device` is captured, and while a thread waits for all work on the device: in the middle
+    of a capture CUDA refuses that, and ends the capture. Taken after all locks of caches."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _CAPTURE_LOCKS.setdefault(index, threading.RLock())
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for all work on `device`, and before for a capture there by another thread."""
+    with capture_lock(device):
+        torch.cuda.synchronize(device)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 
 from tieredemb.cache.device_cache import LARGE
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
-from tieredemb.kernels.streams import on_device
+from tieredemb.kernels.streams import on_device, synchronize
 from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, tell_fault
 from tieredemb.modules.call import Call
 from tieredemb.modules.call_memory import CallMemory
@@ -230,5 +230,5 @@ def _check_at_once(module: TieredModule, device: torch.device) -> None:
             "check_ids='always' waits for the GPU in every forward, which a CUDA graph cannot capture; build the "
             "module with check_ids='deferred'"
         )
-    torch.cuda.synchronize(device)
+    synchronize(device)
     module.tables.faults.check()

@@ -77,7 +77,8 @@ class Buffers:
     def _copy(self, path: Path, tensor: torch.Tensor) -> None:
         buffer = self._buffer[path]
         target = buffer if buffer.shape == tensor.shape else buffer[: len(tensor)]
-        if tensor.is_cuda and tensor.is_contiguous() and tensor.get_device() == target.get_device():
+        here = tensor.is_cuda and tensor.get_device() == target.get_device()
+        if here and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             copy_on_device(target, tensor)
         else:
             target.copy_(tensor.detach(), non_blocking=True)

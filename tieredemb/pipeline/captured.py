@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -12,7 +13,7 @@ import torch
 from tieredemb.cache.device_cache import DeviceCache
 from tieredemb.cache.locks import Locks
 from tieredemb.errors import UnsupportedError
-from tieredemb.kernels.streams import on_device
+from tieredemb.kernels.streams import capture_lock, on_device, side_stream
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import Forward
 from tieredemb.modules.group import DeviceGroup
@@ -40,7 +41,8 @@ class StepFunction(Generic[R]):
         # of each module: what it is configured with, which a move replaces, and whether it trains
         self._captured_of = [(module, module.tables.config, module.is_trainable) for module in self.modules]
         with on_device(self.device):
-            self._beside, self._captures = torch.cuda.Stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._captures = side_stream(self.device, 0, "capture")  # streams are few: another's would be captured
 
     def _caches(self) -> list[DeviceCache]:
         groups = (group for module in self.modules for group in module.tables.groups)
@@ -93,7 +95,8 @@ class StepFunction(Generic[R]):
         on the caches' books: another thread's call would become part of the graph, or end it. Threads that use none of
         the caches, such as a loader's that pins memory, may go on."""
         self.before_replay()  # what the host has to say is said outside
-        with torch.cuda.graph(graph, pool=pool, stream=self._captures, capture_error_mode="thread_local"):
+        captured = torch.cuda.graph(graph, pool=pool, stream=self._captures, capture_error_mode="thread_local")
+        with capture_lock(self.device), _no_collector(), captured:
             yield
 
     def before_replay(self) -> None:
@@ -108,6 +111,18 @@ class StepFunction(Generic[R]):
         for cache in self.caches:
             with cache.entered():
                 pass
+
+
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """A module that is collected inside closes its caches, which wait for the device."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def detached(function: Callable[[Any], R], batch: Any) -> R:

@@ -143,7 +143,7 @@ class StepAhead(Generic[R]):
             step.after_capture()
             graph.replay()
         except BaseException:
-            for call in then.calls():
+            for call in then.made():
                 call.has_arrived()  # nothing of it has run
             step.after_capture()
             self.give_up()
@@ -251,6 +251,12 @@ class _Turn(Generic[R]):
         if any(planned.failed or not module.ahead.holds(planned) for module, planned in self._planned):
             return []
         return [cast("DeviceCall", planned.future.result()) for _, planned in self._planned]
+
+    def made(self) -> list[DeviceCall]:
+        """Those forwards that could be planned."""
+        futures = (planned.future for _, planned in self._planned)
+        good = (each for each in futures if each.done() and not each.cancelled() and each.exception() is None)
+        return [cast("DeviceCall", each.result()) for each in good]
 
     def planned_again(self, offsets: list[list[int]], first: dict[DeviceCache, int]) -> None:
         """A replay has planned them, as batches at `offsets` from the `first` of each cache."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -65,8 +66,11 @@ class GraphStep(Generic[R]):
     def _first(self, batch: Any) -> R:
         """As the function, and heard: which modules look up which of the batch's tensors."""
         forwards: list[Forward] = []
+        thread = threading.get_ident()
 
         def hear(forward: Forward) -> None:
+            if threading.get_ident() != thread:  # somebody else's
+                return
             forwards.append(forward)
             for each in forwards if (gpus := _gpus(forwards)) else ():
                 check_capturable(each.module, gpus[0])

@@ -1,5 +1,5 @@
 """Where plans are made while a batch computes: a thread on the CPU; on a GPU a stream, on which batches come too, and a
-thread beside it where rows pass through the host."""
+thread beside it where rows pass through the host and take their time."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ class WorkerLane(ThreadLane):
 
         if self._is_quick and self._under_way == 0:  # plans stay in order
             return _called(run)
-        self._count(1)
         future = super().submit(run)
+        self._count(1)
         future.add_done_callback(lambda _: self._count(-1))
         return future
 

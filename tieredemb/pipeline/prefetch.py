@@ -235,7 +235,8 @@ class Run(Generic[B]):
             if not isinstance(self._lookups, Learned):
                 fetched.error = error  # the user's function has failed; it comes at its batch
             return  # a batch of another form than the one that was learned from plans when its forward comes
-        fetched.planned = [(lookup.module, self._lanes.plan(lookup)) for lookup in lookups]
+        for lookup in lookups:  # an interrupt finds those that were made
+            fetched.planned.append((lookup.module, self._lanes.plan(lookup)))
 
     def _listen(self, on: bool) -> None:
         if on != self._listens:

@@ -106,16 +106,18 @@ _ROWS_PER_THREAD = 1024  # fewer are moved sooner than a second thread has start
 
 
 class ColdRows(abc.ABC):
-    """An open tier. `weight`: carrier (rows, D); `state`: uint32 (rows, S + 1), both readable in place.
+    """An open tier. `weight`: carrier (rows, D); `state`: uint32 (rows, S + 1), both readable in place, once what
+    `scatter` has begun is over (`finish`).
 
     The caller serialises calls, passes keys in range, and writes a key only after `reserve(keys)` succeeded. Rows are
     moved between hot arrays of the CPU by `read` and `write`, between buffers of a GPU by `gather` and `scatter`.
-    Calls are synchronous.
+    Calls but `scatter` are synchronous.
     """
 
     kind: str  # the tier's name in reports: "host", "unified", "file", "pmem"
     in_memory: bool  # whether deepcopy and pickling may copy it
     volatile: bool  # whether it dies with the process, so that closing needs no flush
+    _is_scattering: bool = False  # whether rows may yet be being written
     device_readable: bool = False  # whether GPU kernels read and write `weight` and `state` at the arrays' addresses
 
     def __init__(self, layout: RowLayout, weight: np.ndarray[Any, Any], state: np.ndarray[Any, Any]) -> None:
@@ -190,13 +192,16 @@ class ColdRows(abc.ABC):
         then."""
         from tieredemb.storage.movers_cpu import movers
 
+        self._is_scattering = True
         movers().scatter(keys, self.weight, self.state, weight, state, dirty)
 
     def finish(self) -> None:
-        """Returns once all is written that `scatter` was given."""
-        from tieredemb.storage.movers_cpu import movers
+        """Returns once all is written that `scatter` was given; to be called before rows are used but by `gather`."""
+        if self._is_scattering:
+            from tieredemb.storage.movers_cpu import movers
 
-        movers().finish()
+            movers().finish()
+            self._is_scattering = False
 
     def used_ranges(self) -> Iterator[tuple[int, int]]:
         """Ranges (start, stop) of rows outside which no row was ever written."""

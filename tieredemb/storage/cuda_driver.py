@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from tieredemb.errors import MissingDependencyError, StorageError, StorageFullError
+from tieredemb.kernels.streams import synchronize
 
 _LIBRARY = "libcuda.so.1"
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -68,7 +69,7 @@ def check_gpu(what: str) -> None:
 def context_of(device: torch.device) -> Iterator[None]:
     """Makes torch's context of `device` the calling thread's, and waits for all work in it."""
     with torch.cuda.device(device):
-        torch.cuda.synchronize()
+        synchronize(device)
         yield
 
 

@@ -140,6 +140,7 @@ class FileRows(ColdRows):
     def reset(self) -> None:
         """Punches the rows out of the file, whose space returns to the filesystem; the arrays stay valid."""
         self._check_usable()
+        self.finish()
         with storage_errors(self.path, "discarding the rows of"):
             _punch(self._map, self._fd, self._slots.region_bytes)
         self._weight_pages.clear()
@@ -153,6 +154,7 @@ class FileRows(ColdRows):
         self._sync(clean=False)
 
     def _sync(self, *, clean: bool) -> None:
+        self.finish()
         if self._damaged:  # the kernel reports a failed write once, then forgets it: a retry looks like success
             raise StorageError(
                 f"an earlier flush of {self.path!r} failed, so rows on disk may be old; save a checkpoint "

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from tieredemb.errors import StorageError, StorageFullError
+from tieredemb.kernels.streams import synchronize
 from tieredemb.storage import cuda_driver
 from tieredemb.storage.base import STATE_DTYPE, ColdRows, Metadata, RowLayout, Storage
 
@@ -140,7 +141,7 @@ class HostRows(ColdRows):
         """Hands the pages back, so that the next touch finds zeros; the arrays stay the same objects. Pinned pages
         cannot be: there the states are zeroed, after all work on the device."""
         if self._device is not None:
-            torch.cuda.synchronize(self._device)
+            synchronize(self._device)
             zero_in_parallel(self.state)
         else:
             self._discard()

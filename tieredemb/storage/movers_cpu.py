@@ -8,6 +8,7 @@ lost its core.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -146,6 +147,8 @@ class Movers:
         self._begun: Any = None  # what the job under way reads and writes, if there is one
         words = (SLEEP + SEMAPHORE_BYTES + LINE) // 8
         self._memory = np.zeros(words, np.int64)
+        if not alone:  # threads sleep there until the process ends, when Python has freed what it knows of
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self._board = -(-self._memory.ctypes.data // LINE) * LINE
         first = (self._board + JOB - self._memory.ctypes.data) // 8
         self._job = self._memory[first : first + JOB_WORDS]
@@ -169,13 +172,14 @@ class Movers:
         of_state: torch.Tensor,
         dirty: torch.Tensor,
     ) -> None:
-        """See `ColdRows.scatter`. Returns once it has begun; the next job waits until it is done, as `finish` does."""
+        """See `ColdRows.scatter`. Others do it, if there are any: the next job waits until it is done, as `finish`
+        does."""
         self._begin(keys, weights, states, of, of_state, dirty)
 
     def finish(self) -> None:
         """Returns once nothing is under way."""
         with self._lock:
-            if not self._is_beginning:  # nothing is then
+            if not self._is_beginning:  # or a finaliser asks in the middle of it, whose own rows are moved at once
                 self._finish()
 
     def _finish(self) -> None:
@@ -201,9 +205,11 @@ class Movers:
             self._finish()
             self._is_beginning = True
             try:
-                self._put_up(keys, weights, states, rows, of_rows, dirty)
+                helpers = self._put_up(keys, weights, states, rows, of_rows, dirty)
             finally:
                 self._is_beginning = False
+            if helpers == 0:
+                self._finish()
 
     def _put_up(
         self,
@@ -213,10 +219,11 @@ class Movers:
         rows: torch.Tensor,
         of_rows: torch.Tensor,
         dirty: torch.Tensor | None,
-    ) -> None:
+    ) -> int:
+        """Begins a job; returns how many threads were woken up for it."""
         n = len(keys)
         if n == 0:
-            return
+            return 0
         row, state = weights.shape[1] * weights.itemsize, states.shape[1] * states.itemsize
         cold = (weights.ctypes.data, states.ctypes.data)
         flags = 0 if dirty is None else dirty.data_ptr()
@@ -224,14 +231,16 @@ class Movers:
         self._job[:] = (n, keys.data_ptr(), *cold, row, state, rows.data_ptr(), of_rows.data_ptr(), flags)
         self._begun = (keys, weights, states, rows, of_rows, dirty)
         _begin(self._board, helpers)
+        return helpers
 
     def _staff(self, wanted: int) -> int:
         """How many threads help, of those wanted."""
         if wanted > self._helpers and threading.main_thread().is_alive():  # no new threads once the interpreter ends
             _serve.compile("void(int64)")
-            while self._helpers < wanted:
-                threading.Thread(target=_serve, args=(self._board,), name="tieredemb-mover", daemon=True).start()
-                self._helpers += 1
+            with contextlib.suppress(RuntimeError):  # no more threads: those that there are do it, or this one
+                while self._helpers < wanted:
+                    threading.Thread(target=_serve, args=(self._board,), name="tieredemb-mover", daemon=True).start()
+                    self._helpers += 1
         return min(wanted, self._helpers)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from tieredemb.errors import ConfigError
+from tieredemb.kernels.streams import synchronize
 from tieredemb.storage import cuda_driver as cuda
 from tieredemb.storage.base import STATE_DTYPE, ColdRows, Metadata, RowLayout, Storage
 from tieredemb.storage.host import HostMemory, check_physical, zero_in_parallel
@@ -111,7 +112,7 @@ class UnifiedRows(ColdRows):
     def reset(self) -> None:
         """Zeros the states, after all work on the devices; the arrays stay the same objects."""
         for device in self._devices:
-            torch.cuda.synchronize(device)
+            synchronize(device)
         zero_in_parallel(self.state)
         self.metadata = Metadata()
 
