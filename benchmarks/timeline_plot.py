@@ -74,7 +74,11 @@ def stream_rows(activities: Sequence[Activity]) -> list[tuple[str, list[Activity
     if len(lanes) > MOST_ROWS:
         lanes = _packed(lanes)
     lanes.sort(key=lambda lane: -sum(each.us for each in lane[1] if each.group in ("dense", "lookup")))
-    return [(_label(streams), lane) for streams, lane in lanes]
+    labels = [_label(streams) for streams, _ in lanes]
+    return [
+        (f"{label}, beside" if label in labels[:row] else label, lane)
+        for row, (label, (_, lane)) in enumerate(zip(labels, lanes, strict=True))
+    ]
 
 
 def _packed(lanes: Sequence[tuple[list[int], list[Activity]]]) -> list[tuple[list[int], list[Activity]]]:

@@ -222,7 +222,7 @@ def test_rows_split_a_stream_whose_kernels_overlap() -> None:
     ran = [Activity("a", "dense", 7, 0.0, 10.0), Activity("b", "dense", 7, 5.0, 10.0), Activity("c", "plan", 7, 9.5, 2)]
     assert [(label, [each.name for each in own]) for label, own in stream_rows(ran)] == [
         ("stream 7", ["a", "c"]),
-        ("stream 7", ["b"]),
+        ("stream 7, beside", ["b"]),
     ]
 
 
