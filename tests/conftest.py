@@ -114,7 +114,12 @@ def data_dir() -> Path:
     return path
 
 
+@pytest.hookimpl(tryfirst=True)  # before they are selected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what needs the real logs, and what needs a GPU: `-k gpu` selects all of that, whatever it is called."""
     for item in items:
-        if "data_dir" in getattr(item, "fixturenames", ()):
+        fixtures = getattr(item, "fixturenames", ())
+        if "data_dir" in fixtures:
             item.add_marker("data")
+        if "gpu" in fixtures or (hasattr(item, "callspec") and item.callspec.params.get("device") == "cuda"):
+            item.add_marker("gpu")

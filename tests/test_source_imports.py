@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 from conftest import drop_stale_kernels
@@ -72,3 +74,16 @@ def test_stale_kernels_are_those_that_import_what_changed(package):
     compile_all()
     os.utime(package / "device.py", (1, 1))
     assert sorted(drop_stale_kernels(package)) == sorted(kernels[:2])
+
+
+def test_what_needs_a_gpu_is_selected_by_that_word(request):
+    """A run on a GPU must not leave out a test for its name."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-k", "gpu", "-p", "no:cacheprovider"]
+    files = ["test_graph_step.py", "test_cuda_errors.py"]
+    run = subprocess.run(
+        [*command, *(str(request.path.parent / file) for file in files)], capture_output=True, text=True, check=False
+    )
+    assert "::test_what_no_graph_can_hold_is_refused" in run.stdout  # asks for a GPU by a fixture
+    assert "::test_int32_ids_give_the_bits_of_int64" in run.stdout  # as all of its module
+    assert "[cuda" in run.stdout  # runs on every device
+    assert "[cpu" not in run.stdout
