@@ -173,17 +173,23 @@ def warmed_up(tables, **keywords):
     return runs
 
 
+def stepped(eager, run, graph, stop):
+    """Seeds from 3 up to `stop`, once each has gone through an eager step of one run and a replay of the other."""
+    for seed in range(3, stop):
+        eager.load(seed)
+        run.load(seed)
+        eager.step()
+        graph.replay()
+        yield seed
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
 @pytest.mark.parametrize("capacity", [2, 40, 1.0])  # rows: fewer than a batch needs, fewer than the tables have, all
 def test_replayed_steps_give_the_bits_of_eager_ones(optimizer, capacity):
     tables = table_configs(widths=(4, 5), modes=("sum", "mean", "max"), rows=(1, 3, 100, 300))
     eager, run = warmed_up(tables, capacity=capacity, optimizer=optimizer)
     graph = run.capture()
-    for seed in range(3, 27):
-        eager.load(seed)
-        run.load(seed)
-        eager.step()
-        graph.replay()
+    for seed in stepped(eager, run, graph, 27):
         assert_same_bits(run.seen(), eager.seen())
         if seed == 15:  # whole-cache calls between replays
             assert_same_bits(run.numbers(), eager.numbers())
@@ -205,11 +211,7 @@ def test_bags_of_a_large_batch_are_found_beside_its_captured_plan(monkeypatch, c
     eager, run = warmed_up(tables, capacity=capacity, optimizer=te.Adagrad(lr=0.05))
     graph = run.capture()
     assert (streams[-1] != torch.cuda.graph.default_capture_stream) == large
-    for seed in range(3, 15):
-        eager.load(seed)
-        run.load(seed)
-        eager.step()
-        graph.replay()
+    for _ in stepped(eager, run, graph, 15):
         assert_same_bits(run.seen(), eager.seen())
     assert_same_bits(run.numbers(), eager.numbers())
 
@@ -218,11 +220,8 @@ def test_a_flush_between_a_forward_and_its_backward_after_replays():
     tables = table_configs(widths=(4,), rows=(3, 300))
     eager, run = warmed_up(tables, capacity=20, optimizer=te.Adam(lr=0.05))
     graph = run.capture()
-    for seed in range(3, 40):
-        eager.load(seed)
-        run.load(seed)
-        eager.step()
-        graph.replay()
+    for _ in stepped(eager, run, graph, 40):
+        pass
     results = []
     for each in (eager, run):
         first = each.table(*each.batch(50))

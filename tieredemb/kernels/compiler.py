@@ -73,9 +73,9 @@ def _module(file: str, flags: tuple[str, ...], device: int) -> Any:
 
 @functools.cache
 def _driver() -> Any:
-    """The driver's library. With packed arguments its launch costs half of one through CuPy. A launch takes 3 µs, for
-    which the interpreter is not given away: another thread that wants it would be woken up at every launch. Where a
-    stream is full a launch waits for the GPU, and other threads of Python with it."""
+    """The driver's library. With packed arguments its launch costs half of one through CuPy. For a launch the
+    interpreter is not given away: another thread that wants it would be woken up at every one. Where a stream is full a
+    launch waits for the GPU, and other threads of Python with it."""
     library = ctypes.PyDLL("libcuda.so.1")
     pointer, word = ctypes.c_void_p, ctypes.c_uint
     library.cuLaunchKernel.argtypes = [pointer, *[word] * 7, pointer, pointer, pointer]
@@ -85,8 +85,8 @@ def _driver() -> Any:
 
 
 def copy_on_device(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies `source` over `target`, both contiguous, of one size and on the current device, on the current stream, in
-    half of the time that `Tensor.copy_` takes the host. `source` is none whose values are its memory's conjugates or
+    """Copies `source` over `target`, both contiguous, of one size and on the current device, on the current stream, by
+    the driver at once: `Tensor.copy_` asks much first. `source` is none whose values are its memory's conjugates or
     negatives. Does not synchronise."""
     if source.nbytes == 0:
         return

@@ -121,6 +121,14 @@ def fma(typingctx, a, b, c):
     return types.float32(types.float32, types.float32, types.float32), codegen
 
 
+def ask_for_line(builder: Any, pointer: Any, *, to_write: bool = False) -> None:
+    """Emits what asks for the cache line at an LLVM pointer, for what `prefetch` and its like are made of."""
+    byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+    kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    builder.call(function, [builder.bitcast(pointer, byte), word(int(to_write)), word(3), word(1)])
+
+
 @intrinsic
 def prefetch(typingctx, array, index):
     """Asks for the cache line of `array.ravel()[index]` (C-contiguous). Never faults."""
@@ -128,11 +136,7 @@ def prefetch(typingctx, array, index):
     def codegen(context, builder, signature, args):
         array_type = signature.args[0]
         view = context.make_array(array_type)(context, builder, args[0])
-        pointer = builder.gep(view.data, [args[1]])
-        byte_pointer = builder.bitcast(pointer, ir.IntType(8).as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [byte_pointer.type] + [ir.IntType(32)] * 3)
-        function = builder.module.declare_intrinsic("llvm.prefetch", [byte_pointer.type], kind)
-        builder.call(function, [byte_pointer, *(ir.IntType(32)(v) for v in (0, 3, 1))])
+        ask_for_line(builder, builder.gep(view.data, [args[1]]))
         return context.get_dummy_value()
 
     return types.void(array, types.int64), codegen

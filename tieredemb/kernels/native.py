@@ -8,7 +8,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from tieredemb.kernels.cpu import intrinsic
+from tieredemb.kernels.cpu import ask_for_line, intrinsic
 
 SEMAPHORE_BYTES = 64  # `sem_t` takes 32 on 64-bit Linux
 
@@ -23,34 +23,27 @@ def _pointer(builder: Any, address: Any, bits: int) -> Any:
     return builder.inttoptr(address, ir.IntType(bits).as_pointer())
 
 
-@intrinsic
-def load_word(typingctx, address):
-    """The 32 bits at `address` (int64)."""
-
-    def codegen(context, builder, signature, args):
-        return builder.load(_pointer(builder, args[0], 32))
-
-    return types.uint32(types.int64), codegen
+def _named(name: str, function: Any) -> Any:
+    """The intrinsic of a function that was made here, under a name of its own: numba tells them apart by it."""
+    function.__name__ = function.__qualname__ = name
+    return intrinsic(function)
 
 
-@intrinsic
-def load_long(typingctx, address):
-    """The int64 at `address` (int64)."""
+def _load(name: str, kind: Any) -> Any:
+    """Device function: the number of that kind at an address (int64)."""
 
-    def codegen(context, builder, signature, args):
-        return builder.load(_pointer(builder, args[0], 64))
+    def function(typingctx, address):
+        def codegen(context, builder, signature, args):
+            return builder.load(_pointer(builder, args[0], kind.bitwidth))
 
-    return types.int64(types.int64), codegen
+        return kind(types.int64), codegen
+
+    return _named(name, function)
 
 
-@intrinsic
-def load_byte(typingctx, address):
-    """The byte at `address` (int64)."""
-
-    def codegen(context, builder, signature, args):
-        return builder.load(_pointer(builder, args[0], 8))
-
-    return types.uint8(types.int64), codegen
+load_byte = _load("load_byte", types.uint8)
+load_word = _load("load_word", types.uint32)
+load_long = _load("load_long", types.int64)
 
 
 @intrinsic
@@ -73,21 +66,18 @@ def atomic_load(typingctx, address):
     return types.int64(types.int64), codegen
 
 
-def _prefetch(name: str, writes: int) -> Any:
+def _prefetch(name: str, *, to_write: bool) -> Any:
+    """Device function: asks for the cache line at an address (int64). Never faults."""
+
     def function(typingctx, address):
         def codegen(context, builder, signature, args):
-            byte = ir.IntType(8).as_pointer()
-            kind = ir.FunctionType(ir.VoidType(), [byte] + [ir.IntType(32)] * 3)
-            asked = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-            words = [ir.IntType(32)(word) for word in (writes, 3, 1)]
-            builder.call(asked, [builder.inttoptr(args[0], byte), *words])
+            ask_for_line(builder, _pointer(builder, args[0], 8), to_write=to_write)
             return context.get_dummy_value()
 
         return types.void(types.int64), codegen
 
-    function.__name__ = function.__qualname__ = name
-    return intrinsic(function)
+    return _named(name, function)
 
 
-prefetch_to_read = _prefetch("prefetch_to_read", 0)
-prefetch_to_write = _prefetch("prefetch_to_write", 1)
+prefetch_to_read = _prefetch("prefetch_to_read", to_write=False)
+prefetch_to_write = _prefetch("prefetch_to_write", to_write=True)

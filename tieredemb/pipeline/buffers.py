@@ -57,7 +57,7 @@ class Buffers:
 
     def load(self, batch: Any) -> None:
         """Copies a batch in. Raises `InvalidInputError`, before anything changes, for one that does not fit."""
-        if isinstance(batch, torch.Tensor) and isinstance(self.batch, torch.Tensor):  # in a third of the time
+        if isinstance(batch, torch.Tensor) and isinstance(self.batch, torch.Tensor):  # in each replay of a service
             self._check((), batch)
             self._copy((), batch)
             return

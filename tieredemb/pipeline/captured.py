@@ -93,7 +93,8 @@ class StepFunction(Generic[R]):
     def capture(self, graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
         """Captures what is launched inside. Its caller holds `locked`, until a replay has done what the capture has put
         on the caches' books: another thread's call would become part of the graph, or end it. Threads that use none of
-        the caches, such as a loader's that pins memory, may go on."""
+        the caches, such as a loader's that pins memory, may go on, but not wait for the whole device, as torch's
+        `synchronize` does."""
         self.before_replay()  # what the host has to say is said outside
         captured = torch.cuda.graph(graph, pool=pool, stream=self._captures, capture_error_mode="thread_local")
         with capture_lock(self.device), _no_collector(), captured:

@@ -175,9 +175,10 @@ class ColdRows(abc.ABC):
         """Fills `weight` (rows' dtype (K, D)) and `state` (int32 (K, S + 1)) with the rows `keys` (int64 (K,)) as they
         lie here; all of them contiguous CPU tensors. Of rows never written, whose score is zero, the weights are left
         as they were. Raises as `read` does."""
-        from tieredemb.storage.movers_cpu import movers
+        from tieredemb.storage.movers_cpu import Job, movers
 
-        movers().gather(keys, self.weight, self.state, weight, state)
+        movers().begin(Job(keys, self.weight, self.state, weight, state))
+        movers().finish()
 
     def reserve_dirty(self, keys: torch.Tensor, dirty: torch.Tensor) -> None:
         """`reserve` for those of `keys` (int64 (K,)) whose rows are `dirty` (uint8 (K,)), CPU tensors."""
@@ -190,10 +191,10 @@ class ColdRows(abc.ABC):
         distinct): where `dirty` (uint8 (K,)) is not zero a whole row, which was reserved, else its score. The next
         `gather` and `scatter`, and `finish`, wait until all is written. The tensors are not to be changed until
         then."""
-        from tieredemb.storage.movers_cpu import movers
+        from tieredemb.storage.movers_cpu import Job, movers
 
         self._is_scattering = True
-        movers().scatter(keys, self.weight, self.state, weight, state, dirty)
+        movers().begin(Job(keys, self.weight, self.state, weight, state, dirty))
 
     def finish(self) -> None:
         """Returns once all is written that `scatter` was given; to be called before rows are used but by `gather`."""

@@ -14,7 +14,7 @@ def pages_claim(lo: int, hi: int, keys: Any, row_bytes: int, page_shift: int, bi
     """Marks the pages of the rows `keys[lo:hi]` in `bits` (uint8, one bit a page, lowest first).
 
     Writes those that were not marked to `missing` (int64) and returns their number. A page has 2 ** `page_shift` bytes:
-    a division would take as long as the rest. One thread: pages share bytes.
+    divisions would take twice as long as all the rest. One thread: pages share bytes.
     """
     count = 0
     for i in range(lo, hi):

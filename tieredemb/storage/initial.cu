@@ -151,7 +151,8 @@ __device__ __forceinline__ void row_generate(i64 key, row_t *weight, u32 *state,
 extern "C" __global__ void __launch_bounds__(256) rows_generate(
     const int *count, const int *some, const i64 *keys, const int *slots, const unsigned char *untouched,
     row_t *hot_weight, u32 *hot_state, row_t *cold_weight, u32 *cold_state, int by_key, int state_words,
-    u32 state_word, u32 seed_low, u32 seed_high, int n_tables, const i64 *start, const u32 *number, const int *kind, const float *params, const i64 *padding_key) {
+    u32 state_word, u32 seed_low, u32 seed_high, int n_tables, const i64 *start, const u32 *number, const int *kind,
+    const float *params, const i64 *padding_key) {
     const Tables tables = {n_tables, start, number, kind, params, padding_key};
     if (some && *some == 0) return;
     const int n = *count;

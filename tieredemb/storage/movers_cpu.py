@@ -13,7 +13,7 @@ import ctypes
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 # Byte offsets on the board. Counters have cache lines of their own: rows claimed, threads that are at the job, whether
-# there is one. Then the words of the job, as `Movers._move` writes them, and what threads sleep on.
+# there is one. Then the words of the job (`Job.words`), and what threads sleep on.
 NEXT, AT_IT, OPEN, JOB, SLEEP = 0, 64, 128, 192, 320
 JOB_WORDS = 9
 CHUNK = 64  # rows claimed at once: some 10 microseconds
@@ -137,6 +137,26 @@ def _finish(board: int) -> None:
         yield_core()  # to a thread that has claimed rows and lost its core
 
 
+class Job(NamedTuple):
+    """Rows that are to be moved between cold storage, `weights` (rows, D) and `states` (rows, S + 1), and the buffers
+    `weight` (K, D) and `state` (K, S + 1): the rows `keys`, int64 (K,). To the buffers without `dirty`, uint8 (K,);
+    with it from there. See `ColdRows.gather` and `scatter`; all of it contiguous, in host memory."""
+
+    keys: torch.Tensor
+    weights: Array
+    states: Array
+    weight: torch.Tensor
+    state: torch.Tensor
+    dirty: torch.Tensor | None = None
+
+    def words(self) -> tuple[int, ...]:
+        """As `_work` reads them."""
+        sizes = (self.weights.shape[1] * self.weights.itemsize, self.states.shape[1] * self.states.itemsize)
+        buffers = (self.weight.data_ptr(), self.state.data_ptr(), 0 if self.dirty is None else self.dirty.data_ptr())
+        cold = (self.weights.ctypes.data, self.states.ctypes.data)
+        return len(self.keys), self.keys.data_ptr(), *cold, *sizes, *buffers
+
+
 class Movers:
     """The threads of a process that move rows, one job at a time."""
 
@@ -144,37 +164,33 @@ class Movers:
         self._lock = threading.RLock()
         self._is_beginning = False
         self._helpers = 0
-        self._begun: Any = None  # what the job under way reads and writes, if there is one
-        words = (SLEEP + SEMAPHORE_BYTES + LINE) // 8
-        self._memory = np.zeros(words, np.int64)
+        self._job: Job | None = None  # the one under way: what it reads and writes is not to be freed
+        self._memory = np.zeros((SLEEP + SEMAPHORE_BYTES + LINE) // 8, np.int64)
         if not alone:  # threads sleep there until the process ends, when Python has freed what it knows of
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self._board = -(-self._memory.ctypes.data // LINE) * LINE
         first = (self._board + JOB - self._memory.ctypes.data) // 8
-        self._job = self._memory[first : first + JOB_WORDS]
+        self._words = self._memory[first : first + JOB_WORDS]
         # without semaphores that lie in memory (macOS) one thread moves all
         sleeps = ctypes.CDLL(None).sem_init(ctypes.c_void_p(self._board + SLEEP), 0, 0) == 0
         self._most = sys.maxsize if sleeps and not alone else 0
 
-    def gather(
-        self, keys: torch.Tensor, weights: Array, states: Array, to: torch.Tensor, to_state: torch.Tensor
-    ) -> None:
-        """See `ColdRows.gather`; cold rows are `weights` and `states`."""
-        self._begin(keys, weights, states, to, to_state, None)
-        self.finish()
-
-    def scatter(
-        self,
-        keys: torch.Tensor,
-        weights: Array,
-        states: Array,
-        of: torch.Tensor,
-        of_state: torch.Tensor,
-        dirty: torch.Tensor,
-    ) -> None:
-        """See `ColdRows.scatter`. Others do it, if there are any: the next job waits until it is done, as `finish`
-        does."""
-        self._begin(keys, weights, states, of, of_state, dirty)
+    def begin(self, job: Job) -> None:
+        """Returns once others are at the job, or at once with all of it done; the next job waits until it is, as
+        `finish` does."""
+        with self._lock:
+            if self._is_beginning:  # the garbage collector runs a finaliser in the middle of it, on the same thread
+                other = Movers(alone=True)
+                other.begin(job)
+                return
+            self._finish()
+            self._is_beginning = True
+            try:
+                helpers = self._put_up(job)
+            finally:
+                self._is_beginning = False
+            if helpers == 0:
+                self._finish()
 
     def finish(self) -> None:
         """Returns once nothing is under way."""
@@ -183,53 +199,18 @@ class Movers:
                 self._finish()
 
     def _finish(self) -> None:
-        if self._begun is not None:
+        if self._job is not None:
             _finish(self._board)
-            self._begun = None
+            self._job = None
 
-    def _begin(
-        self,
-        keys: torch.Tensor,
-        weights: Array,
-        states: Array,
-        rows: torch.Tensor,
-        of_rows: torch.Tensor,
-        dirty: torch.Tensor | None,
-    ) -> None:
-        with self._lock:
-            if self._is_beginning:  # the garbage collector runs a finaliser in the middle of it, on the same thread
-                other = Movers(alone=True)
-                other._begin(keys, weights, states, rows, of_rows, dirty)
-                other.finish()
-                return
-            self._finish()
-            self._is_beginning = True
-            try:
-                helpers = self._put_up(keys, weights, states, rows, of_rows, dirty)
-            finally:
-                self._is_beginning = False
-            if helpers == 0:
-                self._finish()
-
-    def _put_up(
-        self,
-        keys: torch.Tensor,
-        weights: Array,
-        states: Array,
-        rows: torch.Tensor,
-        of_rows: torch.Tensor,
-        dirty: torch.Tensor | None,
-    ) -> int:
-        """Begins a job; returns how many threads were woken up for it."""
-        n = len(keys)
+    def _put_up(self, job: Job) -> int:
+        """Puts a job on the board; returns how many threads were woken up for it."""
+        n = len(job.keys)
         if n == 0:
             return 0
-        row, state = weights.shape[1] * weights.itemsize, states.shape[1] * states.itemsize
-        cold = (weights.ctypes.data, states.ctypes.data)
-        flags = 0 if dirty is None else dirty.data_ptr()
         helpers = self._staff(0 if n <= ALONE else min(n // CHUNK, num_threads() - 1, self._most))
-        self._job[:] = (n, keys.data_ptr(), *cold, row, state, rows.data_ptr(), of_rows.data_ptr(), flags)
-        self._begun = (keys, weights, states, rows, of_rows, dirty)
+        self._words[:] = job.words()
+        self._job = job
         _begin(self._board, helpers)
         return helpers
 
