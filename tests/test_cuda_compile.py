@@ -33,21 +33,29 @@ def nvrtc() -> ctypes.CDLL:
     return ctypes.CDLL(str(found[-1]))
 
 
-def compile_for(file: str, architecture: str, flags: tuple[str, ...]) -> str:
-    """The compiler's log, empty where it had nothing to say. Fails the test on an error."""
+def compiled(file: str, architecture: str, flags: tuple[str, ...]) -> tuple[str, str]:
+    """The compiler's log, empty where it had nothing to say, and PTX. Fails the test on an error."""
     library, program = nvrtc(), ctypes.c_void_p()
     code = source(file).encode()
     library.nvrtcCreateProgram(ctypes.byref(program), code, file.encode(), 0, None, None)
     given = [flag.encode() for flag in (*flags, f"--gpu-architecture={architecture}")]
     result = library.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*given))
-    size = ctypes.c_size_t()
-    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-    log = ctypes.create_string_buffer(size.value)
-    library.nvrtcGetProgramLog(program, log)
+    log, ptx = (text_of(program, what) for what in ("ProgramLog", "PTX"))
     library.nvrtcDestroyProgram(ctypes.byref(program))
-    text = log.value.decode()
-    assert result == 0, text
-    return text
+    assert result == 0, log
+    return log, ptx
+
+
+def text_of(program: ctypes.c_void_p, what: str) -> str:
+    size = ctypes.c_size_t()
+    getattr(nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    text = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc(), f"nvrtcGet{what}")(program, text)
+    return text.value.decode()
+
+
+def compile_for(file: str, architecture: str, flags: tuple[str, ...]) -> str:
+    return compiled(file, architecture, flags)[0]
 
 
 def test_every_cuda_file_is_compiled_here():
@@ -85,14 +93,22 @@ def test_kernel_compiles_with_what_batches_ask_for(file, flags):
 
 WORDS = {*Kernel.DTYPES, "n", "i", "x", "d", "p"}
 SCALARS = {"i64": "n", "int": "i", "u32": "i", "float": "x", "double": "d"}
-KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(([^)]*)\)')
+KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\))?\s*(\w+)\(([^)]*)\)\s*\{\s*([^;]*;)')
+
+
+def kernels(file):
+    """Name, parameters and first statement of every kernel of a file."""
+    text = re.sub("//[^\n]*", "", source(file))
+    found = KERNEL.findall(text)
+    assert len(found) == text.count("__global__")
+    return found
 
 
 def parameters():
     """The parameters of every kernel, by name: `*` for a pointer, else the word that launches give it."""
     found = {}
     for file in (*PLAIN, *BY_ROW):
-        for name, given in KERNEL.findall(re.sub("//[^\n]*", "", source(file))):
+        for name, given, _ in kernels(file):
             words = ["*" if "*" in one else SCALARS[one.split()[-2]] for one in given.split(",")]
             found.setdefault(name, []).append(words)
     return found
@@ -120,13 +136,32 @@ def launches(path, names):
 
 def test_launches_pass_what_the_kernels_take():
     """A number in a pointer's place, or one argument too few, is not seen before a GPU runs it."""
-    kernels, launched = parameters(), set()
+    taken, launched = parameters(), set()
     for path in (*PACKAGE.rglob("*.py"), *Path(__file__).parents[1].glob("[bt]e*/*.py")):
-        for line, name, words in launches(path, kernels):
+        for line, name, words in launches(path, taken):
             given = [word if word in SCALARS.values() else "*" for word in words]
             launched.add(name)
-            assert given in kernels[name], f"{path.name}:{line}: {name}"
-    assert launched == set(kernels)
+            assert given in taken[name], f"{path.name}:{line}: {name}"
+    assert launched == set(taken)
+
+
+@pytest.mark.parametrize("file", [*PLAIN, *BY_ROW])
+def test_kernel_waits_for_the_one_before_it_first(file):
+    """A launch may begin before that has ended: without the wait a GPU reads old numbers, now and then."""
+    for name, _, first in kernels(file):
+        assert first == "wait_for_prior_kernel();", name
+
+
+@pytest.mark.parametrize("file", [*PLAIN, *BY_ROW])
+def test_compiler_moves_no_access_to_memory_before_the_wait(file):
+    flags = options() if file in PLAIN else options(torch.float32, 128)
+    bodies = compiled(file, "sm_90", flags)[1].split(".entry")[1:]
+    assert len(bodies) == len(kernels(file))
+    for body in bodies:
+        before, wait, _ = body.partition("griddepcontrol.wait;")
+        assert wait
+        assert re.findall(r"\s(?:ld|st|atom|red|bar|bra|ret)\b(?!\.param)\S*", before) == []
+    assert "griddepcontrol" not in compiled(file, "sm_80", flags)[1]
 
 
 def test_a_broken_kernel_fails():

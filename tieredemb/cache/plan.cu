@@ -29,6 +29,7 @@ __device__ __forceinline__ RecordsEnd *end_of(Record *records, int n_records) {
 extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units_per_batch, int lag, int scored,
                                       int4 *claims, i64 n_claims, int4 *selection, i64 n_selection, Record *records,
                                       int n_records) {
+    wait_for_prior_kernel();
     for (i64 at = thread_index(); at < n_claims; at += thread_count()) claims[at] = make_int4(0, 0, 0, 0);
     for (i64 at = thread_index(); at < n_selection; at += thread_count()) selection[at] = make_int4(0, 0, 0, 0);
     if (thread_index() != 0) return;
@@ -47,6 +48,7 @@ extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units
 // Empties the index of the records where an earlier plan has filled it. Most batches that might exceed the cache do not,
 // and find no record at all: then this and the next kernel end at once.
 extern "C" __global__ void records_clear(Record *records, int n_records, Cell *map, i64 n_map) {
+    wait_for_prior_kernel();
     if ((end_of(records, n_records)->index & STALE) == 0) return;
     for (i64 at = thread_index(); at < n_map; at += thread_count())
         *reinterpret_cast<int4 *>(map + at) = make_int4(0, 0, 0, 0);
@@ -54,6 +56,7 @@ extern "C" __global__ void records_clear(Record *records, int n_records, Cell *m
 
 // Indexes the records that a ticket still uses and frees the others.
 extern "C" __global__ void records_index(Record *records, int n_records, Cell *map, i64 n_map, const Clock *clock) {
+    wait_for_prior_kernel();
     RecordsEnd *end = end_of(records, n_records);
     if (thread_index() == 0) atomicAnd(&end->index, ~STALE);
     if (*(volatile int *)&end->taken == 0) return;  // a block that sees the last one freed has none to look at
@@ -81,6 +84,7 @@ extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *
                                      i64 n_claims, int *homes, i64 *missed_keys, Record *records, int n_records,
                                      const Cell *map, i64 n_map, u32 *away_state, i64 away_stride, int away_by_key,
                                      Counts *counts) {
+    wait_for_prior_kernel();
     __shared__ int block_lookups, block_hits, block_unique, block_overflow;
     if (threadIdx.x == 0) block_lookups = block_hits = block_unique = block_overflow = 0;
     __syncthreads();
@@ -278,6 +282,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
                   i64 n_cells, i64 *slot_keys, int *last_batch, const Clock *clock, int *missed_slots,
                   i64 *victim_keys, int *homes, i64 n, const Claim *claims, i64 n_claims, Record *records,
                   int n_records, int commit) {
+    wait_for_prior_kernel();
     const Slots slots{cells, n_cells, slot_keys, last_batch};
     const Missed missed{missed_keys, missed_slots, victim_keys};
     const Wanted wanted{counts->missed, counts->used, counts->room, counts->needed};
@@ -293,6 +298,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
                  int capacity, float unit, int by_age, int *victims, const i64 *missed_keys, Cell *cells, i64 n_cells,
                  i64 *slot_keys, int *missed_slots, i64 *victim_keys, int *homes, i64 n, const Claim *claims,
                  i64 n_claims, Record *records, int n_records) {
+    wait_for_prior_kernel();
     const Slots slots{cells, n_cells, slot_keys, last_batch};
     const Missed missed{missed_keys, missed_slots, victim_keys};
     const Wanted wanted = slots_wanted(counts, capacity);
@@ -313,6 +319,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
 
 // Where every row is resident a plan only counts: lookups are homes, and all of them hit.
 extern "C" __global__ void homes_count(const int *homes, i64 n, Clock *clock, Counts *counts, int scored) {
+    wait_for_prior_kernel();
     __shared__ int block_lookups;
     if (threadIdx.x == 0) block_lookups = 0;
     __syncthreads();

@@ -7,6 +7,7 @@
 extern "C" __global__ void __launch_bounds__(1024)
     victims_select(Selection *selection, Counts *counts, const Clock *clock, const u32 *score, const int *last_batch,
                    int capacity, float unit, int by_age, int *victims) {
+    wait_for_prior_kernel();
     const Wanted wanted = slots_wanted(counts, capacity);
     if (thread_index() == 0) {
         counts->needed = wanted.needed;

@@ -32,11 +32,13 @@ __device__ __forceinline__ void rows_move(i64 n, const row_t *source, row_t *tar
 // out[i] = cold[keys[i]]
 extern "C" __global__ void __launch_bounds__(1024)
     rows_gather(const i64 *keys, i64 n, const row_t *cold, row_t *out) {
+    wait_for_prior_kernel();
     rows_move(n, cold, out, [=](i64 i) { return keys[i]; }, [](i64 i) { return i; });
 }
 
 // cold[keys[i]] = in[i]
 extern "C" __global__ void __launch_bounds__(1024)
     rows_scatter(const i64 *keys, i64 n, row_t *cold, const row_t *in) {
+    wait_for_prior_kernel();
     rows_move(n, in, cold, [](i64 i) { return i; }, [=](i64 i) { return keys[i]; });
 }

@@ -16,6 +16,15 @@ __device__ __forceinline__ i64 thread_index() { return (i64)blockIdx.x * blockDi
 __device__ __forceinline__ i64 thread_count() { return (i64)gridDim.x * blockDim.x; }
 __device__ __forceinline__ int lane_index() { return threadIdx.x & 31; }
 
+// Comes first in every kernel: a launch may begin before the kernel before it on its stream has ended (`Kernel` in
+// compiler.py), whose writes are to be read after this alone. That one has waited too, so that all earlier ones have
+// ended: no kernel goes without, whatever it reads. Returns at once where the launch asked for no early start.
+__device__ __forceinline__ void wait_for_prior_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Home cell of a key: murmur3's finaliser, its high half scaled to the range; the same as on the CPU.
 __device__ __forceinline__ i64 first_cell(i64 key, i64 cells) {
     u64 h = (u64)key;

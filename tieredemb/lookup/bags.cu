@@ -30,6 +30,7 @@ __device__ __forceinline__ void mark(u64 *place, i64 position) { atomicMax(place
 // Reads and writes 8 bytes a bag.
 extern "C" __global__ void offsets_check(const i64 *offsets, i64 given, i64 n_ids, i64 n_edges, int exact, i64 batch,
                                          const i64 *tables, int n_tables, Fault *fault, i64 *local) {
+    wait_for_prior_kernel();
     const Edges edges{offsets, given, n_ids};
     const i64 bags = batch * n_tables;
     for (i64 k = thread_index(); k < n_edges; k += thread_count()) {
@@ -137,6 +138,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_fill(
     const i64 *ids, const i64 *offsets, i64 given, i64 n_ids, i64 *local, i64 batch, const i64 *tables,
     int n_tables, const i64 *start, const i64 *padding, const i64 *resident, i64 *keys, int *homes, int *bag,
     i64 *position, i64 n_edges, Fault *fault, Report *report) {
+    wait_for_prior_kernel();
     __shared__ int staged[STAGED];  // how many of the block's ids are before the edge, at least 0, at most all
     __shared__ Table near[NEAR];
     const Edges edges{offsets, given, n_ids};
@@ -192,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_fill(
 
 // Passes a report on to the host, unless it has one that it has not read.
 extern "C" __global__ void fault_tell(const i64 *report, volatile i64 *host) {
+    wait_for_prior_kernel();
     if (thread_index() != 0 || report[0] == 0 || host[0] != 0) return;
     for (int word = 1; word < 8; word++) host[word] = report[word];
     __threadfence_system();

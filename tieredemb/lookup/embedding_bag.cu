@@ -25,6 +25,7 @@ __device__ __forceinline__ void add_row(float *acc, row_vector row, float weight
 extern "C" __global__ void __launch_bounds__(256) bags_pool(
     const row_t *weight, const row_t *away, const Record *records, const int *homes, const i64 *offsets, i64 batch,
     i64 bags, const int *mode, const i64 *column, const float *sample_weights, row_t *out, i64 total, int *argmax) {
+    wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES;
     const u32 groups_a_table = (u32)((batch + BAGS - 1) / BAGS);
@@ -93,6 +94,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_pool(
 extern "C" __global__ void __launch_bounds__(256) rows_gather(const row_t *weight, const row_t *away,
                                                               const Record *records, const int *homes, i64 n,
                                                               row_t *rows) {
+    wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
         const int home = homes[i];
@@ -108,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_gather(const row_t *weigh
 extern "C" __global__ void __launch_bounds__(256) weights_gradient(const row_t *rows, const int *homes, const int *bag,
                                                                    i64 n, int batch, const i64 *column,
                                                                    const float *grad, i64 total, float *gradient) {
+    wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
         const bool real = homes[i] != DROPPED;
@@ -129,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(256) weights_gradient(const row_t *
 // scale[i] = one over the bag's size where the table takes means, else 1. A warp a bag.
 extern "C" __global__ void __launch_bounds__(256) bags_mean_scale(const int *homes, const i64 *offsets, i64 batch,
                                                                   i64 bags, const int *mode, float *scale) {
+    wait_for_prior_kernel();
     for (i64 bag = thread_index() / 32; bag < bags; bag += thread_count() / 32) {
         const i64 begin = offsets[bag], end = offsets[bag + 1];
         int count = 1;

@@ -36,6 +36,7 @@ struct alignas(16) Long {
 
 // Scale of the p-th occurrence in the sorted order.
 extern "C" __global__ void scale_gather(const i64 *order, int n, const float *scale, float *sorted_scale) {
+    wait_for_prior_kernel();
     for (i64 p = thread_index(); p < n; p += thread_count()) sorted_scale[p] = scale[order[p]];
 }
 
@@ -59,6 +60,7 @@ __device__ __forceinline__ int segment_end(const int *homes, int n, int start, i
 // Lists the work on sorted `homes`, and puts the occurrences' bags into their order.
 extern "C" __global__ void segments_find(const int *homes, int n, const i64 *order, const int *bag, int *sorted_bag,
                                          int batch, Work *work, Item *items, Long *longs) {
+    wait_for_prior_kernel();
     for (i64 base = (i64)blockIdx.x * blockDim.x; base < n; base += thread_count()) {
         int p = (int)base + threadIdx.x;
         int home = p < n ? homes[p] : DROPPED;
@@ -192,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
     i64 total, const float *sorted_scale, const i64 *order, const int *argmax, const int *mode, row_t *weight,
     float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty,
     const float *rate, const Numbers *numbers, float *parts) {
+    wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const int group = (int)(thread_index() / LANES), groups = (int)(thread_count() / LANES);
     const Numbers constants = *numbers;
@@ -280,6 +283,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
 extern "C" __global__ void __launch_bounds__(256) long_segments_update(
     const Work *work, const Long *longs, const float *parts, row_t *weight, float *state, row_t *away_weight,
     float *away_state, const Record *records, unsigned char *dirty, const float *rate, const Numbers *numbers) {
+    wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES, groups = thread_count() / LANES;
     const Numbers constants = *numbers;
@@ -361,6 +365,7 @@ __device__ __forceinline__ void row_limit_norm(const Rows &rows, int home, int l
 extern "C" __global__ void __launch_bounds__(256) segments_limit_norm(
     const Work *work, const Item *items, const Long *longs, const u64 *fault, double max_norm, double norm_type,
     row_t *weight, float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty) {
+    wait_for_prior_kernel();
     if (fault[0] | fault[1]) return;
     const Rows rows{weight, state, away_weight, away_state, records};
     const int lane = threadIdx.x % LANES;
@@ -377,6 +382,7 @@ struct Options {
 };
 extern "C" __global__ void options_set(Options *options, double lr, double lr_decay, double beta1, double beta2,
                                        double eps) {
+    wait_for_prior_kernel();
     *options = Options{lr, lr_decay, beta1, beta2, eps};
 }
 
@@ -385,6 +391,7 @@ extern "C" __global__ void options_set(Options *options, double lr, double lr_de
 extern "C" __global__ void step_begin(const Options *options, i64 *steps, int n_tables, const u64 *faults,
                                       int n_faults, const float *found_inf, const float *grad_scale, float *rate,
                                       Numbers *numbers, Work *work) {
+    wait_for_prior_kernel();
     bool refused = found_inf && *found_inf != 0.0f;
     for (int f = 0; f < n_faults; f++) refused = refused || faults[3 * f] != 0 || faults[3 * f + 1] != 0;
     if (refused) {

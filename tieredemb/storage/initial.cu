@@ -153,6 +153,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_generate(
     row_t *hot_weight, u32 *hot_state, row_t *cold_weight, u32 *cold_state, int by_key, int state_words,
     u32 state_word, u32 seed_low, u32 seed_high, int n_tables, const i64 *start, const u32 *number, const int *kind,
     const float *params, const i64 *padding_key) {
+    wait_for_prior_kernel();
     const Tables tables = {n_tables, start, number, kind, params, padding_key};
     if (some && *some == 0) return;
     const int n = *count;
@@ -173,6 +174,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_generate_range(
     i64 first_key, i64 first_row, i64 n, row_t *weight, u32 *state, int state_words, u32 state_word, u32 seed_low,
     u32 seed_high, int n_tables, const i64 *start, const u32 *number, const int *kind, const float *params,
     const i64 *padding_key) {
+    wait_for_prior_kernel();
     const Tables tables = {n_tables, start, number, kind, params, padding_key};
     const i64 groups = thread_count() / LANES;
     for (i64 i = thread_index() / LANES; i < n; i += groups) {

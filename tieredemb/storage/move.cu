@@ -32,6 +32,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     int swap_blocks, row_t *hot_weight, u32 *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight,
     u32 *cold_state, unsigned char *untouched, int *n_untouched, Moved *moved, const Clock *clock, int kind,
     float unit, int remember, int scored) {
+    wait_for_prior_kernel();
     __shared__ int written, clean, fresh, blank;
     if (threadIdx.x == 0) written = clean = fresh = blank = 0;
     __syncthreads();
@@ -140,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
     const int *count, i64 n, i64 first_slot, i64 first_key, const int *slots, const i64 *keys, const row_t *hot_weight,
     const u32 *hot_state, const u32 *score, unsigned char *dirty, row_t *cold_weight, u32 *cold_state,
     unsigned char *was_dirty, Moved *moved) {
+    wait_for_prior_kernel();
     __shared__ int written, clean;
     if (threadIdx.x == 0) written = clean = 0;
     __syncthreads();
@@ -178,6 +180,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
 extern "C" __global__ void missed_tell(const int *missed, const int *room, const int *needed, const int *chosen, i64 n,
                                        const i64 *missed_keys, const i64 *victim_keys, const int *missed_slots,
                                        const unsigned char *dirty, i64 *told, unsigned char *told_dirty) {
+    wait_for_prior_kernel();
     const int m = *missed, leaving = *needed < *chosen ? *needed : *chosen;
     for (i64 i = thread_index(); i < m; i += thread_count()) {
         told[3 + i] = missed_keys[i];
