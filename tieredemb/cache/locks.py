@@ -16,6 +16,7 @@ class Locks:
         self._locks = [cache.plan_lock for cache in ordered] if plans else []
         if rows:
             self._locks += [cache.lock for cache in ordered]
+        self._last_first = self._locks[::-1]
 
     def __enter__(self) -> None:
         taken = 0
@@ -29,5 +30,5 @@ class Locks:
             raise
 
     def __exit__(self, *_: object) -> None:
-        for lock in reversed(self._locks):
+        for lock in self._last_first:
             lock.release()

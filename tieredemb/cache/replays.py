@@ -71,16 +71,19 @@ class CapturableCache(Cache, abc.ABC):
     ) -> bool:
         """Whether a captured step may be replayed now, which is put behind all plans made ahead: its plans know of no
         batch in flight but those that it ends, `ended`. `last`: number of the last batch planned when they were ·
-        `replays`: of the step, once it was captured."""
-        with self.plan_lock, self.lock:
-            self._check_usable()
-            self._order.whole()
-            if not self._book.live <= {ticket.batch for ticket in ended} or last not in (None, self._batch):
-                return False
-            if replays is NOTHING_PLANNED:
-                return True
-            distance, before = self._reach(ended)
-            return distance <= replays.distance and before <= replays.before
+        `replays`: of the step, once it was captured. The caller holds the locks of plans and rows, until it has
+        replayed."""
+        self._check_usable()
+        self._order.whole()
+        live = self._book.live
+        if live and not live <= {ticket.batch for ticket in ended}:
+            return False
+        if last is not None and last != self._batch:
+            return False
+        if replays is NOTHING_PLANNED:
+            return True
+        distance, before = self._reach(ended)
+        return distance <= replays.distance and before <= replays.before
 
     def _reach(self, ended: Sequence[DeviceTicket]) -> tuple[int, int]:
         """How many batches back the oldest of `ended` was planned, and how many ids are locked since."""

@@ -19,7 +19,7 @@ class StreamOrder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._index = device.index
         self._stream = torch.cuda.current_stream(device)  # the one that computes
         self._handle = self._stream.cuda_stream
         self._planner = 0  # the thread that plans ahead, while one does
@@ -31,7 +31,7 @@ class StreamOrder:
 
     def compute(self) -> None:
         """The current stream goes on where the last computing one was."""
-        handle = torch._C._cuda_getCurrentRawStream(self._device.index)
+        handle = torch._C._cuda_getCurrentRawStream(self._index)
         if handle == self._handle:
             return
         stream = torch.cuda.current_stream()
@@ -69,7 +69,7 @@ class StreamOrder:
 
     @property
     def _is_ahead(self) -> bool:
-        return self._planner == threading.get_ident()
+        return self._planner != 0 and self._planner == threading.get_ident()
 
     @property
     def _is_current(self) -> bool:

@@ -57,7 +57,10 @@ class StepFunction(Generic[R]):
 
     def accumulates(self) -> bool:
         """Whether gradients are being summed around the call, which a graph knows nothing of."""
-        return any(module.accumulates for module in self.modules)
+        for module in self.modules:  # noqa: SIM110 - asked of each replay, and a generator costs most of it
+            if module.accumulates:
+                return True
+        return False
 
     def __call__(self, batch: Any) -> R:
         """Runs the function, its backward on this thread: which alone passes the locks that a capture holds, and needs

@@ -51,7 +51,7 @@ class GraphStep(Generic[R]):
         if run is None or not (run.told or step.lookups.forwards):
             if self._alone is None:
                 self._alone = _StepAlone(step)
-            return self._alone(batch)
+            return self._alone.run(batch)
         if self._ahead is None:
             self._ahead = StepAhead(step)
         run.leave_planning_to(self._ahead.give_up)
@@ -141,7 +141,7 @@ class _StepAlone(Generic[R]):
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: R | None = None
 
-    def __call__(self, batch: Any) -> R:
+    def run(self, batch: Any) -> R:
         step = self._step
         with on_device(step.device):
             with step.locked:
@@ -156,7 +156,10 @@ class _StepAlone(Generic[R]):
             return self._eagerly()
 
     def _may_replay(self) -> bool:
-        return all([cache.may_replay() for cache in self._step.caches])  # noqa: C419 - each is to be asked
+        fresh = True
+        for cache in self._step.caches:  # each is to be asked
+            fresh &= cache.may_replay()
+        return fresh
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> R:
         self._step.before_replay()
