@@ -474,6 +474,23 @@ def test_batches_are_copied_to_buffers(device):
     assert (sample.offsets.tolist(), sample.label.tolist()) == ([0, 2, 5], [1.0, 1.0])
 
 
+def test_a_batch_of_one_tensor_is_copied_or_refused(device):
+    table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum")
+    given = torch.arange(6).reshape(2, 3)
+    with heard() as forwards, torch.no_grad():
+        table(given)
+    own = Buffers(given, forwards)
+    for batch in (given + 1, (given + 7).cpu(), (torch.arange(6) + 13).reshape(3, 2).T, given.repeat(1, 2)[:, :3]):
+        own.load(batch)
+        assert equal(own.batch, batch)
+    for batch, message in ((given.T, r"shape \(3, 2\)"), (given.flatten(), r"shape \(6,\)"), (given.int(), "int32")):
+        with pytest.raises(InvalidInputError, match=message):
+            own.load(batch)
+    with pytest.raises(InvalidInputError, match=r"tensors at the batch\[0\], the captured one had the batch"):
+        own.load([given])
+    assert equal(own.batch, given)  # the last that fitted
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

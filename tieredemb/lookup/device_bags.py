@@ -131,7 +131,7 @@ class FaultReport:
         self._names = names
         self._rows = rows
         self._words = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=True)
-        self._seen = self._words.numpy()
+        self._seen = self._words.numpy().data  # numbers of Python: before each forward one is read
         self.address = self._words.data_ptr()
 
     def check(self, told: str = "") -> None:
@@ -139,7 +139,7 @@ class FaultReport:
         `told`: what the message ends with."""
         if self._seen[0] == 0:
             return
-        _, kind, table, position, value, before, ids, edges = (int(word) for word in self._seen)
+        _, kind, table, position, value, before, ids, edges = self._seen
         self._seen[0] = 0
         if kind == BAD_ID:
             raise IdOutOfRangeError(id_out_of_range(self._names[table], self._rows[table], value, position) + told)

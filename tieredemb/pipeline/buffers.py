@@ -29,6 +29,7 @@ class Buffers:
         self._buffer: dict[Path, torch.Tensor] = {}
         self._any_length: set[Path] = set()
         device = forwards[0].module.tables.config.device
+        self._gpu = device if device.type == "cuda" else None  # that all buffers are on
         made: dict[int, torch.Tensor] = {}
         for path, tensor in tensors_of(batch):
             buffer = made.get(id(tensor))
@@ -58,8 +59,7 @@ class Buffers:
     def load(self, batch: Any) -> None:
         """Copies a batch in. Raises `InvalidInputError`, before anything changes, for one that does not fit."""
         if isinstance(batch, torch.Tensor) and isinstance(self.batch, torch.Tensor):  # in each replay of a service
-            self._check((), batch)
-            self._copy((), batch)
+            self._copy(self._target((), batch), batch)
             return
         tensors = dict(tensors_of(batch))
         if list(tensors) != self._paths:
@@ -67,26 +67,19 @@ class Buffers:
                 f"the batch has tensors at {_names(list(tensors))}, the captured one had {_names(self._paths)}"
             )
         shared: dict[int, torch.Tensor] = {}
+        targets = []
         for path, tensor in tensors.items():
-            self._check(path, tensor)
+            targets.append(self._target(path, tensor))
             if shared.setdefault(id(self._buffer[path]), tensor) is not tensor:
                 raise InvalidInputError(f"{_names([path])} was one tensor with another place of the captured batch")
-        for path, tensor in tensors.items():
-            self._copy(path, tensor)
+        for target, tensor in zip(targets, tensors.values(), strict=True):
+            self._copy(target, tensor)
 
-    def _copy(self, path: Path, tensor: torch.Tensor) -> None:
-        buffer = self._buffer[path]
-        target = buffer if buffer.shape == tensor.shape else buffer[: len(tensor)]
-        here = tensor.is_cuda and tensor.get_device() == target.get_device()
-        if here and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            copy_on_device(target, tensor)
-        else:
-            target.copy_(tensor.detach(), non_blocking=True)
-
-    def _check(self, path: Path, tensor: torch.Tensor) -> None:
+    def _target(self, path: Path, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a buffer that `tensor` fills. Raises `InvalidInputError` where it does not fit."""
         buffer = self._buffer[path]
         if tensor.dtype is buffer.dtype and tensor.shape == buffer.shape:
-            return
+            return buffer
         if tensor.dtype is not buffer.dtype:
             raise InvalidInputError(f"{_names([path])} is {tensor.dtype}, the captured one was {buffer.dtype}")
         if path in self._any_length and tensor.dim() == 1:
@@ -95,12 +88,19 @@ class Buffers:
                     f"{_names([path])} has {len(tensor)} elements, the captured step takes at most {len(buffer)}; pass "
                     f"max_ids={len(tensor)} or more to graph_step"
                 )
-        elif tensor.shape != buffer.shape:
-            raise InvalidInputError(
-                f"{_names([path])} has shape {tuple(tensor.shape)}, the captured one had {tuple(buffer.shape)}; a "
-                f"graph replays with the same shapes: leave a last, smaller batch out (DataLoader(drop_last=True)), or "
-                f"call the function itself for it"
-            )
+            return buffer[: len(tensor)]
+        raise InvalidInputError(
+            f"{_names([path])} has shape {tuple(tensor.shape)}, the captured one had {tuple(buffer.shape)}; a "
+            f"graph replays with the same shapes: leave a last, smaller batch out (DataLoader(drop_last=True)), or "
+            f"call the function itself for it"
+        )
+
+    def _copy(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        here = tensor.device == self._gpu
+        if here and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            copy_on_device(target, tensor)
+        else:
+            target.copy_(tensor.detach(), non_blocking=True)
 
 
 def _lengths(forwards: list[Forward]) -> set[tuple[Any, ...]]:
