@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
 from tieredemb.storage import movers_cpu
-from tieredemb.storage.base import RowLayout
+from tieredemb.storage.base import TOLD_NUMBER, TOLD_WORDS, RowLayout, Told
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.movers_cpu import ALONE, CHUNK
 
@@ -99,6 +100,107 @@ def test_jobs_of_many_threads_are_done_one_by_one(threads):
         thread.join(60)
     assert not any(thread.is_alive() for thread in movers_of_test)
     assert wrong == []
+
+
+class Word:
+    """What a GPU would tell of `keys`, and the event that comes after it."""
+
+    def __init__(self, keys, number=1):
+        self.keys, self.came = keys, threading.Event()
+        self.told = Told(torch.zeros(TOLD_WORDS + LAYOUT.rows, dtype=torch.int64), number, self)
+
+    def comes(self):
+        words = self.told.words
+        words[TOLD_WORDS : TOLD_WORDS + len(self.keys)] = self.keys
+        words[0] = len(self.keys)
+        words[TOLD_NUMBER] = self.told.number
+        self.came.set()
+
+    def query(self):
+        return self.came.is_set()
+
+    def synchronize(self):
+        assert self.came.wait(20)
+
+
+def wait_for(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("rows", [0, 1, CHUNK, 9000])
+def test_rows_are_gathered_as_soon_as_they_are_told(threads, count, rows):
+    """By nobody who holds the interpreter, where there are other threads."""
+    threads(count)
+    cold = open_rows()
+    for number in range(1, 6):
+        keys = torch.from_numpy(np.random.default_rng(number).permutation(LAYOUT.rows)[:rows])
+        word, (weight, state) = Word(keys, number), room(9000)
+        assert cold.gather_when_told(word.told, weight, state)
+        time.sleep(0.002 * number)
+        assert not weight.any()
+        word.comes()
+        if count > 1 and rows >= CHUNK:
+            wait_for(lambda weight=weight, state=state: weight[:rows].all() and state[:rows].all())
+        cold.gather(keys, weight[:rows], state[:rows], begun=True)
+        assert (weight[:rows] == (keys + 1)[:, None]).all()
+        assert (state[:rows] == (keys + 1)[:, None]).all()
+        assert not weight[rows:].any()
+
+
+def test_rows_told_of_that_have_no_room_are_not_gathered(threads):
+    threads(3)
+    cold, word, (weight, state) = open_rows(), Word(torch.arange(501)), room(500)
+    assert cold.gather_when_told(word.told, weight, state)
+    word.comes()
+    cold.finish()
+    assert not weight.any()
+    assert not state.any()
+
+
+def test_what_is_written_comes_before_what_is_told(threads):
+    threads(3)
+    cold, keys, dirty = open_rows(), torch.arange(8000), torch.ones(8000, dtype=torch.uint8)
+    for number in range(1, 20):
+        word, (weight, state) = Word(keys, number), room(8000)
+        cold.scatter(keys, weight + number, state + number, dirty)
+        word.comes()
+        assert cold.gather_when_told(word.told, weight, state)
+        cold.gather(keys, weight, state, begun=True)
+        assert (weight == number).all()
+
+
+def test_one_gpu_is_waited_for_at_a_time(threads):
+    threads(3)
+    first, second = Word(torch.arange(700)), Word(torch.arange(700, 1400))
+    cold, other, (weight, state), some = open_rows(), open_rows(), room(700), room(700)
+    assert cold.gather_when_told(first.told, weight, state)
+    assert not other.gather_when_told(second.told, *some)
+    first.comes()
+    assert other.gather_when_told(second.told, *some)
+    assert (weight == torch.arange(1, 701)[:, None]).all()  # that one is over
+    second.comes()
+    other.finish()
+    assert (some[0] == torch.arange(701, 1401)[:, None]).all()
+
+
+def test_a_gpu_that_fails_is_not_waited_for(threads):
+    threads(3)
+    cold, word, (weight, state) = open_rows(), Word(torch.arange(900)), room(900)
+
+    def fails():
+        raise RuntimeError("an illegal memory access")
+
+    word.synchronize = fails
+    assert cold.gather_when_told(word.told, weight, state)
+    with pytest.raises(RuntimeError, match="illegal"):
+        cold.finish()
+    word.comes()  # too late
+    cold.gather(torch.arange(900, 1800), weight, state)
+    assert (weight == torch.arange(901, 1801)[:, None]).all()
 
 
 def test_a_finaliser_amid_a_job_moves_its_own_rows(threads, monkeypatch):

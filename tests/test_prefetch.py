@@ -136,6 +136,89 @@ def test_evaluation_and_other_lookups_inside_the_loop(device):
     assert_same_bits(*runs)
 
 
+def trains(model, ids):
+    model(ids).square().sum().backward()
+
+
+def looks_up(model, ids, _):
+    with torch.no_grad():
+        model(ids)
+
+
+def loads(model, ids, path):
+    """What was trained since is lost."""
+    model.save_checkpoint(path)
+    trains(model, ids)
+    model.load_checkpoint(path)
+
+
+BETWEEN = {
+    "looks_up": looks_up,
+    "trains": lambda model, ids, _: trains(model, ids),
+    "reads_weights": lambda model, *_: model.state_dict()["weight"],
+    "writes_weights": lambda model, *_: model.load_state_dict({"weight": model.state_dict()["weight"] * 0.5}),
+    "counts": lambda model, *_: model.stats(),
+    "flushes": lambda model, *_: model.flush(),
+    "saves": lambda model, _, path: model.save_checkpoint(path),
+    "loads": loads,
+}
+
+
+@pytest.mark.parametrize("another_thread", [False, True])
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+@pytest.mark.parametrize("capacity", [2, 30])
+def test_whatever_comes_while_rows_are_on_their_way(device, tmp_path, capacity, between, another_thread):
+    """The next batch is planned by then, and its rows are between the storage and the cache."""
+
+    def comes():
+        arguments = model, randint(0, ROWS, (9, 2), seed=2), str(tmp_path / "saved")
+        if not another_thread:
+            return between(*arguments)
+        thread = threading.Thread(target=between, args=arguments)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+
+    runs = []
+    for depth in (None, 1, 3):
+        model, outputs = staged(tmp_path, f"rows{depth}", capacity=capacity), []
+        loop = ids_of_steps(10)
+        if depth is not None:
+            loop = te.prefetch(loop, model, depth, ids_of=lambda ids: ids)
+        for step, ids in enumerate(loop):
+            if step % 3 == 0:
+                comes()
+            out = model(ids)
+            out.square().sum().backward()
+            outputs.append(out.detach())
+            if step % 3 == 1:
+                comes()
+        assert idle(model)
+        model.close()
+        reopened = staged(tmp_path, f"rows{depth}")
+        runs.append([*outputs, *bits(reopened)])
+        reopened.close()
+    assert_same_bits(*runs[:2])
+    assert_same_bits(*runs[1:])
+
+
+@pytest.mark.parametrize("close", [True, False])
+def test_a_module_that_is_closed_while_rows_are_on_their_way(device, tmp_path, close):
+    model, plain = staged(tmp_path, "left"), staged(tmp_path, "plain")
+    loop = iter(te.prefetch(ids_of_steps(6), model, 2, ids_of=lambda ids: ids))
+    for ids in itertools.islice(loop, 3):
+        trains(model, ids)
+        trains(plain, ids)
+    if close:
+        model.close()
+        loop.close()
+    else:
+        loop.close()
+        model.close()
+    plain.close()
+    assert_same_bits(*(bits(staged(tmp_path, name)) for name in ("left", "plain")))
+
+
 def test_micro_batches_of_a_step(device):
     runs = []
     for depth in (0, 1, 4):
@@ -334,10 +417,10 @@ def test_a_storage_that_fails_fails_the_batch_that_needs_it(device, monkeypatch,
     cold = model.tables.groups[0].cache.cold
     read, lost = getattr(cold, READ[device]), {10, 15}
 
-    def failing(keys, *arguments):
+    def failing(keys, *arguments, **keywords):
         if lost & set(keys.tolist()):
             raise StorageFullError(f"cannot read {sorted(keys.tolist())}")  # a GPU misses them in any order
-        return read(keys, *arguments)
+        return read(keys, *arguments, **keywords)
 
     monkeypatch.setattr(cold, READ[device], failing)
     batches = [torch.tensor([[row, row + 1]]) for row in range(0, 20, 2)]
@@ -522,10 +605,10 @@ def test_a_batch_computes_while_the_next_one_waits_for_its_storage(device, monke
     cold = model.tables.groups[0].cache.cold
     read, computed, waited = getattr(cold, READ[device]), threading.Semaphore(0), []
 
-    def slow(*arguments):
+    def slow(*arguments, **keywords):
         if threading.current_thread().name.startswith("tieredemb-prefetch"):
             waited.append(computed.acquire(timeout=20))
-        return read(*arguments)
+        return read(*arguments, **keywords)
 
     monkeypatch.setattr(cold, READ[device], slow)
     monkeypatch.setattr(lanes.WorkerLane, "QUICK", 0.0)  # or a GPU's plans are made on this thread
@@ -550,10 +633,10 @@ def test_lookups_and_updates_go_on_while_a_plan_waits_for_the_storage(device, mo
     cold = model.tables.groups[0].cache.cold
     read, waits, may_go_on = getattr(cold, READ[device]), threading.Event(), threading.Event()
 
-    def slow(*arguments):
+    def slow(*arguments, **keywords):
         waits.set()
         assert may_go_on.wait(20)
-        return read(*arguments)
+        return read(*arguments, **keywords)
 
     early, late = torch.tensor([[1, 2]]), torch.tensor([[30, 31]])
     out = model(early)
@@ -700,11 +783,11 @@ def test_quick_plans_over_a_storage_are_made_by_who_submits_them(gpu, monkeypatc
     model, plain = staged(tmp_path, "mixed"), staged(tmp_path, "plain")
     cold, read, made = model.tables.groups[0].cache.cold, model.tables.groups[0].cache.cold.gather, []
 
-    def seen(keys, *arguments):
+    def seen(keys, *arguments, **keywords):
         quick = not threading.current_thread().name.startswith("tieredemb-prefetch")
         made.append(quick)
         time.sleep(0.0 if len(made) in (1, 2, 5, 6, 7) else 0.05)
-        return read(keys, *arguments)
+        return read(keys, *arguments, **keywords)
 
     monkeypatch.setattr(cold, "gather", seen)
     monkeypatch.setattr(lanes.WorkerLane, "QUICK", 0.04)

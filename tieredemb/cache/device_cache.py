@@ -11,9 +11,10 @@ home changes while a ticket is in flight, so such a row gets a slot only in a pl
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +38,15 @@ from tieredemb.storage.initial import InitialRows
 LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, takes longer than going aside for it (4 µs)
 LOAD_ROWS = 1 << 20  # rows brought in at once by whole-cache calls
 MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
+
+
+class _Asked(NamedTuple):
+    """A plan made ahead that has yet to come to its end, by `move`. `after`: what it came behind."""
+
+    ticket: DeviceTicket
+    move: Callable[[], None]
+    stream: torch.cuda.Stream
+    after: torch.cuda.Event | None
 
 
 class DeviceCache(CapturableCache):
@@ -64,6 +74,7 @@ class DeviceCache(CapturableCache):
         self._batch = self._eager = 0  # see `_restart`
         self._recurring = set()
         self._planning: int | None = None  # the batch that is being planned, and not yet in flight
+        self._asked: _Asked | None = None
         self.on_flush: list[Callable[[], None]] = []
         self._order = StreamOrder(device)
         self.plan_lock = threading.RLock()  # a plan waits for its storage beside lookups and updates
@@ -86,6 +97,7 @@ class DeviceCache(CapturableCache):
         score: bool = True,
         given: torch.cuda.Event | None = None,
         beside: Beside | None = None,
+        ahead: bool = False,
     ) -> DeviceTicket:
         """Makes the rows of `keys` (int64 (N,), in range, negative where there is nothing to look up) resident and
         locks them; completes `homes` (int32 (N,)), which comes with −1 for each key, else with the slot of a resident
@@ -94,14 +106,16 @@ class DeviceCache(CapturableCache):
         With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
         recomputed. `given`: comes once `keys` and `homes` are there, if that is yet to be waited for. `beside`
         launches, on the stream that is current when it is called, what needs complete `homes` and may run beside the
-        movement of rows. A failing storage raises its error and changes no row; the cache stays
-        usable. Raises `InvalidInputError` for more ids than a plan can number.
+        movement of rows. `ahead`: whether other work comes before these rows are used, so that a plan over a staged
+        tier need not wait: it is brought to its end by `complete`, or by the next call that would find it without one.
+        A failing storage raises its error and changes no row; the cache stays usable. Raises `InvalidInputError` for
+        more ids than a plan can number.
         """
         # launches in place are over at once; what waits for its storage lets lookups and updates go on meanwhile
         rows = self.lock if self._transfer.in_place else contextlib.nullcontext()
         with self.plan_lock, rows, on_device(self.device), marked("plan"):
             try:
-                return self._plan_next(keys, homes, score=score, given=given, beside=beside)
+                return self._plan_next(keys, homes, score=score, given=given, beside=beside, ahead=ahead)
             finally:
                 with self.lock:
                     self._planning = None
@@ -116,9 +130,11 @@ class DeviceCache(CapturableCache):
         score: bool,
         given: torch.cuda.Event | None,
         beside: Beside | None,
+        ahead: bool,
     ) -> DeviceTicket:
         n = keys.shape[0]
         moves = self._cached > 0 and n > 0
+        self._complete()
         with self.lock:  # what was released by now was updated by what the stream now waits for
             self._check_usable()
             self._order.whole()
@@ -145,8 +161,42 @@ class DeviceCache(CapturableCache):
             given.wait()
         self._plan.find(keys, homes, missed, scored=score, away=away)
         self._batch = batch
-        self._move(missed, homes, slotless=slotless, scored=score, beside=beside)
-        return self._ticket(batch, homes, slotless=slotless)
+        move = functools.partial(self._move, missed, homes, slotless=slotless, scored=score, beside=beside)
+        if not ahead or self._transfer.in_place:
+            move()
+            return self._ticket(batch, homes, slotless=slotless)
+        asked = self._transfer.ask(missed, homes, slotless=slotless, ahead=True)
+        ticket = self._ticket(batch, homes, slotless=slotless)
+        ticket.ended = False
+        self._asked = _Asked(ticket, functools.partial(move, asked), torch.cuda.current_stream(), self._order.after)
+        return ticket
+
+    def complete(self, ticket: DeviceTicket) -> None:
+        """Brings the plan of a ticket to its end, if it has yet to come there; raises what that has failed with."""
+        if not ticket.ended:  # or a plan that waits for its storage would be waited for
+            with self.plan_lock, on_device(self.device):
+                if self._asked is not None and self._asked.ticket is ticket:
+                    self._complete()
+        if ticket.failure is not None:
+            raise ticket.failure
+
+    def _complete(self) -> None:
+        """Brings the plan to its end that was made ahead and has none. Its ticket has what that fails with."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return
+        with torch.cuda.stream(asked.stream), self._order.ahead(asked.after), marked("plan"):
+            try:
+                asked.move()
+            except BaseException as error:
+                asked.ticket.failure = error
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                with self.lock:
+                    asked.ticket.ready = self._order.planned()
+                    self._order.touched()
+                asked.ticket.ended = True
 
     def _count(self, ticket: DeviceTicket, *, score: bool, beside: Beside | None) -> None:
         """A plan where no row moves: beside the lookup, if that comes now and it is worth two events."""
@@ -171,12 +221,12 @@ class DeviceCache(CapturableCache):
             self._transfer.mark()
             return self._transfer.aside(function)
 
-    def _move(self, missed: Missed, homes: torch.Tensor, **keywords: Any) -> None:
+    def _move(self, missed: Missed, homes: torch.Tensor, asked: Any = None, **keywords: Any) -> None:
         """Lets the transfer bring what was missed in. From the moment that slots change hands until their rows are on
         the way nothing may interrupt: the new keys would own the old rows."""
         try:
             with marked("swap"):
-                self._transfer.bring(missed, homes, **keywords)
+                self._transfer.bring(missed, homes, asked, **keywords)
         except BaseException as error:
             if self._transfer.committed and not torch.cuda.is_current_stream_capturing():  # of which nothing has run
                 self._broken = f"moving rows was interrupted by {type(error).__name__}"
@@ -214,6 +264,7 @@ class DeviceCache(CapturableCache):
         """Holds the cache for one call: its locks, its device, and its place behind what other streams have queued."""
         with self.whole(), on_device(self.device):
             self._check_usable()
+            self._complete()
             self._order.whole()
             self._transfer.finish()
             try:
@@ -300,6 +351,11 @@ class DeviceCache(CapturableCache):
                 first_slot += rows
             self._transfer.reload()
 
+    def check_idle(self, call: str) -> None:
+        with self.whole(), on_device(self.device):
+            self._complete()  # of a batch that was given up: its victims are not to be written behind the call
+            super().check_idle(call)
+
     def forget(self) -> None:
         with self.entered():
             self.check_idle("load a checkpoint")
@@ -365,5 +421,6 @@ class DeviceCache(CapturableCache):
             }
 
     def _release(self) -> None:
+        self._asked = None
         self._transfer.finish()
         synchronize(self.device)  # kernels may still read cold rows

@@ -23,7 +23,7 @@ TOGETHER = 1024  # threads of a block of those that wait for each other
 # byte offsets in the control tensor: Clock, Counts, Selection
 CLOCK, COUNTS, SELECTION = 0, 32, 160
 SELECTION_BYTES = 4 * (4 + 3 * 2048)
-MISSED, NEEDED, ROOM, UNTOUCHED = COUNTS, COUNTS + 4, COUNTS + 20, COUNTS + 32
+MISSED, NEEDED, ROOM, ARRIVALS, UNTOUCHED = COUNTS, COUNTS + 4, COUNTS + 20, COUNTS + 28, COUNTS + 32
 TOTALS = COUNTS + 40
 MOVED = TOTALS + 8 * 5  # what `storage/move.cu` counts
 TOTAL_NAMES = (
@@ -135,7 +135,7 @@ class DevicePlan:
         base = self.control.data_ptr()
         self.clock, self.counts, self.selection = base + CLOCK, base + COUNTS, base + SELECTION
         self.missed, self.needed, self.moved = base + MISSED, base + NEEDED, base + MOVED
-        self.room, self.untouched = base + ROOM, base + UNTOUCHED
+        self.room, self.arrivals, self.untouched = base + ROOM, base + ARRIVALS, base + UNTOUCHED
         self._together = meeting_blocks(device.index)
 
     def count(self, homes: torch.Tensor, *, scored: bool) -> None:

@@ -33,7 +33,14 @@ class InPlace(Transfer):
         self.plan.records.reserve(rows)
 
     def bring(
-        self, missed: Missed, homes: torch.Tensor, *, slotless: bool, scored: bool, beside: Beside | None
+        self,
+        missed: Missed,
+        homes: torch.Tensor,
+        asked: Any = None,
+        *,
+        slotless: bool,
+        scored: bool,
+        beside: Beside | None,
     ) -> None:
         self.committed = True
         self.plan.place(homes, missed, self.away(slotless))

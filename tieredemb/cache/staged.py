@@ -2,74 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tieredemb.cache.device_plan import Away, DevicePlan, Missed
 from tieredemb.cache.device_rows import DeviceRows
 from tieredemb.cache.policy import MIN_SCORE
+from tieredemb.cache.staging import Asked, PinnedRows, ToldMoves
 from tieredemb.cache.transfer import MOVE, MOVE_BLOCKS, MOVE_THREADS, Beside, Transfer
 from tieredemb.kernels.compiler import blocks_for, kernel
-from tieredemb.storage.base import ColdRows, RowLayout
+from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 
 STAGE_ROWS = 1 << 16  # rows staged at once by whole-cache calls: bounds pinned memory
 PLACE_BLOCKS = 4 * MOVE_BLOCKS  # staged rows move inside the device, whose memory takes more to saturate than PCIe
 
 
-class _Rows:
-    """Room for `rows` rows as they lie in cold storage, and whether each is to be written whole, in pinned memory:
-    kernels write there, and copies to the device run beside what the host does."""
-
-    def __init__(self, layout: RowLayout, rows: int = 0) -> None:
-        self.rows = rows
-        with torch.inference_mode(False):  # they are changed in place when that is over
-            self.weight = torch.empty((rows, layout.width), dtype=layout.dtype, device="cpu", pin_memory=True)
-            self.state = torch.empty((rows, layout.state_width + 1), dtype=torch.int32, device="cpu", pin_memory=True)
-            self.dirty = torch.empty(rows, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.weight[start:stop], self.state[start:stop], self.dirty[start:stop]
-
-    def size_bytes(self) -> int:
-        return self.weight.nbytes + self.state.nbytes + self.dirty.nbytes
-
-
-class _Moves(NamedTuple):
-    """What a plan moves, as the device has told. `keys`: int64 (M,), that are missed; the first `room` get slots never
-    used · `leaving`: int64 (V,), the keys whose slots the next ones get · `dirty`: uint8 (V,), whether their rows are
-    to be written. The keys that then follow get no slots."""
-
-    keys: torch.Tensor
-    room: int
-    leaving: torch.Tensor
-    dirty: torch.Tensor
-
-    @property
-    def with_slots(self) -> int:
-        return self.room + len(self.leaving)
-
-
 class Staged(Transfer):
     """Cold rows that the host alone reaches: missed keys travel to it, its threads gather and scatter rows in pinned
-    buffers. Every plan waits for the device, and for the storage; where a thread of its own plans ahead, lookups and
-    updates go on meanwhile.
+    buffers.
 
-    Missed rows are read while the victims' come from the device, and those are written beside what follows, until the
-    next plan reads. What may fail, to take space for what is to be written and to read, comes before anything changes
-    hands, so that a storage that fails loses nothing. Rows without a slot lie on the device, row r for record r.
+    A plan has two parts. The first asks the device what is missed and who leaves, and waits for nothing; threads gather
+    the missed rows as soon as they are told, while the victims' come from the device. The second waits for both, and
+    brings the rows; where a plan is made ahead, lookups and updates go on in between. The victims' rows are written
+    beside what follows, until the next plan reads. What may fail, to take space for what is to be written and to read,
+    comes before anything changes hands, so that a storage that fails loses nothing. Rows without a slot lie on the
+    device, row r for record r.
     """
 
     in_place = False
 
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan, *apart: Any) -> None:
         super().__init__(cold, hot, initial, plan, *apart)
-        self._tell = kernel(MOVE, "missed_tell", "p p p p n p p p u8 p p", *self._flags)
-        self._coming, self._leaving = _Rows(cold.layout), _Rows(cold.layout)
-        self._written = _Rows(cold.layout)  # those of the plan before, which may yet be being written
-        self._told = torch.empty(0, dtype=torch.int64, device="cpu", pin_memory=True)  # see `missed_tell`
-        self._gone = torch.cuda.Event()  # type: ignore[no-untyped-call]  # comes once `_coming` has been copied
+        self._tell = kernel(MOVE, "missed_tell", "p p p p n p p p u8 p p n p", *self._flags)
+        self._coming, self._leaving = PinnedRows(cold.layout), PinnedRows(cold.layout)
+        # those of the plan before, which may yet be being copied to the device, or written
+        self._copied, self._written = PinnedRows(cold.layout), PinnedRows(cold.layout)
+        self._told = ToldMoves()
+        self._gathers = False  # what a plan was told of, and has not taken yet
         self.restart()
 
     def restart(self) -> None:
@@ -102,15 +73,48 @@ class Staged(Transfer):
         self.plan.records.free(gone)
         self._slotless -= len(gone)
 
-    def bring(
-        self, missed: Missed, homes: torch.Tensor, *, slotless: bool, scored: bool, beside: Beside | None
-    ) -> None:
+    def ask(self, missed: Missed, homes: torch.Tensor, *, slotless: bool, ahead: bool) -> Asked:
         plan = self.plan
         plan.choose(missed)
         plan.settle(homes, missed, self.away(slotless), commit=False)
-        moves, sent = self._ask(missed)
+        if self._gathers:  # for a plan that has failed, by keys that are about to be overwritten
+            self.cold.finish()
+            self._gathers = False
+        asked = self._told.expect(missed.n)
+        told = asked.told
+        self._tell(
+            blocks_for(missed.n, 256, MOVE_BLOCKS), 256, plan.missed, plan.room, plan.needed, plan.selection, missed.n,
+            missed.keys, missed.victims, missed.slots, self.hot.dirty, told.words.data_ptr(), asked.flags.data_ptr(),
+            told.number, plan.arrivals,
+        )  # fmt: skip
+        told.event.record()
+        self._send(missed)
+        asked.sent.record()
+        if ahead:
+            rows = self._free_rows(0)
+            self._gathers = self.cold.gather_when_told(told, rows.weight, rows.state)
+            asked.gathered = rows if self._gathers else None
+        return asked
+
+    def bring(
+        self,
+        missed: Missed,
+        homes: torch.Tensor,
+        asked: Asked | None = None,
+        *,
+        slotless: bool,
+        scored: bool,
+        beside: Beside | None,
+    ) -> None:
+        plan = self.plan
+        asked = asked or self.ask(missed, homes, slotless=slotless, ahead=False)
+        moves = asked.moves()
+        if moves.with_slots > self._leaving.rows:
+            self._make_room(moves.with_slots)
+            self._send(missed)
+            asked.sent.record()
         self.cold.reserve_dirty(moves.leaving, moves.dirty)
-        weight, state = self._in(moves.keys)
+        weight, state = self._in(moves.keys, asked.gathered)
         count = len(moves.keys)
         new = count - moves.with_slots
         if new:
@@ -129,7 +133,7 @@ class Staged(Transfer):
             self._state[records] = state[moves.with_slots :]
             self._slotless += new
         self._generate(plan.missed, count, missed.keys, missed.slots, missed.untouched, away, some=plan.untouched)
-        sent.synchronize()
+        asked.sent.synchronize()
         if len(moves.leaving):
             keys = torch.from_numpy(moves.leaving.numpy().copy())  # the next plan tells others there
             self.cold.scatter(keys, *self._leaving.part(moves.room, moves.with_slots))
@@ -137,32 +141,6 @@ class Staged(Transfer):
         self.committed = False
         if beside:
             beside()
-
-    def _ask(self, missed: Missed) -> tuple[_Moves, torch.cuda.Event]:
-        """Waits to be told what a plan moves; the victims' rows are on their way then, and there once the event
-        comes."""
-        n, plan = missed.n, self.plan
-        words, flags = 3 + 2 * n, -(-n // 8)
-        if len(self._told) < words + flags:
-            self._told = torch.empty(2 * (words + flags), dtype=torch.int64, device="cpu", pin_memory=True)
-        told, sent = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._tell(
-            blocks_for(n, 256, MOVE_BLOCKS), 256, plan.missed, plan.room, plan.needed, plan.selection, n, missed.keys,
-            missed.victims, missed.slots, self.hot.dirty, self._told.data_ptr(), self._told[words:].data_ptr(),
-        )  # fmt: skip
-        told.record()
-        self._send(missed)
-        told.synchronize()
-        count, room, leaving = self._told[:3].tolist()
-        keys, victims = self._told[3 : 3 + count], self._told[3 + n : 3 + n + count]
-        dirty = self._told[words : words + flags].view(torch.uint8)
-        leave = slice(room, room + leaving)
-        moves = _Moves(keys, room, victims[leave], dirty[leave])
-        if moves.with_slots > self._leaving.rows:
-            self._make_room(moves.with_slots)
-            self._send(missed)
-        sent.record()
-        return moves, sent
 
     def _send(self, missed: Missed) -> None:
         """Sends as many of the victims' rows to the host as there is room for, each where the row that it leaves for is
@@ -186,17 +164,25 @@ class Staged(Transfer):
 
     # --- rows through the host --------------------------------------------------------------------------------------
 
-    def _in(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cold rows (keys: int64 (K,), on the host) on their way to the device, as they lie in storage."""
-        self._gone.synchronize()
-        rows = len(keys)
-        if rows > self._coming.rows:
-            self._coming = _Rows(self.cold.layout, max(rows, 2 * self._coming.rows))
-        weight, state, _ = self._coming.part(0, rows)
-        self.cold.gather(keys, weight, state)
+    def _in(self, keys: torch.Tensor, gathered: PinnedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cold rows (keys: int64 (K,), on the host) on their way to the device, as they lie in storage. `gathered`:
+        where they are being gathered already, if they fit."""
+        begun = gathered is not None and len(keys) <= gathered.rows
+        rows = gathered if gathered is not None and begun else self._free_rows(len(keys))
+        weight, state, _ = rows.part(0, len(keys))
+        self.cold.gather(keys, weight, state, begun=begun)
+        self._gathers = False
         staged = weight.to(self.device, non_blocking=True), state.to(self.device, non_blocking=True)
-        self._gone.record()
+        rows.copied.record()
+        self._coming, self._copied = self._copied, self._coming
         return staged
+
+    def _free_rows(self, rows: int) -> PinnedRows:
+        """Room for rows that come, at least as many."""
+        self._coming.copied.synchronize()
+        if rows > self._coming.rows:
+            self._coming = PinnedRows(self.cold.layout, max(rows, 2 * self._coming.rows))
+        return self._coming
 
     def _out(self, slots: torch.Tensor, keys: torch.Tensor) -> None:
         """Writes slots (int32 (K,)) back to the rows `keys` (int64 (K,)); their dirty flags stay."""
@@ -216,7 +202,7 @@ class Staged(Transfer):
         """Room for rows that leave. What is there is lost."""
         if rows > self._leaving.rows:
             torch.cuda.current_stream().synchronize()  # a plan that failed may be sending rows yet
-            self._leaving = _Rows(self.cold.layout, max(rows, 2 * self._leaving.rows))
+            self._leaving = PinnedRows(self.cold.layout, max(rows, 2 * self._leaving.rows))
 
     def _send_rows(self, rows: int, count: int, slots: Any, keys: Any, moved: int) -> None:
         """Sends the rows of `rows` slots to the host, or of as many as the number at `count` says, if that is less."""
@@ -276,6 +262,6 @@ class Staged(Transfer):
             self._write(self._key(some), len(some))
 
     def size_bytes(self) -> dict[str, int]:
-        rows = (self._coming, self._leaving, self._written)
-        staging = sum(each.size_bytes() for each in rows) + self._told.nbytes
+        rows = (self._coming, self._copied, self._leaving, self._written)
+        staging = sum(each.size_bytes() for each in rows) + self._told.size_bytes()
         return {"staging": staging, "away": self._weight.nbytes + self._state.nbytes}

@@ -24,6 +24,7 @@ class StreamOrder:
         self._handle = self._stream.cuda_stream
         self._planner = 0  # the thread that plans ahead, while one does
         self._is_apart = False  # whether it is another than the one that computes
+        self.after: torch.cuda.Event | None = None  # what its plan comes behind
         # the last plan ahead, while the computing stream has not waited, and whether it is part of a capture
         self._planned: torch.cuda.Event | None = None
         self._planned_in_capture = False
@@ -92,11 +93,12 @@ class StreamOrder:
             after.wait()  # and for no more: what computes goes on
         if self._planned is not None and self._is_current:
             self._planned.wait()
-        self._planner, self._is_apart = threading.get_ident(), after is not None
+        outside = self._planner, self._is_apart, self.after
+        self._planner, self._is_apart, self.after = threading.get_ident(), after is not None, after
         try:
             yield
         finally:
-            self._planner = 0
+            self._planner, self._is_apart, self.after = outside
             self._planned, self._planned_in_capture = torch.cuda.Event(), capturing  # type: ignore[no-untyped-call]
             self._planned.record(stream)
 

@@ -67,12 +67,26 @@ class Transfer(abc.ABC):
     def make_room(self, rows: int) -> None:  # noqa: B027
         """Before a plan after which that many rows may be without a slot, if all ids in flight are other rows'."""
 
+    def ask(  # noqa: B027 - rows moved in place are not waited for
+        self, missed: Missed, homes: torch.Tensor, *, slotless: bool, ahead: bool
+    ) -> Any:
+        """Where rows pass through the host, the part of `bring` before it has to wait; the result goes on there.
+        `ahead`: whether other things come in between."""
+
     @abc.abstractmethod
     def bring(
-        self, missed: Missed, homes: torch.Tensor, *, slotless: bool, scored: bool, beside: Beside | None
+        self,
+        missed: Missed,
+        homes: torch.Tensor,
+        asked: Any = None,
+        *,
+        slotless: bool,
+        scored: bool,
+        beside: Beside | None,
     ) -> None:
         """Chooses victims and gives their slots to missed keys, publishes them, resolves `homes`, moves and scores the
-        rows. `beside` is called once `homes` are queued, on a stream that need not wait for the rows."""
+        rows. `beside` is called once `homes` are queued, on a stream that need not wait for the rows. `asked`: what
+        `ask` has returned for this plan, if it was called."""
 
     def follow(self) -> None:  # noqa: B027
         """The current stream is about to use rows without a slot."""

@@ -16,6 +16,7 @@ SEMAPHORE_BYTES = 64  # `sem_t` takes 32 on 64-bit Linux
 semaphore_wait: Any = types.ExternalFunction("sem_wait", types.int32(types.int64))
 semaphore_post: Any = types.ExternalFunction("sem_post", types.int32(types.int64))
 yield_core: Any = types.ExternalFunction("sched_yield", types.int32())
+sleep_microseconds: Any = types.ExternalFunction("usleep", types.int32(types.uint32))
 copy_bytes: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))  # target, source
 
 

@@ -31,7 +31,10 @@ class Planned:
     def call(self) -> Call | None:
         """The call, once it is planned; None where planning failed: the forward then finds out why by itself."""
         future, self.future = self.future, _TAKEN  # a call that a forward has is the forward's alone to keep
-        return None if future.cancelled() or future.exception() is not None else future.result()
+        if future.cancelled() or future.exception() is not None:
+            return None
+        call = future.result()
+        return call if call.complete() else None
 
     @property
     def failed(self) -> bool:

@@ -65,6 +65,10 @@ class Call(abc.ABC):
         self.within: weakref.ref[_Collected] | None = None
         self.keeps_rows = False  # whether the rows of the forward are needed for a gradient of the weights
 
+    def complete(self) -> bool:
+        """Brings the plan to its end, where that was put off; returns whether it has come there, or it is given up."""
+        return True
+
     def start(self) -> None:
         """The forward has come: numbers it, and scales its rows where they are longer than they may be."""
         self.number = next(_numbers)

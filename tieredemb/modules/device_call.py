@@ -66,7 +66,8 @@ class DeviceCall(Call):
         try:
             parts = zip(groups, self.memory.bags, self.memory.segments, self.memory.trained, strict=True)
             for group, bags, segments, trained in parts:
-                self.parts.append(DeviceGroupCall(group, bags, ids, segments=segments, trained=trained, given=given))
+                part = DeviceGroupCall(group, bags, ids, segments, trained, given=given, ahead=ahead)
+                self.parts.append(part)
         except BaseException:
             self.release()
             if given is not None:
@@ -97,6 +98,15 @@ class DeviceCall(Call):
     def tickets(self) -> list[DeviceTicket]:
         """Those of all groups."""
         return [part.ticket for part in self.parts]
+
+    def complete(self) -> bool:
+        try:
+            for part in self.parts:
+                part.complete()
+        except Exception:
+            self.release()
+            return False
+        return True
 
     def arrive(self) -> None:
         """The current stream waits for what was planned ahead."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from tieredemb.cache.plan import DROPPED
+from tieredemb.cache.transfer import Beside
 from tieredemb.lookup.device_bags import DeviceBags
 from tieredemb.lookup.device_lookup import Segments, frequency_scale
 from tieredemb.modules.call import inside_backward
@@ -21,37 +22,40 @@ T = TypeVar("T")
 
 class DeviceGroupCall:
     """One forward in one group: its bags, its ticket, and what its gradient needs. `segments`, `trained`: room for
-    them, where they are found with the plan · `given`: comes once the bags are there, if that is to be waited for."""
+    them, where they are found with the plan · `given`: comes once the bags are there, if that is to be waited for ·
+    `ahead`: whether the plan may wait for `complete`."""
 
     def __init__(
         self,
         group: DeviceGroup,
         bags: DeviceBags,
         ids: torch.Tensor,
-        *,
         segments: Segments | None,
         trained: torch.Tensor | None,
+        *,
         given: torch.cuda.Event | None,
+        ahead: bool,
     ) -> None:
         self.group = group
         self.bags = bags
         self._segments = segments
-        beside = None
-        if segments is not None:  # sorts while rows are on their way
+        beside: Beside | None = None  # while rows are on their way
+        if segments is not None:
             beside = functools.partial(group.lookup.find_segments, segments, bags.homes, bags.bag, bags.batch)
+        elif trained is not None:
+            beside = functools.partial(_leave_out, int(group.space.padding[0]), ids, bags.homes, trained)
         scored = not inside_backward()
-        self.ticket = group.cache.plan(bags.keys, bags.homes, score=scored, given=given, beside=beside)
+        self.ticket = group.cache.plan(bags.keys, bags.homes, score=scored, given=given, beside=beside, ahead=ahead)
         self.ticket.kept = (*vars(bags).values(), *(() if segments is None else vars(segments).values()), trained)
         # homes of the occurrences that gradients reach: padding that lookups read is left out
-        self.trained = homes = self.ticket.homes
-        if trained is not None:
-            padding = int(group.space.padding[0])
-            self.trained = trained.copy_(homes).masked_fill_(ids == padding, DROPPED)
-            if self.ticket.ready is not None:
-                self.ticket.ready.record()
+        self.trained = self.ticket.homes if trained is None else trained
         self.weights: torch.Tensor | None = None
         self.argmax: torch.Tensor | None = None
         self.forward_rows: torch.Tensor | None = None
+
+    def complete(self) -> None:
+        """Brings its plan to its end, if it has yet to come there. Raises what that fails with."""
+        self.group.cache.complete(self.ticket)
 
     def join(self) -> None:
         """What ran beside the lookup is done for what follows."""
@@ -117,6 +121,11 @@ class DeviceGroupCall:
             share = frequency_scale(self.trained)
             scale = share if scale is None else scale * share
         return scale
+
+
+def _leave_out(padding: int, ids: torch.Tensor, homes: torch.Tensor, trained: torch.Tensor) -> None:
+    """Fills `trained` with the homes of all ids but the padding."""
+    trained.copy_(homes).masked_fill_(ids == padding, DROPPED)
 
 
 def shallow_copy(value: T) -> T:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -102,6 +102,23 @@ class HotArrays(Protocol):
     dirty: np.ndarray[Any, Any]
 
 
+TOLD_NUMBER, TOLD_WORDS = 3, 4  # of the words before the keys the one that is written last, and how many they are
+
+
+class Told(NamedTuple):
+    """What a GPU is about to tell the host of rows that it misses. `words`, int64 in pinned memory: how many they are,
+    two words more, then `number`, which is written last and was never there before; and their keys · `event`: comes
+    after that."""
+
+    words: torch.Tensor
+    number: int
+    event: torch.cuda.Event
+
+    def keys(self, rows: int) -> torch.Tensor:
+        """Where up to that many keys will be."""
+        return self.words[TOLD_WORDS : TOLD_WORDS + rows]
+
+
 _ROWS_PER_THREAD = 1024  # fewer are moved sooner than a second thread has started (256-byte rows: 30 microseconds)
 
 
@@ -117,7 +134,7 @@ class ColdRows(abc.ABC):
     kind: str  # the tier's name in reports: "host", "unified", "file", "pmem"
     in_memory: bool  # whether deepcopy and pickling may copy it
     volatile: bool  # whether it dies with the process, so that closing needs no flush
-    _is_scattering: bool = False  # whether rows may yet be being written
+    _is_moving: bool = False  # whether rows may yet be being written, or read
     device_readable: bool = False  # whether GPU kernels read and write `weight` and `state` at the arrays' addresses
 
     def __init__(self, layout: RowLayout, weight: np.ndarray[Any, Any], state: np.ndarray[Any, Any]) -> None:
@@ -171,14 +188,26 @@ class ColdRows(abc.ABC):
         bounds = even_bounds(len(keys), _ROWS_PER_THREAD)
         parallel_for(rows_write, bounds, keys, slots, hot.dirty, *cold, *home)
 
-    def gather(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:
+    def gather(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, *, begun: bool = False) -> None:
         """Fills `weight` (rows' dtype (K, D)) and `state` (int32 (K, S + 1)) with the rows `keys` (int64 (K,)) as they
         lie here; all of them contiguous CPU tensors. Of rows never written, whose score is zero, the weights are left
-        as they were. Raises as `read` does."""
+        as they were. `begun`: whether `gather_when_told` has begun with these very rows. Raises as `read` does."""
         from tieredemb.storage.movers_cpu import Job, movers
 
-        movers().begin(Job(keys, self.weight, self.state, weight, state))
+        if not begun:
+            movers().begin(Job(keys, self.weight, self.state, weight, state))
         movers().finish()
+
+    def gather_when_told(self, told: Told, weight: torch.Tensor, state: torch.Tensor) -> bool:
+        """Begins, beside what follows, to gather the rows that a GPU is about to tell of, as soon as it has told, if
+        they all fit into `weight` and `state`; `gather` then waits until they are there. Meanwhile these are not to be
+        used, nor `told.words` changed, nor the rows written. False where it cannot: nothing is begun."""
+        from tieredemb.storage.movers_cpu import Job, movers
+
+        job = Job(told.keys(len(weight)), self.weight, self.state, weight, state, told=told)
+        begun = movers().begin_when_told(job)
+        self._is_moving = self._is_moving or begun
+        return begun
 
     def reserve_dirty(self, keys: torch.Tensor, dirty: torch.Tensor) -> None:
         """`reserve` for those of `keys` (int64 (K,)) whose rows are `dirty` (uint8 (K,)), CPU tensors."""
@@ -193,16 +222,16 @@ class ColdRows(abc.ABC):
         then."""
         from tieredemb.storage.movers_cpu import Job, movers
 
-        self._is_scattering = True
+        self._is_moving = True
         movers().begin(Job(keys, self.weight, self.state, weight, state, dirty))
 
     def finish(self) -> None:
         """Returns once all is written that `scatter` was given; to be called before rows are used but by `gather`."""
-        if self._is_scattering:
+        if self._is_moving:
             from tieredemb.storage.movers_cpu import movers
 
             movers().finish()
-            self._is_scattering = False
+            self._is_moving = False
 
     def used_ranges(self) -> Iterator[tuple[int, int]]:
         """Ranges (start, stop) of rows outside which no row was ever written."""

@@ -37,6 +37,11 @@ class PageMap:
         self.bits = np.zeros(-(-self.pages // 8), np.uint8)  # calloc: untouched parts take no memory
         self._unclaimed = self.pages
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every page has its space."""
+        return not self._row_bytes or self._unclaimed == 0
+
     def reserve(self, keys: np.ndarray[Any, Any]) -> None:
         """Takes space for the rows `keys` (int64 (K,)). Raises `OSError`; what was taken before stays
         taken."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tieredemb.errors import ForkedError, StorageError
-from tieredemb.storage.base import STATE_DTYPE, ColdRows, HotArrays, Metadata, RowLayout
+from tieredemb.storage.base import STATE_DTYPE, ColdRows, HotArrays, Metadata, RowLayout, Told
 from tieredemb.storage.file_header import REGION_BYTES, Header, HeaderSlots
 from tieredemb.storage.file_io import storage_errors
 from tieredemb.storage.file_lock import FileLock
@@ -93,10 +93,15 @@ class FileRows(ColdRows):
         self._reserve_scores(keys)
         return super().read(keys, slots, hot)
 
-    def gather(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor) -> None:
+    def gather(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, *, begun: bool = False) -> None:
         """As every tier; takes space as `read`."""
         self._reserve_scores(keys.numpy())
-        super().gather(keys, weight, state)
+        super().gather(keys, weight, state, begun=begun)
+
+    def gather_when_told(self, told: Told, weight: torch.Tensor, state: torch.Tensor) -> bool:
+        """As every tier, once all scores have their space: nobody else takes it for them."""
+        self._check_usable()
+        return self._state_pages.is_whole and super().gather_when_told(told, weight, state)
 
     def _reserve_scores(self, keys: np.ndarray[Any, Any]) -> None:
         self._check_usable()

@@ -31,19 +31,24 @@ from tieredemb.kernels.native import (
     prefetch_to_write,
     semaphore_post,
     semaphore_wait,
+    sleep_microseconds,
     yield_core,
 )
+from tieredemb.storage.base import TOLD_NUMBER, Told
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 # Byte offsets on the board. Counters have cache lines of their own: rows claimed, threads that are at the job, whether
-# there is one. Then the words of the job (`Job.words`), and what threads sleep on.
-NEXT, AT_IT, OPEN, JOB, SLEEP = 0, 64, 128, 192, 320
-JOB_WORDS = 9
+# there is one, whether one is waited for, whether in vain. Then the words of the job (`Job.words`), and what threads
+# sleep on.
+NEXT, AT_IT, OPEN, AWAITED, GIVEN_UP, JOB, SLEEP, WATCH = 0, 64, 128, 192, 256, 320, 448, 512
+END = WATCH + SEMAPHORE_BYTES
+JOB_WORDS = 12
 CHUNK = 64  # rows claimed at once: some 10 microseconds
 ALONE = 512  # rows that one thread has moved before another has woken up
 AHEAD = 8  # rows asked for before they are moved
+LOOKS, NAP = 64, 20  # that a GPU's word is looked for at once, and microseconds between others
 LINE = 64
 
 
@@ -126,9 +131,45 @@ def _begin(board: int, helpers: int) -> None:
 
 
 @jit
+def _await(board: int) -> None:
+    """Wakes up who waits for a GPU to tell of the job on the board."""
+    atomic_add(board + GIVEN_UP, -atomic_load(board + GIVEN_UP))
+    atomic_add(board + AWAITED, 1)
+    semaphore_post(board + WATCH)
+
+
+@jit
+def _give_up(board: int) -> None:
+    """Nobody need wait for a GPU's word any more."""
+    atomic_add(board + GIVEN_UP, 1)
+
+
+@jit
+def _watch(board: int) -> None:
+    """Waits for one GPU after the other to tell what is to be gathered, for ever, and lets the threads go at it."""
+    while True:
+        semaphore_wait(board + WATCH)
+        if atomic_load(board + AWAITED) == 0:  # a signal has ended it early
+            continue
+        job, looks = board + JOB, 0
+        rows, told, number, helpers = load_long(job), load_long(job + 72), load_long(job + 80), load_long(job + 88)
+        while atomic_load(told + 8 * TOLD_NUMBER) != number and atomic_load(board + GIVEN_UP) == 0:
+            looks += 1
+            if looks > LOOKS:
+                sleep_microseconds(NAP)
+        count = load_long(told)
+        if atomic_load(board + GIVEN_UP) == 0 and count <= rows:
+            atomic_add(job, count - rows)
+            _begin(board, min(helpers, count // CHUNK))
+        atomic_add(board + AWAITED, -1)
+
+
+@jit
 def _finish(board: int) -> None:
     """Helps with the job, if one was begun, until all of it is done. Who has come to it has left it then, with all rows
     that it claimed moved; who comes late finds none."""
+    while atomic_load(board + AWAITED) != 0:  # the word is there, or none will come
+        yield_core()
     if atomic_load(board + OPEN) == 0:
         return
     _work(board)
@@ -140,7 +181,8 @@ def _finish(board: int) -> None:
 class Job(NamedTuple):
     """Rows that are to be moved between cold storage, `weights` (rows, D) and `states` (rows, S + 1), and the buffers
     `weight` (K, D) and `state` (K, S + 1): the rows `keys`, int64 (K,). To the buffers without `dirty`, uint8 (K,);
-    with it from there. See `ColdRows.gather` and `scatter`; all of it contiguous, in host memory."""
+    with it from there. See `ColdRows.gather` and `scatter`; all of it contiguous, in host memory. `told`: who will have
+    told the first of the keys, and how many; the job is to begin then, and nothing is moved if there are more."""
 
     keys: torch.Tensor
     weights: Array
@@ -148,13 +190,15 @@ class Job(NamedTuple):
     weight: torch.Tensor
     state: torch.Tensor
     dirty: torch.Tensor | None = None
+    told: Told | None = None
 
-    def words(self) -> tuple[int, ...]:
-        """As `_work` reads them."""
+    def words(self, helpers: int) -> tuple[int, ...]:
+        """As `_work` and `_watch` read them. `helpers`: threads that may be woken up for it."""
         sizes = (self.weights.shape[1] * self.weights.itemsize, self.states.shape[1] * self.states.itemsize)
         buffers = (self.weight.data_ptr(), self.state.data_ptr(), 0 if self.dirty is None else self.dirty.data_ptr())
         cold = (self.weights.ctypes.data, self.states.ctypes.data)
-        return len(self.keys), self.keys.data_ptr(), *cold, *sizes, *buffers
+        told = (0, 0) if self.told is None else (self.told.words.data_ptr(), self.told.number)
+        return len(self.keys), self.keys.data_ptr(), *cold, *sizes, *buffers, *told, helpers
 
 
 class Movers:
@@ -165,14 +209,16 @@ class Movers:
         self._is_beginning = False
         self._helpers = 0
         self._job: Job | None = None  # the one under way: what it reads and writes is not to be freed
-        self._memory = np.zeros((SLEEP + SEMAPHORE_BYTES + LINE) // 8, np.int64)
+        self._watches = False  # whether there is a thread that waits for GPUs
+        self._memory = np.zeros((END + LINE) // 8, np.int64)
         if not alone:  # threads sleep there until the process ends, when Python has freed what it knows of
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self._board = -(-self._memory.ctypes.data // LINE) * LINE
         first = (self._board + JOB - self._memory.ctypes.data) // 8
         self._words = self._memory[first : first + JOB_WORDS]
         # without semaphores that lie in memory (macOS) one thread moves all
-        sleeps = ctypes.CDLL(None).sem_init(ctypes.c_void_p(self._board + SLEEP), 0, 0) == 0
+        init = ctypes.CDLL(None).sem_init
+        sleeps = all([init(ctypes.c_void_p(self._board + place), 0, 0) == 0 for place in (SLEEP, WATCH)])  # noqa: C419
         self._most = sys.maxsize if sleeps and not alone else 0
 
     def begin(self, job: Job) -> None:
@@ -192,6 +238,23 @@ class Movers:
             if helpers == 0:
                 self._finish()
 
+    def begin_when_told(self, job: Job) -> bool:
+        """Returns at once; others will be at the job as soon as a GPU has told of it. False, with nothing begun, where
+        none can wait for that, or one that a GPU has yet to tell of is under way."""
+        with self._lock:
+            waits = self._job is not None and self._job.told is not None and not _has_come(self._job.told)
+            if self._is_beginning or waits or not self._may_watch():
+                return False
+            self._finish()
+            self._is_beginning = True
+            try:
+                self._words[:] = job.words(self._staff(min(len(job.keys) // CHUNK, num_threads() - 1, self._most)))
+                self._job = job
+                _await(self._board)
+            finally:
+                self._is_beginning = False
+            return True
+
     def finish(self) -> None:
         """Returns once nothing is under way."""
         with self._lock:
@@ -199,7 +262,15 @@ class Movers:
                 self._finish()
 
     def _finish(self) -> None:
-        if self._job is not None:
+        if self._job is None:
+            return
+        try:
+            if self._job.told is not None:
+                self._job.told.event.synchronize()
+        except BaseException:  # a GPU that has failed tells nothing
+            _give_up(self._board)
+            raise
+        finally:
             _finish(self._board)
             self._job = None
 
@@ -209,10 +280,19 @@ class Movers:
         if n == 0:
             return 0
         helpers = self._staff(0 if n <= ALONE else min(n // CHUNK, num_threads() - 1, self._most))
-        self._words[:] = job.words()
+        self._words[:] = job.words(helpers)
         self._job = job
         _begin(self._board, helpers)
         return helpers
+
+    def _may_watch(self) -> bool:
+        """Whether there is a thread that waits for GPUs, or could be started."""
+        if not self._watches and self._most and threading.main_thread().is_alive():
+            _watch.compile("void(int64)")
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=_watch, args=(self._board,), name="tieredemb-watch", daemon=True).start()
+                self._watches = True
+        return self._watches
 
     def _staff(self, wanted: int) -> int:
         """How many threads help, of those wanted."""
@@ -223,6 +303,10 @@ class Movers:
                     threading.Thread(target=_serve, args=(self._board,), name="tieredemb-mover", daemon=True).start()
                     self._helpers += 1
         return min(wanted, self._helpers)
+
+
+def _has_come(told: Told) -> bool:
+    return bool(told.event.query())  # type: ignore[no-untyped-call]
 
 
 _MOVERS: dict[int, Movers] = {}  # by process: a fork leaves the threads behind
