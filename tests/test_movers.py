@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,26 +29,28 @@ def threads():
     torch.set_num_threads(before)
 
 
-def open_rows():
+def open_rows(layout=LAYOUT):
     """Rows all of whose words are their key plus 1."""
-    cold = HostMemory().open(LAYOUT, name="", identity={})
+    cold = HostMemory().open(layout, name="", identity={})
     cold.weight[:] = np.arange(1, LAYOUT.rows + 1)[:, None]
     cold.state[:] = np.arange(1, LAYOUT.rows + 1)[:, None]
     return cold
 
 
-def room(rows):
-    return torch.zeros(rows, LAYOUT.width), torch.zeros(rows, LAYOUT.state_width + 1, dtype=torch.int32)
+def room(rows, layout=LAYOUT):
+    return torch.zeros(rows, layout.width), torch.zeros(rows, layout.state_width + 1, dtype=torch.int32)
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 40])
 @pytest.mark.parametrize("rows", [0, 1, ALONE, ALONE + 1, 11 * CHUNK, 11 * CHUNK + 1, 40_000])
-def test_every_row_moves_once_on_any_number_of_threads(threads, count, rows):
+@pytest.mark.parametrize("width", [9, 48])  # whole cache lines are copied otherwise
+def test_every_row_moves_once_on_any_number_of_threads(threads, width, count, rows):
     threads(count)
-    cold = open_rows()
+    layout = replace(LAYOUT, width=width)
+    cold = open_rows(layout)
     for seed in range(5):
         keys = torch.from_numpy(np.random.default_rng(seed).permutation(LAYOUT.rows)[:rows])
-        weight, state = room(rows)
+        weight, state = room(rows, layout)
         cold.gather(keys, weight, state)
         assert (weight == (keys + 1)[:, None]).all()
         assert (state == (keys + 1)[:, None]).all()

@@ -67,6 +67,21 @@ def atomic_load(typingctx, address):
     return types.int64(types.int64), codegen
 
 
+@intrinsic
+def copy_line_past(typingctx, target, source):
+    """Copies 64 bytes past the caches; addresses are int64, `target` a multiple of 64. Other threads see them after the
+    next atomic operation."""
+
+    def codegen(context, builder, signature, args):
+        line = ir.VectorType(ir.IntType(64), 8).as_pointer()
+        value = builder.load(builder.inttoptr(args[1], line), align=1)
+        stored = builder.store(value, builder.inttoptr(args[0], line), align=64)
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 def _prefetch(name: str, *, to_write: bool) -> Any:
     """Device function: asks for the cache line at an address (int64). Never faults."""
 

@@ -24,6 +24,7 @@ from tieredemb.kernels.native import (
     atomic_add,
     atomic_load,
     copy_bytes,
+    copy_line_past,
     load_byte,
     load_long,
     load_word,
@@ -53,6 +54,17 @@ LINE = 64
 
 
 @jit
+def _copy_row(target: int, source: int, size: int) -> None:
+    """Copies whole cache lines past the caches: to ask memory first for what is overwritten took a fifth of the time
+    (H200's host, 15 threads)."""
+    if (size | target) % LINE != 0:
+        copy_bytes(target, source, size)
+        return
+    for line in range(0, size, LINE):
+        copy_line_past(target + line, source + line)
+
+
+@jit
 def _gather(
     lo: int, hi: int, keys: int, weights: int, states: int, row: int, state: int, to: int, to_state: int
 ) -> None:
@@ -67,7 +79,7 @@ def _gather(
         key = load_long(keys + 8 * i)
         copy_bytes(to_state + i * state, states + key * state, state)
         if load_word(to_state + i * state + state - 4) != 0:
-            copy_bytes(to + i * row, weights + key * row, row)
+            _copy_row(to + i * row, weights + key * row, row)
 
 
 @jit
@@ -81,11 +93,10 @@ def _scatter(
             key = load_long(keys + 8 * (i + AHEAD))
             prefetch_to_write(states + key * state)
             if load_byte(dirty + i + AHEAD) != 0:
-                for line in range(0, row, LINE):
-                    prefetch_to_write(weights + key * row + line)
+                prefetch_to_write(weights + key * row)  # for the page: lines are overwritten
         key = load_long(keys + 8 * i)
         if load_byte(dirty + i) != 0:
-            copy_bytes(weights + key * row, of + i * row, row)
+            _copy_row(weights + key * row, of + i * row, row)
             copy_bytes(states + key * state, of_state + i * state, state)
         else:
             score = state - 4
