@@ -51,6 +51,7 @@ class DeviceCall(Call):
         ids = ids.to(torch.int64)
         self.ids = ids.shape[0]
         self._tells_later = ahead
+        self._told_stream: int | None = None  # the last one that the allocator was told of, see `follow`
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
         with on_device(ids.device):
             fits = memory is not None and memory.fits(groups, self.ids, batch)
@@ -126,7 +127,7 @@ class DeviceCall(Call):
         call = shallow_copy(self)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
         call.parts = [part.again(batch) for part, batch in zip(self.parts, batches, strict=True)]
-        call._tells_later = True
+        call._tells_later, call._told_stream = True, None
         return call
 
     def start(self) -> None:
@@ -164,9 +165,13 @@ class DeviceCall(Call):
 
     def follow(self, *more: torch.Tensor) -> None:
         """Tells torch's allocator where another stream uses the memory of the one that computed before, and `more`."""
-        if torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device()) == self.memory.stream.cuda_stream:
+        stream = torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
+        if stream == self.memory.stream.cuda_stream:
             return
-        held = [*more, *self.memory.tensors(), *(value for part in self.parts for value in part.held())]
+        held = [*more, *(value for part in self.parts for value in part.held())]
+        if stream != self._told_stream:
+            held += self.memory.tensors()
+            self._told_stream = stream
         for tensor in held:
             tensor.record_stream(torch.cuda.current_stream())
 
