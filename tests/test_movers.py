@@ -142,13 +142,14 @@ def test_rows_are_gathered_as_soon_as_they_are_told(threads, count, rows):
     for number in range(1, 6):
         keys = torch.from_numpy(np.random.default_rng(number).permutation(LAYOUT.rows)[:rows])
         word, (weight, state) = Word(keys, number), room(9000)
-        assert cold.gather_when_told(word.told, weight, state)
+        begun = cold.gather_when_told(word.told, weight, state)
+        assert begun
         time.sleep(0.002 * number)
         assert not weight.any()
         word.comes()
         if count > 1 and rows >= CHUNK:
             wait_for(lambda weight=weight, state=state: weight[:rows].all() and state[:rows].all())
-        cold.gather(keys, weight[:rows], state[:rows], begun=True)
+        cold.gather(keys, weight[:rows], state[:rows], begun=begun)
         assert (weight[:rows] == (keys + 1)[:, None]).all()
         assert (state[:rows] == (keys + 1)[:, None]).all()
         assert not weight[rows:].any()
@@ -171,8 +172,7 @@ def test_what_is_written_comes_before_what_is_told(threads):
         word, (weight, state) = Word(keys, number), room(8000)
         cold.scatter(keys, weight + number, state + number, dirty)
         word.comes()
-        assert cold.gather_when_told(word.told, weight, state)
-        cold.gather(keys, weight, state, begun=True)
+        cold.gather(keys, weight, state, begun=cold.gather_when_told(word.told, weight, state))
         assert (weight == number).all()
 
 
@@ -190,20 +190,40 @@ def test_one_gpu_is_waited_for_at_a_time(threads):
     assert (some[0] == torch.arange(701, 1401)[:, None]).all()
 
 
-def test_a_gpu_that_fails_is_not_waited_for(threads):
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_gpu_has_yet_to_tell_of_is_given_up_for_who_comes_first(threads, fails):
+    """And gathered when it is asked for: nobody waits for another's GPU, nor for one that has failed."""
     threads(3)
-    cold, word, (weight, state) = open_rows(), Word(torch.arange(900)), room(900)
+    cold, other, keys = open_rows(), open_rows(), torch.arange(900)
+    for number in range(1, 40):
+        word, (weight, state), some = Word(keys, number), room(900), room(900)
+        begun = cold.gather_when_told(word.told, weight, state)
+        if fails:
+            word.query = raises
+        if number % 2:
+            word.told.words[TOLD_NUMBER] = number  # which is on its way, and its event is not
+            word.told.words[0] = 0
+        other.gather(keys + 9, *some)
+        assert (some[0] == torch.arange(10, 910)[:, None]).all()
+        word.comes()
+        cold.gather(keys, weight, state, begun=begun if number % 2 == 0 else None)
+        assert (weight == torch.arange(1, 901)[:, None]).all()
 
-    def fails():
-        raise RuntimeError("an illegal memory access")
 
-    word.synchronize = fails
+def raises():
+    raise RuntimeError("an illegal memory access")
+
+
+def test_a_number_that_is_past_is_taken_for_its_word(threads):
+    threads(3)
+    cold, word, (weight, state) = open_rows(), Word(torch.arange(5)), room(900)
     assert cold.gather_when_told(word.told, weight, state)
-    with pytest.raises(RuntimeError, match="illegal"):
-        cold.finish()
-    word.comes()  # too late
-    cold.gather(torch.arange(900, 1800), weight, state)
-    assert (weight == torch.arange(901, 1801)[:, None]).all()
+    word.told.words[TOLD_NUMBER] = 2
+    word.came.set()
+    done = threading.Thread(target=cold.finish, daemon=True)
+    done.start()
+    done.join(20)
+    assert not done.is_alive()
 
 
 def test_a_finaliser_amid_a_job_moves_its_own_rows(threads, monkeypatch):

@@ -23,9 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import tieredemb as te
-from tieredemb.errors import ConfigError, IdOutOfRangeError, StorageFullError
+from tieredemb.cache import staged as staged_rows
+from tieredemb.cache import staging
+from tieredemb.errors import ConfigError, IdOutOfRangeError, StorageError, StorageFullError
 from tieredemb.pipeline import lanes
 from tieredemb.pipeline.batches import map_tensors
+from tieredemb.storage.file_rows import FileRows
 
 ROWS, WIDTH = 40, 4
 READ = {"cpu": "read", "cuda": "gather"}  # how a cache on that device reads its storage
@@ -217,6 +220,55 @@ def test_a_module_that_is_closed_while_rows_are_on_their_way(device, tmp_path, c
         model.close()
     plain.close()
     assert_same_bits(*(bits(staged(tmp_path, name)) for name in ("left", "plain")))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, StorageFullError])
+@pytest.mark.parametrize("where", [(staging.Asked, "moves"), (staged_rows.Staged, "_in"), (FileRows, "reserve_dirty")])
+def test_who_interrupts_a_plan_before_rows_change_hands_loses_nothing(gpu, monkeypatch, tmp_path, where, error):
+    """A call that ends it for a later batch, or the loop's own."""
+    model, plain = staged(tmp_path, "interrupted"), staged(tmp_path, "plain")
+    function, seen = getattr(*where), []
+
+    def interrupted(*arguments):
+        monkeypatch.setattr(*where, function)
+        seen.append(error)
+        raise error("now")
+
+    loop = te.prefetch(ids_of_steps(12), model, 2, ids_of=lambda ids: ids)
+    for step, ids in enumerate(loop):
+        if step in (3, 6):
+            monkeypatch.setattr(*where, interrupted)
+            with pytest.raises(error) if error is KeyboardInterrupt else contextlib.nullcontext():
+                model.stats()
+        trains(model, ids)
+        trains(plain, ids)
+    assert len(seen) == 2
+    assert_same_bits(bits(model), bits(plain))
+    assert idle(model)
+
+
+def test_a_plan_that_breaks_the_cache_stops_the_call_that_ends_it(gpu, monkeypatch, tmp_path):
+    """Or rows would be written back under the keys of others."""
+    model = staged(tmp_path, "broken", capacity=8)
+
+    def interrupted(*_, **__):
+        raise RuntimeError("out of memory")
+
+    loop = iter(te.prefetch(ids_of_steps(12), model, ids_of=lambda ids: ids))
+    for ids in itertools.islice(loop, 4):
+        trains(model, ids)
+    next(loop)
+    monkeypatch.setattr(staged_rows.Staged, "_generate", interrupted)
+    for call in (model.flush, lambda: model.save_checkpoint(str(tmp_path / "saved")), model.stats):
+        with pytest.raises(StorageError, match=r"interrupted by RuntimeError.* build a new module"):
+            call()
+    assert not (tmp_path / "saved").exists()
+    loop.close()
+    with pytest.raises(StorageError, match="interrupted by RuntimeError"):
+        model.close()
+    model.tables.groups[0].cache._broken = ""  # lets go of the file
+    monkeypatch.undo()
+    model.close()
 
 
 def test_micro_batches_of_a_step(device):

@@ -28,7 +28,7 @@ from tieredemb.cache.stream_order import StreamOrder
 from tieredemb.cache.tickets import Hold
 from tieredemb.cache.transfer import Beside, Transfer
 from tieredemb.config import Policy
-from tieredemb.errors import InvalidInputError
+from tieredemb.errors import InvalidInputError, StorageError
 from tieredemb.kernels.ranges import marked
 from tieredemb.kernels.streams import on_device, synchronize
 from tieredemb.stats import CacheStats
@@ -41,12 +41,14 @@ MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan last
 
 
 class _Asked(NamedTuple):
-    """A plan made ahead that has yet to come to its end, by `move`. `after`: what it came behind."""
+    """A plan made ahead that has yet to come to its end, by `move`: on that stream, in that mode. `after`: what it came
+    behind."""
 
     ticket: DeviceTicket
     move: Callable[[], None]
     stream: torch.cuda.Stream
     after: torch.cuda.Event | None
+    inference: bool
 
 
 class DeviceCache(CapturableCache):
@@ -134,7 +136,7 @@ class DeviceCache(CapturableCache):
     ) -> DeviceTicket:
         n = keys.shape[0]
         moves = self._cached > 0 and n > 0
-        self._complete()
+        self.complete_last()
         with self.lock:  # what was released by now was updated by what the stream now waits for
             self._check_usable()
             self._order.whole()
@@ -155,12 +157,12 @@ class DeviceCache(CapturableCache):
             self._transfer.make_room(min(locked + n, self.cold.layout.rows))
         missed = Missed(n, self.device)
         self._transfer.retire(batch, batch - oldest)
+        self._batch = batch  # before the device counts it: a batch too many locks more, one too few less
         away = self._transfer.away(slotless)
         self._plan.begin(missed, lag=batch - oldest, scored=score, away=away)
         if given is not None:
             given.wait()
         self._plan.find(keys, homes, missed, scored=score, away=away)
-        self._batch = batch
         move = functools.partial(self._move, missed, homes, slotless=slotless, scored=score, beside=beside)
         if not ahead or self._transfer.in_place:
             move()
@@ -168,35 +170,47 @@ class DeviceCache(CapturableCache):
         asked = self._transfer.ask(missed, homes, slotless=slotless, ahead=True)
         ticket = self._ticket(batch, homes, slotless=slotless)
         ticket.ended = False
-        self._asked = _Asked(ticket, functools.partial(move, asked), torch.cuda.current_stream(), self._order.after)
+        where = torch.cuda.current_stream(), self._order.after, torch.is_inference_mode_enabled()
+        self._asked = _Asked(ticket, functools.partial(move, asked), *where)
         return ticket
 
-    def complete(self, ticket: DeviceTicket) -> None:
-        """Brings the plan of a ticket to its end, if it has yet to come there; raises what that has failed with."""
+    def complete(self, ticket: DeviceTicket) -> bool:
+        """Brings the plan of a ticket to its end, if it has yet to come there; returns whether it has, or it failed."""
         if not ticket.ended:  # or a plan that waits for its storage would be waited for
             with self.plan_lock, on_device(self.device):
                 if self._asked is not None and self._asked.ticket is ticket:
-                    self._complete()
-        if ticket.failure is not None:
-            raise ticket.failure
+                    self.complete_last()
+                if not ticket.ended:  # somebody was interrupted at it
+                    ticket.ended = ticket.failed = True
+        return not ticket.failed
 
-    def _complete(self) -> None:
-        """Brings the plan to its end that was made ahead and has none. Its ticket has what that fails with."""
-        asked, self._asked = self._asked, None
-        if asked is None:
+    def complete_last(self) -> None:
+        """Brings the plan to its end that was made ahead and has none, if any; its ticket knows if it fails."""
+        if self._asked is None:
             return
-        with torch.cuda.stream(asked.stream), self._order.ahead(asked.after), marked("plan"):
-            try:
-                asked.move()
-            except BaseException as error:
-                asked.ticket.failure = error
-                if not isinstance(error, Exception):
-                    raise
-            finally:
-                with self.lock:
-                    asked.ticket.ready = self._order.planned()
-                    self._order.touched()
-                asked.ticket.ended = True
+        with self.plan_lock, on_device(self.device):
+            asked = self._asked
+            if asked is None:
+                return
+            self._check_usable()
+            self._asked, asked.ticket.failed = None, True
+            with (
+                torch.inference_mode(asked.inference),
+                torch.cuda.stream(asked.stream),
+                self._order.ahead(asked.after),
+                marked("plan"),
+            ):
+                try:
+                    asked.move()
+                except Exception:
+                    pass  # its forward plans anew, and finds out
+                else:
+                    asked.ticket.failed = False
+                finally:
+                    with self.lock:
+                        asked.ticket.ready = self._order.planned()
+                        self._order.touched()
+                    asked.ticket.ended = True
 
     def _count(self, ticket: DeviceTicket, *, score: bool, beside: Beside | None) -> None:
         """A plan where no row moves: beside the lookup, if that comes now and it is worth two events."""
@@ -263,8 +277,8 @@ class DeviceCache(CapturableCache):
     def entered(self) -> Iterator[None]:
         """Holds the cache for one call: its locks, its device, and its place behind what other streams have queued."""
         with self.whole(), on_device(self.device):
+            self.complete_last()
             self._check_usable()
-            self._complete()
             self._order.whole()
             self._transfer.finish()
             try:
@@ -282,6 +296,8 @@ class DeviceCache(CapturableCache):
             self._order.compute()
             self._transfer.follow()
             for ticket in tickets:
+                if ticket.failed or not ticket.ended:
+                    raise StorageError("this batch has no plan that came to its end; look it up again")
                 if ticket.ready is not None:
                     ticket.ready.wait()
                     ticket.ready = None
@@ -352,8 +368,9 @@ class DeviceCache(CapturableCache):
             self._transfer.reload()
 
     def check_idle(self, call: str) -> None:
-        with self.whole(), on_device(self.device):
-            self._complete()  # of a batch that was given up: its victims are not to be written behind the call
+        with self.whole():
+            self.complete_last()  # of a batch that was given up: its victims are not to be written behind the call
+            self._check_usable()
             super().check_idle(call)
 
     def forget(self) -> None:

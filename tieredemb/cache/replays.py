@@ -22,7 +22,7 @@ class DeviceTicket(Flight):
     used without one, or `DROPPED` · `away`: where such rows were, if there may be any · `ready`: comes once the rows
     are there, where another stream brings them than the one that computes · `aside`: comes once what was to run beside
     the plan is done, where the lookup need not wait for it · `ended`: whether its plan
-    has come to its end, with `failure` or without."""
+    has come to its end, and whether it has failed there."""
 
     def __init__(self, batch: int, homes: torch.Tensor, away: Away, book: TicketBook) -> None:
         super().__init__(batch, book)
@@ -31,8 +31,7 @@ class DeviceTicket(Flight):
         self.kept: tuple[Any, ...] = (homes,)  # what lives as long as it, and is counted as the plan's
         self.ready: torch.cuda.Event | None = None
         self.aside: torch.cuda.Event | None = None
-        self.ended = True
-        self.failure: BaseException | None = None
+        self.ended, self.failed = True, False
 
     def size_bytes(self) -> int:
         return sum(value.nbytes for value in self.kept if isinstance(value, torch.Tensor))

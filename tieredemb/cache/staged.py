@@ -79,7 +79,6 @@ class Staged(Transfer):
         plan.settle(homes, missed, self.away(slotless), commit=False)
         if self._gathers:  # for a plan that has failed, by keys that are about to be overwritten
             self.cold.finish()
-            self._gathers = False
         asked = self._told.expect(missed.n)
         told = asked.told
         self._tell(
@@ -90,10 +89,10 @@ class Staged(Transfer):
         told.event.record()
         self._send(missed)
         asked.sent.record()
+        self._gathers = ahead
         if ahead:
-            rows = self._free_rows(0)
-            self._gathers = self.cold.gather_when_told(told, rows.weight, rows.state)
-            asked.gathered = rows if self._gathers else None
+            asked.gathered = rows = self._free_rows(0)
+            asked.gathers = self.cold.gather_when_told(told, rows.weight, rows.state)
         return asked
 
     def bring(
@@ -114,7 +113,7 @@ class Staged(Transfer):
             self._send(missed)
             asked.sent.record()
         self.cold.reserve_dirty(moves.leaving, moves.dirty)
-        weight, state = self._in(moves.keys, asked.gathered)
+        weight, state = self._in(moves.keys, asked)
         count = len(moves.keys)
         new = count - moves.with_slots
         if new:
@@ -164,16 +163,17 @@ class Staged(Transfer):
 
     # --- rows through the host --------------------------------------------------------------------------------------
 
-    def _in(self, keys: torch.Tensor, gathered: PinnedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cold rows (keys: int64 (K,), on the host) on their way to the device, as they lie in storage. `gathered`:
-        where they are being gathered already, if they fit."""
-        begun = gathered is not None and len(keys) <= gathered.rows
-        rows = gathered if gathered is not None and begun else self._free_rows(len(keys))
-        weight, state, _ = rows.part(0, len(keys))
+    def _in(self, keys: torch.Tensor, asked: Asked | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cold rows (keys: int64 (K,), on the host) on their way to the device, as they lie in storage. `asked`: of
+        what they are told, which may be gathering them."""
+        gathered, begun = (None, None) if asked is None else (asked.gathered, asked.gathers)
+        if gathered is None or len(keys) > gathered.rows:
+            gathered, begun = self._free_rows(len(keys)), None
+        weight, state, _ = gathered.part(0, len(keys))
         self.cold.gather(keys, weight, state, begun=begun)
         self._gathers = False
         staged = weight.to(self.device, non_blocking=True), state.to(self.device, non_blocking=True)
-        rows.copied.record()
+        gathered.copied.record()
         self._coming, self._copied = self._copied, self._coming
         return staged
 
@@ -195,8 +195,10 @@ class Staged(Transfer):
         """Writes what leaves to storage: the rows of `keys`, which come from the device behind them."""
         host, leaving = keys.cpu(), self._leaving.part(0, rows)
         self.cold.reserve_dirty(host, leaving[2])
-        self.cold.scatter(host, *leaving)
-        self.cold.finish()
+        try:
+            self.cold.scatter(host, *leaving)
+        finally:
+            self.cold.finish()
 
     def _make_room(self, rows: int) -> None:
         """Room for rows that leave. What is there is lost."""

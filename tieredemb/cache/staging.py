@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from tieredemb.storage.base import TOLD_NUMBER, TOLD_WORDS, RowLayout, Told
+
+if TYPE_CHECKING:
+    from tieredemb.storage.movers_cpu import Job
 
 
 class PinnedRows:
@@ -50,6 +53,7 @@ class ToldMoves:
 
     def __init__(self) -> None:
         self._number = 0
+        self._told: Told | None = None
         self._make_room(0)
 
     def expect(self, n: int) -> Asked:
@@ -59,9 +63,12 @@ class ToldMoves:
             self._make_room(2 * (words + flags))
         self._number += 1
         told, sent = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        return Asked(n, Told(self._words, self._number, told), self._words[words : words + flags], sent)
+        self._told = Told(self._words, self._number, told)
+        return Asked(n, self._told, self._words[words : words + flags], sent)
 
     def _make_room(self, words: int) -> None:
+        if self._told is not None:
+            self._told.event.synchronize()  # a plan that was interrupted may tell yet
         with torch.inference_mode(False):
             self._words = torch.empty(TOLD_WORDS + words, dtype=torch.int64, device="cpu", pin_memory=True)
         self._words[TOLD_NUMBER] = 0  # and no number that is expected
@@ -73,13 +80,14 @@ class ToldMoves:
 @dataclass
 class Asked:
     """What a plan of `n` ids was asked. `told`: the words about it · `flags`: uint8 (n,) in them, whether what leaves
-    is dirty · `sent`: comes once the victims' rows are with the host · `gathered`: where the missed rows are being
-    gathered, if that has begun."""
+    is dirty · `sent`: comes once the victims' rows are with the host · `gathers`: what gathers the missed rows, if that
+    has begun, and `gathered`, where."""
 
     n: int
     told: Told
     flags: torch.Tensor
     sent: torch.cuda.Event
+    gathers: Job | None = None
     gathered: PinnedRows | None = None
 
     def moves(self) -> Moves:

@@ -65,6 +65,8 @@ class DeviceCall(Call):
         if tables.config.check_ids == "always":
             _check_at_once(module, ids.device)
         try:
+            for group in groups if ahead else ():  # threads gather for one at a time
+                group.cache.complete_last()
             parts = zip(groups, self.memory.bags, self.memory.segments, self.memory.trained, strict=True)
             for group, bags, segments, trained in parts:
                 part = DeviceGroupCall(group, bags, ids, segments, trained, given=given, ahead=ahead)
@@ -101,13 +103,10 @@ class DeviceCall(Call):
         return [part.ticket for part in self.parts]
 
     def complete(self) -> bool:
-        try:
-            for part in self.parts:
-                part.complete()
-        except Exception:
+        ended = all([part.complete() for part in self.parts])  # noqa: C419 - each is to be brought there
+        if not ended:
             self.release()
-            return False
-        return True
+        return ended
 
     def arrive(self) -> None:
         """The current stream waits for what was planned ahead."""

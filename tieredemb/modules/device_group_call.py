@@ -49,19 +49,21 @@ class DeviceGroupCall:
         self.ticket.kept = (*vars(bags).values(), *(() if segments is None else vars(segments).values()), trained)
         # homes of the occurrences that gradients reach: padding that lookups read is left out
         self.trained = self.ticket.homes if trained is None else trained
+        self._ids = None if trained is None else ids  # which may yet be read aside
         self.weights: torch.Tensor | None = None
         self.argmax: torch.Tensor | None = None
         self.forward_rows: torch.Tensor | None = None
 
-    def complete(self) -> None:
-        """Brings its plan to its end, if it has yet to come there. Raises what that fails with."""
-        self.group.cache.complete(self.ticket)
+    def complete(self) -> bool:
+        """Brings its plan to its end, if it has yet to come there; returns whether it has, or it failed."""
+        return self.group.cache.complete(self.ticket)
 
     def join(self) -> None:
         """What ran beside the lookup is done for what follows."""
         if self.ticket.aside is not None:
             self.ticket.aside.wait()
             self.ticket.aside = None
+        self._ids = None
 
     def segments(self) -> Segments:
         """The trained occurrences by row."""

@@ -113,7 +113,7 @@ class WorkerLane(ThreadLane):
         self.stream = side_stream(device, -1, "worker")  # no capture may fork into it
         self.arrived: torch.cuda.Event | None = None
         self._is_quick = True
-        self._begun: weakref.ref[Call] | None = None  # the last one that was planned here, and may have no end yet
+        self._begun: weakref.WeakSet[Call] = weakref.WeakSet()  # those planned here, of which some may have no end yet
         self._under_way = 0
         self._counting = threading.Lock()
 
@@ -121,26 +121,29 @@ class WorkerLane(ThreadLane):
         arrived, written = self.arrived, torch.cuda.Event()  # type: ignore[no-untyped-call]
         written.record(torch.cuda.current_stream(self.device))
 
-        def run() -> Any:
+        def run(*, whole: bool) -> Any:
             start = perf_counter()
             try:
                 with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
                     written.wait()
                     if arrived is not None:
                         arrived.wait()
-                    return function(*args, **keywords)
+                    call = function(*args, **keywords)
+                    if whole:
+                        call.complete()  # if that fails, the forward finds out
+                    return call
             finally:
                 self._is_quick = perf_counter() - start < self.QUICK
 
         if self._is_quick and self._under_way == 0:  # plans stay in order
-            future = _called(run)
-            self._begun = None if future.exception() else weakref.ref(future.result())
+            future = _called(lambda: run(whole=False))
+            if future.exception() is None:
+                self._begun.add(future.result())
             return future
-        begun = None if self._begun is None else self._begun()
-        if begun is not None:
-            begun.complete()  # or its forward would wait for the thread's own plans
-        self._begun = None
-        future = super().submit(lambda: _completed(run()))
+        for call in list(self._begun):  # or their forwards would wait for the thread's own plans
+            call.complete()
+        self._begun.clear()
+        future = super().submit(lambda: run(whole=True))
         self._count(1)
         future.add_done_callback(lambda _: self._count(-1))
         return future
@@ -148,12 +151,6 @@ class WorkerLane(ThreadLane):
     def _count(self, more: int) -> None:
         with self._counting:
             self._under_way += more
-
-
-def _completed(call: Call) -> Call:
-    """A call whose plan has come to its end; where that fails the forward finds out."""
-    call.complete()
-    return call
 
 
 def _called(function: Callable[[], Any]) -> Future[Any]:

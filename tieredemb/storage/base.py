@@ -11,12 +11,15 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from tieredemb.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tieredemb.storage.movers_cpu import Job
 
 # numba has neither half nor bfloat16: such rows travel as the 16-bit integers that carry their bits. The two carriers
 # differ, so that a kernel can tell the formats apart by type.
@@ -188,26 +191,30 @@ class ColdRows(abc.ABC):
         bounds = even_bounds(len(keys), _ROWS_PER_THREAD)
         parallel_for(rows_write, bounds, keys, slots, hot.dirty, *cold, *home)
 
-    def gather(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, *, begun: bool = False) -> None:
+    def gather(
+        self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, *, begun: Job | None = None
+    ) -> None:
         """Fills `weight` (rows' dtype (K, D)) and `state` (int32 (K, S + 1)) with the rows `keys` (int64 (K,)) as they
         lie here; all of them contiguous CPU tensors. Of rows never written, whose score is zero, the weights are left
-        as they were. `begun`: whether `gather_when_told` has begun with these very rows. Raises as `read` does."""
+        as they were. `begun`: what `gather_when_told` has returned for these very rows, of which as many fit. Raises as
+        `read` does."""
         from tieredemb.storage.movers_cpu import Job, movers
 
-        if not begun:
+        if begun is not None:
+            movers().finish()
+        if begun is None or not begun.done:
             movers().begin(Job(keys, self.weight, self.state, weight, state))
-        movers().finish()
+            movers().finish()
 
-    def gather_when_told(self, told: Told, weight: torch.Tensor, state: torch.Tensor) -> bool:
+    def gather_when_told(self, told: Told, weight: torch.Tensor, state: torch.Tensor) -> Job | None:
         """Begins, beside what follows, to gather the rows that a GPU is about to tell of, as soon as it has told, if
-        they all fit into `weight` and `state`; `gather` then waits until they are there. Meanwhile these are not to be
-        used, nor `told.words` changed, nor the rows written. False where it cannot: nothing is begun."""
+        they all fit into `weight` and `state`; `gather` then waits until they are there. Until it, or `finish`, these
+        are not to be used, nor `told.words` changed, nor the rows written. None where it cannot: nothing is begun."""
         from tieredemb.storage.movers_cpu import Job, movers
 
         job = Job(told.keys(len(weight)), self.weight, self.state, weight, state, told=told)
-        begun = movers().begin_when_told(job)
-        self._is_moving = self._is_moving or begun
-        return begun
+        self._is_moving = True
+        return job if movers().begin_when_told(job) else None
 
     def reserve_dirty(self, keys: torch.Tensor, dirty: torch.Tensor) -> None:
         """`reserve` for those of `keys` (int64 (K,)) whose rows are `dirty` (uint8 (K,)), CPU tensors."""

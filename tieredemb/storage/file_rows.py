@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from tieredemb.storage.file_header import REGION_BYTES, Header, HeaderSlots
 from tieredemb.storage.file_io import storage_errors
 from tieredemb.storage.file_lock import FileLock
 from tieredemb.storage.file_pages import PageMap
+
+if TYPE_CHECKING:
+    from tieredemb.storage.movers_cpu import Job
 
 
 def regions(layout: RowLayout, header_bytes: int) -> tuple[int, int, int]:
@@ -93,15 +96,17 @@ class FileRows(ColdRows):
         self._reserve_scores(keys)
         return super().read(keys, slots, hot)
 
-    def gather(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, *, begun: bool = False) -> None:
+    def gather(
+        self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, *, begun: Job | None = None
+    ) -> None:
         """As every tier; takes space as `read`."""
         self._reserve_scores(keys.numpy())
         super().gather(keys, weight, state, begun=begun)
 
-    def gather_when_told(self, told: Told, weight: torch.Tensor, state: torch.Tensor) -> bool:
+    def gather_when_told(self, told: Told, weight: torch.Tensor, state: torch.Tensor) -> Job | None:
         """As every tier, once all scores have their space: nobody else takes it for them."""
         self._check_usable()
-        return self._state_pages.is_whole and super().gather_when_told(told, weight, state)
+        return super().gather_when_told(told, weight, state) if self._state_pages.is_whole else None
 
     def _reserve_scores(self, keys: np.ndarray[Any, Any]) -> None:
         self._check_usable()

@@ -13,7 +13,8 @@ import ctypes
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -164,7 +165,7 @@ def _watch(board: int) -> None:
             continue
         job, looks = board + JOB, 0
         rows, told, number, helpers = load_long(job), load_long(job + 72), load_long(job + 80), load_long(job + 88)
-        while atomic_load(told + 8 * TOLD_NUMBER) != number and atomic_load(board + GIVEN_UP) == 0:
+        while atomic_load(told + 8 * TOLD_NUMBER) < number and atomic_load(board + GIVEN_UP) == 0:
             looks += 1
             if looks > LOOKS:
                 sleep_microseconds(NAP)
@@ -176,24 +177,27 @@ def _watch(board: int) -> None:
 
 
 @jit
-def _finish(board: int) -> None:
-    """Helps with the job, if one was begun, until all of it is done. Who has come to it has left it then, with all rows
-    that it claimed moved; who comes late finds none."""
+def _finish(board: int) -> bool:
+    """Helps with the job, if one was begun, until all of it is done; returns whether there was one. Who has come to it
+    has left it then, with all rows that it claimed moved; who comes late finds none."""
     while atomic_load(board + AWAITED) != 0:  # the word is there, or none will come
         yield_core()
     if atomic_load(board + OPEN) == 0:
-        return
+        return False
     _work(board)
     atomic_add(board + OPEN, -1)
     while atomic_load(board + AT_IT) > 0:
         yield_core()  # to a thread that has claimed rows and lost its core
+    return True
 
 
-class Job(NamedTuple):
+@dataclass(eq=False)
+class Job:
     """Rows that are to be moved between cold storage, `weights` (rows, D) and `states` (rows, S + 1), and the buffers
     `weight` (K, D) and `state` (K, S + 1): the rows `keys`, int64 (K,). To the buffers without `dirty`, uint8 (K,);
     with it from there. See `ColdRows.gather` and `scatter`; all of it contiguous, in host memory. `told`: who will have
-    told the first of the keys, and how many; the job is to begin then, and nothing is moved if there are more."""
+    told the first of the keys, and how many; the job is to begin then, and nothing is moved if there are more · `done`:
+    whether all was moved that there was to be."""
 
     keys: torch.Tensor
     weights: Array
@@ -202,6 +206,7 @@ class Job(NamedTuple):
     state: torch.Tensor
     dirty: torch.Tensor | None = None
     told: Told | None = None
+    done: bool = False
 
     def words(self, helpers: int) -> tuple[int, ...]:
         """As `_work` and `_watch` read them. `helpers`: threads that may be woken up for it."""
@@ -250,11 +255,10 @@ class Movers:
                 self._finish()
 
     def begin_when_told(self, job: Job) -> bool:
-        """Returns at once; others will be at the job as soon as a GPU has told of it. False, with nothing begun, where
-        none can wait for that, or one that a GPU has yet to tell of is under way."""
+        """Returns at once; others will be at the job as soon as a GPU has told of it, unless the next job comes before.
+        False, with nothing begun, where none can wait for that, or one that a GPU has yet to tell of is under way."""
         with self._lock:
-            waits = self._job is not None and self._job.told is not None and not _has_come(self._job.told)
-            if self._is_beginning or waits or not self._may_watch():
+            if self._is_beginning or _is_awaited(self._job) or not self._may_watch():
                 return False
             self._finish()
             self._is_beginning = True
@@ -273,17 +277,13 @@ class Movers:
                 self._finish()
 
     def _finish(self) -> None:
+        """Ends the job under way. One that a GPU has yet to tell of is given up: who asks next waits for no GPU."""
         if self._job is None:
             return
-        try:
-            if self._job.told is not None:
-                self._job.told.event.synchronize()
-        except BaseException:  # a GPU that has failed tells nothing
+        if _is_awaited(self._job):
             _give_up(self._board)
-            raise
-        finally:
-            _finish(self._board)
-            self._job = None
+        self._job.done = _finish(self._board)
+        self._job = None
 
     def _put_up(self, job: Job) -> int:
         """Puts a job on the board; returns how many threads were woken up for it."""
@@ -316,8 +316,14 @@ class Movers:
         return min(wanted, self._helpers)
 
 
-def _has_come(told: Told) -> bool:
-    return bool(told.event.query())  # type: ignore[no-untyped-call]
+def _is_awaited(job: Job | None) -> bool:
+    """Whether a GPU has yet to tell of it; one that has failed never will."""
+    if job is None or job.told is None:
+        return False
+    try:
+        return not job.told.event.query()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return True
 
 
 _MOVERS: dict[int, Movers] = {}  # by process: a fork leaves the threads behind
