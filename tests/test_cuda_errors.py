@@ -195,7 +195,7 @@ def test_an_interrupt_while_rows_move_is_not_forgotten(monkeypatch):
 
 
 def test_batch_of_more_ids_than_a_plan_numbers_is_refused(monkeypatch):
-    monkeypatch.setattr("tieredemb.cache.device_cache.MOST_IDS", 4)
+    monkeypatch.setattr("tieredemb.cache.device_batches.MOST_IDS", 4)
     bag = make()
     before = bits(bag)
     with pytest.raises(InvalidInputError, match=r"a batch of 5 ids .* at most 4"):

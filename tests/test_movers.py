@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tieredemb.storage import movers_cpu
+from tieredemb.storage import movers
 from tieredemb.storage.base import TOLD_NUMBER, TOLD_WORDS, RowLayout, Told
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.movers_cpu import ALONE, CHUNK
@@ -230,7 +230,7 @@ def test_a_finaliser_amid_a_job_moves_its_own_rows(threads, monkeypatch):
     """The garbage collector may close a module whenever Python runs, and so write its rows back."""
     threads(3)
     cold, other, keys = open_rows(), open_rows(), torch.arange(5000)
-    begin, turns = movers_cpu._begin, []
+    begin, turns = movers.job_begin, []
 
     def collects(*job):
         if not turns:
@@ -239,7 +239,7 @@ def test_a_finaliser_amid_a_job_moves_its_own_rows(threads, monkeypatch):
             other.finish()
         begin(*job)
 
-    monkeypatch.setattr(movers_cpu, "_begin", collects)
+    monkeypatch.setattr(movers, "job_begin", collects)
     weight, state = room(5000)
     moved = threading.Thread(target=lambda: cold.gather(keys, weight, state), daemon=True)
     moved.start()
@@ -267,7 +267,7 @@ def test_the_process_ends_while_threads_sleep():
         "import torch\nfrom tieredemb.storage.base import RowLayout\nfrom tieredemb.storage.host import HostMemory\n"
         "torch.set_num_threads(4)\ncold = HostMemory().open(RowLayout(rows=9000, width=4), name='', identity={})\n"
         "cold.gather(torch.arange(9000), torch.zeros(9000, 4), torch.zeros(9000, 1, dtype=torch.int32))\n"
-        "from tieredemb.storage.movers_cpu import movers\nassert movers()._helpers == 3\nprint('done')"
+        "from tieredemb.storage.movers import movers\nassert movers()._helpers == 3\nprint('done')"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (run.returncode, run.stdout) == (0, "done\n")

@@ -10,7 +10,7 @@ import torch
 from tieredemb.storage.base import TOLD_NUMBER, TOLD_WORDS, RowLayout, Told
 
 if TYPE_CHECKING:
-    from tieredemb.storage.movers_cpu import Job
+    from tieredemb.storage.movers import Job
 
 
 class PinnedRows:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tieredemb.cache.device_cache import LARGE
+from tieredemb.cache.device_batches import LARGE
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.streams import on_device, synchronize
 from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, tell_fault

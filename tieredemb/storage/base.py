@@ -19,7 +19,7 @@ import torch
 from tieredemb.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tieredemb.storage.movers_cpu import Job
+    from tieredemb.storage.movers import Job
 
 # numba has neither half nor bfloat16: such rows travel as the 16-bit integers that carry their bits. The two carriers
 # differ, so that a kernel can tell the formats apart by type.
@@ -198,7 +198,7 @@ class ColdRows(abc.ABC):
         lie here; all of them contiguous CPU tensors. Of rows never written, whose score is zero, the weights are left
         as they were. `begun`: what `gather_when_told` has returned for these very rows, of which as many fit. Raises as
         `read` does."""
-        from tieredemb.storage.movers_cpu import Job, movers
+        from tieredemb.storage.movers import Job, movers
 
         if begun is not None:
             movers().finish()
@@ -210,7 +210,7 @@ class ColdRows(abc.ABC):
         """Begins, beside what follows, to gather the rows that a GPU is about to tell of, as soon as it has told, if
         they all fit into `weight` and `state`; `gather` then waits until they are there. Until it, or `finish`, these
         are not to be used, nor `told.words` changed, nor the rows written. None where it cannot: nothing is begun."""
-        from tieredemb.storage.movers_cpu import Job, movers
+        from tieredemb.storage.movers import Job, movers
 
         job = Job(told.keys(len(weight)), self.weight, self.state, weight, state, told=told)
         self._is_moving = True
@@ -227,7 +227,7 @@ class ColdRows(abc.ABC):
         distinct): where `dirty` (uint8 (K,)) is not zero a whole row, which was reserved, else its score. The next
         `gather` and `scatter`, and `finish`, wait until all is written. The tensors are not to be changed until
         then."""
-        from tieredemb.storage.movers_cpu import Job, movers
+        from tieredemb.storage.movers import Job, movers
 
         self._is_moving = True
         movers().begin(Job(keys, self.weight, self.state, weight, state, dirty))
@@ -235,7 +235,7 @@ class ColdRows(abc.ABC):
     def finish(self) -> None:
         """Returns once all is written that `scatter` was given; to be called before rows are used but by `gather`."""
         if self._is_moving:
-            from tieredemb.storage.movers_cpu import movers
+            from tieredemb.storage.movers import movers
 
             movers().finish()
             self._is_moving = False

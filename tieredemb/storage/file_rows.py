@@ -21,7 +21,7 @@ from tieredemb.storage.file_lock import FileLock
 from tieredemb.storage.file_pages import PageMap
 
 if TYPE_CHECKING:
-    from tieredemb.storage.movers_cpu import Job
+    from tieredemb.storage.movers import Job
 
 
 def regions(layout: RowLayout, header_bytes: int) -> tuple[int, int, int]:

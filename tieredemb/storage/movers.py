@@ -1,0 +1,188 @@
+"""Threads that move rows between cold storage and buffers, and never return to the interpreter.
+
+A row is 500 random bytes in a page of its own: many threads are wanted for some tenths of a millisecond, again and
+again, while other threads hold the interpreter. To hand ranges to Python's threads took longer than to move the rows;
+here a job costs one system call a thread, and rows are claimed in chunks, so that nobody waits long for a thread that
+lost its core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tieredemb.kernels.cpu import num_threads
+from tieredemb.storage.base import Told
+from tieredemb.storage.movers_cpu import (
+    ALONE,
+    CHUNK,
+    END,
+    JOB,
+    JOB_WORDS,
+    LINE,
+    SLEEP,
+    WATCH,
+    job_await,
+    job_begin,
+    job_finish,
+    job_give_up,
+    jobs_serve,
+    jobs_watch,
+)
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+
+@dataclass(eq=False)
+class Job:
+    """Rows that are to be moved between cold storage, `weights` (rows, D) and `states` (rows, S + 1), and the buffers
+    `weight` (K, D) and `state` (K, S + 1): the rows `keys`, int64 (K,). To the buffers without `dirty`, uint8 (K,);
+    with it from there. See `ColdRows.gather` and `scatter`; all of it contiguous, in host memory. `told`: who will have
+    told the first of the keys, and how many; the job is to begin then, and nothing is moved if there are more · `done`:
+    whether all was moved that there was to be."""
+
+    keys: torch.Tensor
+    weights: Array
+    states: Array
+    weight: torch.Tensor
+    state: torch.Tensor
+    dirty: torch.Tensor | None = None
+    told: Told | None = None
+    done: bool = False
+
+    def words(self, helpers: int) -> tuple[int, ...]:
+        """As `job_work` and `jobs_watch` read them. `helpers`: threads that may be woken up for it."""
+        sizes = (self.weights.shape[1] * self.weights.itemsize, self.states.shape[1] * self.states.itemsize)
+        buffers = (self.weight.data_ptr(), self.state.data_ptr(), 0 if self.dirty is None else self.dirty.data_ptr())
+        cold = (self.weights.ctypes.data, self.states.ctypes.data)
+        told = (0, 0) if self.told is None else (self.told.words.data_ptr(), self.told.number)
+        return len(self.keys), self.keys.data_ptr(), *cold, *sizes, *buffers, *told, helpers
+
+
+class Movers:
+    """The threads of a process that move rows, one job at a time."""
+
+    def __init__(self, *, alone: bool = False) -> None:
+        self._lock = threading.RLock()
+        self._is_beginning = False
+        self._helpers = 0
+        self._job: Job | None = None  # the one under way: what it reads and writes is not to be freed
+        self._watches = False  # whether there is a thread that waits for GPUs
+        self._memory = np.zeros((END + LINE) // 8, np.int64)
+        if not alone:  # threads sleep there until the process ends, when Python has freed what it knows of
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
+        self._board = -(-self._memory.ctypes.data // LINE) * LINE
+        first = (self._board + JOB - self._memory.ctypes.data) // 8
+        self._words = self._memory[first : first + JOB_WORDS]
+        # without semaphores that lie in memory (macOS) one thread moves all
+        init = ctypes.CDLL(None).sem_init
+        sleeps = all([init(ctypes.c_void_p(self._board + place), 0, 0) == 0 for place in (SLEEP, WATCH)])  # noqa: C419
+        self._most = sys.maxsize if sleeps and not alone else 0
+
+    def begin(self, job: Job) -> None:
+        """Returns once others are at the job, or at once with all of it done; the next job waits until it is, as
+        `finish` does."""
+        with self._lock:
+            if self._is_beginning:  # the garbage collector runs a finaliser in the middle of it, on the same thread
+                other = Movers(alone=True)
+                other.begin(job)
+                return
+            self._finish()
+            self._is_beginning = True
+            try:
+                helpers = self._put_up(job)
+            finally:
+                self._is_beginning = False
+            if helpers == 0:
+                self._finish()
+
+    def begin_when_told(self, job: Job) -> bool:
+        """Returns at once; others will be at the job as soon as a GPU has told of it, unless the next job comes before.
+        False, with nothing begun, where none can wait for that, or one that a GPU has yet to tell of is under way."""
+        with self._lock:
+            if self._is_beginning or _is_awaited(self._job) or not self._may_watch():
+                return False
+            self._finish()
+            self._is_beginning = True
+            try:
+                self._words[:] = job.words(self._staff(min(len(job.keys) // CHUNK, num_threads() - 1, self._most)))
+                self._job = job
+                job_await(self._board)
+            finally:
+                self._is_beginning = False
+            return True
+
+    def finish(self) -> None:
+        """Returns once nothing is under way."""
+        with self._lock:
+            if not self._is_beginning:  # or a finaliser asks in the middle of it, whose own rows are moved at once
+                self._finish()
+
+    def _finish(self) -> None:
+        """Ends the job under way. One that a GPU has yet to tell of is given up: who asks next waits for no GPU."""
+        if self._job is None:
+            return
+        if _is_awaited(self._job):
+            job_give_up(self._board)
+        self._job.done = job_finish(self._board)
+        self._job = None
+
+    def _put_up(self, job: Job) -> int:
+        """Puts a job on the board; returns how many threads were woken up for it."""
+        n = len(job.keys)
+        if n == 0:
+            return 0
+        helpers = self._staff(0 if n <= ALONE else min(n // CHUNK, num_threads() - 1, self._most))
+        self._words[:] = job.words(helpers)
+        self._job = job
+        job_begin(self._board, helpers)
+        return helpers
+
+    def _may_watch(self) -> bool:
+        """Whether there is a thread that waits for GPUs, or could be started."""
+        if not self._watches and self._most and threading.main_thread().is_alive():
+            with contextlib.suppress(RuntimeError):
+                self._start(jobs_watch, "tieredemb-watch")
+                self._watches = True
+        return self._watches
+
+    def _start(self, serves: Any, name: str) -> None:
+        serves.compile("void(int64)")
+        threading.Thread(target=serves, args=(self._board,), name=name, daemon=True).start()
+
+    def _staff(self, wanted: int) -> int:
+        """How many threads help, of those wanted."""
+        if wanted > self._helpers and threading.main_thread().is_alive():  # no new threads once the interpreter ends
+            with contextlib.suppress(RuntimeError):  # no more threads: those that there are do it, or this one
+                while self._helpers < wanted:
+                    self._start(jobs_serve, "tieredemb-mover")
+                    self._helpers += 1
+        return min(wanted, self._helpers)
+
+
+def _is_awaited(job: Job | None) -> bool:
+    """Whether a GPU has yet to tell of it; one that has failed never will."""
+    if job is None or job.told is None:
+        return False
+    try:
+        return not job.told.event.query()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return True
+
+
+_MOVERS: dict[int, Movers] = {}  # by process: a fork leaves the threads behind
+
+
+def movers() -> Movers:
+    """Those of this process."""
+    found = _MOVERS.get(os.getpid())
+    return _MOVERS.setdefault(os.getpid(), Movers()) if found is None else found
