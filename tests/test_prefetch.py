@@ -41,6 +41,12 @@ def warnings_are_errors():
         yield
 
 
+@pytest.fixture
+def planned_here(monkeypatch):
+    """On a GPU, who submits a plan over a staged tier begins it, however long the one before has taken."""
+    monkeypatch.setattr(lanes.WorkerLane, "QUICK", 60.0)
+
+
 def table(**keywords):
     keywords = {"capacity": 5, "optimizer": te.Adagrad(lr=0.5, initial_accumulator_value=0.1), "mode": "sum"} | keywords
     return te.TieredEmbeddingBag(ROWS, WIDTH, **keywords)
@@ -170,7 +176,7 @@ BETWEEN = {
 @pytest.mark.parametrize("another_thread", [False, True])
 @pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 @pytest.mark.parametrize("capacity", [2, 30])
-def test_whatever_comes_while_rows_are_on_their_way(device, tmp_path, capacity, between, another_thread):
+def test_whatever_comes_while_rows_are_on_their_way(device, planned_here, tmp_path, capacity, between, another_thread):
     """The next batch is planned by then, and its rows are between the storage and the cache."""
 
     def comes():
@@ -206,7 +212,7 @@ def test_whatever_comes_while_rows_are_on_their_way(device, tmp_path, capacity, 
 
 
 @pytest.mark.parametrize("close", [True, False])
-def test_a_module_that_is_closed_while_rows_are_on_their_way(device, tmp_path, close):
+def test_a_module_that_is_closed_while_rows_are_on_their_way(device, planned_here, tmp_path, close):
     model, plain = staged(tmp_path, "left"), staged(tmp_path, "plain")
     loop = iter(te.prefetch(ids_of_steps(6), model, 2, ids_of=lambda ids: ids))
     for ids in itertools.islice(loop, 3):
@@ -224,7 +230,9 @@ def test_a_module_that_is_closed_while_rows_are_on_their_way(device, tmp_path, c
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StorageFullError])
 @pytest.mark.parametrize("where", [(staging.Asked, "moves"), (staged_rows.Staged, "_in"), (FileRows, "reserve_dirty")])
-def test_who_interrupts_a_plan_before_rows_change_hands_loses_nothing(gpu, monkeypatch, tmp_path, where, error):
+def test_who_interrupts_a_plan_before_rows_change_hands_loses_nothing(
+    gpu, monkeypatch, planned_here, tmp_path, where, error
+):
     """A call that ends it for a later batch, or the loop's own."""
     model, plain = staged(tmp_path, "interrupted"), staged(tmp_path, "plain")
     function, seen = getattr(*where), []
@@ -247,7 +255,7 @@ def test_who_interrupts_a_plan_before_rows_change_hands_loses_nothing(gpu, monke
     assert idle(model)
 
 
-def test_a_plan_that_breaks_the_cache_stops_the_call_that_ends_it(gpu, monkeypatch, tmp_path):
+def test_a_plan_that_breaks_the_cache_stops_the_call_that_ends_it(gpu, monkeypatch, planned_here, tmp_path):
     """Or rows would be written back under the keys of others."""
     model = staged(tmp_path, "broken", capacity=8)
 
