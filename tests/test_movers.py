@@ -249,6 +249,40 @@ def test_a_finaliser_amid_a_job_moves_its_own_rows(threads, monkeypatch):
     assert (other.weight[:5000] == 3).all()
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_finaliser_as_a_job_ends_moves_its_own_rows(threads, monkeypatch, first):
+    threads(3)
+    cold, other, dirty, ends, turns = open_rows(), open_rows(), torch.ones(9, dtype=torch.uint8), movers.job_finish, []
+
+    def collects():
+        if not turns:
+            turns.append(True)
+            other.scatter(torch.arange(9), *(part + 3 for part in room(9)), dirty)
+            other.finish()
+
+    def finish(board):
+        if first:
+            collects()
+        done = ends(board)
+        if not first:
+            collects()
+        return done
+
+    monkeypatch.setattr(movers, "job_finish", finish)
+    weight, state = room(900)
+    cold.gather(torch.arange(900), weight, state)
+    assert turns
+    assert (weight == torch.arange(1, 901)[:, None]).all()
+    assert (other.weight[:9] == 3).all()
+    word, (weight, state) = Word(torch.arange(700)), room(700)
+    begun = cold.gather_when_told(word.told, weight, state)
+    word.comes()
+    turns.clear()
+    cold.gather(torch.arange(700), weight, state, begun=begun)
+    assert begun.done
+    assert (weight == torch.arange(1, 701)[:, None]).all()
+
+
 def test_a_forked_child_has_threads_of_its_own(threads):
     threads(3)
     cold, keys = open_rows(), torch.arange(20_000)

@@ -68,8 +68,8 @@ class DeviceBatches(CapturableCache, abc.ABC):
         launches, on the stream that is current when it is called, what needs complete `homes` and may run beside the
         movement of rows. `ahead`: whether other work comes before these rows are used, so that a plan over a staged
         tier need not wait: it is brought to its end by `complete`, or by the next call that would find it without one.
-        A failing storage raises its error and changes no row; the cache stays usable. Raises `InvalidInputError` for
-        more ids than a plan can number.
+        A failing storage raises its error and changes no row; the cache stays usable. What fails in an end that was put
+        off leaves the ticket `failed`. Raises `InvalidInputError` for more ids than a plan can number.
         """
         # launches in place are over at once; what waits for its storage lets lookups and updates go on meanwhile
         rows = self.lock if self._transfer.in_place else contextlib.nullcontext()
@@ -114,7 +114,7 @@ class DeviceBatches(CapturableCache, abc.ABC):
         if slotless:
             self._transfer.make_room(min(locked + n, self.cold.layout.rows))
         missed = Missed(n, self.device)
-        self._transfer.retire(batch, batch - oldest)
+        self._transfer.retire(batch - oldest)
         self._batch = batch  # before the device counts it: a batch too many locks more, one too few less
         away = self._transfer.away(slotless)
         self._plan.begin(missed, lag=batch - oldest, scored=score, away=away)
@@ -133,7 +133,8 @@ class DeviceBatches(CapturableCache, abc.ABC):
         return ticket
 
     def complete(self, ticket: DeviceTicket) -> bool:
-        """Brings the plan of a ticket to its end, if it has yet to come there; returns whether it has, or it failed."""
+        """Brings the plan of a ticket to its end, if it has yet to come there; returns False if it failed. Waits for
+        the GPU and the storage. Raises `StorageError` where the cache cannot be used any more."""
         if not ticket.ended:  # or a plan that waits for its storage would be waited for
             with self.plan_lock, on_device(self.device):
                 if self._asked is not None and self._asked.ticket is ticket:
@@ -143,7 +144,8 @@ class DeviceBatches(CapturableCache, abc.ABC):
         return not ticket.failed
 
     def complete_last(self) -> None:
-        """Brings the plan to its end that was made ahead and has none, if any; its ticket knows if it fails."""
+        """Brings the plan to its end that was made ahead and has none, if any; its ticket knows if it fails. Waits and
+        raises as `complete` does."""
         if self._asked is None:
             return
         with self.plan_lock, on_device(self.device):

@@ -21,8 +21,8 @@ class DeviceTicket(Flight):
     """A planned batch in flight on a GPU. `homes`: int32 (N,), the slot of each occurrence, −2 − r for a row that is
     used without one, or `DROPPED` · `away`: where such rows were, if there may be any · `ready`: comes once the rows
     are there, where another stream brings them than the one that computes · `aside`: comes once what was to run beside
-    the plan is done, where the lookup need not wait for it · `ended`: whether its plan
-    has come to its end, and whether it has failed there."""
+    the plan is done, where the lookup need not wait for it · `ended`: whether its plan has
+    come to its end, and `failed`: whether that was none."""
 
     def __init__(self, batch: int, homes: torch.Tensor, away: Away, book: TicketBook) -> None:
         super().__init__(batch, book)

@@ -62,12 +62,13 @@ class Staged(Transfer):
     def finish(self) -> None:
         self.cold.finish()
 
-    def retire(self, batch: int, lag: int) -> None:
+    def retire(self, lag: int) -> None:
         if self._slotless == 0:
             return
         records = self._records()
         last = self.plan.records.table.view(torch.int32)[records, 2]
-        oldest = (batch - lag + 2**31) % 2**32 - 2**31  # the device compares 32 bits, which wrap
+        # in the device's own numbers, which an interrupt may have left behind the host's, and in 32 bits, which wrap
+        oldest = (self.plan.batch() + 1 - lag + 2**31) % 2**32 - 2**31
         gone = records[last - oldest < 0]
         self._store_away(gone)
         self.plan.records.free(gone)
@@ -170,6 +171,7 @@ class Staged(Transfer):
         if gathered is None or len(keys) > gathered.rows:
             gathered, begun = self._free_rows(len(keys)), None
         weight, state, _ = gathered.part(0, len(keys))
+        self._gathers = True
         self.cold.gather(keys, weight, state, begun=begun)
         self._gathers = False
         staged = weight.to(self.device, non_blocking=True), state.to(self.device, non_blocking=True)

@@ -53,7 +53,6 @@ class ToldMoves:
 
     def __init__(self) -> None:
         self._number = 0
-        self._told: Told | None = None
         self._make_room(0)
 
     def expect(self, n: int) -> Asked:
@@ -63,12 +62,10 @@ class ToldMoves:
             self._make_room(2 * (words + flags))
         self._number += 1
         told, sent = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._told = Told(self._words, self._number, told)
-        return Asked(n, self._told, self._words[words : words + flags], sent)
+        return Asked(n, Told(self._words, self._number, told), self._words[words : words + flags], sent)
 
     def _make_room(self, words: int) -> None:
-        if self._told is not None:
-            self._told.event.synchronize()  # a plan that was interrupted may tell yet
+        torch.cuda.current_stream().synchronize()  # a plan that was interrupted may tell yet
         with torch.inference_mode(False):
             self._words = torch.empty(TOLD_WORDS + words, dtype=torch.int64, device="cpu", pin_memory=True)
         self._words[TOLD_NUMBER] = 0  # and no number that is expected

@@ -1,6 +1,7 @@
 """How rows travel between a GPU's slots and cold storage: in place by kernels, or staged through the host.
 
-Both are asked by `DeviceCache` in the same order: `retire` before a plan finds, `bring` after.
+Both are asked by `DeviceBatches` in the same order: `retire` before a plan finds, `bring` after, and `ask` before it
+where other work comes in between.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ class Transfer(abc.ABC):
     def finish(self) -> None:  # noqa: B027 - rows moved in place are moved
         """Before cold storage is used by others: waits for rows that are being written there."""
 
-    def retire(self, batch: int, lag: int) -> None:  # noqa: B027 - rows used in place need no farewell
-        """Before `batch` is planned: gives up rows that are no longer used without a slot."""
+    def retire(self, lag: int) -> None:  # noqa: B027 - rows used in place need no farewell
+        """Before a batch is planned that keeps the `lag` ones before it locked: gives up rows that are no longer used
+        without a slot."""
 
     def make_room(self, rows: int) -> None:  # noqa: B027
         """Before a plan after which that many rows may be without a slot, if all ids in flight are other rows'."""

@@ -1,4 +1,5 @@
-"""One forward of a module on a GPU, and its update: launches alone, nothing waits for the device."""
+"""One forward of a module on a GPU, and its update: launches alone, nothing waits for the device but over staged
+tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One forward in one group of tables on a GPU: launches alone, nothing waits for the device."""
+"""One forward in one group of tables on a GPU: launches alone, nothing waits for the device but over staged
+tiers."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class DeviceGroupCall:
         self.forward_rows: torch.Tensor | None = None
 
     def complete(self) -> bool:
-        """Brings its plan to its end, if it has yet to come there; returns whether it has, or it failed."""
+        """Brings its plan to its end, if it has yet to come there; returns False if it failed. Waits as the cache's."""
         return self.group.cache.complete(self.ticket)
 
     def join(self) -> None:

@@ -131,7 +131,7 @@ class ColdRows(abc.ABC):
 
     The caller serialises calls, passes keys in range, and writes a key only after `reserve(keys)` succeeded. Rows are
     moved between hot arrays of the CPU by `read` and `write`, between buffers of a GPU by `gather` and `scatter`.
-    Calls but `scatter` are synchronous.
+    Calls but `scatter` and `gather_when_told` are synchronous.
     """
 
     kind: str  # the tier's name in reports: "host", "unified", "file", "pmem"
@@ -200,6 +200,7 @@ class ColdRows(abc.ABC):
         `read` does."""
         from tieredemb.storage.movers import Job, movers
 
+        self._is_moving = True
         if begun is not None:
             movers().finish()
         if begun is None or not begun.done:
@@ -233,7 +234,8 @@ class ColdRows(abc.ABC):
         movers().begin(Job(keys, self.weight, self.state, weight, state, dirty))
 
     def finish(self) -> None:
-        """Returns once all is written that `scatter` was given; to be called before rows are used but by `gather`."""
+        """Returns once all is written that `scatter` was given, and what `gather_when_told` has begun is over or given
+        up; to be called before rows are used but by `gather`."""
         if self._is_moving:
             from tieredemb.storage.movers import movers
 

@@ -129,12 +129,15 @@ class Movers:
 
     def _finish(self) -> None:
         """Ends the job under way. One that a GPU has yet to tell of is given up: who asks next waits for no GPU."""
-        if self._job is None:
+        job = self._job
+        if job is None:
             return
-        if _is_awaited(self._job):
+        if _is_awaited(job):
             job_give_up(self._board)
-        self._job.done = job_finish(self._board)
-        self._job = None
+        done = job_finish(self._board)
+        job.done = job.done or done  # a finaliser in the middle of it may have ended it, with jobs of its own behind
+        if self._job is job:
+            self._job = None
 
     def _put_up(self, job: Job) -> int:
         """Puts a job on the board; returns how many threads were woken up for it."""
