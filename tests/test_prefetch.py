@@ -682,7 +682,7 @@ def test_a_batch_computes_while_the_next_one_waits_for_its_storage(device, monke
         computed.release()
     for ids in batches:
         plain(ids).sum().backward()
-    assert len(waited) >= 4
+    assert len(waited) >= (5 if device == "cpu" else 4)  # on a GPU this thread makes the first plan
     assert all(waited)
     assert_same_bits(bits(model), bits(plain))
     assert idle(model)

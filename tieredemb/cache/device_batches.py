@@ -29,7 +29,7 @@ LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, take
 MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
 
 
-class _Asked(NamedTuple):
+class _PutOff(NamedTuple):
     """A plan made ahead that has yet to come to its end, by `move`: on that stream, in that mode. `after`: what it came
     behind."""
 
@@ -41,12 +41,12 @@ class _Asked(NamedTuple):
 
 
 class DeviceBatches(CapturableCache, abc.ABC):
-    """The batches of a cache of `_cached` slots. `_asked`: the plan that has its second part yet to come."""
+    """The batches of a cache of `_cached` slots. `_put_off`: the plan whose second part has yet to come."""
 
     device: torch.device
     _cached: int
     _planning: int | None  # the batch that is being planned, and not yet in flight
-    _asked: _Asked | None
+    _put_off: _PutOff | None
     _transfer: Transfer
 
     def plan(
@@ -129,7 +129,7 @@ class DeviceBatches(CapturableCache, abc.ABC):
         ticket = self._ticket(batch, homes, slotless=slotless)
         ticket.ended = False
         where = torch.cuda.current_stream(), self._order.after, torch.is_inference_mode_enabled()
-        self._asked = _Asked(ticket, functools.partial(move, asked), *where)
+        self._put_off = _PutOff(ticket, functools.partial(move, asked), *where)
         return ticket
 
     def complete(self, ticket: DeviceTicket) -> bool:
@@ -137,7 +137,7 @@ class DeviceBatches(CapturableCache, abc.ABC):
         the GPU and the storage. Raises `StorageError` where the cache cannot be used any more."""
         if not ticket.ended:  # or a plan that waits for its storage would be waited for
             with self.plan_lock, on_device(self.device):
-                if self._asked is not None and self._asked.ticket is ticket:
+                if self._put_off is not None and self._put_off.ticket is ticket:
                     self.complete_last()
                 if not ticket.ended:  # somebody was interrupted at it
                     ticket.ended = ticket.failed = True
@@ -146,31 +146,31 @@ class DeviceBatches(CapturableCache, abc.ABC):
     def complete_last(self) -> None:
         """Brings the plan to its end that was made ahead and has none, if any; its ticket knows if it fails. Waits and
         raises as `complete` does."""
-        if self._asked is None:
+        if self._put_off is None:
             return
         with self.plan_lock, on_device(self.device):
-            asked = self._asked
-            if asked is None:
+            last = self._put_off
+            if last is None:
                 return
             self._check_usable()
-            self._asked, asked.ticket.failed = None, True
+            self._put_off, last.ticket.failed = None, True
             with (
-                torch.inference_mode(asked.inference),
-                torch.cuda.stream(asked.stream),
-                self._order.ahead(asked.after),
+                torch.inference_mode(last.inference),
+                torch.cuda.stream(last.stream),
+                self._order.ahead(last.after),
                 marked("plan"),
             ):
                 try:
-                    asked.move()
+                    last.move()
                 except Exception:
                     pass  # its forward plans anew, and finds out
                 else:
-                    asked.ticket.failed = False
+                    last.ticket.failed = False
                 finally:
                     with self.lock:
-                        asked.ticket.ready = self._order.planned()
+                        last.ticket.ready = self._order.planned()
                         self._order.touched()
-                    asked.ticket.ended = True
+                    last.ticket.ended = True
 
     def _count(self, ticket: DeviceTicket, *, score: bool, beside: Beside | None) -> None:
         """A plan where no row moves: beside the lookup, if that comes now and it is worth two events."""

@@ -54,7 +54,7 @@ class DeviceCache(DeviceBatches):
         self._cached = slots - pinned
         self._batch = self._eager = 0  # see `_restart`
         self._recurring = set()
-        self._planning = self._asked = None
+        self._planning = self._put_off = None
         self.on_flush: list[Callable[[], None]] = []
         self._order = StreamOrder(device)
         self.plan_lock = threading.RLock()  # a plan waits for its storage beside lookups and updates
@@ -234,6 +234,6 @@ class DeviceCache(DeviceBatches):
             }
 
     def _release(self) -> None:
-        self._asked = None
+        self._put_off = None
         self._transfer.finish()
         synchronize(self.device)  # kernels may still read cold rows

@@ -104,14 +104,15 @@ def copy_on_device(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copies `source` over `target`, both contiguous, of one size and on the current device, on the current stream, by
     the driver at once: `Tensor.copy_` asks much first. `source` is none whose values are its memory's conjugates or
     negatives. Does not synchronise."""
-    if source.nbytes == 0:
+    size = source.nbytes
+    if size == 0:
         return
     device = torch._C._cuda_getDevice()
     stream = torch._C._cuda_getCurrentRawStream(device)
     copy = _driver().cuMemcpyDtoDAsync_v2
-    code = _code(copy, device, target.data_ptr(), source.data_ptr(), source.nbytes, stream)
+    code = _code(copy, device, target.data_ptr(), source.data_ptr(), size, stream)
     if code:
-        raise RuntimeError(f"the CUDA driver refused to copy {source.nbytes} bytes on the device: error {code}")
+        raise RuntimeError(f"the CUDA driver refused to copy {size} bytes on the device: error {code}")
     torch.autograd.graph.increment_version(target)
 
 
