@@ -92,7 +92,7 @@ class Recorder:
         start = perf_counter()
         ticket = self.cache.plan(bags.keys)
         self.plan_seconds.append(perf_counter() - start)
-        update(hot, ticket.segments(), self.gradient(bags), self.space, self.numbers)
+        update(hot, ticket.segments(), self.gradient(bags), self.space, self.numbers).run()
         ticket.release()
         missed = key[ticket.unique_slots] != ticket.unique_keys
         slots = ticket.unique_slots[missed]
@@ -159,7 +159,7 @@ def _find(recorder: Recorder, step: Step) -> None:
 
 def _update(recorder: Recorder, step: Step) -> None:
     gradient = recorder.gradient(step.bags)
-    update(recorder.hot, step.segments, gradient, recorder.space, recorder.numbers)
+    update(recorder.hot, step.segments, gradient, recorder.space, recorder.numbers).run()
 
 
 KERNELS: dict[str, Kernel] = {

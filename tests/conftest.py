@@ -60,6 +60,14 @@ def drop_stale_kernels(*packages: Path) -> list[Path]:
     return removed
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--campaign",
+        action="store_true",
+        help="interrupt every line and fail every system call, which takes an hour, instead of an even sample",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # xdist's workers start after the controller has cleaned up
         drop_stale_kernels(REPOSITORY / "tieredemb", REPOSITORY / "examples", REPOSITORY / "benchmarks")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import json
 import os
@@ -54,6 +55,13 @@ def fill(spaces, version, share=0.3):
         cold.metadata = Metadata(batch=np.int64(version), steps=[version, 2], policy="lfu")
 
 
+def load(directory, spaces, **options):
+    """Restores the checkpoint in `directory`; returns what was saved beside the rows."""
+    with checkpoint.opened(directory, spaces, **options) as found:
+        found.restore()
+        return found.extra
+
+
 def contents(spaces):
     """Everything that a checkpoint keeps, comparable."""
     kept = {}
@@ -100,7 +108,7 @@ def test_checkpoint_loads_bit_for_bit(saved):
     directory, kept = saved
     spaces = open_spaces()
     fill(spaces, 2)
-    extra = checkpoint.load(directory, spaces, identities=IDENTITIES)
+    extra = load(directory, spaces, identities=IDENTITIES)
     assert contents(spaces) == kept
     assert extra == {"epoch": 1, "rate": 0.1}
     assert spaces["32"].metadata == Metadata(batch=1, steps=[1, 2], policy="lfu")
@@ -112,12 +120,12 @@ def test_checkpoint_moves_between_tiers(tmp_path):
     fill(host, 5)
     checkpoint.save(tmp_path / "one", host)
     cold = File(tmp_path / "rows.bin").open(LAYOUTS["32"], name="", identity={})
-    checkpoint.load(tmp_path / "one", {"": cold})
+    load(tmp_path / "one", {"": cold})
     assert contents({"": cold}) == contents(host)
     checkpoint.save(tmp_path / "two", {"": cold})
     cold.close()
     again = open_spaces(layout)
-    checkpoint.load(tmp_path / "two", again)
+    load(tmp_path / "two", again)
     assert contents(again) == contents(host)
 
 
@@ -130,7 +138,7 @@ def test_checkpoint_holds_only_rows_that_were_used(tmp_path):
     size = row_file(tmp_path / "saved", "").stat().st_size
     assert size == 3 * (8 + cold.layout.row_bytes)
     cold.reset()
-    checkpoint.load(tmp_path / "saved", {"": cold})
+    load(tmp_path / "saved", {"": cold})
     assert (cold.weight[keys] == 5).all()
     cold.close()
 
@@ -142,7 +150,7 @@ def test_any_share_of_rows_is_kept(tmp_path, small_chunks, share):
     checkpoint.save(tmp_path, spaces)
     loaded = open_spaces()
     fill(loaded, 4)
-    checkpoint.load(tmp_path, loaded)
+    load(tmp_path, loaded)
     assert contents(loaded) == contents(spaces)
 
 
@@ -157,7 +165,7 @@ def test_save_replaces_the_last_checkpoint_and_its_leftovers(saved):
     assert not old.exists()
     assert len(os.listdir(directory)) == len(LAYOUTS) + 3  # row files, manifest, and two that are not ours
     loaded = open_spaces()
-    checkpoint.load(directory, loaded)
+    load(directory, loaded)
     assert contents(loaded) == contents(spaces)
 
 
@@ -170,7 +178,7 @@ def assert_refused(directory, match, layouts=LAYOUTS, identities=None):
     fill(spaces, 9)
     before = contents(spaces)
     with pytest.raises(CheckpointError, match=match):
-        checkpoint.load(directory, spaces, identities=identities)
+        load(directory, spaces, identities=identities)
     assert contents(spaces) == before
 
 
@@ -243,21 +251,21 @@ def test_extra_that_json_cannot_hold_is_refused(saved):
     with pytest.raises(ConfigError, match="extra"):
         checkpoint.save(directory, open_spaces(), extra={"model": object()})
     spaces = open_spaces()
-    checkpoint.load(directory, spaces)
+    load(directory, spaces)
     assert contents(spaces) == kept
 
 
 def test_two_saves_at_a_time_are_refused(saved, monkeypatch):
     directory, _ = saved
     inside, go_on = threading.Event(), threading.Event()
-    verify = checkpoint.verify_rows
+    verify = checkpoint_files.RowFile.verify
 
     def wait(*args):
         inside.set()
         go_on.wait(30)
         verify(*args)
 
-    monkeypatch.setattr(checkpoint, "verify_rows", wait)
+    monkeypatch.setattr(checkpoint_files.RowFile, "verify", wait)
     first = threading.Thread(target=checkpoint.save, args=(directory, open_spaces()))
     first.start()
     assert inside.wait(30)
@@ -277,7 +285,7 @@ def assert_last_checkpoint_stands(directory, kept):
     named = {entry["file"] for entry in manifest["body"]["spaces"].values()}
     assert set(os.listdir(directory)) == {"manifest.json", *named}
     spaces = open_spaces()
-    checkpoint.load(directory, spaces)
+    load(directory, spaces)
     assert contents(spaces) == kept
 
 
@@ -370,7 +378,7 @@ def test_interrupt_after_the_rename_keeps_the_new_checkpoint(saved, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(directory, spaces)
     loaded = open_spaces()
-    checkpoint.load(directory, loaded)
+    load(directory, loaded)
     assert contents(loaded) == contents(spaces)
 
 
@@ -388,17 +396,60 @@ def test_full_disk_fails_the_save_for_real(saved):
     assert_last_checkpoint_stands(directory, kept)
 
 
-def test_load_that_runs_out_of_space_leaves_no_half(saved, monkeypatch):
-    spaces = open_spaces()
-    fill(spaces, 2)
+def test_opened_checkpoint_survives_a_save_that_replaces_it(saved):
+    directory, kept = saved
+    spaces, newer = open_spaces(), open_spaces()
+    fill(newer, 2)
+    with checkpoint.opened(directory, spaces) as found:
+        checkpoint.save(directory, newer)
+        found.restore()
+    assert contents(spaces) == kept
+    load(directory, spaces)
+    assert contents(spaces) == contents(newer)
 
-    def full(keys):
-        raise StorageFullError("full")
 
-    monkeypatch.setattr(spaces["narrow"], "reserve", full)
-    with pytest.raises(StorageFullError):
-        checkpoint.load(saved[0], spaces)
-    assert not any(cold.state.any() for cold in spaces.values())
+def test_load_waits_for_nobody_who_has_locked_the_directory(saved):
+    directory, kept = saved
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)  # any reader of the directory can
+        spaces = open_spaces()
+        load(directory, spaces)
+        assert contents(spaces) == kept
+        with pytest.raises(CheckpointError, match="somebody else has locked it"):
+            checkpoint.save(directory, spaces)
+    finally:
+        os.close(fd)
+
+
+def test_load_takes_the_files_of_a_save_that_came_in_between(saved, monkeypatch):
+    directory, _ = saved
+    newer, spaces = open_spaces(), open_spaces()
+    fill(newer, 2)
+    read, times = checkpoint.read_manifest, itertools.count()
+
+    def read_and_replace(path):
+        manifest = read(path)
+        if next(times) == 0:
+            checkpoint.save(directory, newer)
+        return manifest
+
+    monkeypatch.setattr(checkpoint, "read_manifest", read_and_replace)
+    load(directory, spaces)
+    assert contents(spaces) == contents(newer)
+
+
+def test_checkpoint_of_a_broken_cache_is_refused_without_recover(tmp_path):
+    spaces, loaded = open_spaces(), open_spaces()
+    fill(spaces, 1)
+    fill(loaded, 2)
+    before = contents(loaded)
+    checkpoint.save(tmp_path, spaces, broken="an update was interrupted")
+    with pytest.raises(CheckpointError, match=r"an update was interrupted.*recover=True.*nothing was changed"):
+        load(tmp_path, loaded)
+    assert contents(loaded) == before
+    load(tmp_path, loaded, recover=True)
+    assert contents(loaded) == contents(spaces)
 
 
 def save_until_killed(directory, report, call, at):
@@ -443,7 +494,7 @@ def killed_save(directory, call="", at=0, seconds=0.0):
 
 def assert_loads_one_of(directory, versions):
     loaded, expected = open_spaces(), open_spaces()
-    checkpoint.load(directory, loaded)
+    load(directory, loaded)
     fill(expected, loaded["32"].metadata.batch)
     assert contents(loaded) == contents(expected)
     assert loaded["32"].metadata.batch in versions

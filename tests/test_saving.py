@@ -18,6 +18,7 @@ from torch import nn
 
 import tieredemb as te
 from tieredemb.errors import (
+    BrokenCacheError,
     CheckpointError,
     ConfigError,
     DeviceMemoryError,
@@ -490,29 +491,48 @@ def test_checkpoint_holds_no_half_of_another_threads_step(device, tmp_path):
         thread.join()
 
 
-@pytest.mark.parametrize("error", [OSError(5, "planted"), StorageFullError("planted"), KeyboardInterrupt()], ids=repr)
-def test_load_that_fails_half_way_starts_from_untouched_rows(device, tmp_path, monkeypatch, error):
-    import tieredemb.storage.checkpoint as checkpoint
-
-    bag, fresh = make(), make()
-    initial = everything(fresh)
+def test_load_state_dict_without_space_changes_nothing(device, monkeypatch):
+    bag = make()
     step(bag, 1, 2, 3)
-    bag.save_checkpoint(str(tmp_path))
+    before, state = everything(bag), {"weight": torch.zeros(ROWS, WIDTH)}
+
+    def full(start, stop):
+        raise StorageFullError("planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bag.tables.groups[0].cache.cold, "reserve_range", full)
+        with pytest.raises(StorageFullError):
+            bag.load_state_dict(state)
+    assert same(everything(bag), before)
+    bag.load_state_dict(state)
+    assert equal(bag.state_dict()["weight"], state["weight"])
+
+
+@pytest.mark.parametrize("error", [OSError(5, "planted"), StorageFullError("planted"), KeyboardInterrupt()], ids=repr)
+def test_load_that_fails_half_way_breaks_the_cache_until_another_one(device, tmp_path, monkeypatch, error):
+    bag = make()
+    step(bag, 1, 2, 3)
+    bag.save_checkpoint(str(tmp_path / "one"))
+    saved = everything(bag)
     step(bag, 1, 2, 5, 6, 7)
 
     def fails(*_):
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "_load_rows", fails)
-        expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else StorageError
-        with pytest.raises(expected):
-            bag.load_checkpoint(str(tmp_path))
-    assert same(everything(bag), initial)
-    for module in (bag, fresh):
-        step(module, 1, 2, 9)
-        step(module, 10, 11, 12, 13, 14)
-    assert same(everything(bag), everything(fresh))
+        patched.setattr(bag.tables.groups[0].cache.cold, "reserve", fails)
+        with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else StorageError):
+            bag.load_checkpoint(str(tmp_path / "one"))
+    for call in (bag.stats, bag.flush, bag.state_dict, lambda: step(bag, 1)):
+        with pytest.raises(BrokenCacheError, match=r"load_checkpoint was interrupted.*mends"):
+            call()
+    bag.save_checkpoint(str(tmp_path / "half"))
+    with pytest.raises(CheckpointError, match=r"load_checkpoint was interrupted.*recover=True"):
+        make().load_checkpoint(str(tmp_path / "half"))
+    make().load_checkpoint(str(tmp_path / "half"), recover=True)
+    bag.load_checkpoint(str(tmp_path / "one"))
+    assert same(everything(bag), saved)
+    step(bag, 1, 2, 9)
 
 
 def test_move_that_fails_half_way_leaves_all_tables_where_they_were(monkeypatch, tmp_path):

@@ -50,6 +50,10 @@ class UncleanFileError(StorageError):
     """The file was not closed by its last owner, so rows of its hot cache are missing."""
 
 
+class BrokenCacheError(StorageError):
+    """An earlier call was interrupted half-way: some rows may be old and some new. The message says what mends it."""
+
+
 class CheckpointError(TieredEmbError, OSError):
     """A checkpoint is incomplete, damaged, or of another shape. Nothing was changed."""
 

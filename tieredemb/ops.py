@@ -111,9 +111,8 @@ def _rows_gradient(
     scale = gradient_scale(bags, space, bags.keys, None if factors is None else factors.numpy())
     shares = Gradient(_float32(grad).numpy(), bags.sample, bags.table, NO_WEIGHTS if scale is None else scale, argmax)
     carriers = _Rows(carrier_view(hot.weight), hot.state.numpy(), hot.dirty.numpy())
-    update(
-        carriers, segments_of_homes(bags.keys, rows), shares, space, Hyperparameters(SGD, np.array([-1], np.float32))
-    )
+    segments, numbers = segments_of_homes(bags.keys, rows), Hyperparameters(SGD, np.array([-1], np.float32))
+    update(carriers, segments, shares, space, numbers).run()
     return out
 
 

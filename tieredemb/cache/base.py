@@ -7,12 +7,13 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from tieredemb.cache.changes import ChangeBook, Doubts, Part
 from tieredemb.cache.policy import MIN_SCORE, scoring
 from tieredemb.cache.tickets import TicketBook
 from tieredemb.config import LFU, Policy
@@ -59,7 +60,10 @@ class Cache(abc.ABC):
         self._book = TicketBook()
         self._pid = os.getpid()
         self._closed = False
-        self._broken = ""  # why the hot rows are not to be trusted
+        self._given_up = False  # closing has begun: no call but that may use the rows
+        self.doubts = Doubts()
+        self.plan_changes = ChangeBook(self.doubts)  # guarded by `plan_lock`
+        self.changes = ChangeBook(self.doubts)  # by `lock`
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -70,17 +74,18 @@ class Cache(abc.ABC):
     # --- what a device provides -------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def flush(self) -> None:
-        """Writes every dirty row and every score back: afterwards cold storage alone holds the truth."""
+    def write_back(self) -> None:
+        """Writes every dirty row, every score and the metadata to cold storage, which holds the truth then. Durable it
+        is not before cold storage is flushed. Works where rows are in doubt, too."""
 
     @abc.abstractmethod
     def forget(self) -> None:
         """Drops every hot row without writing it back, for a cold storage that was replaced as a whole. Refused while
-        tickets are in flight."""
+        tickets are in flight. Part of a change (`ChangeBook`)."""
 
     @abc.abstractmethod
     def stats(self) -> CacheStats:
-        """Totals since the cache was built. Synchronises with a GPU."""
+        """Totals since the cache was built, loads of checkpoints included. Synchronises with a GPU."""
 
     @abc.abstractmethod
     def memory_report(self) -> dict[str, Any]:
@@ -94,6 +99,13 @@ class Cache(abc.ABC):
     def _reload_range(self, start: int, stop: int) -> None:
         """Takes the rows start … stop − 1 over from cold storage, wherever they are hot."""
 
+    def let_go(self) -> None:
+        """Gives back the locks that this thread has: it is in no call of the cache, and another is about to plan. A
+        tracer's exception at the end of a `with` block leaves them taken, and the other would wait for ever."""
+        for lock in (self.lock, self.plan_lock):
+            while lock._is_owned():  # type: ignore[attr-defined]
+                lock.release()
+
     def hold(self) -> Any:
         """What a plan needs that will be made `ahead` by another thread; dropped, it is given up. None if nothing."""
         return None
@@ -104,38 +116,42 @@ class Cache(abc.ABC):
 
     # --- rows as arrays ---------------------------------------------------------------------------------------------
 
+    def flush(self) -> None:
+        """Writes every dirty row and every score back: afterwards cold storage alone holds the truth, durably where it
+        outlives the process."""
+        with self.whole():
+            self._check_usable()
+            self.write_back()
+            self.cold.flush()
+
     def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
         """Copies the rows start … stop − 1 as they are now: `weight` carrier (K, D), `state` uint32 (K, S), either
         may have no columns. Rows never used are generated into the copy alone: cold storage does not grow."""
         with self.whole():
             self._check_usable()
             self._write_back_range(start, stop)
-            cold = self.cold
-            weight[:] = cold.weight[start:stop, : weight.shape[1]]
-            state[:] = cold.state[start:stop, : state.shape[1]]
-            untouched = np.flatnonzero(cold.state[start:stop, -1] == 0)
+            states = self.cold.copy_range(start, stop, weight)
+            state[:] = states[:, : state.shape[1]]
+            untouched = np.flatnonzero(states[:, -1] == 0)
             self._generate(untouched + start, untouched, weight, state, state.shape[1])
 
     def import_rows(self, start: int, weight: Array | None, state: Array | None) -> None:
         """Overwrites weights (carrier (K, D)) or optimizer state (uint32 (K, S)) of the rows from `start` on, wherever
-        they live. What is None stays, scores too; rows in flight stay in their slots. Raises `StorageFullError` before
-        anything changes."""
+        they live. What is None stays, scores too; rows in flight stay in their slots. Part of a change (`ChangeBook`),
+        whose call has reserved their space, and holds the locks."""
         stop = start + len(weight if weight is not None else state if state is not None else ())
-        with self.whole():
-            self._check_usable()
-            self._write_back_range(start, stop)
-            cold = self.cold
-            cold.reserve_range(start, stop)
-            untouched = np.flatnonzero(cold.state[start:stop, -1] == 0) + start
-            # weights that are about to be overwritten need not be generated
-            target = cold.weight if weight is None else np.empty((cold.layout.rows, 0), cold.layout.carrier)
-            self._generate(untouched, untouched, target, cold.state, cold.layout.state_width)
-            cold.state[untouched, -1] = MIN_SCORE
-            if weight is not None:
-                cold.weight[start:stop] = weight
-            if state is not None:
-                cold.state[start:stop, :-1] = state
-            self._reload_range(start, stop)
+        self._write_back_range(start, stop)
+        cold = self.cold
+        untouched = np.flatnonzero(cold.state[start:stop, -1] == 0) + start
+        # weights that are about to be overwritten need not be generated
+        target = cold.weight if weight is None else np.empty((cold.layout.rows, 0), cold.layout.carrier)
+        self._generate(untouched, untouched, target, cold.state, cold.layout.state_width)
+        cold.state[untouched, -1] = MIN_SCORE
+        if weight is not None:
+            cold.weight[start:stop] = weight
+        if state is not None:
+            cold.state[start:stop, :-1] = state
+        self._reload_range(start, stop)
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -147,22 +163,26 @@ class Cache(abc.ABC):
             )
 
     def close(self) -> None:
-        """Flushes a cold storage that outlives the process, and closes it. A second call does nothing."""
+        """Flushes a cold storage that outlives the process, and closes it. Where rows are in doubt it is not flushed,
+        and stays marked unclean. A second call does nothing, or goes on with one that has failed."""
         if os.getpid() != self._pid:  # a forked child, in which the lock may be held for ever
             return
         with self.whole():
             if self._closed:
                 return
-            if not self.cold.volatile:
-                self.flush()
-            self._closed = True
+            if not self._given_up:
+                self._settle()
+                if not self.cold.volatile and not self.doubts.reason:
+                    self.flush()
+                self._given_up = True
             self._release()
-            self.cold.close()
+            self.cold.close(clean=not self.doubts.reason)
+            self._closed = True
 
     def abandon(self) -> None:
         """Leaves cold storage to another cache; this one was flushed and can do nothing any more."""
         with self.whole():
-            self._closed = True
+            self._given_up = self._closed = True
             self._release()
 
     def _release(self) -> None:  # noqa: B027 - arrays in host memory go with the cache
@@ -186,20 +206,40 @@ class Cache(abc.ABC):
         """Scores left by another policy mean nothing here: such rows start from the lowest score."""
         metadata = self.cold.metadata
         if metadata.policy not in ("", self._scoring.name):
+            self.cold.begin_changes()
             for start, stop in self.cold.used_ranges():
                 scores = self.cold.state[start:stop, -1]
                 scores[np.flatnonzero(scores > MIN_SCORE)] = MIN_SCORE  # pages of untouched rows stay unwritten
         metadata.policy = self._scoring.name
 
+    def check_loadable(self, parts: Iterable[Part] | None = None) -> None:
+        """Settles what was interrupted. Raises as every call does, but for doubts that loading `parts` (None: all) is
+        to dispel. The caller holds the locks of plans and rows."""
+        self._check_open()
+        self._settle()
+        if parts is not None and self.doubts.parts.isdisjoint(parts):
+            self.doubts.check()
+
     def _check_usable(self) -> None:
+        """To be called first by every call, under the lock of plans."""
+        self._check_open()
+        self._settle()
+        self.doubts.check()
+
+    def _settle(self) -> None:
+        """Settles what was interrupted. Needs the lock of plans; who has the one of rows meanwhile is at work."""
+        self.plan_changes.settle(self)
+        if self.changes.is_open and self.lock.acquire(blocking=False):
+            try:
+                self.changes.settle(self)
+            finally:
+                self.lock.release()
+
+    def _check_open(self) -> None:
         if os.getpid() != self._pid:
             raise ForkedError(
                 "this cache belongs to the parent process; build the module in the child, or start the process with "
                 "the 'spawn' method (a DataLoader's workers must not touch the module)"
             )
-        if self._closed:
+        if self._given_up:
             raise StorageError("this cache was closed; build a new module over the same storage to go on")
-        if self._broken:
-            raise StorageError(
-                f"{self._broken}, so rows in the cache may be those of others; build a new module and load a checkpoint"
-            )

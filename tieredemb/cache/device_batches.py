@@ -152,8 +152,12 @@ class DeviceBatches(CapturableCache, abc.ABC):
             last = self._put_off
             if last is None:
                 return
-            self._check_usable()
+            self._check_open()
+            self._settle()
             self._put_off, last.ticket.failed = None, True
+            if self.doubts.reason:  # the slots are others' by now
+                last.ticket.ended = True
+                return
             with (
                 torch.inference_mode(last.inference),
                 torch.cuda.stream(last.stream),
@@ -196,16 +200,9 @@ class DeviceBatches(CapturableCache, abc.ABC):
             return self._transfer.aside(function)
 
     def _move(self, missed: Missed, homes: torch.Tensor, asked: Any = None, **keywords: Any) -> None:
-        """Lets the transfer bring what was missed in. From the moment that slots change hands until their rows are on
-        the way nothing may interrupt: the new keys would own the old rows."""
-        try:
-            with marked("swap"):
-                self._transfer.bring(missed, homes, asked, **keywords)
-        except BaseException as error:
-            if self._transfer.committed and not torch.cuda.is_current_stream_capturing():  # of which nothing has run
-                self._broken = f"moving rows was interrupted by {type(error).__name__}"
-            self._transfer.committed = False
-            raise
+        """Lets the transfer bring what was missed in."""
+        with marked("swap"):
+            self._transfer.bring(missed, homes, asked, **keywords)
 
     @contextlib.contextmanager
     def _grow_beside(self) -> Iterator[None]:

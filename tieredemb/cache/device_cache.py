@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from tieredemb.cache.changes import Part
 from tieredemb.cache.device_batches import DeviceBatches
-from tieredemb.cache.device_plan import DevicePlan
+from tieredemb.cache.device_plan import DevicePlan, Missed
 from tieredemb.cache.device_rows import DeviceRows
+from tieredemb.cache.hot_rows import NO_KEY
 from tieredemb.cache.in_place import InPlace
 from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.cache.replays import DeviceTicket
@@ -63,18 +65,20 @@ class DeviceCache(DeviceBatches):
             cold.attach(device)
             self._plan = DevicePlan(self.hot, self._scoring, device)
             kind = InPlace if cold.device_readable else Staged
-            self._transfer: Transfer = kind(cold, self.hot, initial, self._plan, self._grow_beside)
+            self._transfer: Transfer = kind(cold, self.hot, initial, self._plan, self._grow_beside, self.plan_changes)
             self._adopt_scores()
             self._restart(fresh=cold.volatile)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Holds the cache for one call: its locks, its device, and its place behind what other streams have queued."""
+    def entered(self, *, checked: bool = False) -> Iterator[None]:
+        """Holds the cache for one call: its locks, its device, and its place behind what other streams have queued.
+        `checked`: for a part of a call that was checked as a whole, such as a change that is under way."""
         with self.whole(), on_device(self.device):
-            self.complete_last()
-            self._check_usable()
+            if not checked:
+                self.complete_last()
+                self._check_usable()
             self._order.whole()
             self._transfer.finish()
             try:
@@ -88,7 +92,9 @@ class DeviceCache(DeviceBatches):
         """Holds the cache for a call that looks up or updates the rows of `tickets` alone: it does not wait for plans
         that were made ahead for others."""
         with self.lock, on_device(self.device):
-            self._check_usable()
+            self._check_open()
+            self.changes.settle(self)
+            self.doubts.check()
             self._order.compute()
             self._transfer.follow()
             for ticket in tickets:
@@ -126,15 +132,35 @@ class DeviceCache(DeviceBatches):
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        with self.entered():
+    def write_back(self) -> None:
+        with self.whole():
+            self.check_loadable()
+            with self.entered(checked=True):
+                self._write_back()
+                for update in self.on_flush:
+                    update()
+                metadata = self.cold.metadata
+                metadata.batch = self._plan.batch()  # all replays included; `_batch` knows those that plan ahead
+                metadata.policy = self._scoring.name
+
+    def check_loadable(self, parts: Iterable[Part] | None = None) -> None:
+        super().check_loadable(parts)
+        self.complete_last()  # of a batch that was given up: its victims are not to be written behind the call
+
+    def drop_slots(self, missed: Missed) -> None:
+        """After a plan whose `missed` rows may not have arrived in the slots that are theirs already: such slots are
+        emptied, and all others written back. The cache begins anew, without rows. Synchronises."""
+        with self.entered(checked=True):
+            synchronize(self.device)
+            homes = self._plan.placed(missed)
+            slots = homes[homes >= 0]
+            self.hot.key[slots] = NO_KEY
+            self.hot.dirty[slots] = 0
+            records = -2 - homes[homes <= -2]
+            if len(records):
+                self._plan.records.free(records)
             self._write_back()
-            for update in self.on_flush:
-                update()
-            metadata = self.cold.metadata
-            metadata.batch = self._plan.batch()  # all replays included, of which `_batch` knows those that plan ahead
-            metadata.policy = self._scoring.name
-            self.cold.flush()
+            self._restart(fresh=False)
 
     def _write_back(self) -> None:
         """All dirty rows, and the scores of the cached ones. Synchronises."""
@@ -147,11 +173,11 @@ class DeviceCache(DeviceBatches):
         synchronize(self.device)
 
     def _write_back_range(self, start: int, stop: int) -> None:
-        with self.entered():
+        with self.entered(checked=True):
             self._write_back()
 
     def _reload_range(self, start: int, stop: int) -> None:
-        with self.entered():
+        with self.entered(checked=True):
             key = self.hot.key
             slots = torch.nonzero((key >= start) & (key < stop)).flatten()
             for part in torch.split(slots, LOAD_ROWS):
@@ -165,13 +191,12 @@ class DeviceCache(DeviceBatches):
 
     def check_idle(self, call: str) -> None:
         with self.whole():
-            self.complete_last()  # of a batch that was given up: its victims are not to be written behind the call
-            self._check_usable()
+            self.check_loadable()
             super().check_idle(call)
 
     def forget(self) -> None:
-        with self.entered():
-            self.check_idle("load a checkpoint")
+        with self.entered(checked=True):
+            super().check_idle("load a checkpoint")
             self._adopt_scores()
             self._restart(fresh=False)
 
@@ -183,6 +208,7 @@ class DeviceCache(DeviceBatches):
         self._book.reset()
         self._plan.restart(self._batch)
         self._transfer.restart()
+        counted = self._plan.totals_kept()  # as of batches alone
         first_slot = self._cached
         for first_key, rows in self._resident:
             if fresh:
@@ -191,7 +217,7 @@ class DeviceCache(DeviceBatches):
                 self._load_range(first_key, first_slot, rows)
             first_slot += rows
         self.hot.score[self._cached :].fill_(MIN_SCORE)
-        self._plan.clear_totals()
+        self._plan.set_totals(counted)
 
     def _load_range(self, first_key: int, first_slot: int, rows: int) -> None:
         for start in range(0, rows, LOAD_ROWS):

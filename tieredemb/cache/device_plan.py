@@ -216,9 +216,26 @@ class DevicePlan:
         words = self.control[TOTALS : TOTALS + 8 * len(TOTAL_NAMES)].view(torch.int64).tolist()
         return dict(zip(TOTAL_NAMES, words, strict=True))
 
-    def clear_totals(self) -> None:
-        """Starts all counters again."""
-        self.control[TOTALS : TOTALS + 8 * len(TOTAL_NAMES)].zero_()
+    def totals_kept(self) -> torch.Tensor:
+        """A copy of the counters, for `set_totals`."""
+        return self.control[TOTALS : TOTALS + 8 * len(TOTAL_NAMES)].clone()
+
+    def set_totals(self, totals: torch.Tensor) -> None:
+        """Sets the counters to what they were."""
+        self.control[TOTALS : TOTALS + 8 * len(TOTAL_NAMES)] = totals
+
+    def placed(self, missed: Missed) -> torch.Tensor:
+        """The homes that the last plan's `missed` keys have by now, int64 (K,): slots, or −2 − r for record r. None if
+        slots have not changed hands. Synchronises."""
+        count = int(self.control[MISSED : MISSED + 4].view(torch.int32).item())
+        keys, homes = missed.view("keys", count), missed.view("slots", count).long()
+        key, record = self.rows.key, self.records.table[: self.records.rows, 0] - 1
+        # before they change hands homes are what was left in memory, and no key is missed that has a slot
+        in_slot, in_record = (homes >= 0) & (homes < len(key)), (homes <= -2) & (homes > -2 - len(record))
+        found = torch.zeros_like(in_slot)
+        found[in_slot] = key[homes[in_slot]] == keys[in_slot]
+        found[in_record] = record[-2 - homes[in_record]] == keys[in_record]
+        return homes[found]
 
     def batch(self) -> int:
         """Number of the last batch planned, replays of graphs included. Synchronises."""

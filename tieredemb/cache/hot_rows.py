@@ -110,9 +110,19 @@ class HotRows:
 
     def reset(self) -> None:
         """Empties all slots, and takes them from the first one on again."""
-        self.vacate(self.occupied())
-        self._free = np.empty(0, np.int32)
-        self._used = 0
+        self.key[:] = NO_KEY
+        self.derive()
+
+    def derive(self) -> None:
+        """Makes what follows from the keys anew: the state of empty slots, and which are free."""
+        empty = self.key < 0
+        self.last_batch[empty] = NEVER
+        self.dirty[empty] = 0
+        self.score[empty] = 0
+        below = self.key[: self.capacity] >= 0
+        used = int(np.flatnonzero(below)[-1]) + 1 if below.any() else 0
+        self._free = np.flatnonzero(~below[:used]).astype(np.int32)
+        self._used = used
 
     def ensure_transient(self, count: int) -> None:
         """Makes sure that `count` transient slots are empty. Raises `MemoryError` before anything changes."""
@@ -135,8 +145,7 @@ class HotRows:
             grown[name] = np.empty((slots, *array.shape[1:]), array.dtype)
             grown[name][:old] = array
             grown[name][old:] = PER_SLOT[name][1] if name in PER_SLOT else 0
-        for name, array in grown.items():
-            setattr(self, name, array)
+        self.__dict__.update(grown)  # all at once, whatever interrupts
 
     def size_bytes(self) -> dict[str, int]:
         """Bytes by purpose: the cache's own arrays and, apart, the transient rows."""

@@ -42,17 +42,16 @@ class InPlace(Transfer):
         scored: bool,
         beside: Beside | None,
     ) -> None:
-        self.committed = True
-        self.plan.place(homes, missed, self.away(slotless))
-        if beside:
-            self.mark()
-        count, keys, slots = self.plan.missed, missed.keys, missed.slots
-        self._swap_rows(
-            count, missed.n, keys, slots, missed.victims, self.plan.needed, self._weight, self._state,
-            missed.untouched, scored=scored,
-        )  # fmt: skip
-        self._generate(count, missed.n, keys, slots, missed.untouched, self.away(slotless), some=self.plan.untouched)
-        self.committed = False
+        count, keys, slots, away = self.plan.missed, missed.keys, missed.slots, self.away(slotless)
+        with self._slots_change_hands(missed):
+            self.plan.place(homes, missed, away)
+            if beside:
+                self.mark()
+            self._swap_rows(
+                count, missed.n, keys, slots, missed.victims, self.plan.needed, self._weight, self._state,
+                missed.untouched, scored=scored,
+            )  # fmt: skip
+            self._generate(count, missed.n, keys, slots, missed.untouched, away, some=self.plan.untouched)
         if beside:
             self.aside(beside).wait()
 

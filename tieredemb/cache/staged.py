@@ -121,24 +121,23 @@ class Staged(Transfer):
             plan.records.reserve(self._slotless + new)
             self._grow(plan.records.rows)
         away = self.away(slotless)
-        self.committed = True
-        plan.settle(homes, missed, away, commit=True)
-        self._swap_rows(
-            plan.missed, count, 0, missed.slots, missed.victims, 0, weight, state, missed.untouched, scored=scored,
-            most_blocks=PLACE_BLOCKS,
-        )  # fmt: skip
-        if new:
-            records = -2 - missed.view("slots", count)[moves.with_slots :].long()
-            self._weight[records] = weight[moves.with_slots :]
-            self._state[records] = state[moves.with_slots :]
-            self._slotless += new
-        self._generate(plan.missed, count, missed.keys, missed.slots, missed.untouched, away, some=plan.untouched)
-        asked.sent.synchronize()
-        if len(moves.leaving):
-            keys = torch.from_numpy(moves.leaving.numpy().copy())  # the next plan tells others there
-            self.cold.scatter(keys, *self._leaving.part(moves.room, moves.with_slots))
-            self._leaving, self._written = self._written, self._leaving
-        self.committed = False
+        with self._slots_change_hands(missed):
+            plan.settle(homes, missed, away, commit=True)
+            self._swap_rows(
+                plan.missed, count, 0, missed.slots, missed.victims, 0, weight, state, missed.untouched, scored=scored,
+                most_blocks=PLACE_BLOCKS,
+            )  # fmt: skip
+            if new:
+                records = -2 - missed.view("slots", count)[moves.with_slots :].long()
+                self._weight[records] = weight[moves.with_slots :]
+                self._state[records] = state[moves.with_slots :]
+                self._slotless += new
+            self._generate(plan.missed, count, missed.keys, missed.slots, missed.untouched, away, some=plan.untouched)
+            asked.sent.synchronize()
+            if len(moves.leaving):
+                keys = torch.from_numpy(moves.leaving.numpy().copy())  # the next plan tells others there
+                self.cold.scatter(keys, *self._leaving.part(moves.room, moves.with_slots))
+                self._leaving, self._written = self._written, self._leaving
         if beside:
             beside()
 

@@ -4,8 +4,9 @@
 marks them dirty; a dirty row is written back when it is evicted, at a flush and at the close, a clean one gives back
 its score alone. The cache knows nothing of lookups.
 
-Order inside a plan, so that a failure loses nothing: victims are written back before they are unpublished, missed rows
-are published after they were filled.
+Order inside a plan, so that nothing is lost wherever it ends: victims are written back before they are unpublished,
+missed rows are published after they were filled. The slots' keys are the truth. What is derived from them (the map, the
+free slots) is made anew by the call that comes after an interrupted one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from tieredemb.cache.base import Cache
+from tieredemb.cache.changes import Change
 from tieredemb.cache.hot_rows import HotRows, slot_bytes, stamp
 from tieredemb.cache.plan import number, resolve
 from tieredemb.cache.policy import MIN_SCORE, policy_kernels
@@ -40,6 +42,17 @@ PIN_ROWS = 1 << 18  # rows of a resident table brought in at once: bounds the me
 def cache_bytes_per_slot(layout: RowLayout) -> int:
     """Bytes that one slot costs, map included: what a capacity in bytes is divided by."""
     return slot_bytes(layout) + map_bytes_per_slot()
+
+
+class _SlotsMove(Change):
+    """Slots change hands: map and free slots may not say so yet."""
+
+    def settle(self, cache: Cache) -> None:
+        assert isinstance(cache, TieredCache)
+        cache.derive()
+
+
+SLOTS_MOVE = _SlotsMove()
 
 
 class TieredCache(Cache):
@@ -82,6 +95,7 @@ class TieredCache(Cache):
             cold = self.cold
             cold.metadata.batch += 1
             batch = cold.metadata.batch
+            self.plan_changes.begin(SLOTS_MOVE)
             self._retire_transients(batch)
             numbering = number(keys, self._index, self.hot, stamp(batch), self.device)
             missed = numbering.missed
@@ -89,6 +103,7 @@ class TieredCache(Cache):
             with marked("swap"):
                 slots = self._make_room(len(missed), batch)
                 self._fill(numbering.unique_keys[missed], slots)
+            self.plan_changes.end(SLOTS_MOVE)
             unique_slots[missed] = slots
             self.hot.last_batch[slots] = stamp(batch)
             if score:
@@ -106,11 +121,20 @@ class TieredCache(Cache):
 
     def _pin(self) -> None:
         """Brings the rows of resident tables into the first slots, where no victim is looked for."""
+        counted = self._counts.copy()  # as of batches alone
         for first, rows in self._resident:
             for start in range(first, first + rows, PIN_ROWS):
                 keys = np.arange(start, min(start + PIN_ROWS, first + rows), dtype=np.int64)
                 self._fill(keys, self.hot.take(len(keys)))
-        self._counts.clear()
+        self._counts = counted
+
+    def derive(self) -> None:
+        """Makes what follows from the slots' keys anew: the free slots and the map."""
+        self.hot.derive()
+        index = slot_map(len(self.hot), self.device)
+        slots = self.hot.occupied()
+        index.insert(self.hot.key[slots], slots)
+        self._index = index
 
     def _retire_transients(self, batch: int) -> None:
         """Evicts the transient rows that no ticket uses: capacity is a promise between batches."""
@@ -161,29 +185,25 @@ class TieredCache(Cache):
         hot = self.hot
         if len(hot) > hot.capacity:
             self._index.grow(len(hot))
-        try:
-            untouched = self.cold.read(keys, slots, hot)
-            fresh = slots[untouched]
-            hot.dirty[slots] = 0
-            hot.dirty[fresh] = 1  # until it was written once, cold storage does not know the row
-            self._generate(keys[untouched], fresh, hot.weight, hot.state, hot.state.shape[1])
-            hot.score[slots if not self._scoring.remember else fresh] = MIN_SCORE
-        except BaseException:
-            hot.vacate(slots)
-            raise
+        untouched = self.cold.read(keys, slots, hot)
+        fresh = slots[untouched]
+        hot.dirty[slots] = 0
+        hot.dirty[fresh] = 1  # until it was written once, cold storage does not know the row
+        self._generate(keys[untouched], fresh, hot.weight, hot.state, hot.state.shape[1])
+        hot.score[slots if not self._scoring.remember else fresh] = MIN_SCORE
         hot.key[slots] = keys
         self._index.insert(keys, slots)
         self._count(rows_filled=len(keys), bytes_filled=(len(keys) - len(fresh)) * self.cold.layout.row_bytes)
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
 
-    def flush(self) -> None:
+    def write_back(self) -> None:
         with self.whole():
-            self._check_usable()
+            self._check_open()
+            self._settle()
             slots = self.hot.occupied()
             self._write_back(self.hot.key[slots], slots)
             self.cold.metadata.policy = self._scoring.name
-            self.cold.flush()
 
     def _slots_in(self, start: int, stop: int) -> Array:
         """Slots that hold rows of the key range start … stop − 1."""
@@ -201,16 +221,18 @@ class TieredCache(Cache):
 
     def forget(self) -> None:
         with self.whole():
-            self._check_usable()
+            self._check_open()
             self.check_idle("load a checkpoint")
-            slots = self.hot.occupied()
-            self._index.erase(self.hot.key[slots])
             self.hot.reset()
+            self._index = slot_map(len(self.hot), self.device)
             self._adopt_scores()
             self._pin()
 
     def stats(self) -> CacheStats:
-        return CacheStats(**self._counts)
+        with self.whole():
+            self._settle()
+            self.doubts.check()
+            return CacheStats(**self._counts)
 
     def memory_report(self) -> dict[str, Any]:
         with self.whole():

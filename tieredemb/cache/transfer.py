@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
 
+from tieredemb.cache.changes import Change, ChangeBook, Doubt, interrupted
 from tieredemb.cache.device_plan import Away, DevicePlan, Missed
 from tieredemb.cache.device_rows import DeviceRows
 from tieredemb.cache.policy import MIN_SCORE
@@ -25,6 +26,18 @@ Beside = Callable[[], object]  # launches on the current stream what needs homes
 MOVE = "storage/move.cu"
 MOVE_BLOCKS, MOVE_THREADS = 32, 1024
 SWAP_BLOCKS = 12  # of 1,024 threads saturate PCIe both ways, and slow down the kernels beside them the least
+
+
+class SlotsChangeHands(Change):
+    """Slots have new keys, or are about to, and the rows of these have yet to be on their way: until then the new keys
+    own the old rows."""
+
+    def __init__(self, missed: Missed) -> None:
+        self._missed = missed
+
+    def settle(self, cache: Any) -> Doubt:
+        cache.drop_slots(self._missed)
+        return Doubt(interrupted("moving rows", self.cause))
 
 
 class Transfer(abc.ABC):
@@ -40,9 +53,11 @@ class Transfer(abc.ABC):
         initial: InitialRows,
         plan: DevicePlan,
         apart: Callable[[], contextlib.AbstractContextManager[None]],
+        changes: ChangeBook,
     ) -> None:
-        """`apart`: inside its context nothing computes but what the current stream waits for."""
+        """`apart`: inside its context nothing computes but what the current stream waits for · `changes`: of plans."""
         self._apart = apart
+        self._changes = changes
         self.cold = cold
         self.hot = hot
         self.plan = plan
@@ -53,7 +68,6 @@ class Transfer(abc.ABC):
         self._write_back = kernel(MOVE, "rows_write_back", "p n n n p p any f32 i32 u8 p p p p", *flags)
         self._side: torch.cuda.Stream | None = None
         self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.committed = False  # slots have changed hands, and their rows have not arrived
         # at exit is too late to compile, and between the slots' change of hands and their rows' arrival too
         self._write_back.load(self.device.index)
         self._swap.load(self.device.index)
@@ -89,6 +103,21 @@ class Transfer(abc.ABC):
         """Chooses victims and gives their slots to missed keys, publishes them, resolves `homes`, moves and scores the
         rows. `beside` is called once `homes` are queued, on a stream that need not wait for the rows. `asked`: what
         `ask` has returned for this plan, if it was called."""
+
+    @contextlib.contextmanager
+    def _slots_change_hands(self, missed: Missed) -> Iterator[None]:
+        """What is done inside belongs together: interrupted, the next call settles it. Of a capture nothing has run."""
+        if torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        change = SlotsChangeHands(missed)
+        self._changes.begin(change)
+        try:
+            yield
+        except BaseException as error:
+            self._changes.note(error)
+            raise
+        self._changes.end(change)
 
     def follow(self) -> None:  # noqa: B027
         """The current stream is about to use rows without a slot."""

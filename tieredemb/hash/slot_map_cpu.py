@@ -34,8 +34,9 @@ class SlotMap:
         old = self.cells
         if int(slots / LOAD) > len(old):
             used = old[:, 0] != EMPTY_CELL
-            self.cells = np.zeros((int(slots / LOAD), 2), np.int64)
-            self.insert(old[used, 0] - 1, old[used, 1].astype(np.int32))
+            grown = np.zeros((int(slots / LOAD), 2), np.int64)
+            slot_map_insert(grown, old[used, 0] - 1, old[used, 1].astype(np.int32))
+            self.cells = grown
 
 
 @inline

@@ -12,6 +12,7 @@ import itertools
 import os
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -85,23 +86,104 @@ def num_threads() -> int:
     return torch.get_num_threads()
 
 
+class _Job:
+    """The ranges of one call that threads of the pool run, and what came of them."""
+
+    def __init__(self, kernel: Callable[..., Any], ranges: list[tuple[int, int]], args: tuple[Any, ...]) -> None:
+        self._kernel, self._args = kernel, args
+        self._left = deque(enumerate(ranges))
+        self._running = 0
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self.results: list[Any] = [None] * len(ranges)
+
+    def work(self) -> None:
+        """Runs ranges until none is left."""
+        while True:
+            with self._changed:
+                if not self._left:
+                    return
+                number, (lo, hi) = self._left.popleft()
+                self._running += 1
+            try:
+                self.results[number] = self._kernel(lo, hi, *self._args)
+            except BaseException as error:
+                self._error = error
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Returns once every range was run, and raises what one of them has raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left and not self._running)
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        """Returns once no range runs, and begins none any more: its caller was interrupted."""
+        with self._changed:
+            self._left.clear()
+            self._changed.wait_for(lambda: not self._running)
+
+
+def end_interrupted() -> None:
+    """Waits for kernels that an interrupt has left running on other threads: they write to memory which its next user
+    takes for its own. Costs nothing where there are none."""
+    jobs = getattr(_LOCAL, "interrupted", None)
+    while jobs:
+        jobs[-1].end()
+        jobs.pop()
+
+
 def parallel_for(kernel: Callable[..., Any], bounds: list[int], *args: Any) -> list[Any]:
     """Runs `kernel(lo, hi, *args)` over the consecutive ranges that `bounds` cuts, one thread each.
 
-    Waits for all of them; returns their results in order. The last range runs on the calling thread.
+    Waits for all of them; returns their results in order. The last range runs on the calling thread. An exception that
+    comes amid the call, an interrupt for one, leaves no range running; some may not have been run.
     """
-    ranges = [(lo, hi) for lo, hi in itertools.pairwise(bounds) if hi > lo]
-    if not ranges:
-        return []
-    if len(ranges) == 1 or not threading.main_thread().is_alive():  # no new threads once the interpreter shuts down
+    return _run(kernel, [(lo, hi) for lo, hi in itertools.pairwise(bounds) if hi > lo], args)
+
+
+def _run(kernel: Callable[..., Any], ranges: list[tuple[int, int]], args: tuple[Any, ...]) -> list[Any]:
+    end_interrupted()
+    if len(ranges) < 2 or not threading.main_thread().is_alive():  # no new threads once the interpreter shuts down
         return [kernel(lo, hi, *args) for lo, hi in ranges]
-    pool = _pool(len(ranges) - 1)
-    futures = [pool.submit(kernel, lo, hi, *args) for lo, hi in ranges[:-1]]
+    pool, job = _pool(len(ranges) - 1), _Job(kernel, ranges[:-1], args)
     try:
+        for _ in ranges[:-1]:
+            pool.submit(job.work)
         last = kernel(*ranges[-1], *args)
-    finally:
-        results = [future.result() for future in futures]
-    return [*results, last]
+        job.wait()
+    except BaseException:
+        if not hasattr(_LOCAL, "interrupted"):
+            _LOCAL.interrupted = []
+        _LOCAL.interrupted.append(job)  # where another interrupt comes before its end
+        end_interrupted()
+        raise
+    return [*job.results, last]
+
+
+class Pass:
+    """`kernel(lo, hi, *args, done)` over the ranges that `bounds` cuts, each of them once, also where an interrupt
+    comes in between: `done`, uint8 (bounds[-1],), says of the range that begins at `lo` whether it was run, and the
+    kernel sets it when it ends, in compiled code that nothing interrupts. `run` goes on with what is left."""
+
+    def __init__(self, kernel: Callable[..., Any], bounds: list[int], *args: Any) -> None:
+        self._kernel, self._args = kernel, args
+        self._ranges = [(lo, hi) for lo, hi in itertools.pairwise(bounds) if hi > lo]
+        self._done = np.zeros(bounds[-1], np.uint8)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a range was run."""
+        return any(self._done[lo] for lo, _ in self._ranges)
+
+    def run(self) -> None:
+        """Runs what was not run before, as `parallel_for` does."""
+        left = [(lo, hi) for lo, hi in self._ranges if not self._done[lo]]
+        _run(self._kernel, left, (*self._args, self._done))
 
 
 def even_bounds(n: int, grain: int) -> list[int]:

@@ -21,6 +21,7 @@ from tieredemb.kernels import twin
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from tieredemb.kernels.cpu import Pass
     from tieredemb.kernels.segments import Segments
     from tieredemb.lookup.bags import KeySpace
 
@@ -110,15 +111,17 @@ class Gradient:
     argmax: Array
 
 
-def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, numbers: Hyperparameters) -> None:
-    """Applies one optimizer step to the rows of `segments` in `hot` (`weight`, `state`, `dirty`) and marks them dirty.
-    A segment without occurrences changes nothing."""
+def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, numbers: Hyperparameters) -> Pass:
+    """One optimizer step of the rows of `segments` in `hot` (`weight`, `state`, `dirty`), which its `run` applies and
+    marks dirty. A segment without occurrences changes nothing."""
     kernels: Any = twin(__name__, torch.device("cpu"))
-    kernels.update(hot, segments, gradient, space, numbers)
+    step: Pass = kernels.update(hot, segments, gradient, space, numbers)
+    return step
 
 
-def limit_norms(hot: Any, slots: Array, max_norm: float, norm_type: float) -> None:
-    """Scales every row in `slots` (int32 (U,), distinct) whose norm exceeds `max_norm` down to it, as
+def limit_norms(hot: Any, slots: Array, max_norm: float, norm_type: float) -> Pass:
+    """Its `run` scales every row in `slots` (int32 (U,), distinct) whose norm exceeds `max_norm` down to it, as
     `torch.embedding_renorm_` does, and marks it dirty."""
     kernels: Any = twin(__name__, torch.device("cpu"))
-    kernels.limit_norms(hot, slots, max_norm, norm_type)
+    scaling: Pass = kernels.limit_norms(hot, slots, max_norm, norm_type)
+    return scaling

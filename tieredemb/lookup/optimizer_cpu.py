@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tieredemb.kernels.cpu import even_bounds, fma, inline, jit, load, parallel_for, prefetch, store
+from tieredemb.kernels.cpu import Pass, even_bounds, fma, inline, jit, load, prefetch, store
 from tieredemb.lookup.bags import MAX
 from tieredemb.lookup.embedding_bag_cpu import row_prefetch
 from tieredemb.lookup.optimizer import ADAGRAD, ADAM, CHUNK, ROW_WISE_ADAGRAD, SGD, Gradient, Hyperparameters
@@ -23,12 +23,12 @@ AHEAD = 4  # segments whose rows are requested early
 F = np.float32
 
 
-def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, numbers: Hyperparameters) -> None:
+def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, numbers: Hyperparameters) -> Pass:
     parts = len(even_bounds(len(segments.order) * space.width, UPDATE_GRAIN)) - 1
     cuts = np.searchsorted(segments.starts, [len(segments.order) * part // parts for part in range(1, parts)])
     bounds = [0, *(int(cut) for cut in cuts), len(segments.homes)]
     hyper = np.array([numbers.eps, 1 - numbers.beta1, 1 - numbers.beta2, numbers.scale], np.float64).astype(F)
-    parallel_for(
+    return Pass(
         segments_update,
         bounds,
         segments.homes,
@@ -50,8 +50,8 @@ def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, nu
     )
 
 
-def limit_norms(hot: Any, slots: Array, max_norm: float, norm_type: float) -> None:
-    parallel_for(rows_limit_norm, even_bounds(len(slots), 512), slots, hot.weight, hot.dirty, max_norm, norm_type)
+def limit_norms(hot: Any, slots: Array, max_norm: float, norm_type: float) -> Pass:
+    return Pass(rows_limit_norm, even_bounds(len(slots), 512), slots, hot.weight, hot.dirty, max_norm, norm_type)
 
 
 @inline
@@ -114,7 +114,7 @@ def row_update(weight, state, home, g, kind, rate, hyper):
 @jit
 def segments_update(
     lo, hi, homes, starts, order, mode, column, grad, sample, tables, scale, argmax, weight, state, dirty, kind, rate,
-    hyper,
+    hyper, done,
 ):  # fmt: skip
     """Segments lo … hi − 1. Moves 4 D bytes an occurrence, and row and state of a segment once each way."""
     width = weight.shape[1]
@@ -144,10 +144,11 @@ def segments_update(
                 acc[d] *= hyper[3]
         row_update(weight, state, homes[u], acc, kind, rate[table], hyper)
         dirty[homes[u]] = 1
+    done[lo] = 1
 
 
 @jit
-def rows_limit_norm(lo, hi, slots, weight, dirty, max_norm, norm_type):
+def rows_limit_norm(lo, hi, slots, weight, dirty, max_norm, norm_type, done):
     for i in range(lo, hi):
         s = slots[i]
         norm = 0.0
@@ -168,3 +169,4 @@ def rows_limit_norm(lo, hi, slots, weight, dirty, max_norm, norm_type):
             for d in range(weight.shape[1]):
                 store(weight, s, d, load(weight, s, d) * factor)
             dirty[s] = 1
+    done[lo] = 1

@@ -60,7 +60,7 @@ class Ahead:
     """The planned forwards of a module. Its calls may come from several threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # left taken by a tracer's exception at a block's end, it stays passable
         self._planned: list[Planned] = []
 
     def add(self, planned: Planned) -> None:

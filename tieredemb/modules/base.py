@@ -6,6 +6,7 @@ import abc
 import contextlib
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,14 @@ if TYPE_CHECKING:
     from tieredemb.modules.call_memory import CallMemory
 
 
+class _Accumulated:
+    """What `accumulate()` keeps for the update at its end. The context alone holds it: one that was left in whatever
+    way keeps no later backward from its update."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Call, torch.Tensor]] = []
+
+
 class TieredModule(nn.Module, abc.ABC):
     """Base of the public modules. Its tables are no parameters: `parameters()` holds nothing of them."""
 
@@ -44,7 +53,7 @@ class TieredModule(nn.Module, abc.ABC):
         self.ahead = Ahead()
         # threads whose captured step gives it buffers, in which ids of longer batches are left
         self.ids_may_exceed_bags: set[int] = set()
-        self._accumulated: list[tuple[Call, torch.Tensor]] | None = None
+        self._accumulates: weakref.ref[_Accumulated] | None = None
         # a plain tensor, no Parameter: it only makes autograd ask for a gradient
         self._hook = self._make_hook()
 
@@ -111,6 +120,9 @@ class TieredModule(nn.Module, abc.ABC):
         other tensors, or of these once they were changed, plans by itself, and so does one whose plan failed; plans
         never taken are to be dropped. `trains`: whether a backward is expected · `memory`: on a GPU, where to plan."""
         trains = trains and not self._frozen
+        if lane.apart:
+            for group in self.tables.groups:
+                group.cache.let_go()
         holds = [group.cache.hold() if lane.apart else None for group in self.tables.groups]
         # before the lane's stream is used: a capture on another thread may have forked into it
         with contextlib.nullcontext() if lane.apart else self.tables.planning():
@@ -132,8 +144,9 @@ class TieredModule(nn.Module, abc.ABC):
 
     def _apply_updates(self, collected: list[tuple[Call, torch.Tensor]]) -> None:
         """Applies the calls of one backward pass in forward order, or keeps them for the end of `accumulate()`."""
-        if self._accumulated is not None:
-            self._accumulated += collected
+        kept = self._accumulated
+        if kept is not None:
+            kept.calls += collected
             return
         try:
             with marked("update"):
@@ -157,19 +170,24 @@ class TieredModule(nn.Module, abc.ABC):
         """
         if self._accumulated is not None:
             raise BackwardError("accumulate() is active already; one context holds all micro-batches of a step")
-        kept: list[tuple[Call, torch.Tensor]] = []
+        kept = _Accumulated()
         with self.tables.locked():  # not amid another thread's capture
-            self._accumulated = kept
+            self._accumulates = weakref.ref(kept)
         try:
             yield
         except BaseException:
-            for call, _ in kept:
+            for call, _ in kept.calls:
                 call.release()
             raise
         finally:
-            self._accumulated = None
-        if kept:
-            self._apply_updates(sorted(kept, key=lambda pair: pair[0].number))
+            self._accumulates = None
+        if kept.calls:
+            self._apply_updates(sorted(kept.calls, key=lambda pair: pair[0].number))
+
+    @property
+    def _accumulated(self) -> _Accumulated | None:
+        """What `accumulate()` has kept so far, while it is active."""
+        return None if self._accumulates is None else self._accumulates()
 
     @property
     def accumulates(self) -> bool:
@@ -229,16 +247,18 @@ class TieredModule(nn.Module, abc.ABC):
 
         save(self.tables, self._fused, directory, extra or {})
 
-    def load_checkpoint(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
+    def load_checkpoint(self, directory: str | os.PathLike[str], *, recover: bool = False) -> dict[str, Any]:
         """Replaces all rows by those of a checkpoint, at any capacity, tier and policy; returns its `extra`.
 
         Raises `CheckpointError` before anything changes where it is incomplete, damaged or of other tables, and
-        `StorageError` while batches are in flight.
+        `StorageError` while batches are in flight. One that was saved by a broken cache (`BrokenCacheError`) is
+        refused, unless `recover` takes its rows as they are. Interrupted half-way, it leaves the cache broken, which
+        another load mends.
         """
         from tieredemb.modules.checkpoint import load
 
         self.ahead.drop_all()
-        extra: dict[str, Any] = load(self.tables, self._fused, directory)
+        extra: dict[str, Any] = load(self.tables, self._fused, directory, recover=recover)
         return extra
 
     def _weight_key(self, table: int) -> str:
@@ -264,6 +284,7 @@ class TieredModule(nn.Module, abc.ABC):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        weights: dict[int, torch.Tensor] = {}
         for table, config in enumerate(self.tables.config.tables):
             key = prefix + self._weight_key(table)
             if key in unexpected_keys:
@@ -271,13 +292,17 @@ class TieredModule(nn.Module, abc.ABC):
             weight = state_dict.get(key)
             if weight is None:
                 missing_keys.append(key)
+            elif not isinstance(weight, torch.Tensor) or weight.layout is not torch.strided or weight.is_meta:
+                error_msgs.append(f"{key} must be a dense tensor with content, got {type(weight).__name__}")
             elif tuple(weight.shape) != (config.num_embeddings, config.embedding_dim):
                 error_msgs.append(
                     f"{key} has shape {tuple(weight.shape)}, the table has "
                     f"{(config.num_embeddings, config.embedding_dim)}"
                 )
             else:
-                self.tables.set_weight(table, weight)
+                weights[table] = weight
+        if weights:
+            self.tables.set_weights(weights)
 
     # --- what nn.Module would do to parameters ------------------------------------------------------------------------
 
@@ -295,9 +320,10 @@ class TieredModule(nn.Module, abc.ABC):
         if probe.device != self.tables.config.device:
             self.ahead.drop_all()
             self.tables.move(probe.device)
+        if probe.device != self._hook.device:  # of an interrupted move, too
             self._hook = self._make_hook()
-            if self._fused is not None:
-                self._fused.move()
+        if self._fused is not None:
+            self._fused.move()
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -311,7 +337,7 @@ class TieredModule(nn.Module, abc.ABC):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         self.ahead.drop_all()  # the copy plans for itself, and tables are copied while no batch is in flight
-        del state["backward_pass"], state["_hook"], state["_accumulated"], state["ahead"]
+        del state["backward_pass"], state["_hook"], state["_accumulates"], state["ahead"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

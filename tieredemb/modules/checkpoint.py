@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tieredemb.errors import CheckpointError, ConfigError
-from tieredemb.modules.group import Group
+from tieredemb.errors import ConfigError
 from tieredemb.modules.optimizer import FusedOptimizer
 from tieredemb.modules.table_set import TableSet
 from tieredemb.storage import checkpoint
@@ -19,37 +18,36 @@ def save(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os
     group_options = None if optimizer is None else optimizer.options()
     noted = {"extra": extra, "param_group": group_options}
     with tables.locked():  # another thread's step must not end up in half of it
-        tables.flush()
-        checkpoint.save(directory, _spaces(tables), identities=_identities(tables), extra=noted)
+        for group in tables.groups:
+            group.cache.write_back()
+        tables.check_faults()
+        reasons = dict.fromkeys(group.cache.doubts.reason for group in tables.groups)
+        broken = "; ".join(filter(None, reasons))
+        checkpoint.save(directory, _spaces(tables), identities=_identities(tables), extra=noted, broken=broken)
 
 
-def load(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str]) -> Any:
+def load(
+    tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str], *, recover: bool
+) -> Any:
     """See `TieredModule.load_checkpoint`."""
     _check_directory(directory)
-    with tables.locked():
+    with tables.changing("load_checkpoint") as change:
         for group in tables.groups:
             group.cache.check_idle("load a checkpoint")
-        try:
-            noted = checkpoint.load(directory, _spaces(tables), identities=_identities(tables))
-        except CheckpointError:
-            raise  # nothing was changed, so the hot rows are still the newest
-        except BaseException:
-            _forget(tables.groups)  # cold storage was reset under them
-            raise
-        _forget(tables.groups)
-    if optimizer is not None and noted["param_group"] is not None:
-        optimizer.set_options(noted["param_group"])
-    return noted["extra"]
+        opened = checkpoint.opened(directory, _spaces(tables), identities=_identities(tables), recover=recover)
+        with opened as found:
+            change.has_begun = True
+            found.restore()
+        for group in tables.groups:
+            group.adopt()
+        if optimizer is not None and found.extra["param_group"] is not None:
+            optimizer.set_options(found.extra["param_group"])
+        return found.extra["extra"]
 
 
 def _check_directory(directory: str | os.PathLike[str]) -> None:
     if not os.fspath(directory):
         raise ConfigError("the directory's name is empty, which would be the current one; give it a name, or '.'")
-
-
-def _forget(groups: list[Group]) -> None:
-    for group in groups:
-        group.adopt()
 
 
 def _spaces(tables: TableSet) -> dict[str, ColdRows]:

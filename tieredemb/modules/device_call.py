@@ -3,12 +3,14 @@ tiers."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from tieredemb.cache.changes import HalfWritten
 from tieredemb.cache.device_batches import LARGE
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.streams import on_device, synchronize
@@ -19,6 +21,7 @@ from tieredemb.modules.device_group_call import DeviceGroupCall, shallow_copy
 from tieredemb.modules.group import DeviceGroup
 
 if TYPE_CHECKING:
+    from tieredemb.cache.device_cache import DeviceCache
     from tieredemb.cache.replays import DeviceTicket
     from tieredemb.modules.base import TieredModule
     from tieredemb.modules.options import LookupOptions
@@ -185,7 +188,7 @@ class DeviceCall(Call):
                 f"one backward pass reached {len(calls)} forwards of {samples} samples in all; with "
                 f"{len(module.tables.config.tables)} tables these are more than {MAX_BAGS} bags: call backward for each"
             )
-        with module.tables.updating(), on_device(device):
+        with module.tables.updating(), on_device(device), contextlib.ExitStack() as used:
             for call, grad in calls:
                 call.follow(grad)
             faults = (
@@ -193,20 +196,44 @@ class DeviceCall(Call):
             )
             grads = [grad for _, grad in calls]
             found_inf, grad_scale = optimizer.scaling(grads)
+            todo = []
             for g, group in enumerate(module.tables.groups):
                 assert isinstance(group, DeviceGroup)
                 parts = [call.parts[g] for call, _ in calls]
                 batch = _Combined(parts, grads, module.options)
-                options = optimizer.options_on(group)
-                tickets = [part.ticket for part in parts]
-                with group.cache.using(*tickets):
+                todo.append((group, batch, optimizer.options_on(group), [part.ticket for part in parts]))
+            for group, _, _, tickets in todo:
+                used.enter_context(group.cache.using(*tickets))
+            with _half_done(group.cache for group, *_ in todo):
+                for group, batch, options, tickets in todo:
                     rate, numbers = group.lookup.begin(
-                        options, group.device_steps, faults, found_inf, grad_scale, batch.segments.work
-                    )
-                    away = group.cache.away(tickets)
+                        options, group.device_steps, faults, found_inf, grad_scale,
+                        batch.segments.work,
+                    )  # fmt: skip
                     group.lookup.update(
-                        group.cache.hot, away, batch.segments, batch.grad, batch.scale, batch.argmax, rate, numbers
-                    )
+                        group.cache.hot, group.cache.away(tickets), batch.segments, batch.grad, batch.scale,
+                        batch.argmax, rate, numbers,
+                    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
+    """An update that is launched inside is one: interrupted, it leaves rows in doubt. Of a capture nothing has run."""
+    if torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    books, change = [cache.changes for cache in caches], HalfWritten("an update")
+    for book in books:
+        book.begin(change)
+    change.has_begun = True
+    try:
+        yield
+    except BaseException as error:
+        for book in books:
+            book.note(error)
+        raise
+    for book in books:
+        book.end(change)
 
 
 class _Combined:

@@ -78,7 +78,7 @@ class TieredEmbedding(TieredModule):
         self.scale_grad_by_freq = scale_grad_by_freq
         self.sparse = sparse
         if _weight is not None:
-            self.tables.set_weight(0, _weight)
+            self.tables.set_weights({0: _weight})
         self.requires_grad_(not _freeze)
 
     @classmethod

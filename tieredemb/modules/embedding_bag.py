@@ -98,7 +98,7 @@ class TieredEmbeddingBag(TieredModule):
         self.include_last_offset = include_last_offset
         self.padding_idx = table.padding_idx
         if _weight is not None:
-            self.tables.set_weight(0, _weight)
+            self.tables.set_weights({0: _weight})
 
     @classmethod
     def from_pretrained(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tieredemb.cache.base import Cache
+from tieredemb.cache.changes import Part
 from tieredemb.cache.tiered_cache import TieredCache, cache_bytes_per_slot
 from tieredemb.config import CHECKS, Capacity, CheckIds, OptimizerConfig, Policy, TableConfig, slots_for
 from tieredemb.errors import ConfigError
@@ -82,6 +83,7 @@ class Group(abc.ABC):
             cold.metadata.steps = [0] * len(tables)
         try:
             self._make_cache(cold)
+            self.cache.doubts.all_parts = self._parts()
             if not opened:
                 self.adopt()
         except BaseException:
@@ -110,6 +112,11 @@ class Group(abc.ABC):
             state_value=state_start(self.config.optimizer),
             device=self.config.device,
         )
+
+    def _parts(self) -> frozenset[Part]:
+        """What may be in doubt of the rows, table by table: their weights, and their state where they have any."""
+        kinds = ("weight", "state") if self.cache.cold.layout.state_width else ("weight",)
+        return frozenset((int(table), kind) for table in self.space.tables for kind in kinds)
 
     def _ranges(self) -> list[tuple[int, int]]:
         """First key and number of rows of each resident table."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from tieredemb.cache.base import Cache
+from tieredemb.cache.changes import Change
 from tieredemb.cache.tickets import Ticket
 from tieredemb.kernels.segments import segments_of_homes
 from tieredemb.lookup.bags import Bags, make_bags
@@ -25,9 +28,60 @@ from tieredemb.modules.table_set import carrier_view
 from tieredemb.storage.base import CARRIERS
 
 if TYPE_CHECKING:
+    from tieredemb.kernels.cpu import Pass
     from tieredemb.modules.base import TieredModule
 
     Array = np.ndarray[Any, Any]
+
+
+class _Together:
+    """Passes over the hot rows of several groups that are all run, or none."""
+
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        self._passes = passes
+        self.rows_are_done = False
+
+    @property
+    def begun(self) -> bool:
+        return self.rows_are_done or any(rows.begun for rows in self._passes)
+
+
+class RowPass(Change):
+    """A pass over hot rows of a group; `steps`: that its tables have taken then. Interrupted, it is ended if it, or one
+    that belongs to it, has begun."""
+
+    def __init__(self, group: HostGroup, rows: Pass, together: _Together, steps: Sequence[int]) -> None:
+        self.group, self.rows = group, rows
+        self._together, self._steps = together, steps
+
+    def count(self) -> None:
+        if self._steps:
+            self.group.steps = list(self._steps)
+
+    def settle(self, cache: Cache) -> None:
+        if self._together.begun:
+            self.rows.run()
+            self.count()
+
+
+def carry_out(passes: Sequence[tuple[HostGroup, Pass]], *, is_step: bool) -> None:
+    """Runs passes that belong together, as one step of the optimizer or none: an exception in between leaves all of
+    them done, or none. The caller holds the locks of the groups' rows."""
+    together = _Together([rows for _, rows in passes])
+    changes = [
+        RowPass(group, rows, together, [step + 1 for step in group.steps] if is_step else ()) for group, rows in passes
+    ]
+    for change in changes:
+        change.group.cache.changes.begin(change)
+    try:
+        for change in changes:
+            change.rows.run()
+        together.rows_are_done = True
+        for change in changes:
+            change.count()
+    finally:
+        for change in changes:
+            change.group.cache.changes.settle(change.group.cache)
 
 
 class HostGroupCall:
@@ -44,7 +98,8 @@ class HostGroupCall:
     def limit_norms(self, max_norm: float, norm_type: float) -> None:
         """Scales the rows of this forward down to `max_norm`, where they are longer."""
         with self.group.cache.lock:
-            limit_norms(self.group.cache.hot, self.ticket.unique_slots, max_norm, norm_type)
+            rows = limit_norms(self.group.cache.hot, self.ticket.unique_slots, max_norm, norm_type)
+            carry_out([(self.group, rows)], is_step=False)
 
     def pool(self, out: Array, weights: Array | None, *, keep_argmax: bool, keep_rows: bool) -> None:
         """Pools into `out` (carrier (B, ΣD)); keeps what a backward will want to know of the forward."""
@@ -132,7 +187,7 @@ class HostCall(Call):
     @staticmethod
     def apply(module: TieredModule, collected: list[tuple[Call, torch.Tensor]]) -> None:
         optimizer = module.check_trainable()
-        todo = []
+        todo: list[tuple[HostGroup, Pass]] = []
         with module.tables.updating():
             for g, group in enumerate(module.tables.groups):
                 assert isinstance(group, HostGroup)
@@ -140,15 +195,13 @@ class HostCall(Call):
                 numbers = optimizer.numbers(group, [grad for _, grad in parts])
                 if numbers is None:
                     return
-                todo.append((group, parts, numbers))
-            for group, parts, numbers in todo:
-                apply_update(group, parts, numbers, module)
-                group.steps = [step + 1 for step in group.steps]
+                todo.append((group, prepare_update(group, parts, numbers, module)))
+            carry_out(todo, is_step=True)
 
 
-def apply_update(
+def prepare_update(
     group: HostGroup, parts: list[tuple[HostGroupCall, torch.Tensor]], numbers: Hyperparameters, module: TieredModule
-) -> None:
+) -> Pass:
     """One optimizer step of a group for the calls of one backward pass, in forward order. The caller holds the lock."""
     options = module.options
     gradients = [part.gradient(grad.numpy(), scale_by_freq=options.scale_grad_by_freq) for part, grad in parts]
@@ -160,7 +213,7 @@ def apply_update(
         homes = [_trained_homes(part, options.padding_is_dropped) for part, _ in parts]
         segments = segments_of_homes(np.concatenate(homes), len(group.cache.hot))
         gradient = _concatenate(gradients)
-    update(group.cache.hot, segments, gradient, group.space, numbers)
+    return update(group.cache.hot, segments, gradient, group.space, numbers)
 
 
 def _trained_homes(part: HostGroupCall, padding_is_dropped: bool) -> Array:

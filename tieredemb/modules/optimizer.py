@@ -112,13 +112,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._options
 
     def move(self) -> None:
-        """Follows the tables to another device."""
-        device = self._tables.config.device
-        for param in self.param_groups[0]["params"]:
-            param.data = param.data.to(device)
-            param.grad = None
+        """Follows the tables to another device, if they are on one."""
+        device, params = self._tables.config.device, self.param_groups[0]["params"]
+        if params[-1].device == device:
+            return
         self._options, self._told = self._make_options(), None
         self.found_inf = False
+        for param in params:
+            param.grad = None
+            param.data = param.data.to(device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: the tables are the parameters."""
@@ -150,20 +152,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = state_dict.get("param_groups", [])
         if len(groups) != 1 or len(groups[0]["params"]) != len(tables):
             raise InvalidInputError(f"the state dict must have one param group of {len(tables)} tables")
-        loaded: list[tuple[int, float, torch.Tensor | None]] = []
+        loaded: dict[int, tuple[int, torch.Tensor | None]] = {}
         for table, key in enumerate(groups[0]["params"]):
             entry = state_dict["state"].get(key, {})
             words = self._words(table, entry)
             if words is None and state_names(self._config):  # torch's optimizers have no state before their first step
                 shape = (tables[table].num_embeddings, self._tables.locate(table)[0].cache.cold.layout.state_width)
                 words = torch.full((1, 1), state_start(self._config), device="cpu").expand(shape)
-            loaded.append((table, float(entry.get("step", 0)), words))
-        for table, step, words in loaded:
-            group, position, _ = self._tables.locate(table)
-            group.steps = [*group.steps[:position], int(step), *group.steps[position + 1 :]]
-            if words is not None:
-                self._tables.set_state(table, words)
-        self.set_options(groups[0])
+            loaded[table] = int(entry.get("step", 0)), words
+        self._tables.set_states(loaded, lambda: self.set_options(groups[0]))
 
     def options(self) -> dict[str, Any]:
         """lr, eps, … as the param group holds them, without its params; tensors as numbers."""

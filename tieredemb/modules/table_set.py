@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from tieredemb.cache.changes import HalfWritten, Part
 from tieredemb.cache.locks import Locks
 from tieredemb.config import Capacity, parse_bytes
 from tieredemb.errors import ConfigError, StorageFullError
@@ -30,16 +31,35 @@ EARLIER = "; this was in an earlier batch, which has updated no row"
 NOT_BEGUN = f"{EARLIER}, and this one was not begun: call it again"
 
 
+class _Place(NamedTuple):
+    """Where tables are. `earlier`: what was counted before they came there."""
+
+    config: TableSetConfig
+    groups: list[Group]
+    faults: Any
+    earlier: CacheStats
+
+
+class _Placed:
+    """A place that changes as one thing, whatever interrupts; whoever closes the tables finds them by it."""
+
+    def __init__(self, now: _Place) -> None:
+        self.now = now
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as all_of_them:  # one that fails does not keep the others open
+            for group in self.now.groups:
+                all_of_them.callback(group.cache.close)
+
+
 class TableSet:
     """Opens the tables of `config`. Closes (flushes) them when it is collected or the process exits."""
 
     def __init__(self, config: TableSetConfig) -> None:
-        self.config = config
+        self._placed = _Placed(_Place(config, [], make_fault_report(config), CacheStats()))
         self.columns = np.concatenate([[0], np.cumsum([t.embedding_dim for t in config.tables])]).astype(np.int64)
         widths = sorted({table.embedding_dim for table in config.tables})
-        self.faults = make_fault_report(config)
-        self.groups: list[Group] = []
-        self._finalizer = weakref.finalize(self, _close_groups, self.groups)
+        self._finalizer = weakref.finalize(self, self._placed.close)
         for width in widths:
             members = [t for t, table in enumerate(config.tables) if table.embedding_dim == width]
             space = KeySpace(config.tables, members, list(self.columns))
@@ -49,6 +69,19 @@ class TableSet:
             except BaseException:
                 self.close()
                 raise
+
+    @property
+    def config(self) -> TableSetConfig:
+        return self._placed.now.config
+
+    @property
+    def groups(self) -> list[Group]:
+        return self._placed.now.groups
+
+    @property
+    def faults(self) -> Any:
+        """Where a GPU reports bad ids and offsets; None on the CPU."""
+        return self._placed.now.faults
 
     @property
     def output_width(self) -> int:
@@ -76,8 +109,22 @@ class TableSet:
         self.check_faults()
         return out
 
-    def set_weight(self, table: int, weight: torch.Tensor) -> None:
-        """Overwrites a table's weights with `weight` (rows, D), rounded to the rows' dtype."""
+    def set_weights(self, weights: Mapping[int, torch.Tensor]) -> None:
+        """Overwrites the weights of tables with (rows, D) each, rounded to the rows' dtype. Raises `StorageFullError`
+        before anything changes."""
+        with self.changing("load_state_dict", [(table, "weight") for table in weights]) as change:
+            for table in weights:
+                self._reserve(table)
+            change.has_begun = True
+            for table, weight in weights.items():
+                self._write_weight(table, weight)
+
+    def _reserve(self, table: int) -> None:
+        """Takes space for all rows of a table."""
+        group, _, first = self.locate(table)
+        group.cache.cold.reserve_range(first, first + self.config.tables[table].num_embeddings)
+
+    def _write_weight(self, table: int, weight: torch.Tensor) -> None:
         group, _, first = self.locate(table)
         for start, stop in _chunks(len(weight)):
             rows = weight[start:stop].detach().to(device="cpu", dtype=self.config.dtype).contiguous()
@@ -92,8 +139,22 @@ class TableSet:
             group.cache.export_rows(first + start, first + stop, no_weight, out[start:stop].numpy().view(np.uint32))
         return out
 
-    def set_state(self, table: int, state: torch.Tensor) -> None:
-        """Overwrites a table's optimizer state with `state`, float32 (rows, S)."""
+    def set_states(self, states: Mapping[int, tuple[int, torch.Tensor | None]], then: Callable[[], None]) -> None:
+        """Overwrites the steps that tables have taken, and their optimizer state with float32 (rows, S), where there is
+        any. `then`: what belongs to it. Raises `StorageFullError` before anything changes."""
+        with self.changing("load_state_dict of the optimizer", [(table, "state") for table in states]) as change:
+            for table, (_, words) in states.items():
+                if words is not None:
+                    self._reserve(table)
+            change.has_begun = True
+            for table, (step, words) in states.items():
+                group, position, _ = self.locate(table)
+                group.steps = [*group.steps[:position], step, *group.steps[position + 1 :]]
+                if words is not None:
+                    self._write_state(table, words)
+            then()
+
+    def _write_state(self, table: int, state: torch.Tensor) -> None:
         group, _, first = self.locate(table)
         for start, stop in _chunks(len(state)):
             rows = state[start:stop].detach().to(device="cpu", dtype=torch.float32).contiguous()
@@ -124,6 +185,26 @@ class TableSet:
         """Keeps other threads from the rows; they may plan."""
         return Locks((group.cache for group in self.groups), plans=False)
 
+    @contextlib.contextmanager
+    def changing(self, call: str, parts: Iterable[Part] | None = None) -> Iterator[HalfWritten]:
+        """Holds all caches for a call that replaces rows: those `parts` of them (table and "weight" or "state"), or
+        all. Interrupted after it `has_begun`, it leaves them in doubt, and done, it dispels doubts of them."""
+        with self.locked():
+            change = HalfWritten(call, None if parts is None else frozenset(parts))
+            for group in self.groups:
+                group.cache.check_loadable(change.parts)
+            for group in self.groups:
+                group.cache.changes.begin(change)
+            try:
+                yield change
+            except BaseException as error:
+                for group in self.groups:
+                    group.cache.changes.note(error)
+                raise
+            for group in self.groups:
+                group.cache.changes.end(change)
+                group.cache.doubts.dispel(change.parts)
+
     def flush(self) -> None:
         """Writes all hot rows back: afterwards cold storage alone holds the truth."""
         for group in self.groups:
@@ -137,28 +218,28 @@ class TableSet:
                 group.cache.check_idle("move the tables")
             config = replace(self.config, device=device)
             self.flush()
+            counted, before = self.stats(), self.groups
             with contextlib.ExitStack() as undo:  # tables of one width that do not fit leave the others where they are
-                groups = []
-                for group in self.groups:
+                groups: list[Group] = []
+                for group in before:
                     groups.append(move_group(group, config))
                     undo.callback(groups[-1].cache.abandon)
+                place = _Place(config, groups, make_fault_report(config), counted)
                 undo.pop_all()
-            for group in self.groups:
+            self._placed.now = place
+            for group in before:
                 group.cache.abandon()
-            self.faults = make_fault_report(config)
-            self.groups[:] = groups
-            self.config = config
 
     def close(self) -> None:
         """Flushes and closes, then raises what a GPU has found wrong since. A second call does nothing; after a failed
         one (a full disk) it tries again."""
-        _close_groups(self.groups)
+        self._placed.close()
         self._finalizer.detach()
         self.check_faults()
 
     def stats(self) -> CacheStats:
         """Totals of all groups. Synchronises with a GPU, and raises what it has found wrong since."""
-        total = sum((group.cache.stats() for group in self.groups), CacheStats())
+        total = sum((group.cache.stats() for group in self.groups), self._placed.now.earlier)
         self.check_faults()
         return total
 
@@ -233,12 +314,6 @@ def _used_chunks(group: Group) -> Iterator[tuple[int, int]]:
 
 def _chunks(rows: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + COPY_ROWS, rows)) for start in range(0, rows, COPY_ROWS))
-
-
-def _close_groups(groups: list[Group]) -> None:
-    with contextlib.ExitStack() as all_of_them:  # one that fails does not keep the others open
-        for group in groups:
-            all_of_them.callback(group.cache.close)
 
 
 def _share(capacity: Capacity, space: KeySpace, config: TableSetConfig) -> Capacity:

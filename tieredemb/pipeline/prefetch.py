@@ -132,6 +132,9 @@ class Run(Generic[B]):
         self._seen: list[Lookup] = []  # forwards of the current batch, while it is to be learned from
         self._listens = False
         self._warned = False
+        modules = set(prefetch.modules.values())
+        for module in modules.difference(*(run._prefetch.modules.values() for run in _RUNNING)):
+            module.ahead.drop_all()  # plans of a loop whose end was interrupted
         self._listen(told is None and prefetch.depth > 0)
         _RUNNING.append(self)
 
@@ -214,11 +217,12 @@ class Run(Generic[B]):
 
     def close(self) -> None:
         """Gives up all plans that no forward took."""
-        _RUNNING.remove(self)
-        self._listen(False)
-        for give_up in self._planners:
-            give_up()
-        self._drop_all()
+        with contextlib.ExitStack() as each:  # one that is interrupted keeps no other from its end
+            each.callback(self._drop_all)
+            for give_up in self._planners:
+                each.callback(give_up)
+            each.callback(self._listen, False)
+            each.callback(_RUNNING.remove, self)
 
     def _drop_all(self) -> None:
         for fetched in (*self.queue, *([] if self._current is None else [self._current])):

@@ -152,6 +152,20 @@ class ColdRows(abc.ABC):
         rows keep their content and their addresses. May synchronise. Raises `StorageError` where it should work and
         does not."""
 
+    def begin_changes(self) -> None:  # noqa: B027 - memory has nobody to tell
+        """To be called before a row is used or changed other than by the calls below, which do so themselves: what
+        outlives the process is then known to be older than what this process has."""
+
+    def copy_range(self, start: int, stop: int, weight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Copies the rows start … stop − 1 as they lie here: `weight`, carrier (K, D) or without columns, is filled;
+        the states are returned, uint32 (K, S + 1). The tier does not grow by it."""
+        self.finish()
+        weight[:] = self.weight[start:stop, : weight.shape[1]]
+        return self.state[start:stop].copy()
+
+    def kept(self) -> None:  # noqa: B027
+        """All rows were saved elsewhere, as they are now."""
+
     def reserve(self, keys: np.ndarray[Any, Any]) -> None:  # noqa: B027 - memory needs no reservation
         """Makes sure that writing the rows `keys` (int64 (K,), any order, duplicates allowed) cannot fail for want
         of space. Raises `StorageFullError` and leaves every row as it was."""
@@ -255,8 +269,9 @@ class ColdRows(abc.ABC):
         """Makes rows and metadata durable where the tier outlives the process."""
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Flushes, marks the tier clean and releases it. A second call does nothing."""
+    def close(self, *, clean: bool = True) -> None:
+        """Flushes, marks the tier clean and releases it; without `clean` a tier that outlives the process is neither
+        flushed nor marked. A second call does nothing, or goes on with one that has failed."""
 
     @abc.abstractmethod
     def size_bytes(self) -> dict[str, int]:

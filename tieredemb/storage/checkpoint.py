@@ -4,7 +4,8 @@ verified.
 A directory holds `manifest.json` and the row files that it names (`rows-<token>-<n>.bin`). A save writes row
 files of new names, syncs them, reads them back, and then replaces the manifest: that rename is the moment at
 which the new checkpoint exists. Killed before, the old one loads; killed after, the new one. What no manifest
-names is deleted by the next save.
+names is deleted by the next save. A load opens all row files before it reads them, so that a save may delete
+them under it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError
 from tieredemb.storage.base import ColdRows
-from tieredemb.storage.checkpoint_files import Chunk, read_chunks, verify_rows, write_rows
+from tieredemb.storage.checkpoint_files import RowFile, write_rows
 from tieredemb.storage.checkpoint_manifest import (
     MANIFEST,
     Manifest,
@@ -29,7 +30,8 @@ from tieredemb.storage.checkpoint_manifest import (
     write_manifest,
 )
 from tieredemb.storage.file_header import difference, jsonable, layout_fields, plain_metadata
-from tieredemb.storage.file_io import fsync_directory
+from tieredemb.storage.file_io import fsync_directory, pread_all
+from tieredemb.storage.system import system
 
 Spaces = Mapping[str, ColdRows]
 Identities = Mapping[str, Mapping[str, Any]]
@@ -41,12 +43,14 @@ def save(
     *,
     identities: Identities | None = None,
     extra: Mapping[str, Any] | None = None,
+    broken: str = "",
 ) -> None:
     """Writes the used rows and the metadata of the key spaces `spaces` (by name) to `directory`, made if
     missing.
 
-    `identities`: what the rows of each space mean, compared by `load`. `extra`: anything that JSON can hold.
-    Flush hot caches first: only cold rows are read. Memory: about 100 MiB of buffers, whatever the size of
+    `identities`: what the rows of each space mean, compared by `opened`. `extra`: anything that JSON can hold.
+    `broken`: why rows are not to be trusted, if so: the checkpoint says it when it is opened.
+    Write hot caches back first: only cold rows are read. Memory: about 100 MiB of buffers, whatever the size of
     the table.
 
     Raises `StorageFullError` or `CheckpointError`; the last checkpoint is then untouched and nothing partial
@@ -56,13 +60,15 @@ def save(
     described = {name: jsonable(dict((identities or {}).get(name, {})), f"identity of {name!r}") for name in spaces}
     noted = jsonable(dict(extra or {}), "extra")
     with checkpoint_errors(path, "saving"):
-        os.makedirs(path, exist_ok=True)
-        with _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            manifest = _save_rows(path, spaces, described, noted)
-            _remove(path, [name for name in os.listdir(path) if is_leftover(name, manifest)])
+        system.makedirs(path)
+        with _locked(path):
+            manifest = _save_rows(path, spaces, described, noted, broken)
+            for cold in spaces.values():
+                cold.kept()
+            _remove(path, [name for name in system.listdir(path) if is_leftover(name, manifest)])
 
 
-def _save_rows(path: str, spaces: Spaces, identities: Identities, extra: dict[str, Any]) -> Manifest:
+def _save_rows(path: str, spaces: Spaces, identities: Identities, extra: dict[str, Any], broken: str) -> Manifest:
     token = secrets.token_hex(8)
     written: list[str] = []
     try:
@@ -71,7 +77,8 @@ def _save_rows(path: str, spaces: Spaces, identities: Identities, extra: dict[st
             file = f"rows-{token}-{number}.bin"
             written.append(file)
             chunks = write_rows(os.path.join(path, file), cold)
-            verify_rows(os.path.join(path, file), chunks, cold.layout)
+            with RowFile(path, file) as rows:
+                rows.verify(chunks, cold.layout)
             entries[name] = Space(
                 file=file,
                 layout=layout_fields(cold.layout),
@@ -79,60 +86,102 @@ def _save_rows(path: str, spaces: Spaces, identities: Identities, extra: dict[st
                 metadata=plain_metadata(cold.metadata),
                 chunks=chunks,
             )
-        manifest = Manifest(spaces=entries, extra=extra)
+        manifest = Manifest(spaces=entries, extra=extra, broken=broken)
         pending = f"{MANIFEST}.{token}"
         written.append(pending)
         write_manifest(os.path.join(path, pending), manifest)
         fsync_directory(path)  # the row files' names, before a manifest that needs them
-        os.replace(os.path.join(path, pending), os.path.join(path, MANIFEST))
+        system.rename(os.path.join(path, pending), os.path.join(path, MANIFEST))
     except BaseException:
-        if not _names(path, token):  # an interrupt may arrive just after the rename
+        if not _may_name(path, token):  # an interrupt may arrive just after the rename
             _remove(path, written)
         raise
     fsync_directory(path)
     return manifest
 
 
-def load(directory: str | os.PathLike[str], spaces: Spaces, *, identities: Identities | None = None) -> dict[str, Any]:
-    """Replaces all rows and metadata of `spaces` by those of the checkpoint in `directory`; returns its
-    `extra`.
+class Opened:
+    """A checkpoint that was verified, whose row files are open: a save that replaces it meanwhile takes nothing away.
+    `extra`: what was saved beside the rows."""
 
-    Empty hot caches first: what they hold belongs to the rows that go. `identities` as in `save`; without
-    them they are not compared. Everything is verified before a row is changed. Raises `CheckpointError`
-    (nothing was changed), or `StorageError` (a space ran full, or what was verified could not be read again: all
-    rows of all spaces are then untouched ones).
+    def __init__(self, path: str, manifest: Manifest, files: Mapping[str, RowFile], spaces: Spaces) -> None:
+        self.extra = manifest.extra
+        self._path, self._manifest, self._files, self._spaces = path, manifest, files, spaces
+
+    def restore(self) -> None:
+        """Replaces all rows and metadata of the spaces; hot caches have to be emptied, as what they hold belongs to the
+        rows that go. Raises `StorageError` where a space runs full, or what was verified cannot be read again: rows are
+        then partly untouched ones."""
+        try:
+            for cold in self._spaces.values():
+                cold.reset()
+            for name, cold in self._spaces.items():
+                entry = self._manifest.spaces[name]
+                for keys, weight, state in self._files[name].chunks(entry.chunks, cold.layout):
+                    cold.reserve(keys)
+                    cold.weight[keys] = weight
+                    cold.state[keys] = state
+                cold.metadata = plain_metadata(entry.metadata)
+        except CheckpointError as error:
+            raise StorageError(f"loading failed after the checkpoint was verified ({error})") from error
+        except TieredEmbError:
+            raise
+        except OSError as error:
+            raise StorageError(
+                f"loading the checkpoint in {self._path!r} failed after it was verified ({error}); load it again, or "
+                "use another checkpoint"
+            ) from error
+
+
+@contextlib.contextmanager
+def opened(
+    directory: str | os.PathLike[str],
+    spaces: Spaces,
+    *,
+    identities: Identities | None = None,
+    recover: bool = False,
+) -> Iterator[Opened]:
+    """The checkpoint in `directory`, verified, to be restored into `spaces` inside the context.
+
+    `identities` as in `save`; without them they are not compared. `recover`: take rows that the saving cache did not
+    trust. Changes nothing, and waits for nobody. Raises `CheckpointError`.
     """
     path = os.path.abspath(os.fspath(directory))
-    with checkpoint_errors(path, "loading"), _locked(path, fcntl.LOCK_SH):
-        manifest = read_manifest(path)
-        _compare(path, manifest, spaces, identities)
-        for name, cold in spaces.items():
-            entry = manifest.spaces[name]
-            verify_rows(os.path.join(path, entry.file), entry.chunks, cold.layout)
-        for cold in spaces.values():
-            cold.reset()
-        try:
+    with contextlib.ExitStack() as stack:
+        with checkpoint_errors(path, "loading"):
+            manifest, files = _open_files(path, stack)
+            _compare(path, manifest, spaces, identities)
+            if manifest.broken and not recover:
+                raise CheckpointError(
+                    f"the checkpoint in {path!r} was saved by a cache whose rows were not to be trusted: "
+                    f"{manifest.broken}. Use an earlier checkpoint, or take the rows as they are with "
+                    "load_checkpoint(directory, recover=True); nothing was changed"
+                )
             for name, cold in spaces.items():
-                entry = manifest.spaces[name]
-                _load_rows(os.path.join(path, entry.file), entry.chunks, cold)
-                cold.metadata = plain_metadata(entry.metadata)
-        except BaseException as error:
-            for cold in spaces.values():  # half of a checkpoint must not pass for a whole one
-                cold.reset()
-            if isinstance(error, OSError) and not isinstance(error, StorageError):
-                raise StorageError(
-                    f"loading the checkpoint in {path!r} failed after it was verified ({error}): all rows are as at "
-                    "the start now; load again, or use another checkpoint"
+                files[name].verify(manifest.spaces[name].chunks, cold.layout)
+        yield Opened(path, manifest, files, spaces)
+
+
+def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[str, RowFile]]:
+    """The manifest, and the row files that it names: a save may replace both in between, and another try finds the new
+    ones."""
+    try:
+        system.stat(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint in {path!r}: the directory does not exist") from error
+    manifest = read_manifest(path)
+    while True:
+        try:
+            return manifest, {
+                name: stack.enter_context(RowFile(path, entry.file)) for name, entry in manifest.spaces.items()
+            }
+        except FileNotFoundError as error:
+            again = read_manifest(path)
+            if again == manifest:
+                raise CheckpointError(
+                    f"{error.filename!r} is missing from the checkpoint; use another checkpoint"
                 ) from error
-            raise
-    return manifest.extra
-
-
-def _load_rows(path: str, chunks: list[Chunk], cold: ColdRows) -> None:
-    for keys, weight, state in read_chunks(path, chunks, cold.layout):
-        cold.reserve(keys)
-        cold.weight[keys] = weight
-        cold.state[keys] = state
+            manifest = again
 
 
 def _compare(path: str, manifest: Manifest, spaces: Spaces, identities: Identities | None) -> None:
@@ -171,31 +220,36 @@ def checkpoint_errors(path: str, doing: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(path: str, how: int) -> Iterator[None]:
-    """Keeps a save from deleting what another save writes or a load reads. A load waits for a save."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no checkpoint in {path!r}: the directory does not exist") from error
+def _locked(path: str) -> Iterator[None]:
+    """Keeps a save from deleting what another save writes."""
+    fd = system.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
-            fcntl.flock(fd, how)
+            system.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise CheckpointError(
-                f"{path!r} is in use by another save or load; wait for it, or save to another directory"
+                f"{path!r} is in use by another save, or somebody else has locked it; wait for it, or save to another "
+                "directory"
             ) from error
         yield
     finally:
-        os.close(fd)
+        system.close(fd)
 
 
-def _names(path: str, token: str) -> bool:
-    """Whether the manifest in the directory is that of the save `token`."""
+def _may_name(path: str, token: str) -> bool:
+    """Whether the manifest in the directory is that of the save `token`, as far as can be known."""
     try:
-        with open(os.path.join(path, MANIFEST), "rb") as file:
-            return token.encode() in file.read()
+        fd = system.open(os.path.join(path, MANIFEST), os.O_RDONLY)
     except FileNotFoundError:
         return False
+    except OSError:
+        return True  # the next save deletes what no manifest names
+    try:
+        return token.encode() in pread_all(fd, system.fstat(fd).st_size, 0)
+    except OSError:
+        return True
+    finally:
+        system.close(fd)
 
 
 def _remove(path: str, names: list[str]) -> None:
@@ -203,4 +257,4 @@ def _remove(path: str, names: list[str]) -> None:
     save."""
     for name in names:
         with contextlib.suppress(OSError):
-            os.unlink(os.path.join(path, name))
+            system.unlink(os.path.join(path, name))

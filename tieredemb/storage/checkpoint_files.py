@@ -16,7 +16,8 @@ import numpy as np
 
 from tieredemb.errors import CheckpointError
 from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout
-from tieredemb.storage.file_io import pread_all, pwrite_all
+from tieredemb.storage.file_io import Descriptor, pread_all, pwrite_all
+from tieredemb.storage.system import system
 
 Array = np.ndarray[Any, Any]
 _CHUNK_BYTES = 16 << 20  # large enough to stream, small enough to hold a few
@@ -59,7 +60,7 @@ def write_rows(path: str, cold: ColdRows) -> list[Chunk]:
     chunk_rows = max(1, _CHUNK_BYTES // (_KEY_BYTES + cold.layout.row_bytes))
     chunks: list[Chunk] = []
     offset = 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         for keys in used_keys(cold, chunk_rows):
             crc, start = 0, offset
@@ -69,39 +70,48 @@ def write_rows(path: str, cold: ColdRows) -> list[Chunk]:
                 pwrite_all(fd, data, offset)
                 offset += data.nbytes
             chunks.append(Chunk(start, len(keys), crc))
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that verifying reads what the disk has
+        system.fsync(fd)
+        system.fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that verifying reads what the disk has
     finally:
-        os.close(fd)
+        system.close(fd)
     return chunks
 
 
-def verify_rows(path: str, chunks: list[Chunk], layout: RowLayout) -> None:
-    """Reads the whole file: size, checksums, keys in range and ascending. Raises `CheckpointError`."""
-    expected = sum(_bytes_of(chunk.rows, layout) for chunk in chunks)
-    try:
-        size = os.stat(path).st_size
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path!r} is missing from the checkpoint; use another checkpoint") from error
-    if size != expected:
-        raise CheckpointError(f"{path!r} has {size} bytes and the manifest says {expected}; use another checkpoint")
-    last = -1
-    for keys, _, _ in read_chunks(path, chunks, layout):
-        if len(keys) and (keys[0] <= last or keys[-1] >= layout.rows or (np.diff(keys) <= 0).any()):
-            raise CheckpointError(f"{path!r} holds keys out of order or range; use another checkpoint")
-        last = int(keys[-1]) if len(keys) else last
+class RowFile:
+    """An open row file of a checkpoint. Raises `OSError`; `CheckpointError` for what it should not hold."""
 
+    def __init__(self, directory: str, name: str) -> None:
+        self._path = os.path.join(directory, name)
+        self._file = Descriptor(system.open(self._path, os.O_RDONLY))
 
-def read_chunks(path: str, chunks: list[Chunk], layout: RowLayout) -> Iterator[tuple[Array, Array, Array]]:
-    """Yields keys (n,), weight (n, D) and state (n, S + 1) of each chunk, read-only, with its checksum
-    verified."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    def __enter__(self) -> RowFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def verify(self, chunks: list[Chunk], layout: RowLayout) -> None:
+        """Reads the whole file: size, checksums, keys in range and ascending."""
+        expected = sum(_bytes_of(chunk.rows, layout) for chunk in chunks)
+        size = system.fstat(self._file.fd).st_size
+        if size != expected:
+            raise CheckpointError(
+                f"{self._path!r} has {size} bytes and the manifest says {expected}; use another checkpoint"
+            )
+        last = -1
+        for keys, _, _ in self.chunks(chunks, layout):
+            if len(keys) and (keys[0] <= last or keys[-1] >= layout.rows or (np.diff(keys) <= 0).any()):
+                raise CheckpointError(f"{self._path!r} holds keys out of order or range; use another checkpoint")
+            last = int(keys[-1]) if len(keys) else last
+
+    def chunks(self, chunks: list[Chunk], layout: RowLayout) -> Iterator[tuple[Array, Array, Array]]:
+        """Yields keys (n,), weight (n, D) and state (n, S + 1) of each chunk, read-only, with its checksum
+        verified."""
         for chunk in chunks:
-            data = pread_all(fd, _bytes_of(chunk.rows, layout), chunk.offset)
+            data = pread_all(self._file.fd, _bytes_of(chunk.rows, layout), chunk.offset)
             if zlib.crc32(data) != chunk.crc32:
                 raise CheckpointError(
-                    f"{path!r} is damaged: the checksum of the {chunk.rows} rows at byte {chunk.offset} "
+                    f"{self._path!r} is damaged: the checksum of the {chunk.rows} rows at byte {chunk.offset} "
                     "differs; use another checkpoint"
                 )
             weights_at = chunk.rows * _KEY_BYTES
@@ -113,5 +123,3 @@ def read_chunks(path: str, chunks: list[Chunk], layout: RowLayout) -> Iterator[t
                 ),
                 np.frombuffer(data, STATE_DTYPE, offset=state_at).reshape(chunk.rows, -1),
             )
-    finally:
-        os.close(fd)

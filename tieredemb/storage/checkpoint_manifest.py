@@ -38,6 +38,7 @@ class Space:
 class Manifest:
     spaces: dict[str, Space]
     extra: dict[str, Any]
+    broken: str = ""
 
 
 def is_leftover(name: str, manifest: Manifest) -> bool:

@@ -4,8 +4,9 @@
     of 64 KiB
 
 Opening maps the file and touches no row, so a billion rows open at once and cost only the pages of the rows
-used. While it is open the file is marked unclean, durably and before the first write: rows of the hot cache
-are newer than the file, and a crash leaves rows of different batches in it.
+used. From its first use on the file is marked unclean, durably: rows of the hot cache are newer than the file,
+and a crash leaves rows of different batches in it. Opening alone marks nothing, so that one that fails leaves
+a clean file clean.
 """
 
 from __future__ import annotations
@@ -27,10 +28,19 @@ from tieredemb.errors import (
     UncleanFileError,
 )
 from tieredemb.storage.base import Metadata, RowLayout, Storage
-from tieredemb.storage.file_header import Header, HeaderSlots, difference, is_own, jsonable, layout_fields
-from tieredemb.storage.file_io import fsync_directory, storage_errors
+from tieredemb.storage.file_header import (
+    Header,
+    HeaderSlots,
+    difference,
+    is_own,
+    is_unfinished,
+    jsonable,
+    layout_fields,
+)
+from tieredemb.storage.file_io import Descriptor, fsync_directory, storage_errors
 from tieredemb.storage.file_lock import FileLock
-from tieredemb.storage.file_rows import FileRows, regions
+from tieredemb.storage.file_rows import FileRows, map_rows, regions
+from tieredemb.storage.system import system
 
 
 @dataclass(frozen=True)
@@ -76,18 +86,18 @@ class File(Storage):
             stack.callback(lock.release)
             if created:
                 stack.push(_RemovedOnError(path))
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # a second description: the mapping must not hold the lock
-            stack.callback(os.close, fd)
-            if not os.path.samestat(os.fstat(lock.fd), os.fstat(fd)):
+            file = Descriptor(system.open(path, os.O_RDWR))  # a second one: the mapping must not hold the lock
+            stack.callback(file.close)
+            if not os.path.samestat(system.fstat(lock.fd), system.fstat(file.fd)):
                 raise StorageError(f"{path!r} was replaced while it was being opened; try again")
-            if os.fstat(fd).st_size == 0 or (self.fresh and is_own(fd)):
-                slots, header = _create(path, fd, layout, identity)
+            if system.fstat(file.fd).st_size == 0 or is_unfinished(file.fd) or (self.fresh and is_own(file.fd)):
+                slots, header = _create(path, file.fd, layout, identity)
             else:
-                slots, header = _accept(path, fd, layout, identity, recover=self.recover)
-            for _ in range(2):  # both copies: damage to one must not bring an older "clean" back
-                slots.write(header)
+                slots, header = _accept(path, file.fd, layout, identity, recover=self.recover)
+            mapping = map_rows(file.fd, regions(layout, slots.region_bytes)[-1])
+            slots.write(header)  # who has the file
             fsync_directory(os.path.dirname(path))
-            rows = FileRows(path, layout, lock, fd, slots, header)
+            rows = FileRows(path, layout, lock, file, mapping, slots, header)
             stack.pop_all()
         return rows
 
@@ -104,21 +114,20 @@ class _RemovedOnError:
     ) -> None:
         if kind is not None:
             with contextlib.suppress(OSError):
-                os.unlink(self._path)
+                system.unlink(self._path)
 
 
 def _lock(path: str) -> tuple[FileLock, bool]:
     """Opens and locks the file; True when this call created it."""
-    flags = os.O_RDWR | os.O_CLOEXEC
     try:
-        fd, created = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666), True
+        file, created = Descriptor(system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)), True
     except FileExistsError:
-        fd, created = os.open(path, flags | os.O_NONBLOCK), False
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
+        file, created = Descriptor(system.open(path, os.O_RDWR | os.O_NONBLOCK)), False
+    if not stat.S_ISREG(system.fstat(file.fd).st_mode):
+        file.close()
         raise StorageFormatError(f"{path!r} is no regular file; give the path of a file")
     try:
-        return FileLock(fd), created
+        return FileLock(file), created
     except BlockingIOError as error:
         raise StorageLockedError(
             f"{path!r} is held by {_owner(path)}; close it there first (one cache owns a file at a time)"
@@ -128,22 +137,22 @@ def _lock(path: str) -> tuple[FileLock, bool]:
 def _owner(path: str) -> str:
     """Who holds the file, as its header says: the owner writes its pid after it has the lock."""
     with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = system.open(path, os.O_RDONLY)
         try:
             pid = HeaderSlots.load(path, fd)[1].pid
         finally:
-            os.close(fd)
+            system.close(fd)
         return f"this process (pid {pid})" if pid == os.getpid() else f"process {pid}"
     return "another process, which is creating it"
 
 
 def _create(path: str, fd: int, layout: RowLayout, identity: dict[str, Any]) -> tuple[HeaderSlots, Header]:
-    header = Header(layout_fields(layout), identity, Metadata(), clean=False, pid=os.getpid())
-    os.ftruncate(fd, 0)
+    header = Header(layout_fields(layout), identity, Metadata(), clean=True, pid=os.getpid())
+    system.ftruncate(fd, 0)
     slots = HeaderSlots.create(path, fd, header)
     end = regions(layout, slots.region_bytes)[-1]
     try:
-        os.ftruncate(fd, end)
+        system.ftruncate(fd, end)
     except OSError as error:
         if error.errno not in (errno.EFBIG, errno.EINVAL):
             raise
@@ -165,7 +174,7 @@ def _accept(
             f"{path!r} holds the rows of another model: {found}; give another path, or discard its rows with "
             "File(path, fresh=True)"
         )
-    size, end = os.fstat(fd).st_size, regions(layout, slots.region_bytes)[-1]
+    size, end = system.fstat(fd).st_size, regions(layout, slots.region_bytes)[-1]
     if size != end:
         raise StorageFormatError(
             f"{path!r} has {size} bytes and its header says {end}: it was truncated or appended to; restore "
@@ -174,7 +183,7 @@ def _accept(
     if not header.clean and not recover:
         raise UncleanFileError(
             f"{path!r} was not closed by its last owner (pid {header.pid}), so the last updates of "
-            "some rows are missing; open it with File(path, fresh=True) and load a checkpoint, or take "
-            "the rows as they are with File(path, recover=True)"
+            "some rows are missing; take the rows as they are with File(path, recover=True), or discard them with "
+            "File(path, fresh=True) and load a checkpoint"
         )
-    return slots, replace(header, clean=False, pid=os.getpid())
+    return slots, replace(header, pid=os.getpid())

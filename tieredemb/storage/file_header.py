@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import struct
 import sys
 import zlib
@@ -20,6 +19,7 @@ from typing import Any
 from tieredemb.errors import ConfigError, StorageError, StorageFormatError
 from tieredemb.storage.base import Metadata, RowLayout
 from tieredemb.storage.file_io import pread_all, pwrite_all
+from tieredemb.storage.system import system
 
 MAGIC = b"TIEREMB\x00"
 VERSION = 1
@@ -117,7 +117,7 @@ class HeaderSlots:
         fields = (MAGIC, VERSION, 0, self.slot_bytes, sequence, len(payload))
         crc = zlib.crc32(payload, zlib.crc32(_PREFIX.pack(*fields, 0)))
         pwrite_all(self._fd, _PREFIX.pack(*fields, crc) + payload, self.slot_bytes * (sequence % 2))
-        os.fsync(self._fd)
+        system.fsync(self._fd)
         self._sequence = sequence
 
     @classmethod
@@ -139,7 +139,7 @@ def _payload(header: Header) -> bytes:
 
 def _read_slot(fd: int, offset: int, slot_bytes: int | None) -> tuple[int, int, Header] | None:
     """The slot at `offset`, which has to say `slot_bytes` (if given), or None."""
-    prefix = os.pread(fd, _PREFIX.size, offset)
+    prefix = pread_all(fd, _PREFIX.size, offset)
     if len(prefix) < _PREFIX.size:
         return None
     *fields, crc = _PREFIX.unpack(prefix)
@@ -157,7 +157,18 @@ def _read_slot(fd: int, offset: int, slot_bytes: int | None) -> tuple[int, int, 
 
 def is_own(fd: int) -> bool:
     """Whether the file starts as ours do, whatever state it is in."""
-    return os.pread(fd, len(MAGIC), 0) == MAGIC
+    return pread_all(fd, len(MAGIC), 0) == MAGIC
+
+
+def is_unfinished(fd: int) -> bool:
+    """Whether the creation of the file did not come to its end: its creator died, and no row was ever in it."""
+    start = pread_all(fd, _PREFIX.size, 0)
+    if len(start) < _PREFIX.size or not start.startswith(MAGIC):
+        return False
+    _, version, _, slot_bytes, sequence, payload_bytes, _ = _PREFIX.unpack(start)
+    if (version, sequence, payload_bytes) != (VERSION, 0, 0) or slot_bytes not in _SLOT_BYTES:
+        return False
+    return _read_slot(fd, slot_bytes, slot_bytes) is None
 
 
 def _reason(path: str, fd: int) -> str:
@@ -171,14 +182,12 @@ def _reason(path: str, fd: int) -> str:
             )
         return f"{path!r} is no row file of tieredemb (it starts with {start[:8]!r}); give another path"
     if len(start) >= _PREFIX.size:
-        _, version, _, _, sequence, payload_bytes, _ = _PREFIX.unpack_from(start)
+        _, version, *_ = _PREFIX.unpack_from(start)
         if version > VERSION:
             return (
                 f"{path!r} has format version {version}, this library reads version {VERSION} and older; "
                 "upgrade tieredemb"
             )
-        if sequence == 0 and payload_bytes == 0:
-            return f"the creation of {path!r} did not finish; delete it or open it with File(path, fresh=True)"
     return (
         f"both copies of the header of {path!r} are damaged; restore the file, or open it with "
         "File(path, fresh=True) and load a checkpoint"

@@ -1,4 +1,4 @@
-"""System calls on files, with errors of our own family: which file, what was being done, and the cause
+"""Whole reads and writes of files, with errors of our own family: which file, what was being done, and the cause
 chained."""
 
 from __future__ import annotations
@@ -6,11 +6,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import weakref
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 from tieredemb.errors import StorageError, StorageFullError, TieredEmbError
+from tieredemb.storage.system import system
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
@@ -22,7 +27,7 @@ def storage_errors(path: str, doing: str) -> Iterator[None]:
     except TieredEmbError:
         raise
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise StorageFullError(
                 f"no space left while {doing} {path!r}; free space on its filesystem and try again: nothing was lost"
             ) from error
@@ -33,7 +38,7 @@ def pwrite_all(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Writes all of `data` at `offset`; `os.pwrite` may stop short."""
     view = memoryview(data).cast("B")
     while view.nbytes:
-        written = os.pwrite(fd, view, offset)
+        written = system.pwrite(fd, view, offset)
         view, offset = view[written:], offset + written
 
 
@@ -41,7 +46,7 @@ def pread_all(fd: int, size_bytes: int, offset: int) -> bytes:
     """Reads `size_bytes` at `offset`; fewer only at the end of the file."""
     parts = []
     while size_bytes:
-        part = os.pread(fd, size_bytes, offset)
+        part = system.pread(fd, size_bytes, offset)
         if not part:
             break
         parts.append(part)
@@ -49,10 +54,40 @@ def pread_all(fd: int, size_bytes: int, offset: int) -> bytes:
     return b"".join(parts)
 
 
+def pread_into(fd: int, array: np.ndarray[Any, Any], offset: int) -> None:
+    """Fills a C-contiguous array from `offset` on. Holes read as zeros and stay holes, unlike those that are read
+    through a mapping. Raises `OSError` at the end of the file."""
+    view = memoryview(array.reshape(-1).view(np.uint8).data)
+    while view.nbytes:
+        read = system.preadv(fd, [view], offset)
+        if not read:
+            raise OSError(errno.EIO, "the file ends before its rows do")
+        view, offset = view[read:], offset + read
+
+
+class Descriptor:
+    """An open file, closed once: by `close`, or when it is collected. The end of the process closes it, after all that
+    runs there."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._close = weakref.finalize(self, _close, fd)
+        self._close.atexit = False
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        self._close()
+
+
+def _close(fd: int) -> None:
+    with contextlib.suppress(OSError):  # the descriptor is gone all the same, and what had to be durable was synced
+        system.close(fd)
+
+
 def fsync_directory(path: str) -> None:
     """Makes the directory's entries durable: a new or renamed file may otherwise vanish in a power cut."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    fd = system.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
+        system.fsync(fd)
     finally:
-        os.close(fd)
+        system.close(fd)

@@ -14,29 +14,31 @@ import threading
 import weakref
 from typing import Any
 
+from tieredemb.storage.file_io import Descriptor
+from tieredemb.storage.system import system
+
 
 class FileLock:
-    """An exclusive lock on `fd`, which it owns from now on. Raises `BlockingIOError` when someone else holds
-    it; then `fd` is closed."""
+    """An exclusive lock on an open file, which it owns from now on. Raises `BlockingIOError` when someone else holds
+    it; then the file is closed."""
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._close = weakref.finalize(self, os.close, fd)
-        self._close.atexit = False  # the exit closes it, after the cache has flushed
+    def __init__(self, file: Descriptor) -> None:
+        self.fd = file.fd
+        self._descriptor = file
         with _GUARD:
             _HELD.add(self)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
             self.release()
             raise
 
     def release(self) -> None:
         """Gives the lock back. A second call does nothing."""
-        self._close()
+        self._descriptor.close()
 
 
-_GUARD = threading.Lock()  # a fork waits for it: no lock is half registered in the child
+_GUARD = threading.RLock()  # a fork waits for it: no lock is half registered in the child
 _HELD: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

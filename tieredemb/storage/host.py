@@ -154,7 +154,7 @@ class HostRows(ColdRows):
         except OSError as error:
             raise StorageError(f"the rows in host memory could not be cleared: {error}") from error
 
-    def close(self) -> None:
+    def close(self, *, clean: bool = True) -> None:
         """Releases the memory as soon as nobody else holds the arrays."""
         self._maps.clear()
         self.weight, self.state = self.weight[:0].copy(), self.state[:0].copy()

@@ -171,7 +171,7 @@ class PmemRows(ColdRows):
         self.state.fill(0)
         self.metadata = Metadata()
 
-    def close(self) -> None:
+    def close(self, *, clean: bool = True) -> None:
         """Gives the heap back as soon as nobody else holds the arrays."""
         self.finish()
         self.weight, self.state = self.weight[:0].copy(), self.state[:0].copy()

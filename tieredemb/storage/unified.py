@@ -116,7 +116,7 @@ class UnifiedRows(ColdRows):
         zero_in_parallel(self.state)
         self.metadata = Metadata()
 
-    def close(self) -> None:
+    def close(self, *, clean: bool = True) -> None:
         """Frees the memory as soon as nobody else holds the arrays."""
         self.weight, self.state = self.weight[:0].copy(), self.state[:0].copy()
 

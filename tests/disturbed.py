@@ -1,0 +1,175 @@
+"""What an interrupted or failed call may leave behind, checked against a twin that nobody disturbs.
+
+After any exception in a public call it has not happened, or it has, or every later call says that the cache is broken,
+which can then still be saved, closed, or mended by a load. `Pair` runs a module under disturbances beside its twin, all
+of whose rows are resident in host memory, and compares them row by row after each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devices import equal
+
+import tieredemb as te
+from tieredemb.errors import BrokenCacheError, CheckpointError, StorageError, TieredEmbError
+
+PACKAGE = str(Path(te.__file__).parent) + os.sep
+ROWS = {"a": 60, "b": 50}
+TABLES = [
+    te.TableConfig(name="a", num_embeddings=ROWS["a"], embedding_dim=4, mode="sum"),
+    te.TableConfig(name="b", num_embeddings=ROWS["b"], embedding_dim=6, mode="mean"),
+]
+
+
+def make(storage: Any = None, capacity: Any = 14, **keywords: Any) -> te.TieredEmbeddingBagCollection:
+    """Two tables of two widths, so that a call touches two caches."""
+    optimizer = te.Adam(lr=0.1)
+    return te.TieredEmbeddingBagCollection(TABLES, capacity=capacity, storage=storage, optimizer=optimizer, **keywords)
+
+
+def batch(number: int, samples: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of both tables, some of them often, and their offsets."""
+    random = torch.Generator("cpu").manual_seed(number)
+    ids = torch.cat([torch.randint(rows, (2 * samples,), generator=random, device="cpu") for rows in ROWS.values()])
+    offsets = torch.arange(0, 4 * samples + 1, 2, device="cpu")
+    where = torch.get_default_device()
+    return ids.to(where), offsets.to(where)
+
+
+def train(module: Any, number: int, samples: int = 3) -> None:
+    module(*batch(number, samples)).square().sum().backward()
+
+
+def contents(module: Any) -> list[torch.Tensor]:
+    """Weights, optimizer states and steps of all tables."""
+    state = module.fused_optimizer.state_dict()["state"]
+    return [*module.state_dict().values(), *(value for entry in state.values() for value in entry.values())]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+class Disturbance:
+    """Raises at event number `at`; `count` tells how many there were."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at = at
+        self.count = 0
+
+    def hit(self) -> bool:
+        self.count += 1
+        return self.at is not None and self.count == self.at + 1
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        raise NotImplementedError
+
+
+class LineInterrupts(Disturbance):
+    """Ctrl-C before a line of the package, counted from the first one that this thread runs inside the context."""
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame: Any, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+        if event == "line" and self.hit():
+            sys.settrace(None)
+            self.where = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
+            raise KeyboardInterrupt
+        return self._line
+
+
+class Pair:
+    """A module that is disturbed, and its twin that is not. `reopen`: makes a module of what a closed one has left, or
+    a new one. `clear`: ends what keeps the disk from working."""
+
+    def __init__(self, build: Callable[[], Any], directory: Path) -> None:
+        self._build = build
+        self.module = build()
+        self.twin = make(
+            capacity=1.0, storage=te.HostMemory() if self.module.tables.config.device.type == "cpu" else None
+        )
+        self.directory = directory
+        self.broken = 0  # how often the cache knew itself broken
+
+    def run(self, act: Callable[[Any], Any], disturbance: Disturbance) -> bool:
+        """Runs `act` on the module under the disturbance, and on the twin; checks the rule, and leaves both as after
+        `act`. Returns whether it was disturbed."""
+        before = contents(self.twin)
+        act(self.twin)
+        after = contents(self.twin)
+        error: BaseException | None = None
+        try:
+            with disturbance.on():
+                act(self.module)
+        except (TieredEmbError, KeyboardInterrupt) as caught:
+            error = caught.with_traceback(None)  # its frames hold batches in flight
+        if self._is_broken():
+            assert error is not None
+            self._mend()
+        elif self._is_closed():
+            self.module = self._build()
+        found = contents(self.module)
+        if same(found, after):
+            return error is not None
+        assert error is not None and same(found, before), f"neither before nor after: {vars(disturbance)}, {error!r}"
+        act(self.module)
+        assert same(contents(self.module), after), f"not what it was when run again: {vars(disturbance)}"
+        return True
+
+    def _is_closed(self) -> bool:
+        try:
+            self.module.flush()
+        except StorageError as error:
+            if "closed" not in str(error):
+                raise
+            return True
+        return False
+
+    def _is_broken(self) -> bool:
+        try:
+            self.module.stats()
+        except BrokenCacheError as error:
+            assert "load_checkpoint" in str(error)
+            return True
+        except StorageError as error:
+            assert "closed" in str(error)
+        return False
+
+    def _mend(self) -> None:
+        """A broken cache says so in every call, can be saved with a mark, and mended by a load."""
+        self.broken += 1
+        for call in (self.module.flush, self.module.state_dict, lambda: train(self.module, 0)):
+            with pytest.raises(BrokenCacheError):
+                call()
+        marked, good = self.directory / "marked", self.directory / "good"
+        self.module.save_checkpoint(str(marked))
+        with pytest.raises(CheckpointError, match="recover=True"):
+            self.twin.load_checkpoint(str(marked))
+        self.twin.save_checkpoint(str(good))
+        self.module.load_checkpoint(str(good))
+
+
+def positions(total: int, most: int, *, all_of_them: bool) -> list[int]:
+    """Which of `total` events to disturb: all, or at most `most`, evenly spread and the first ones among them."""
+    if all_of_them or total <= most:
+        return list(range(total))
+    return sorted({number * (total - 1) // (most - 1) for number in range(most)})

@@ -1,0 +1,230 @@
+"""Ctrl-C before every line, and real signals at random moments: the rule of `disturbed` holds, row by row.
+
+`pytest --campaign` goes through every line; without it lines are sampled evenly.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import signal
+from typing import Any
+
+import pytest
+import torch
+from disturbed import Disturbance, LineInterrupts, Pair, batch, contents, make, positions, same, train
+
+import tieredemb as te
+
+SAMPLED = 40  # lines of a call that are interrupted without --campaign
+
+
+@pytest.fixture(params=["host", "file"])
+def pair(request, device, tmp_path):
+    def build() -> Any:
+        if request.param == "file":
+            return make(te.File(str(tmp_path / "rows"), recover=True))
+        return make(te.HostMemory() if device == "cpu" else None)
+
+    pair = Pair(build, tmp_path)
+    for number in range(3):
+        pair.run(lambda module, number=number: train(module, number), Disturbing())
+    with torch.autograd.set_multithreading_enabled(False):  # backward on this thread, whose lines are seen
+        yield pair
+    pair.module.close()
+
+
+class Disturbing(LineInterrupts):
+    """Counts lines, and interrupts none without `at`."""
+
+
+def forward(module: Any, number: int) -> None:
+    with torch.no_grad():
+        module(*batch(number))
+
+
+def accumulated(module: Any, number: int) -> None:
+    with module.accumulate():
+        for part in range(2):
+            train(module, number + part)
+
+
+def load_state(module: Any, number: int) -> None:
+    module.load_state_dict({name: torch.full_like(value, number % 7) for name, value in module.state_dict().items()})
+
+
+def state(module: Any, number: int) -> None:
+    before = module.state_dict()
+    assert same(list(before.values()), list(module.state_dict().values()))
+
+
+def copied(module: Any, number: int) -> None:
+    if module.tables.groups[0].cache.cold.in_memory:
+        train(copy.deepcopy(module), number)
+
+
+ACTS = {
+    "train": train,
+    "forward": forward,
+    "larger than the cache": lambda module, number: train(module, number, samples=20),
+    "accumulate": accumulated,
+    "flush": lambda module, number: module.flush(),
+    "state_dict": state,
+    "load_state_dict": load_state,
+    "deepcopy": copied,
+}
+
+
+def campaign(pair: Pair, act: Any, request: Any, most: int = SAMPLED) -> None:
+    counting = Disturbing()
+    pair.run(lambda module: act(module, 100), counting)
+    disturbed = 0
+    chosen = positions(counting.count, most, all_of_them=request.config.getoption("--campaign"))
+    for number, at in enumerate(chosen):
+        disturbed += pair.run(lambda module, number=number: act(module, 101 + number), Disturbing(at))
+    # batches differ, so a few have fewer lines than the one that was counted
+    assert disturbed >= 0.8 * len(chosen)
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_interrupt_before_any_line_is_all_or_nothing(pair, name, request):
+    campaign(pair, ACTS[name], request)
+
+
+def test_interrupted_save_leaves_a_whole_checkpoint(pair, request, tmp_path):
+    directory = str(tmp_path / "saved")
+    pair.module.save_checkpoint(directory)
+    loaded = pair._build() if pair.module.tables.groups[0].cache.cold.in_memory else None
+    known = [contents(pair.twin)]
+
+    def act(module, number):
+        if module is pair.module:
+            module.save_checkpoint(directory)
+
+    counting = Disturbing()
+    pair.run(lambda module: act(module, 0), counting)
+    for at in positions(counting.count, SAMPLED, all_of_them=request.config.getoption("--campaign")):
+        pair.run(lambda module, at=at: train(module, at), Disturbing())
+        known.append(contents(pair.twin))
+        pair.run(lambda module: act(module, 0), Disturbing(at))
+        twin = make(capacity=1.0) if loaded is None else loaded
+        twin.load_checkpoint(directory)
+        assert same(contents(twin), known[-1])  # `run` has saved again where the save had not happened
+
+
+def test_interrupted_load_is_mended_by_another(pair, request, tmp_path):
+    directory = str(tmp_path / "saved")
+    pair.twin.save_checkpoint(directory)
+
+    def act(module, number):
+        module.load_checkpoint(directory)
+
+    counting = Disturbing()
+    pair.run(lambda module: act(module, 0), counting)
+    for at in positions(counting.count, SAMPLED, all_of_them=request.config.getoption("--campaign")):
+        pair.run(lambda module, at=at: train(module, at), Disturbing())
+        pair.run(lambda module: act(module, 0), Disturbing(at))
+    assert pair.broken  # some of it cannot be taken back
+
+
+def test_interrupted_close_loses_nothing(pair, request, tmp_path):
+    directory = str(tmp_path / "kept")
+
+    def act(module, number):
+        if module is not pair.module:
+            return
+        module.save_checkpoint(directory)
+        module.close()
+
+    def go_on():
+        pair.module.close()
+        pair.module = pair._build()
+        pair.module.load_checkpoint(directory)
+
+    counting = Disturbing()
+    with counting.on():
+        act(pair.module, 0)
+    go_on()
+    for at in positions(counting.count, SAMPLED, all_of_them=request.config.getoption("--campaign")):
+        pair.run(lambda module, at=at: train(module, at), Disturbing())
+        pair.module.save_checkpoint(directory)
+        try:
+            with Disturbing(at).on():
+                pair.module.close()
+        except KeyboardInterrupt:
+            pass
+        pair.module.close()
+        pair.module = pair._build()
+        if not pair.module.tables.groups[0].cache.cold.in_memory:
+            assert same(contents(pair.module), contents(pair.twin))
+        pair.module.load_checkpoint(directory)
+        assert same(contents(pair.module), contents(pair.twin))
+
+
+def test_interrupted_prefetch_leaves_whole_steps(pair, request):
+    def loop(module, number):
+        for ids, offsets in te.prefetch([batch(number + i) for i in range(4)], module):
+            module(ids, offsets).square().sum().backward()
+
+    counting = Disturbing()
+    pair.run(lambda module: loop(module, 0), counting)
+    for number, at in enumerate(positions(counting.count, SAMPLED, all_of_them=request.config.getoption("--campaign"))):
+        after = [contents(pair.twin)]
+        for i in range(4):
+            train(pair.twin, 4 * number + i)
+            after.append(contents(pair.twin))
+        try:
+            with Disturbing(at).on():
+                loop(pair.module, 4 * number)
+        except KeyboardInterrupt:
+            pass
+        if pair._is_broken():
+            pair._mend()
+        done = next((i for i, state in enumerate(after) if same(state, contents(pair.module))), None)
+        assert done is not None, f"no number of whole steps: {at}"
+        for i in range(done, 4):
+            train(pair.module, 4 * number + i)
+        assert same(contents(pair.module), after[-1])
+
+
+class Signals(Disturbance):
+    """A real signal after a random time."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def on(self) -> Any:
+        import contextlib
+
+        @contextlib.contextmanager
+        def armed():
+            signal.setitimer(signal.ITIMER_REAL, self.seconds)
+            try:
+                yield
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+
+        return armed()
+
+
+def test_real_signals_in_training_are_all_or_nothing(pair, request):
+    """A handler that raises, as Python's own for Ctrl-C does, comes where the interpreter looks for signals."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handler, draw, times = signal.signal(signal.SIGALRM, interrupt), random.Random(1), []
+    try:
+        wanted = 1000 if request.config.getoption("--campaign") else 60
+        disturbed = tried = 0
+        while disturbed < wanted and tried < 20 * wanted:
+            tried += 1
+            seconds = draw.uniform(1e-5, 4e-3)
+            if pair.run(lambda module, tried=tried: train(module, tried), Signals(seconds)):
+                disturbed += 1
+                times.append(seconds)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert disturbed == wanted
