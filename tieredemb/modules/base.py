@@ -23,6 +23,7 @@ from tieredemb.modules.optimizer import FusedOptimizer
 from tieredemb.modules.options import LookupOptions
 from tieredemb.modules.table_set import TableSet
 from tieredemb.stats import CacheStats
+from tieredemb.storage.base import CARRIERS
 
 if TYPE_CHECKING:
     from tieredemb.modules.call_memory import CallMemory
@@ -284,9 +285,10 @@ class TieredModule(nn.Module, abc.ABC):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TieredModule:
         probe = fn(torch.zeros(1, dtype=torch.float32, device=self.tables.config.device))
         if probe.dtype != torch.float32:
+            allowed = ", ".join(map(str, CARRIERS))
             raise UnsupportedError(
-                f"rows cannot be converted to {probe.dtype} in place; build the module with dtype={probe.dtype}, or "
-                f"use autocast for the dense part"
+                f"rows cannot be converted to {probe.dtype} in place; build the module with dtype= one of {allowed}, "
+                f"convert the dense part alone, or use autocast for it"
             )
         shared = fn(torch.zeros(1, device="cpu"))  # tensors on a GPU count as shared whatever fn does
         if shared.device.type == "cpu" and shared.is_shared():  # type: ignore[no-untyped-call]
