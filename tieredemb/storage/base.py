@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from tieredemb.config import MAX_BYTES, MAX_ROWS
 from tieredemb.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,6 +49,11 @@ class RowLayout:
             )
         if self.rows < 0 or self.width < 0 or self.state_width < 0:
             raise ConfigError(f"a row layout needs sizes of 0 or more, got {self}")
+        if self.rows > MAX_ROWS or self.rows * self.row_bytes > MAX_BYTES:
+            raise ConfigError(
+                f"{self.rows} rows of {self.row_bytes} bytes (weights and state) are too many for one key space, which "
+                f"holds at most {MAX_ROWS} rows and {MAX_BYTES} bytes; lower num_embeddings or embedding_dim"
+            )
 
     @property
     def carrier(self) -> np.dtype[Any]:
