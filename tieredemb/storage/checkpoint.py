@@ -14,7 +14,7 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError
@@ -93,12 +93,19 @@ def _save_rows(path: str, spaces: Spaces, identities: Identities, extra: dict[st
     return manifest
 
 
-def load(directory: str | os.PathLike[str], spaces: Spaces, *, identities: Identities | None = None) -> dict[str, Any]:
+def load(
+    directory: str | os.PathLike[str],
+    spaces: Spaces,
+    *,
+    identities: Identities | None = None,
+    check_extra: Callable[[dict[str, Any]], None] = lambda extra: None,
+) -> dict[str, Any]:
     """Replaces all rows and metadata of `spaces` by those of the checkpoint in `directory`; returns its
     `extra`.
 
     Empty hot caches first: what they hold belongs to the rows that go. `identities` as in `save`; without
-    them they are not compared. Everything is verified before a row is changed. Raises `CheckpointError`
+    them they are not compared. `check_extra` is given the `extra` first, and raises for one that it does not want.
+    Everything is verified before a row is changed. Raises `CheckpointError`
     (nothing was changed), or `StorageError` (a space ran full, or what was verified could not be read again: all
     rows of all spaces are then untouched ones).
     """
@@ -106,6 +113,7 @@ def load(directory: str | os.PathLike[str], spaces: Spaces, *, identities: Ident
     with checkpoint_errors(path, "loading"), _locked(path, fcntl.LOCK_SH):
         manifest = read_manifest(path)
         _compare(path, manifest, spaces, identities)
+        check_extra(manifest.extra)
         for name, cold in spaces.items():
             entry = manifest.spaces[name]
             verify_rows(os.path.join(path, entry.file), entry.chunks, cold.layout)
@@ -148,6 +156,9 @@ def _compare(path: str, manifest: Manifest, spaces: Spaces, identities: Identiti
         if not found and identities is not None:
             identity = jsonable(dict(identities.get(name, {})), f"identity of {name!r}")
             found = difference(entry.identity, identity, "identity", stored_in="the checkpoint")
+        steps, tables = len(entry.metadata.steps), len(cold.metadata.steps)
+        if not found and tables and steps != tables:
+            found = f"metadata.steps has {steps} numbers in the checkpoint and this model {tables} tables"
         if found:
             raise CheckpointError(
                 f"the checkpoint in {path!r} is of another model: {found} (key space {name!r}); nothing was changed"

@@ -8,6 +8,7 @@ manifest.
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -32,7 +33,8 @@ class Chunk(NamedTuple):
     crc32: int
 
 
-def _bytes_of(rows: int, layout: RowLayout) -> int:
+def bytes_of(rows: int, layout: RowLayout) -> int:
+    """Bytes of a chunk of `rows` rows."""
     return rows * (_KEY_BYTES + layout.row_bytes)
 
 
@@ -78,11 +80,14 @@ def write_rows(path: str, cold: ColdRows) -> list[Chunk]:
 
 def verify_rows(path: str, chunks: list[Chunk], layout: RowLayout) -> None:
     """Reads the whole file: size, checksums, keys in range and ascending. Raises `CheckpointError`."""
-    expected = sum(_bytes_of(chunk.rows, layout) for chunk in chunks)
+    expected = sum(bytes_of(chunk.rows, layout) for chunk in chunks)
     try:
-        size = os.stat(path).st_size
+        found = os.stat(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path!r} is missing from the checkpoint; use another checkpoint") from error
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for who writes it
+        raise CheckpointError(f"{path!r} is no regular file; use another checkpoint")
+    size = found.st_size
     if size != expected:
         raise CheckpointError(f"{path!r} has {size} bytes and the manifest says {expected}; use another checkpoint")
     last = -1
@@ -98,7 +103,7 @@ def read_chunks(path: str, chunks: list[Chunk], layout: RowLayout) -> Iterator[t
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         for chunk in chunks:
-            data = pread_all(fd, _bytes_of(chunk.rows, layout), chunk.offset)
+            data = pread_all(fd, bytes_of(chunk.rows, layout), chunk.offset)
             if zlib.crc32(data) != chunk.crc32:
                 raise CheckpointError(
                     f"{path!r} is damaged: the checksum of the {chunk.rows} rows at byte {chunk.offset} "
