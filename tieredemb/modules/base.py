@@ -224,11 +224,12 @@ class TieredModule(nn.Module, abc.ABC):
         """Saves rows, optimizer state, scores and counters to `directory`, replacing its last checkpoint atomically.
 
         Written in chunks, so tables may exceed memory; verified and fsynced before the old one is replaced: killed at
-        any moment, the last complete checkpoint loads. `extra`: JSON-able, returned by `load_checkpoint`.
+        any moment, the last complete checkpoint loads. `extra`: JSON-able, returned by `load_checkpoint`. Raises
+        `ConfigError`, before anything is written, for an `extra` or a param group that could not be loaded.
         """
         from tieredemb.modules.checkpoint import save
 
-        save(self.tables, self._fused, directory, extra or {})
+        save(self.tables, self._fused, directory, {} if extra is None else extra)
 
     def load_checkpoint(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
         """Replaces all rows by those of a checkpoint, at any capacity, tier and policy; returns its `extra`.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 from tieredemb.errors import CheckpointError, ConfigError
+from tieredemb.modules.checkpoint_notes import check_noted, note
 from tieredemb.modules.group import Group
 from tieredemb.modules.optimizer import FusedOptimizer
 from tieredemb.modules.table_set import TableSet
@@ -16,8 +18,7 @@ from tieredemb.storage.base import ColdRows
 def save(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str], extra: Any) -> None:
     """See `TieredModule.save_checkpoint`."""
     _check_directory(directory)
-    group_options = None if optimizer is None else optimizer.options()
-    noted = {"extra": extra, "param_group": group_options}
+    noted = note(optimizer, extra)
     with tables.locked():  # another thread's step must not end up in half of it
         tables.flush()
         checkpoint.save(directory, _spaces(tables), identities=_identities(tables), extra=noted)
@@ -30,7 +31,8 @@ def load(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os
         for group in tables.groups:
             group.cache.check_idle("load a checkpoint")
         try:
-            noted = checkpoint.load(directory, _spaces(tables), identities=_identities(tables))
+            check = functools.partial(check_noted, optimizer)
+            noted = checkpoint.load(directory, _spaces(tables), identities=_identities(tables), check_extra=check)
         except CheckpointError:
             raise  # nothing was changed, so the hot rows are still the newest
         except BaseException:

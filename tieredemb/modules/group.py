@@ -24,7 +24,7 @@ from tieredemb.config import (
     is_whole,
     slots_for,
 )
-from tieredemb.errors import ConfigError, shown
+from tieredemb.errors import ConfigError, StorageFormatError, shown
 from tieredemb.kernels import check_device
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.optimizer import state_start, state_width
@@ -103,9 +103,8 @@ class Group(abc.ABC):
         opened = cold is None
         if cold is None:
             cold = self._storage().open(layout, name=name, identity=self.identity)
-        if not cold.metadata.steps:
-            cold.metadata.steps = [0] * len(tables)
         try:
+            _check_steps(cold, len(tables))
             self._make_cache(cold)
             if not opened:
                 self.adopt()
@@ -154,6 +153,16 @@ class Group(abc.ABC):
         """Takes over cold rows and metadata that were replaced as a whole."""
         self.cache.forget()
         self.steps = self.cache.cold.metadata.steps or [0] * len(self.space)
+
+
+def _check_steps(cold: ColdRows, tables: int) -> None:
+    """Gives new rows steps, one number for each table. Raises `StorageFormatError` for rows that come with others."""
+    cold.metadata.steps = cold.metadata.steps or [0] * tables
+    if len(cold.metadata.steps) != tables:
+        raise StorageFormatError(
+            f"the {cold.kind} tier counts the steps of {len(cold.metadata.steps)} tables and this model has {tables}; "
+            f"restore the file, or open it with File(path, fresh=True) and load a checkpoint"
+        )
 
 
 class HostGroup(Group):
