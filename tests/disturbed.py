@@ -104,9 +104,7 @@ class Pair:
     def __init__(self, build: Callable[[], Any], directory: Path) -> None:
         self._build = build
         self.module = build()
-        self.twin = make(
-            capacity=1.0, storage=te.HostMemory() if self.module.tables.config.device.type == "cpu" else None
-        )
+        self.twin = make(capacity=1.0)
         self.directory = directory
         self.broken = 0  # how often the cache knew itself broken
 
@@ -130,7 +128,8 @@ class Pair:
         found = contents(self.module)
         if same(found, after):
             return error is not None
-        assert error is not None and same(found, before), f"neither before nor after: {vars(disturbance)}, {error!r}"
+        assert error is not None, "not what the twin has, undisturbed"
+        assert same(found, before), f"neither before nor after: {vars(disturbance)}, {error!r}"
         act(self.module)
         assert same(contents(self.module), after), f"not what it was when run again: {vars(disturbance)}"
         return True
@@ -147,11 +146,8 @@ class Pair:
     def _is_broken(self) -> bool:
         try:
             self.module.stats()
-        except BrokenCacheError as error:
-            assert "load_checkpoint" in str(error)
+        except BrokenCacheError:
             return True
-        except StorageError as error:
-            assert "closed" in str(error)
         return False
 
     def _mend(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -380,6 +381,18 @@ def test_conversions_of_the_rows_are_refused(device, call):
     with pytest.raises(UnsupportedError):
         call(model[0])
     model.float().to(device).train().eval()
+
+
+def test_conversion_offers_only_dtypes_that_a_module_is_built_with():
+    bag = te.TieredEmbeddingBag(10, 4, device="cpu")
+    for convert in (bag.double, bag.half, bag.bfloat16):
+        with pytest.raises(UnsupportedError, match="build the module with dtype= one of") as refused:
+            convert()
+        advice = str(refused.value).partition("build the module")[2]
+        offered = re.findall(r"torch\.(\w+)", advice)
+        assert offered == ["float32", "float16", "bfloat16"]
+        for name in offered:
+            te.TieredEmbeddingBag(10, 4, device="cpu", dtype=getattr(torch, name))
 
 
 def test_weight_raises_with_guidance(device):

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from tieredemb.errors import ConfigError
+from tieredemb.errors import ConfigError, shown
 
 Mode = Literal["sum", "mean", "max"]
 MODES: tuple[Mode, ...] = ("sum", "mean", "max")
@@ -20,20 +20,36 @@ CheckIds = Literal["deferred", "always"]
 CHECKS: tuple[CheckIds, ...] = ("deferred", "always")
 Capacity = int | float | str
 MAX_ROWS = 2**48  # of one key space: a key takes 48 bits of the hash, see hash/slot_map.py
+MAX_WIDTH = 2**31 - 1  # kernels number the columns of a row in int32
+MAX_BYTES = 2**62  # of one key space: half of what int64 holds, so that headers and paddings may be added
 MAX_SLOTS = 2**31 - 2**16  # slots are int32; the lowest int32 values are sentinels
+FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127  # rows and updates are computed in float32, where more is infinite
 
 
-def _finite(name: str, value: float, *, low: float = -math.inf, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{name} must be a number, got {value!r}")
-    if not math.isfinite(value) or value < low or (open_low and value == low):
+def is_number(value: object) -> bool:
+    """Whether `value` is an int or a float; True and False are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> bool:
+    """Whether `value` is an int; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_finite(name: str, value: float, *, low: float = -math.inf, open_low: bool = False) -> None:
+    """Raises `ConfigError` unless `value` is a number of at least (with `open_low` above) `low` that float32 holds."""
+    if not is_number(value):
+        raise ConfigError(f"{name} must be a number, got {shown(value)}")
+    # compared and not converted: a huge int has no float
+    if not abs(value) <= FLOAT32_MAX or value < low or (open_low and value == low):
         bound = "" if low == -math.inf else f" {'above' if open_low else 'of at least'} {low:g}"
-        raise ConfigError(f"{name} must be a finite number{bound}, got {value!r}")
+        raise ConfigError(f"{name} must be a finite number{bound} that float32 holds, got {shown(value)}")
 
 
-def _whole(name: str, value: int, *, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+def check_whole(name: str, value: int, *, low: int, high: int) -> None:
+    """Raises `ConfigError` unless `value` is an int from `low` to `high`."""
+    if not is_whole(value) or not low <= value <= high:
+        raise ConfigError(f"{name} must be an integer of at least {low} and at most {high}, got {shown(value)}")
 
 
 def _as_floats(config: object, *names: str) -> None:
@@ -53,8 +69,8 @@ class Normal:
     std: float = 1.0
 
     def __post_init__(self) -> None:
-        _finite("mean", self.mean)
-        _finite("std", self.std, low=0.0)
+        check_finite("mean", self.mean)
+        check_finite("std", self.std, low=0.0)
         _as_floats(self, "mean", "std")
 
 
@@ -66,8 +82,8 @@ class Uniform:
     high: float
 
     def __post_init__(self) -> None:
-        _finite("low", self.low)
-        _finite("high", self.high)
+        check_finite("low", self.low)
+        check_finite("high", self.high)
         if self.high < self.low:
             raise ConfigError(f"high must not be below low, got low={self.low!r}, high={self.high!r}")
         _as_floats(self, "low", "high")
@@ -99,26 +115,24 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise ConfigError(f"a table's name must be a non-empty string, got {self.name!r}")
-        _whole(f"num_embeddings of table {self.name!r}", self.num_embeddings, low=1)
-        _whole(f"embedding_dim of table {self.name!r}", self.embedding_dim, low=1)
+            raise ConfigError(f"a table's name must be a non-empty string, got {shown(self.name)}")
+        check_whole(f"num_embeddings of table {self.name!r}", self.num_embeddings, low=1, high=MAX_ROWS)
+        check_whole(f"embedding_dim of table {self.name!r}", self.embedding_dim, low=1, high=MAX_WIDTH)
         if self.mode not in MODES:
-            raise ConfigError(f"mode of table {self.name!r} must be one of {', '.join(MODES)}, got {self.mode!r}")
+            raise ConfigError(f"mode of table {self.name!r} must be one of {', '.join(MODES)}, got {shown(self.mode)}")
         if self.placement not in PLACEMENTS:
             raise ConfigError(
-                f"placement of table {self.name!r} must be one of {', '.join(PLACEMENTS)}, got {self.placement!r}"
+                f"placement of table {self.name!r} must be one of {', '.join(PLACEMENTS)}, got {shown(self.placement)}"
             )
-        if self.num_embeddings > MAX_ROWS:
-            raise ConfigError(f"table {self.name!r} has {self.num_embeddings} rows; at most {MAX_ROWS} are supported")
         if not isinstance(self.init, (Normal, Uniform)):
-            raise ConfigError(f"init of table {self.name!r} must be Normal(…) or Uniform(…), got {self.init!r}")
+            raise ConfigError(f"init of table {self.name!r} must be Normal(…) or Uniform(…), got {shown(self.init)}")
         if self.padding_idx is not None:
-            rows = self.num_embeddings
-            if isinstance(self.padding_idx, bool) or not isinstance(self.padding_idx, int):
-                raise ConfigError(f"padding_idx of table {self.name!r} must be an integer, got {self.padding_idx!r}")
+            rows, padding = self.num_embeddings, shown(self.padding_idx)
+            if not is_whole(self.padding_idx):
+                raise ConfigError(f"padding_idx of table {self.name!r} must be an integer, got {padding}")
             if not -rows <= self.padding_idx < rows:
                 raise ConfigError(
-                    f"padding_idx {self.padding_idx} of table {self.name!r} is out of range ({-rows} … {rows - 1})"
+                    f"padding_idx {padding} of table {self.name!r} is out of range ({-rows} … {rows - 1})"
                 )
             object.__setattr__(self, "padding_idx", self.padding_idx % rows)
 
@@ -140,10 +154,15 @@ class LFU:
 
     def __post_init__(self) -> None:
         half_life = self.half_life_batches
-        if isinstance(half_life, bool) or not isinstance(half_life, (int, float)) or not half_life >= 1:
-            raise ConfigError(f"half_life_batches must be a number of at least 1, or math.inf, got {half_life!r}")
-        if math.isfinite(half_life) and half_life > 2**26:
-            raise ConfigError(f"half_life_batches of {half_life:g} is not told apart from math.inf; pass math.inf")
+        if not is_number(half_life) or not half_life >= 1:
+            raise ConfigError(f"half_life_batches must be a number of at least 1, or math.inf, got {shown(half_life)}")
+        if half_life != math.inf and half_life > 2**26:
+            raise ConfigError(
+                f"half_life_batches of {shown(half_life)} is not told apart from math.inf; pass math.inf, or at most "
+                f"{2**26}"
+            )
+        # plain, as files and checkpoints name the policy by its repr, which is another one for numpy's numbers
+        object.__setattr__(self, "half_life_batches", (int if isinstance(half_life, int) else float)(half_life))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +183,7 @@ class SGD:
     lr: float
 
     def __post_init__(self) -> None:
-        _finite("lr", self.lr, low=0.0)
+        check_finite("lr", self.lr, low=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +197,7 @@ class Adagrad:
 
     def __post_init__(self) -> None:
         for name in ("lr", "lr_decay", "initial_accumulator_value", "eps"):
-            _finite(name, getattr(self, name), low=0.0)
+            check_finite(name, getattr(self, name), low=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +210,7 @@ class RowWiseAdagrad:
 
     def __post_init__(self) -> None:
         for name in ("lr", "initial_accumulator_value", "eps"):
-            _finite(name, getattr(self, name), low=0.0)
+            check_finite(name, getattr(self, name), low=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,14 +222,14 @@ class Adam:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        _finite("lr", self.lr, low=0.0)
-        _finite("eps", self.eps, low=0.0, open_low=True)
+        check_finite("lr", self.lr, low=0.0)
+        check_finite("eps", self.eps, low=0.0, open_low=True)
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
-            raise ConfigError(f"betas must be a pair of numbers, got {self.betas!r}")
+            raise ConfigError(f"betas must be a pair of numbers, got {shown(self.betas)}")
         for beta in self.betas:
-            _finite("betas", beta, low=0.0)
+            check_finite("betas", beta, low=0.0)
             if beta >= 1:
-                raise ConfigError(f"betas must lie in [0, 1), got {self.betas!r}")
+                raise ConfigError(f"betas must lie in [0, 1), got {shown(self.betas)}")
 
 
 OptimizerConfig = SGD | Adagrad | RowWiseAdagrad | Adam
@@ -230,8 +249,11 @@ def parse_bytes(text: str) -> int:
     """Bytes in a size such as `"512MiB"`, `"1.5 GB"`, `"4096B"`. Raises `ConfigError`."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ConfigError(f"{text!r} is no size; write a number and a unit, as in '512MiB', '1.5GB' or '4096B'")
-    return int(float(match[1]) * _UNIT_BYTES[match[2]])
+        raise ConfigError(f"{shown(text)} is no size; write a number and a unit, as in '512MiB', '1.5GB' or '4096B'")
+    size = float(match[1]) * _UNIT_BYTES[match[2]]  # infinite where there are hundreds of digits
+    if size > MAX_BYTES:
+        raise ConfigError(f"{shown(text)} is beyond any memory; write a size of at most {MAX_BYTES >> 40}TiB")
+    return int(size)
 
 
 def slots_for(capacity: Capacity, *, rows: int, slot_bytes: int) -> int:
@@ -243,20 +265,20 @@ def slots_for(capacity: Capacity, *, rows: int, slot_bytes: int) -> int:
     if isinstance(capacity, str):
         budget = parse_bytes(capacity)
         if budget < slot_bytes:
-            raise ConfigError(f"capacity {capacity!r} holds no row; one takes {slot_bytes} bytes in the cache")
+            raise ConfigError(f"capacity {shown(capacity)} holds no row; one takes {slot_bytes} bytes in the cache")
         slots = budget // slot_bytes
     elif isinstance(capacity, float):
         if not 0 < capacity <= 1:
-            raise ConfigError(f"capacity as a share of the rows must lie in (0, 1], got {capacity!r}")
+            raise ConfigError(f"capacity as a share of the rows must lie in (0, 1], got {shown(capacity)}")
         slots = math.ceil(rows * capacity)
-    elif isinstance(capacity, int) and not isinstance(capacity, bool) and capacity >= 1:
+    elif is_whole(capacity) and capacity >= 1:
         slots = capacity
     else:
         raise ConfigError(
             f"capacity must be rows (an int of at least 1), a share (a float in (0, 1]) or bytes ('512MiB'), "
-            f"got {capacity!r}"
+            f"got {shown(capacity)}"
         )
     slots = max(1, min(slots, rows))
     if slots > MAX_SLOTS:
-        raise ConfigError(f"capacity {capacity!r} means {slots} slots; at most {MAX_SLOTS} are supported")
+        raise ConfigError(f"capacity {shown(capacity)} means {slots} slots; at most {MAX_SLOTS} are supported")
     return slots

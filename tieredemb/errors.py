@@ -5,6 +5,20 @@ Each class also derives from the builtin that a caller would expect, so that `ex
 
 from __future__ import annotations
 
+_SHOWN_BITS = 256  # 78 digits; Python refuses to write out integers of more than 4300
+_SHOWN_LETTERS = 100
+
+
+def shown(value: object) -> str:
+    """`value` as a message names it: its repr, cut where it is long. Never fails, whatever a caller has passed."""
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a huge integer inside of it, or it is nested too deeply
+        return f"a {type(value).__name__} that cannot be written out"
+    return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}…"
+
 
 class TieredEmbError(Exception):
     """Base class of all errors that tieredemb raises on purpose."""

@@ -24,6 +24,7 @@ from tieredemb.modules.optimizer import FusedOptimizer
 from tieredemb.modules.options import LookupOptions
 from tieredemb.modules.table_set import TableSet
 from tieredemb.stats import CacheStats
+from tieredemb.storage.base import CARRIERS
 
 if TYPE_CHECKING:
     from tieredemb.modules.call_memory import CallMemory
@@ -241,11 +242,12 @@ class TieredModule(nn.Module, abc.ABC):
         """Saves rows, optimizer state, scores and counters to `directory`, replacing its last checkpoint atomically.
 
         Written in chunks, so tables may exceed memory; verified and fsynced before the old one is replaced: killed at
-        any moment, the last complete checkpoint loads. `extra`: JSON-able, returned by `load_checkpoint`.
+        any moment, the last complete checkpoint loads. `extra`: JSON-able, returned by `load_checkpoint`. Raises
+        `ConfigError`, before anything is written, for an `extra` or a param group that could not be loaded.
         """
         from tieredemb.modules.checkpoint import save
 
-        save(self.tables, self._fused, directory, extra or {})
+        save(self.tables, self._fused, directory, {} if extra is None else extra)
 
     def load_checkpoint(self, directory: str | os.PathLike[str], *, recover: bool = False) -> dict[str, Any]:
         """Replaces all rows by those of a checkpoint, at any capacity, tier and policy; returns its `extra`.
@@ -309,9 +311,10 @@ class TieredModule(nn.Module, abc.ABC):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TieredModule:
         probe = fn(torch.zeros(1, dtype=torch.float32, device=self.tables.config.device))
         if probe.dtype != torch.float32:
+            allowed = ", ".join(map(str, CARRIERS))
             raise UnsupportedError(
-                f"rows cannot be converted to {probe.dtype} in place; build the module with dtype={probe.dtype}, or "
-                f"use autocast for the dense part"
+                f"rows cannot be converted to {probe.dtype} in place; build the module with dtype= one of {allowed}, "
+                f"convert the dense part alone, or use autocast for it"
             )
         shared = fn(torch.zeros(1, device="cpu"))  # tensors on a GPU count as shared whatever fn does
         if shared.device.type == "cpu" and shared.is_shared():  # type: ignore[no-untyped-call]

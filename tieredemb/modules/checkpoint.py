@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 from tieredemb.errors import ConfigError
+from tieredemb.modules.checkpoint_notes import check_noted, note
 from tieredemb.modules.optimizer import FusedOptimizer
 from tieredemb.modules.table_set import TableSet
 from tieredemb.storage import checkpoint
@@ -15,8 +17,7 @@ from tieredemb.storage.base import ColdRows
 def save(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str], extra: Any) -> None:
     """See `TieredModule.save_checkpoint`."""
     _check_directory(directory)
-    group_options = None if optimizer is None else optimizer.options()
-    noted = {"extra": extra, "param_group": group_options}
+    noted = note(optimizer, extra)
     with tables.locked():  # another thread's step must not end up in half of it
         for group in tables.groups:
             group.cache.write_back()
@@ -34,7 +35,13 @@ def load(
     with tables.changing("load_checkpoint") as change:
         for group in tables.groups:
             group.cache.check_idle("load a checkpoint")
-        opened = checkpoint.opened(directory, _spaces(tables), identities=_identities(tables), recover=recover)
+        opened = checkpoint.opened(
+            directory,
+            _spaces(tables),
+            identities=_identities(tables),
+            check_extra=functools.partial(check_noted, optimizer),
+            recover=recover,
+        )
         with opened as found:
             change.has_begun = True
             found.restore()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,18 @@ import torch
 from tieredemb.cache.base import Cache
 from tieredemb.cache.changes import Part
 from tieredemb.cache.tiered_cache import TieredCache, cache_bytes_per_slot
-from tieredemb.config import CHECKS, Capacity, CheckIds, OptimizerConfig, Policy, TableConfig, slots_for
-from tieredemb.errors import ConfigError
+from tieredemb.config import (
+    CHECKS,
+    MAX_ROWS,
+    Capacity,
+    CheckIds,
+    OptimizerConfig,
+    Policy,
+    TableConfig,
+    is_whole,
+    slots_for,
+)
+from tieredemb.errors import ConfigError, StorageFormatError, shown
 from tieredemb.kernels import check_device
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.optimizer import state_start, state_width
@@ -43,19 +54,33 @@ class TableSetConfig:
     def __post_init__(self) -> None:
         check_device(self.device)
         if self.check_ids not in CHECKS:
-            raise ConfigError(f"check_ids must be one of {', '.join(CHECKS)}, got {self.check_ids!r}")
+            raise ConfigError(f"check_ids must be one of {', '.join(CHECKS)}, got {shown(self.check_ids)}")
         if not self.tables:
             raise ConfigError("tables is empty; give at least one TableConfig")
         names = [table.name for table in self.tables]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"table names must differ, but {', '.join(map(repr, twice))} occur more than once")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise ConfigError(f"seed must be an integer in [0, 2^64), got {self.seed!r}")
+        _check_keys(self.tables)
+        if not is_whole(self.seed) or not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed must be an integer in [0, 2^64), got {shown(self.seed)}")
         if not isinstance(self.storage, Storage):
             raise ConfigError(
-                f"storage must be UnifiedMemory(), HostMemory(), File(path) or Pmem(directory), got {self.storage!r}; "
-                f"pass an instance"
+                f"storage must be UnifiedMemory(), HostMemory(), File(path) or Pmem(directory), got "
+                f"{shown(self.storage)}; pass an instance"
+            )
+
+
+def _check_keys(tables: Sequence[TableConfig]) -> None:
+    """Raises `ConfigError` where the tables of one width have more rows together than there are keys."""
+    rows: Counter[int] = Counter()
+    for table in tables:
+        rows[table.embedding_dim] += table.num_embeddings
+    for width, number in rows.items():
+        if number > MAX_ROWS:
+            raise ConfigError(
+                f"the tables of width {width} have {number} rows together; at most {MAX_ROWS} share a cache: lower "
+                f"num_embeddings, or give some of them to another module"
             )
 
 
@@ -79,9 +104,8 @@ class Group(abc.ABC):
         opened = cold is None
         if cold is None:
             cold = self._storage().open(layout, name=name, identity=self.identity)
-        if not cold.metadata.steps:
-            cold.metadata.steps = [0] * len(tables)
         try:
+            _check_steps(cold, len(tables))
             self._make_cache(cold)
             self.cache.doubts.all_parts = self._parts()
             if not opened:
@@ -136,6 +160,16 @@ class Group(abc.ABC):
         """Takes over cold rows and metadata that were replaced as a whole."""
         self.cache.forget()
         self.steps = self.cache.cold.metadata.steps or [0] * len(self.space)
+
+
+def _check_steps(cold: ColdRows, tables: int) -> None:
+    """Gives new rows steps, one number for each table. Raises `StorageFormatError` for rows that come with others."""
+    cold.metadata.steps = cold.metadata.steps or [0] * tables
+    if len(cold.metadata.steps) != tables:
+        raise StorageFormatError(
+            f"the {cold.kind} tier counts the steps of {len(cold.metadata.steps)} tables and this model has {tables}; "
+            f"restore the file, or open it with File(path, fresh=True) and load a checkpoint"
+        )
 
 
 class HostGroup(Group):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from tieredemb.config import OptimizerConfig
-from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.config import OptimizerConfig, check_finite, is_number
+from tieredemb.errors import ConfigError, InvalidInputError, shown
 from tieredemb.kernels.streams import outside_capture
 from tieredemb.lookup.optimizer import Hyperparameters, check_rate, hyperparameters, state_names, state_start
 from tieredemb.modules.group import DeviceGroup, Group
@@ -166,6 +166,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         """lr, eps, … as the param group holds them, without its params; tensors as numbers."""
         group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
         return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` unless `options` holds all that this optimizer works with, in values that its config
+        takes. What schedulers and users keep beside that may be there, as a number where it is one here: which names
+        they use is not ours to know. Changes nothing."""
+        kind = type(self._config).__name__
+        names = [each.name for each in fields(self._config)]
+        if missing := [name for name in names if name not in options]:
+            raise ConfigError(f"the param group of {kind} lacks {', '.join(missing)}; it needs {', '.join(names)}")
+        own = {name: options[name] for name in names}
+        if isinstance(own.get("betas"), list):  # as JSON keeps a pair
+            own["betas"] = tuple(own["betas"])
+        replace(self._config, **own)
+        if "initial_lr" in options:
+            check_finite("initial_lr of the param group", options["initial_lr"], low=0.0)
+        for name, value in self.options().items():
+            if is_number(value) and not is_number(options.get(name, value)):
+                raise ConfigError(f"{name} of the param group must be a number, got {shown(options[name])}")
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Takes over the options that this optimizer knows, and what schedulers keep beside them."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tieredemb.config import (
+    FLOAT32_MAX,
     LFU,
     LRU,
     SGD,
@@ -19,8 +20,10 @@ from tieredemb.config import (
     Policy,
     RowWiseAdagrad,
     TableConfig,
+    check_finite,
+    is_number,
 )
-from tieredemb.errors import ConfigError
+from tieredemb.errors import ConfigError, shown
 from tieredemb.modules.group import TableSetConfig
 from tieredemb.storage.base import Storage
 from tieredemb.storage.host import HostMemory
@@ -39,10 +42,13 @@ class LookupOptions:
     padding_is_dropped: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_norm is not None and not (self.max_norm >= 0 and math.isfinite(self.max_norm)):
-            raise ConfigError(f"max_norm must be None or a finite number of 0 or more, got {self.max_norm!r}")
-        if not self.norm_type > 0:
-            raise ConfigError(f"norm_type must be above 0 (2 is Euclid's norm), got {self.norm_type!r}")
+        if self.max_norm is not None:
+            check_finite("max_norm, where it is not None,", self.max_norm, low=0.0)
+        if not (is_number(self.norm_type) and (self.norm_type == math.inf or 0 < self.norm_type <= FLOAT32_MAX)):
+            raise ConfigError(
+                f"norm_type must be a number above 0 that float32 holds (2 is Euclid's norm), or math.inf, "
+                f"got {shown(self.norm_type)}"
+            )
 
 
 def table_set_config(
@@ -59,11 +65,11 @@ def table_set_config(
 ) -> TableSetConfig:
     """Fills in the defaults: `LFU()`, torch's default dtype and device, `HostMemory()`, on a GPU `UnifiedMemory()`."""
     if policy is not None and not isinstance(policy, (LFU, LRU)):
-        raise ConfigError(f"policy must be LFU(…) or LRU(), got {policy!r}")
+        raise ConfigError(f"policy must be LFU(…) or LRU(), got {shown(policy)}")
     if optimizer is not None and not isinstance(optimizer, (SGD, Adagrad, RowWiseAdagrad, Adam)):
         raise ConfigError(
             f"optimizer must be one of tieredemb.SGD, Adagrad, RowWiseAdagrad, Adam (it is fused into backward; "
-            f"torch.optim instances cannot reach the rows), got {optimizer!r}"
+            f"torch.optim instances cannot reach the rows), got {shown(optimizer)}"
         )
     place = torch.get_default_device() if device is None else torch.device(device)
     if place.type == "cuda" and place.index is None:

@@ -8,9 +8,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tieredemb.errors import InvalidInputError
+from tieredemb.config import is_whole
+from tieredemb.errors import InvalidInputError, shown
 from tieredemb.kernels.streams import on_device
 from tieredemb.modules.forwards import Forward, heard
+from tieredemb.modules.inputs import MAX_IDS
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction, check_capturable, detached
 from tieredemb.pipeline.graph_ahead import StepAhead
@@ -25,8 +27,8 @@ class GraphStep(Generic[R]):
     def __init__(self, step: Callable[[Any], R], example_batch: Any = None, *, max_ids: int | None = None) -> None:
         if not callable(step):
             raise InvalidInputError(f"step must be a function of a batch, got {step!r}")
-        if max_ids is not None and (isinstance(max_ids, bool) or not isinstance(max_ids, int) or max_ids < 0):
-            raise InvalidInputError(f"max_ids must be a number of ids, 0 or more, got {max_ids!r}")
+        if max_ids is not None and not (is_whole(max_ids) and 0 <= max_ids <= MAX_IDS):
+            raise InvalidInputError(f"max_ids must be a number of ids, 0 … {MAX_IDS}, got {shown(max_ids)}")
         self._function = step
         self._example = example_batch
         self._max_ids = max_ids

@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from tieredemb.errors import ConfigError
+from tieredemb.config import is_whole
+from tieredemb.errors import ConfigError, shown
 from tieredemb.modules.ahead import Planned
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import LISTENERS, Forward
@@ -31,8 +32,8 @@ class Prefetch(Generic[B]):
     def __init__(
         self, loader: Iterable[B], model: nn.Module, depth: int = 1, *, ids_of: Callable[[B], Any] | None = None
     ) -> None:
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-            raise ConfigError(f"depth must be a number of batches, 0 or more, got {depth!r}")
+        if not is_whole(depth) or depth < 0:
+            raise ConfigError(f"depth must be a number of batches, 0 or more, got {shown(depth)}")
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if ids_of is not None and not callable(ids_of):

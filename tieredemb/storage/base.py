@@ -9,6 +9,7 @@ table's initialiser generates. A storage moves rows; it knows neither map nor po
 from __future__ import annotations
 
 import abc
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from tieredemb.errors import ConfigError
+from tieredemb.config import MAX_BYTES, MAX_ROWS
+from tieredemb.errors import ConfigError, shown
+from tieredemb.storage.stored_json import fields_of, integer_of, list_of, text_of
 
 if TYPE_CHECKING:
     from tieredemb.storage.movers import Job
@@ -29,6 +32,10 @@ CARRIERS: dict[torch.dtype, np.dtype[Any]] = {
     torch.bfloat16: np.dtype(np.int16),
 }
 STATE_DTYPE = np.dtype(np.uint32)
+# "", or a word and what tells it apart: "clock", "aged:300.0". Which there are is the cache's to know: it starts the
+# scores of another policy anew
+_POLICY = re.compile(r"(?:[a-z]+(?::[!-~]{1,64})?)?")
+_MOST_COUNTED = 2**62  # batches and steps are counted on from there, in int64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,11 @@ class RowLayout:
             )
         if self.rows < 0 or self.width < 0 or self.state_width < 0:
             raise ConfigError(f"a row layout needs sizes of 0 or more, got {self}")
+        if self.rows > MAX_ROWS or self.rows * self.row_bytes > MAX_BYTES:
+            raise ConfigError(
+                f"{self.rows} rows of {self.row_bytes} bytes (weights and state) are too many for one key space, which "
+                f"holds at most {MAX_ROWS} rows and {MAX_BYTES} bytes; lower num_embeddings or embedding_dim"
+            )
 
     @property
     def carrier(self) -> np.dtype[Any]:
@@ -90,6 +102,22 @@ class Metadata:
     batch: int = 0
     steps: list[int] = field(default_factory=list)
     policy: str = ""
+
+    @classmethod
+    def from_json(cls, value: Any, name: str) -> Metadata:
+        """The metadata that a file says it has at `name`. Raises `ValueError` for what is none."""
+        fields = fields_of(value, name, ("batch", "steps", "policy"))
+        policy = text_of(fields["policy"], f"{name}.policy")
+        if not _POLICY.fullmatch(policy):
+            raise ValueError(f"{name}.policy is {shown(policy)} and must be a policy's name, such as 'aged:300.0'")
+        return cls(
+            batch=integer_of(fields["batch"], f"{name}.batch", high=_MOST_COUNTED),
+            steps=[
+                integer_of(step, f"{name}.steps[{i}]", high=_MOST_COUNTED)
+                for i, step in enumerate(list_of(fields["steps"], f"{name}.steps"))
+            ],
+            policy=policy,
+        )
 
 
 class HotArrays(Protocol):

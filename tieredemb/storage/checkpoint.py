@@ -15,7 +15,7 @@ import errno
 import fcntl
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError
@@ -139,18 +139,21 @@ def opened(
     spaces: Spaces,
     *,
     identities: Identities | None = None,
+    check_extra: Callable[[dict[str, Any]], None] = lambda extra: None,
     recover: bool = False,
 ) -> Iterator[Opened]:
     """The checkpoint in `directory`, verified, to be restored into `spaces` inside the context.
 
-    `identities` as in `save`; without them they are not compared. `recover`: take rows that the saving cache did not
-    trust. Changes nothing, and waits for nobody. Raises `CheckpointError`.
+    `identities` as in `save`; without them they are not compared. `check_extra` is given the `extra`, and raises for
+    one that it does not want. `recover`: take rows that the saving cache did not trust. Changes nothing, and waits for
+    nobody. Raises `CheckpointError`.
     """
     path = os.path.abspath(os.fspath(directory))
     with contextlib.ExitStack() as stack:
         with checkpoint_errors(path, "loading"):
             manifest, files = _open_files(path, stack)
             _compare(path, manifest, spaces, identities)
+            check_extra(manifest.extra)
             if manifest.broken and not recover:
                 raise CheckpointError(
                     f"the checkpoint in {path!r} was saved by a cache whose rows were not to be trusted: "
@@ -197,6 +200,9 @@ def _compare(path: str, manifest: Manifest, spaces: Spaces, identities: Identiti
         if not found and identities is not None:
             identity = jsonable(dict(identities.get(name, {})), f"identity of {name!r}")
             found = difference(entry.identity, identity, "identity", stored_in="the checkpoint")
+        steps, tables = len(entry.metadata.steps), len(cold.metadata.steps)
+        if not found and tables and steps != tables:
+            found = f"metadata.steps has {steps} numbers in the checkpoint and this model {tables} tables"
         if found:
             raise CheckpointError(
                 f"the checkpoint in {path!r} is of another model: {found} (key space {name!r}); nothing was changed"

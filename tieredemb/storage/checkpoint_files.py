@@ -8,6 +8,7 @@ manifest.
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -33,7 +34,8 @@ class Chunk(NamedTuple):
     crc32: int
 
 
-def _bytes_of(rows: int, layout: RowLayout) -> int:
+def bytes_of(rows: int, layout: RowLayout) -> int:
+    """Bytes of a chunk of `rows` rows."""
     return rows * (_KEY_BYTES + layout.row_bytes)
 
 
@@ -82,7 +84,8 @@ class RowFile:
 
     def __init__(self, directory: str, name: str) -> None:
         self._path = os.path.join(directory, name)
-        self._file = Descriptor(system.open(self._path, os.O_RDONLY))
+        # a pipe would keep who opens it waiting for who writes it
+        self._file = Descriptor(system.open(self._path, os.O_RDONLY | os.O_NONBLOCK))
 
     def __enter__(self) -> RowFile:
         return self
@@ -92,8 +95,11 @@ class RowFile:
 
     def verify(self, chunks: list[Chunk], layout: RowLayout) -> None:
         """Reads the whole file: size, checksums, keys in range and ascending."""
-        expected = sum(_bytes_of(chunk.rows, layout) for chunk in chunks)
-        size = system.fstat(self._file.fd).st_size
+        expected = sum(bytes_of(chunk.rows, layout) for chunk in chunks)
+        found = system.fstat(self._file.fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{self._path!r} is no regular file; use another checkpoint")
+        size = found.st_size
         if size != expected:
             raise CheckpointError(
                 f"{self._path!r} has {size} bytes and the manifest says {expected}; use another checkpoint"
@@ -108,7 +114,7 @@ class RowFile:
         """Yields keys (n,), weight (n, D) and state (n, S + 1) of each chunk, read-only, with its checksum
         verified."""
         for chunk in chunks:
-            data = pread_all(self._file.fd, _bytes_of(chunk.rows, layout), chunk.offset)
+            data = pread_all(self._file.fd, bytes_of(chunk.rows, layout), chunk.offset)
             if zlib.crc32(data) != chunk.crc32:
                 raise CheckpointError(
                     f"{self._path!r} is damaged: the checksum of the {chunk.rows} rows at byte {chunk.offset} "

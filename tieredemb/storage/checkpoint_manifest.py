@@ -1,5 +1,8 @@
-"""The manifest of a checkpoint: JSON with its own checksum, which names every row file and all that they must
-be."""
+"""The manifest of a checkpoint: JSON with its own checksum, which names every row file and all that they must be.
+
+Everything in it is checked when it is read, before anything is done with it: a right checksum proves that it did not
+change, not that this library wrote it.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,25 @@ import dataclasses
 import json
 import os
 import re
+import stat
 import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from tieredemb.errors import CheckpointError
-from tieredemb.storage.base import Metadata
-from tieredemb.storage.checkpoint_files import Chunk
-from tieredemb.storage.file_io import pwrite_all
+from tieredemb.errors import CheckpointError, shown
+from tieredemb.storage.base import Metadata, RowLayout
+from tieredemb.storage.checkpoint_files import Chunk, bytes_of
+from tieredemb.storage.file_header import layout_of
+from tieredemb.storage.file_io import pread_all, pwrite_all
+from tieredemb.storage.stored_json import fields_of, integer_of, list_of, object_of, parse, text_of
+from tieredemb.storage.system import system
 
 MANIFEST = "manifest.json"
 FORMAT = "tieredemb checkpoint"
 VERSION = 1
-_ROW_FILE = re.compile(r"rows-[0-9a-f]{16}-\d+\.bin")
+# 64 times what is written, and little memory: a file of holes may be of any size
+_MOST_CHUNK_BYTES = 1 << 30
+_ROW_FILE = re.compile(r"rows-[0-9a-f]{16}-[0-9]+\.bin")
 _PENDING = re.compile(re.escape(MANIFEST) + r"\.[0-9a-f]{16}")
 
 
@@ -36,6 +45,8 @@ class Space:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
+    """`broken`: why the cache that was saved was not to be trusted, "" where it was."""
+
     spaces: dict[str, Space]
     extra: dict[str, Any]
     broken: str = ""
@@ -48,47 +59,109 @@ def is_leftover(name: str, manifest: Manifest) -> bool:
 
 
 def write_manifest(path: str, manifest: Manifest) -> None:
-    """Writes a new file, durably, and reads it back."""
-    body = _text(dataclasses.asdict(manifest))
+    """Writes a new file, durably, and reads it back. Raises `CheckpointError` where a load would refuse it."""
+    fields = dataclasses.asdict(manifest)
+    if not manifest.broken:
+        del fields["broken"]  # a library that does not know it reads all checkpoints that are to be trusted
+    body = _text(fields)
     head = {"format": FORMAT, "version": VERSION, "crc32": zlib.crc32(body.encode())}
     data = f'{_text(head)[:-1]},"body":{body}}}\n'.encode()
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    fd = system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         pwrite_all(fd, data, 0)
-        os.fsync(fd)
+        system.fsync(fd)
     finally:
-        os.close(fd)
-    with open(path, "rb") as file:
-        if file.read() != data:
-            raise CheckpointError(f"{path!r} reads back other than it was written; check the disk")
+        system.close(fd)
+    if _content(path) != data:
+        raise CheckpointError(f"{path!r} reads back other than it was written; check the disk")
+    _parsed(path, data)
 
 
 def read_manifest(directory: str) -> Manifest:
-    """Raises `CheckpointError`: none there, foreign, newer, damaged."""
+    """Raises `CheckpointError`: none there, foreign, newer, damaged, or of a content that no save writes."""
     path = os.path.join(directory, MANIFEST)
     try:
-        with open(path, "rb") as file:
-            outer = json.loads(file.read())
+        data = _content(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"there is no checkpoint in {directory!r}: it has no {MANIFEST}") from error
+    return _parsed(path, data)
+
+
+def _content(path: str) -> bytes:
+    fd = system.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for who writes it
+    try:
+        if not stat.S_ISREG(system.fstat(fd).st_mode):
+            raise CheckpointError(f"{path!r} is no regular file; give another directory")
+        return pread_all(fd, system.fstat(fd).st_size, 0)
+    finally:
+        system.close(fd)
+
+
+def _parsed(path: str, data: bytes) -> Manifest:
+    try:
+        outer = parse(data)
+        if not isinstance(outer, dict) or outer.get("format") != FORMAT:
+            raise CheckpointError(f"{path!r} is no manifest of a tieredemb checkpoint; give another directory")
+        version = integer_of(outer.get("version"), "version", low=1)
+        if version > VERSION:
+            raise CheckpointError(
+                f"{path!r} has format version {version}, this library reads version {VERSION}; upgrade tieredemb"
+            )
+        body = fields_of(outer, "it", ("format", "version", "crc32", "body"))["body"]
+        if zlib.crc32(_text(body).encode()) != integer_of(outer["crc32"], "crc32"):
+            raise CheckpointError(f"{path!r} is damaged: its checksum differs; use another checkpoint")
+        return _manifest(body)
     except ValueError as error:
         raise CheckpointError(f"{path!r} is damaged: {error}; use another checkpoint") from error
-    if not isinstance(outer, dict) or outer.get("format") != FORMAT:
-        raise CheckpointError(f"{path!r} is no manifest of a tieredemb checkpoint; give another directory")
-    if outer.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path!r} has format version {outer.get('version')}, this library reads version {VERSION}; "
-            "upgrade tieredemb"
+
+
+def _manifest(body: Any) -> Manifest:
+    """Raises `ValueError`, as all that follow."""
+    fields = fields_of(body, "body", ("spaces", "extra"), optional=("broken",))
+    spaces = {
+        name: _space(entry, f"spaces[{shown(name)}]") for name, entry in object_of(fields["spaces"], "spaces").items()
+    }
+    if len({space.file for space in spaces.values()}) < len(spaces):
+        raise ValueError("two key spaces name one row file")
+    return Manifest(
+        spaces=spaces,
+        extra=object_of(fields["extra"], "extra"),
+        broken=text_of(fields.get("broken", ""), "broken"),
+    )
+
+
+def _space(value: Any, name: str) -> Space:
+    fields = fields_of(value, name, ("file", "layout", "identity", "metadata", "chunks"))
+    file = text_of(fields["file"], f"{name}.file")
+    if not _ROW_FILE.fullmatch(file):  # it is opened: a path would lead out of the directory
+        raise ValueError(f"{name}.file is {shown(file)} and must be the name of a row file")
+    return Space(
+        file=file,
+        layout=fields["layout"],
+        identity=object_of(fields["identity"], f"{name}.identity"),
+        metadata=Metadata.from_json(fields["metadata"], f"{name}.metadata"),
+        chunks=_chunks(fields["chunks"], layout_of(fields["layout"], f"{name}.layout"), f"{name}.chunks"),
+    )
+
+
+def _chunks(value: Any, layout: RowLayout, name: str) -> list[Chunk]:
+    """Chunks that follow one another without gaps, of no more rows than there are."""
+    chunks: list[Chunk] = []
+    end = rows = 0
+    for entry in list_of(value, name):
+        if len(list_of(entry, name)) != 3:
+            raise ValueError(f"{name} has {shown(entry)}, which must be offset, rows and crc32")
+        chunk = Chunk(
+            integer_of(entry[0], f"an offset of {name}", low=end, high=end),
+            integer_of(entry[1], f"a number of rows of {name}", low=1, high=layout.rows - rows),
+            integer_of(entry[2], f"a checksum of {name}", high=2**32 - 1),
         )
-    body: Any = outer.get("body")
-    if zlib.crc32(_text(body).encode()) != outer.get("crc32"):
-        raise CheckpointError(f"{path!r} is damaged: its checksum differs; use another checkpoint")
-    return Manifest(spaces={name: _space(fields) for name, fields in body["spaces"].items()}, extra=body["extra"])
-
-
-def _space(fields: dict[str, Any]) -> Space:
-    chunks = [Chunk(*chunk) for chunk in fields["chunks"]]
-    return Space(**fields | {"metadata": Metadata(**fields["metadata"]), "chunks": chunks})
+        size = bytes_of(chunk.rows, layout)
+        if chunk.rows > 1 and size > _MOST_CHUNK_BYTES:
+            raise ValueError(f"{name} has a chunk of {size} bytes and must have at most {_MOST_CHUNK_BYTES} in each")
+        chunks.append(chunk)
+        end, rows = end + size, rows + chunk.rows
+    return chunks
 
 
 def _text(value: Any) -> str:

@@ -16,9 +16,18 @@ import zlib
 from dataclasses import dataclass
 from typing import Any
 
-from tieredemb.errors import ConfigError, StorageError, StorageFormatError
-from tieredemb.storage.base import Metadata, RowLayout
+from tieredemb.errors import ConfigError, StorageError, StorageFormatError, shown
+from tieredemb.storage.base import CARRIERS, Metadata, RowLayout
 from tieredemb.storage.file_io import pread_all, pwrite_all
+from tieredemb.storage.stored_json import (
+    MAX_GIVEN_DEPTH,
+    check_depth,
+    fields_of,
+    integer_of,
+    object_of,
+    parse,
+    text_of,
+)
 from tieredemb.storage.system import system
 
 MAGIC = b"TIEREMB\x00"
@@ -50,12 +59,29 @@ def layout_fields(layout: RowLayout) -> dict[str, Any]:
     return fields | {"dtype": str(layout.dtype).removeprefix("torch."), "byteorder": sys.byteorder}
 
 
+def layout_of(value: Any, name: str) -> RowLayout:
+    """The layout of such fields. Raises `ValueError` for what are none."""
+    sizes = ("rows", "width", "state_width")
+    fields = fields_of(value, name, (*sizes, "dtype", "byteorder"))
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in CARRIERS}
+    for key, allowed in (("dtype", list(dtypes)), ("byteorder", ["little", "big"])):
+        if text_of(fields[key], f"{name}.{key}") not in allowed:
+            raise ValueError(f"{name}.{key} is {shown(fields[key])} and must be one of {', '.join(allowed)}")
+    rows, width, state_width = (integer_of(fields[key], f"{name}.{key}") for key in sizes)
+    return RowLayout(rows=rows, width=width, state_width=state_width, dtype=dtypes[fields["dtype"]])
+
+
 def jsonable(value: Any, what: str) -> Any:
-    """`value` as JSON gives it back (tuples become lists). Raises `ConfigError` for what JSON cannot hold."""
+    """`value` as JSON gives it back (tuples become lists). Raises `ConfigError` for what JSON cannot hold, and for
+    what is nested so deeply that it would be refused when it is read."""
     try:
-        return json.loads(json.dumps(value))
+        result = json.loads(json.dumps(value))
+        check_depth(result, MAX_GIVEN_DEPTH)
+    except RecursionError:
+        raise ConfigError(f"{what} is nested more than {MAX_GIVEN_DEPTH} deep; flatten it") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{what} must hold only what JSON can store: {error}") from error
+    return result
 
 
 def difference(stored: Any, wanted: Any, name: str, *, stored_in: str = "the file") -> str | None:
@@ -125,10 +151,18 @@ class HeaderSlots:
         """Reads the newest valid slot. Raises `StorageFormatError`: foreign, newer, unfinished or damaged."""
         found = [_read_slot(fd, offset, offset) for offset in _SLOT_BYTES]
         found.append(_read_slot(fd, 0, None))
-        valid = [(sequence, slot_bytes, header) for sequence, slot_bytes, header in filter(None, found)]
+        valid = list(filter(None, found))
         if not valid:
             raise StorageFormatError(_reason(path, fd))
-        sequence, slot_bytes, header = max(valid, key=lambda slot: slot[0])
+        sequence, slot_bytes, payload = max(valid, key=lambda slot: slot[0])
+        try:
+            integer_of(sequence, "sequence", low=1)
+            header = _header(parse(payload))
+        except ValueError as error:  # whole and wrong: the slot before it would bring an older state back
+            raise StorageFormatError(
+                f"the header of {path!r} is not one that this library writes: {error}; restore the file, or open it "
+                "with File(path, fresh=True) and load a checkpoint"
+            ) from error
         return cls(path, fd, slot_bytes, sequence), header
 
 
@@ -137,8 +171,24 @@ def _payload(header: Header) -> bytes:
     return json.dumps(dataclasses.asdict(header), sort_keys=True).encode()
 
 
-def _read_slot(fd: int, offset: int, slot_bytes: int | None) -> tuple[int, int, Header] | None:
-    """The slot at `offset`, which has to say `slot_bytes` (if given), or None."""
+def _header(value: Any) -> Header:
+    """The header that a slot says. Raises `ValueError`: nothing in it is used before all of it is known to be right."""
+    fields = fields_of(value, "it", ("layout", "identity", "metadata", "clean", "pid"))
+    layout_of(fields["layout"], "layout")
+    if not isinstance(fields["clean"], bool):
+        raise ValueError(f"clean is {shown(fields['clean'])} and must be true or false")
+    return Header(
+        layout=fields["layout"],
+        identity=object_of(fields["identity"], "identity"),
+        metadata=Metadata.from_json(fields["metadata"], "metadata"),
+        clean=fields["clean"],
+        pid=integer_of(fields["pid"], "pid"),
+    )
+
+
+def _read_slot(fd: int, offset: int, slot_bytes: int | None) -> tuple[int, int, bytes] | None:
+    """Sequence number, slot size and JSON of the slot at `offset`, which has to say `slot_bytes` (if given), or
+    None."""
     prefix = pread_all(fd, _PREFIX.size, offset)
     if len(prefix) < _PREFIX.size:
         return None
@@ -151,8 +201,7 @@ def _read_slot(fd: int, offset: int, slot_bytes: int | None) -> tuple[int, int, 
     payload = pread_all(fd, payload_bytes, offset + _PREFIX.size)
     if sequence == 0 or zlib.crc32(payload, zlib.crc32(_PREFIX.pack(*fields, 0))) != crc:
         return None
-    values = json.loads(payload)
-    return sequence, said_bytes, Header(**values | {"metadata": Metadata(**values["metadata"])})
+    return sequence, said_bytes, payload
 
 
 def is_own(fd: int) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from tieredemb.config import parse_bytes
-from tieredemb.errors import ConfigError, MissingDependencyError, StorageError, StorageFullError
+from tieredemb.config import MAX_BYTES, is_whole, parse_bytes
+from tieredemb.errors import ConfigError, MissingDependencyError, StorageError, StorageFullError, shown
 from tieredemb.storage.base import STATE_DTYPE, ColdRows, Metadata, RowLayout, Storage
 
 MIN_BYTES = 16 << 20  # MEMKIND_PMEM_MIN_SIZE: memkind refuses a smaller heap
@@ -43,10 +43,11 @@ class Pmem(Storage):
         if not isinstance(directory, str) or not directory or "\0" in directory:
             raise ConfigError(f"directory of Pmem must be a non-empty path, got {given!r}")
         limit = parse_bytes(self.max_bytes) if isinstance(self.max_bytes, str) else self.max_bytes
-        if isinstance(limit, bool) or not isinstance(limit, int) or (limit != 0 and limit < MIN_BYTES):
+        # memkind would take what exceeds 64 bits for its low 64 bits
+        if not is_whole(limit) or (limit != 0 and not MIN_BYTES <= limit <= MAX_BYTES):
             raise ConfigError(
-                f"max_bytes of Pmem must be 0 (no limit) or at least {MIN_BYTES} (memkind's smallest heap), "
-                f"got {self.max_bytes!r}"
+                f"max_bytes of Pmem must be 0 (no limit), or at least {MIN_BYTES} (memkind's smallest heap) and at "
+                f"most {MAX_BYTES}, got {shown(self.max_bytes)}"
             )
         object.__setattr__(self, "directory", directory)
         object.__setattr__(self, "max_bytes", limit)
