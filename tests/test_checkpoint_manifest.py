@@ -187,8 +187,11 @@ def test_two_spaces_of_one_row_file_are_refused(tmp_path):
     checkpoint.save(tmp_path, spaces)
     body = body_of(tmp_path)
     seal(tmp_path, text_of(changed(body, ("spaces", "one", "file"), body["spaces"]["two"]["file"])))
-    with pytest.raises(CheckpointError, match="two key spaces name one row file"):
-        checkpoint.load(tmp_path, spaces)
+    with (
+        pytest.raises(CheckpointError, match="two key spaces name one row file"),
+        checkpoint.opened(tmp_path, spaces),
+    ):
+        pass
 
 
 def test_chunk_of_a_size_that_is_never_written_is_refused_unread(tmp_path):
@@ -204,8 +207,11 @@ def test_chunk_of_a_size_that_is_never_written_is_refused_unread(tmp_path):
     (tmp_path / file).touch()
     os.truncate(tmp_path / file, 12 * rows)  # of holes
     cold = te.File(tmp_path / "rows.bin").open(RowLayout(rows=rows, width=0), name="", identity={})
-    with pytest.raises(CheckpointError, match="has a chunk of 824633720832 bytes"):
-        checkpoint.load(tmp_path, {"": cold})
+    with (
+        pytest.raises(CheckpointError, match="has a chunk of 824633720832 bytes"),
+        checkpoint.opened(tmp_path, {"": cold}),
+    ):
+        pass
     cold.close()
 
 
@@ -294,7 +300,8 @@ def test_save_writes_nothing_that_a_load_refuses(tmp_path):
         with pytest.raises(CheckpointError, match="metadata"):
             checkpoint.save(tmp_path, cold)
     assert sorted(os.listdir(tmp_path)) == names
-    checkpoint.load(tmp_path, cold)
+    with checkpoint.opened(tmp_path, cold) as found:
+        found.restore()
 
 
 @pytest.mark.parametrize("extra", [{"best": float("inf"), "loss": float("nan")}, {}, {"a": [{"b": [1, "é", None]}]}])

@@ -110,7 +110,7 @@ def test_file_keeps_reset_rows_reset(closed):
     cold = open_file(closed)
     assert np.flatnonzero(cold.state[:, -1]).tolist() == [5]
     assert cold.weight.sum() == 5 * 16
-    assert cold.metadata == Metadata()
+    assert cold.metadata == Metadata(steps=[0] * len(cold.metadata.steps))
     cold.close()
 
 

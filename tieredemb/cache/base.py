@@ -158,6 +158,8 @@ class Cache(abc.ABC):
     def check_idle(self, call: str) -> None:
         """Raises `StorageError` if a batch is in flight."""
         if self._book.live:
+            self._book.forget_dropped()
+        if self._book.live:
             raise StorageError(
                 f"cannot {call} while {len(self._book.live)} batch(es) are in flight; run or drop their backward first"
             )

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
+FORGET_EVERY = 256  # batches; it takes some microseconds
+
 Locked = tuple[int, int, bool]  # a batch, its ids, whether it may use rows without a slot
 
 
@@ -46,8 +48,14 @@ class Hold:
     yet to come, when it was made. It ends when it is released, or dropped."""
 
     def __init__(self, batch: int, book: TicketBook) -> None:
+        self.batch = batch
         self._finalizer = weakref.finalize(self, book.given_up.append, batch)
         self._finalizer.atexit = False
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it was not released yet."""
+        return self._finalizer.alive
 
     def release(self) -> None:
         self._finalizer()
@@ -106,9 +114,21 @@ class TicketBook:
         self._locked: deque[Locked] = deque()
         self._locked_ids = self._locked_slotless = 0  # in all
         self._tickets: weakref.WeakSet[Flight] = weakref.WeakSet()
+        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
+
+    def forget_dropped(self) -> None:
+        """Releases what nobody has any more. A finaliser that an interrupt has ended does not, and Python swallows the
+        interrupt."""
+        self._live &= {ticket.batch for ticket in self._tickets}
+        held = [hold.batch for hold in self._holds if hold.lasts]
+        while self.given_up:
+            self.given_up.popleft()
+        self._held = held
 
     def open(self, ticket: Flight, ids: int = 0, slotless: bool = False) -> None:
         """Puts a ticket on the books; batches come in their order."""
+        if ticket.batch % FORGET_EVERY == 0:
+            self.forget_dropped()
         self._live.add(ticket.batch)
         if ids:
             self._lock(ticket.batch, ids, slotless)
@@ -133,7 +153,9 @@ class TicketBook:
         """Locks what is in flight now, and all from batch `following` on, until the hold ends."""
         oldest = min(self.live, default=following)  # what else is held locks by itself, for as long as it has to
         self._held.append(oldest)
-        return Hold(oldest, self)
+        hold = Hold(oldest, self)
+        self._holds.add(hold)
+        return hold
 
     @property
     def live(self) -> set[int]:

@@ -103,6 +103,10 @@ class Metadata:
     steps: list[int] = field(default_factory=list)
     policy: str = ""
 
+    def cleared(self) -> Metadata:
+        """That of as many tables at the start."""
+        return Metadata(steps=[0] * len(self.steps))
+
     @classmethod
     def from_json(cls, value: Any, name: str) -> Metadata:
         """The metadata that a file says it has at `name`. Raises `ValueError` for what is none."""
@@ -291,7 +295,7 @@ class ColdRows(abc.ABC):
 
     @abc.abstractmethod
     def reset(self) -> None:
-        """Makes every row untouched again (all-zero state) and clears the metadata."""
+        """Makes every row untouched again (all-zero state) and clears the metadata (`Metadata.cleared`)."""
 
     def flush(self) -> None:  # noqa: B027 - memory has nothing behind it
         """Makes rows and metadata durable where the tier outlives the process."""

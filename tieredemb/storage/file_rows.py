@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tieredemb.errors import ForkedError, StorageError
-from tieredemb.storage.base import STATE_DTYPE, ColdRows, HotArrays, Metadata, RowLayout, Told
+from tieredemb.storage.base import STATE_DTYPE, ColdRows, HotArrays, RowLayout, Told
 from tieredemb.storage.file_header import REGION_BYTES, Header, HeaderSlots, plain_metadata
 from tieredemb.storage.file_io import FULL, Descriptor, pread_into, storage_errors
 from tieredemb.storage.file_lock import FileLock
@@ -200,7 +200,7 @@ class FileRows(ColdRows):
             _punch(self._map, self._file.fd, self._slots.region_bytes)
         self._weight_pages.clear()
         self._state_pages.clear()
-        self.metadata = Metadata()
+        self.metadata = self.metadata.cleared()
 
     def flush(self) -> None:
         """Rows, then metadata, to the disk; returns when they are durable. The file stays marked unclean: the

@@ -20,7 +20,7 @@ import torch
 from tieredemb.errors import StorageError, StorageFullError
 from tieredemb.kernels.streams import synchronize
 from tieredemb.storage import cuda_driver
-from tieredemb.storage.base import STATE_DTYPE, ColdRows, Metadata, RowLayout, Storage
+from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout, Storage
 
 _ZEROED_PER_THREAD = 1 << 20  # bytes; fewer are zeroed sooner than a second thread has started
 
@@ -145,7 +145,7 @@ class HostRows(ColdRows):
             zero_in_parallel(self.state)
         else:
             self._discard()
-        self.metadata = Metadata()
+        self.metadata = self.metadata.cleared()
 
     def _discard(self) -> None:
         try:

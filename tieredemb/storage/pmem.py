@@ -19,7 +19,7 @@ import numpy as np
 
 from tieredemb.config import MAX_BYTES, is_whole, parse_bytes
 from tieredemb.errors import ConfigError, MissingDependencyError, StorageError, StorageFullError, shown
-from tieredemb.storage.base import STATE_DTYPE, ColdRows, Metadata, RowLayout, Storage
+from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout, Storage
 
 MIN_BYTES = 16 << 20  # MEMKIND_PMEM_MIN_SIZE: memkind refuses a smaller heap
 _ALIGN_BYTES = 4096
@@ -170,7 +170,7 @@ class PmemRows(ColdRows):
         """Zeros the states. They are written, not punched out: the heap's space must stay taken."""
         self.finish()
         self.state.fill(0)
-        self.metadata = Metadata()
+        self.metadata = self.metadata.cleared()
 
     def close(self, *, clean: bool = True) -> None:
         """Gives the heap back as soon as nobody else holds the arrays."""

@@ -19,7 +19,7 @@ import torch
 from tieredemb.errors import ConfigError
 from tieredemb.kernels.streams import synchronize
 from tieredemb.storage import cuda_driver as cuda
-from tieredemb.storage.base import STATE_DTYPE, ColdRows, Metadata, RowLayout, Storage
+from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout, Storage
 from tieredemb.storage.host import HostMemory, check_physical, zero_in_parallel
 
 BLOCK_BYTES = 2 << 20  # what the driver commits at a time
@@ -114,7 +114,7 @@ class UnifiedRows(ColdRows):
         for device in self._devices:
             synchronize(device)
         zero_in_parallel(self.state)
-        self.metadata = Metadata()
+        self.metadata = self.metadata.cleared()
 
     def close(self, *, clean: bool = True) -> None:
         """Frees the memory as soon as nobody else holds the arrays."""
