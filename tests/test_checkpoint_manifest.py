@@ -366,10 +366,15 @@ def test_param_group_that_a_scheduler_added_to_loads_everywhere(tmp_path):
     assert other.fused_optimizer.param_groups[0]["lr"] == model.fused_optimizer.param_groups[0]["lr"]
     assert other.fused_optimizer.param_groups[0]["betas"] == model.fused_optimizer.param_groups[0]["betas"]
     body = body_of(tmp_path)
-    for name in ("initial_lr", "max_lr"):
-        seal(tmp_path, text_of(changed(body, ("extra", "param_group", name), "much")))
+    for name, wrong, loader in (
+        ("max_lr", "much", model),
+        ("initial_lr", "much", make()),
+        ("initial_lr", float("nan"), model),
+        ("initial_lr", -1.0, model),
+    ):
+        seal(tmp_path, text_of(changed(body, ("extra", "param_group", name), wrong)))
         with pytest.raises(CheckpointError, match=name):
-            model.load_checkpoint(tmp_path)
+            loader.load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("lr", [float("nan"), float("inf"), -1.0])

@@ -183,3 +183,8 @@ def test_shown_is_short_and_never_fails(value):
 @pytest.mark.parametrize("value", [0, -1, True, 2**255, 0.5, "text", None, (0.9, 0.999)])
 def test_shown_is_the_repr_of_what_is_short(value):
     assert shown(value) == repr(value)
+
+
+def test_shown_gives_the_size_of_an_integer_that_is_too_long():
+    assert shown(10**5000) == "an integer of 16610 bits"
+    assert shown(-(2**300)) == "an integer of 301 bits"
