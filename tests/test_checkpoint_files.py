@@ -123,6 +123,7 @@ def test_checkpoint_moves_between_tiers(tmp_path):
     load(tmp_path / "one", {"": cold})
     assert contents({"": cold}) == contents(host)
     checkpoint.save(tmp_path / "two", {"": cold})
+    cold.seal()
     cold.close()
     again = open_spaces(layout)
     load(tmp_path / "two", again)
@@ -140,6 +141,7 @@ def test_checkpoint_holds_only_rows_that_were_used(tmp_path):
     cold.reset()
     load(tmp_path / "saved", {"": cold})
     assert (cold.weight[keys] == 5).all()
+    cold.seal()
     cold.close()
 
 

@@ -212,6 +212,7 @@ def test_chunk_of_a_size_that_is_never_written_is_refused_unread(tmp_path):
         checkpoint.opened(tmp_path, {"": cold}),
     ):
         pass
+    cold.seal()
     cold.close()
 
 

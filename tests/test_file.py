@@ -60,6 +60,7 @@ def closed(path):
     cold = open_file(path)
     fill(cold, np.arange(3000))
     cold.metadata = Metadata(batch=12, steps=[3, np.int64(4)], policy="lfu")
+    cold.seal()
     cold.close()
     return path
 
@@ -97,6 +98,7 @@ def test_file_reopens_with_rows_and_metadata(closed):
     assert np.array_equal(cold.weight[:, 3], np.arange(3000))
     assert np.array_equal(cold.state[:, 1], np.arange(3000) + 1)
     assert cold.metadata == Metadata(batch=12, steps=[3, 4], policy="lfu")
+    cold.seal()
     cold.close()
 
 
@@ -105,12 +107,14 @@ def test_file_keeps_reset_rows_reset(closed):
     size = os.stat(closed).st_blocks
     cold.reset()
     fill(cold, np.array([5]))
+    cold.seal()
     cold.close()
     assert os.stat(closed).st_blocks < size
     cold = open_file(closed)
     assert np.flatnonzero(cold.state[:, -1]).tolist() == [5]
     assert cold.weight.sum() == 5 * 16
     assert cold.metadata == Metadata(steps=[0] * len(cold.metadata.steps))
+    cold.seal()
     cold.close()
 
 
@@ -134,6 +138,7 @@ def test_reset_works_where_holes_cannot_be_punched(closed, monkeypatch):
     assert not cold.state.any()
     assert not cold.weight.any()
     monkeypatch.undo()
+    cold.seal()
     cold.close()
     open_file(closed).close()
 
@@ -158,12 +163,14 @@ def test_billion_rows_open_at_once_and_stay_sparse(path):
     assert time.monotonic() - start < 0.5
     assert sum(stop - first for first, stop in ranges) < 100_000
     assert all(any(first <= key < stop for first, stop in ranges) for key in keys)
+    cold.seal()
     cold.close()
     assert os.stat(path).st_blocks * 512 < 1 << 20
     start = time.monotonic()
     cold = open_file(path, layout)
     assert time.monotonic() - start < 0.5
     assert cold.state[123_456_789, 0] == 123_456_790
+    cold.seal()
     cold.close()
 
 
@@ -176,6 +183,7 @@ def test_used_ranges_of_a_filesystem_without_holes_are_all_rows(path, monkeypatc
     monkeypatch.setattr(os, "lseek", no_holes)
     assert list(cold.used_ranges()) == [(0, 3000)]
     monkeypatch.undo()
+    cold.seal()
     cold.close()
 
 
@@ -262,6 +270,7 @@ def test_torn_write_of_the_header_leaves_the_one_before(closed, offset):
     cold.begin_changes()
     cold.metadata.batch = 13
     cold.flush()
+    cold.seal()
     cold.close()
     torn = newest_slot(closed)
     damage(closed, torn + offset)
@@ -270,6 +279,7 @@ def test_torn_write_of_the_header_leaves_the_one_before(closed, offset):
     cold = open_file(closed, recover=True)
     assert cold.metadata.batch == 13
     assert np.array_equal(cold.weight[:, 3], np.arange(3000))
+    cold.seal()
     cold.close()
 
 
@@ -282,6 +292,7 @@ def test_damage_to_either_copy_never_brings_a_clean_mark_back(closed):
         damage(image, slot + 60)
         with pytest.raises(UncleanFileError):
             open_file(image)
+    cold.seal()
     cold.close()
 
 
@@ -332,10 +343,12 @@ def test_large_identity_gets_a_large_header(path):
     identity = {"tables": [f"table {i}" for i in range(20_000)]}
     cold = open_file(path, identity=identity)
     fill(cold, np.array([0, 2999]))
+    cold.seal()
     cold.close()
     cold = open_file(path, identity=identity)
     assert cold.size_bytes()["header"] > 10 * file_header.REGION_BYTES
     assert cold.state[:, 0].sum() == 1 + 3000
+    cold.seal()
     cold.close()
 
 
@@ -346,8 +359,8 @@ def test_header_that_outgrows_its_slot_is_an_error(path):
     with pytest.raises(StorageError, match="new file"):
         cold.flush()
     with pytest.raises(StorageError, match="new file"):
-        cold.close()
-    cold.close(clean=False)
+        cold.seal()
+    cold.close()
     with pytest.raises(UncleanFileError):
         open_file(path)
 
@@ -369,6 +382,7 @@ def test_creation_that_was_killed_begins_anew(path, point):
         assert process.returncode == -signal.SIGKILL
     cold = open_file(path)
     assert not cold.state.any()
+    cold.seal()
     cold.close()
 
 
@@ -392,6 +406,7 @@ def test_second_open_in_this_process_is_refused(path):
         with pytest.raises(StorageLockedError, match=rf"this process \(pid {os.getpid()}\)"):
             open_file(path, **flags)
     fill(cold, np.array([1]))
+    cold.seal()
     cold.close()
     open_file(path).close()
 
@@ -403,6 +418,7 @@ HOLD = """
     cold.flush()
     print("held", flush=True)
     sys.stdin.readline()
+    cold.seal()
     cold.close()
 """
 
@@ -415,6 +431,7 @@ def test_second_process_is_refused_with_the_owners_pid(path):
         finish(owner)
     cold = open_file(path)
     assert cold.state[:, 0].sum() == 5050
+    cold.seal()
     cold.close()
 
 
@@ -428,11 +445,13 @@ def test_killed_owner_leaves_a_file_that_only_recover_or_fresh_opens(path):
     cold = open_file(path, recover=True)
     assert cold.state[:, 0].sum() == 5050
     assert cold.metadata.batch == 3
+    cold.seal()
     cold.close()
     open_file(path).close()
     cold = open_file(path, fresh=True)
     assert not cold.state.any()
     assert cold.metadata.batch == 0
+    cold.seal()
     cold.close()
 
 
@@ -490,11 +509,13 @@ def test_forked_child_cannot_use_the_file_and_its_exit_changes_nothing(path):
     with pytest.raises(UncleanFileError):
         open_file(image)
     cold.flush()
+    cold.seal()
     cold.close()
 
 
 def test_closed_file_cannot_be_used(closed):
     cold = open_file(closed)
+    cold.seal()
     cold.close()
     for call in (cold.flush, cold.reset, lambda: list(cold.used_ranges()), lambda: cold.reserve_range(0, 1)):
         with pytest.raises(StorageError, match="is closed"):
@@ -532,10 +553,10 @@ def test_failed_fsync_is_an_error_and_the_file_stays_unclean(path, monkeypatch):
         cold.flush()
     assert caught.value.__cause__.errno == errno.EIO
     monkeypatch.undo()
-    for call in (cold.flush, cold.close):  # a retry looks like success: the kernel reports a failed write once
+    for call in (cold.flush, cold.seal):  # a retry looks like success: the kernel reports a failed write once
         with pytest.raises(StorageError, match=r"may be lost there, of rows 0–511 .*save_checkpoint\(directory\)"):
             call()
-    cold.close(clean=False)
+    cold.close()
     with pytest.raises(UncleanFileError):
         open_file(path)
 
@@ -558,6 +579,7 @@ def test_unclean_mark_is_durable_before_the_rows_can_be_written(closed, monkeypa
     assert len(synced) == 2
     assert all(b'"clean": false' in data for data in synced)
     synced.clear()
+    cold.seal()
     cold.close()
     assert b'"clean": true' in synced[-1]
 
@@ -603,6 +625,7 @@ def test_reserve_takes_each_page_of_its_rows_once(path, monkeypatch, row):
     cold.reserve_range(3, 499)
     cold.reserve_range(7, 7)
     assert calls == []
+    cold.seal()
     cold.close()
 
 
@@ -615,6 +638,7 @@ def test_reset_rows_take_their_pages_again(path, monkeypatch):
         cold.reserve_range(0, 3000)
         calls.clear()
         cold.reset()
+    cold.seal()
     cold.close()
 
 
@@ -628,6 +652,7 @@ def test_reserve_range_takes_the_pages_of_its_rows_only(path, monkeypatch, start
     first, end = start * 6000 // page, -(-stop * 6000 // page)
     assert calls == [(at + first * page, (end - first) * page), calls[1]]
     assert calls[1][1] == page
+    cold.seal()
     cold.close()
 
 
@@ -636,6 +661,7 @@ def test_neighbouring_pages_share_one_call(path, monkeypatch):
     calls = taken_pages(monkeypatch)
     cold.reserve(np.arange(3000))
     assert len(calls) == 2
+    cold.seal()
     cold.close()
 
 
@@ -654,6 +680,7 @@ def test_pages_that_were_refused_are_asked_for_again(path, monkeypatch):
     calls = taken_pages(monkeypatch)
     cold.reserve(keys)
     assert sum(size for _, size in calls) == (3 + 3) * file_pages.PAGE_BYTES
+    cold.seal()
     cold.close()
 
 
@@ -675,6 +702,7 @@ def test_without_fallocate_holes_are_written_and_data_is_kept(closed, monkeypatc
     assert os.stat(closed).st_blocks * 512 - before * 512 >= 3000 * 16 * 4 - 4096
     assert np.flatnonzero(cold.state[:, -1]).tolist() == [100]
     assert (cold.weight[100] == 100).all()
+    cold.seal()
     cold.close()
 
 
@@ -726,6 +754,7 @@ FILL_DISK = """
     assert len(written) > 300
     hot.weight[:] = 2
     cold.write(np.unique(written)[:64], slots, hot)
+    cold.seal()
     cold.close()
     cold = open_file(sys.argv[1] + "/rows.bin", layout)
     found = []

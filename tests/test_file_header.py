@@ -29,6 +29,7 @@ def closed(tmp_path):
     """A file that was closed, with something to remember."""
     cold = open_file(tmp_path / "rows.bin")
     cold.metadata = Metadata(batch=12, steps=[3], policy="aged:300.0")
+    cold.seal()
     cold.close()
     return tmp_path / "rows.bin"
 
@@ -80,6 +81,7 @@ def test_header_wrong_in_any_place_is_refused(closed):
             numbers = (cold.metadata.batch, *cold.metadata.steps)
             assert all(type(number) is int and 0 <= number <= 2**62 for number in numbers), (path, new)
             loaded.add(path)
+            cold.seal()
             cold.close()
         closed.write_bytes(whole)
     assert count > 500
@@ -139,6 +141,7 @@ def test_wrong_header_that_is_outdated_is_not_looked_at(closed):
     write_slot(closed, SLOT_BYTES - newest(closed), b"[]")
     cold = open_file(closed)
     assert cold.metadata == Metadata(batch=12, steps=[3], policy="aged:300.0")
+    cold.seal()
     cold.close()
 
 

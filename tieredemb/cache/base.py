@@ -60,7 +60,6 @@ class Cache(abc.ABC):
         self._book = TicketBook()
         self._pid = os.getpid()
         self._closed = False
-        self._given_up = False  # closing has begun: no call but that may use the rows
         self.doubts = Doubts()
         self.plan_changes = ChangeBook(self.doubts)  # guarded by `plan_lock`
         self.changes = ChangeBook(self.doubts)  # by `lock`
@@ -164,27 +163,36 @@ class Cache(abc.ABC):
                 f"cannot {call} while {len(self._book.live)} batch(es) are in flight; run or drop their backward first"
             )
 
-    def close(self) -> None:
-        """Flushes a cold storage that outlives the process, and closes it. Where rows are in doubt it is not flushed,
-        and stays marked unclean. A second call does nothing, or goes on with one that has failed."""
+    def seal(self) -> None:
+        """Flushes a cold storage that outlives the process and marks it clean, but where rows are in doubt: what may
+        fail of closing. The cache can go on all the same, and unmarks it then."""
         if os.getpid() != self._pid:  # a forked child, in which the lock may be held for ever
+            return
+        with self.whole():
+            if self._closed or self.cold.ended:
+                return
+            self._settle()
+            if not self.cold.volatile and not self.doubts.reason:
+                self.write_back()
+                self.cold.seal()
+
+    def close(self) -> None:
+        """Gives up a cold storage that was sealed. A second call does nothing, or goes on with one that was
+        interrupted."""
+        if os.getpid() != self._pid:
             return
         with self.whole():
             if self._closed:
                 return
-            if not self._given_up:
-                self._settle()
-                if not self.cold.volatile and not self.doubts.reason:
-                    self.flush()
-                self._given_up = True
-            self._release()
-            self.cold.close(clean=not self.doubts.reason)
+            if not self.cold.ended:
+                self._release()
+            self.cold.close()
             self._closed = True
 
     def abandon(self) -> None:
         """Leaves cold storage to another cache; this one was flushed and can do nothing any more."""
         with self.whole():
-            self._given_up = self._closed = True
+            self._closed = True
             self._release()
 
     def _release(self) -> None:  # noqa: B027 - arrays in host memory go with the cache
@@ -243,5 +251,5 @@ class Cache(abc.ABC):
                 "this cache belongs to the parent process; build the module in the child, or start the process with "
                 "the 'spawn' method (a DataLoader's workers must not touch the module)"
             )
-        if self._given_up:
+        if self._closed or self.cold.ended:
             raise StorageError("this cache was closed; build a new module over the same storage to go on")

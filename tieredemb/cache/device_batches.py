@@ -97,6 +97,7 @@ class DeviceBatches(CapturableCache, abc.ABC):
         self.complete_last()
         with self.lock:  # what was released by now was updated by what the stream now waits for
             self._check_usable()
+            self.cold.begin_changes()
             self._order.whole()
             batch = self._planning = self._batch + 1
             oldest = self._oldest(batch)

@@ -93,6 +93,7 @@ class TieredCache(Cache):
         with self.plan_lock, marked("plan"):
             self._check_usable()
             cold = self.cold
+            cold.begin_changes()
             cold.metadata.batch += 1
             batch = cold.metadata.batch
             self.plan_changes.begin(SLOTS_MOVE)

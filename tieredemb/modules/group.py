@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from tieredemb.config import (
     is_whole,
     slots_for,
 )
-from tieredemb.errors import ConfigError, StorageFormatError, shown
+from tieredemb.errors import ConfigError, StorageError, StorageFormatError, shown
 from tieredemb.kernels import check_device
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.optimizer import state_start, state_width
@@ -112,6 +113,8 @@ class Group(abc.ABC):
                 self.adopt()
         except BaseException:
             if opened:
+                with contextlib.suppress(StorageError):  # no row has changed
+                    cold.seal()
                 cold.close()
             raise
 

@@ -16,7 +16,7 @@ import torch
 from tieredemb.cache.changes import HalfWritten, Part
 from tieredemb.cache.locks import Locks
 from tieredemb.config import Capacity, parse_bytes
-from tieredemb.errors import ConfigError, StorageFullError
+from tieredemb.errors import ConfigError, StorageError, StorageFullError
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.modules.group import Group, TableSetConfig, make_group, move_group, row_layout, slot_bytes
 from tieredemb.stats import CacheStats
@@ -47,9 +47,19 @@ class _Placed:
         self.now = now
 
     def close(self) -> None:
-        with contextlib.ExitStack() as all_of_them:  # one that fails does not keep the others open
+        """Flushes and closes all. If one cannot be flushed none is closed: its rows can yet be saved elsewhere."""
+        with contextlib.ExitStack() as all_of_them:  # the others are flushed all the same
             for group in self.now.groups:
-                all_of_them.callback(group.cache.close)
+                all_of_them.callback(group.cache.seal)
+        for group in self.now.groups:
+            group.cache.close()
+
+    def discard(self) -> None:
+        """Closes what was opened, of which no row was used yet."""
+        for group in self.now.groups:
+            with contextlib.suppress(StorageError):
+                group.cache.seal()
+            group.cache.close()
 
 
 class TableSet:
@@ -67,7 +77,8 @@ class TableSet:
             try:
                 self.groups.append(make_group(config, space, capacity, f"width{width}" if len(widths) > 1 else ""))
             except BaseException:
-                self.close()
+                self._placed.discard()
+                self._finalizer.detach()
                 raise
 
     @property

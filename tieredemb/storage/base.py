@@ -169,6 +169,7 @@ class ColdRows(abc.ABC):
     kind: str  # the tier's name in reports: "host", "unified", "file", "pmem"
     in_memory: bool  # whether deepcopy and pickling may copy it
     volatile: bool  # whether it dies with the process, so that closing needs no flush
+    ended: bool = False  # whether closing has got as far as giving rows up: only `close` may be called
     _is_moving: bool = False  # whether rows may yet be being written, or read
     device_readable: bool = False  # whether GPU kernels read and write `weight` and `state` at the arrays' addresses
 
@@ -185,8 +186,8 @@ class ColdRows(abc.ABC):
         does not."""
 
     def begin_changes(self) -> None:  # noqa: B027 - memory has nobody to tell
-        """To be called before a row is used or changed other than by the calls below, which do so themselves: what
-        outlives the process is then known to be older than what this process has."""
+        """To be called before rows are used, here or in a hot cache, other than by the calls below, which do so
+        themselves: what outlives the process is known then to be older than what this process has."""
 
     def copy_range(self, start: int, stop: int, weight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Copies the rows start … stop − 1 as they lie here: `weight`, carrier (K, D) or without columns, is filled;
@@ -232,6 +233,8 @@ class ColdRows(abc.ABC):
         from tieredemb.kernels.cpu import even_bounds, parallel_for
         from tieredemb.storage.rows_cpu import rows_write
 
+        if len(keys) == 0:
+            return
         self.reserve(keys[hot.dirty[slots] != 0])
         cold, home = (self.weight, self.state), (hot.weight, hot.state, hot.score)
         bounds = even_bounds(len(keys), _ROWS_PER_THREAD)
@@ -300,10 +303,13 @@ class ColdRows(abc.ABC):
     def flush(self) -> None:  # noqa: B027 - memory has nothing behind it
         """Makes rows and metadata durable where the tier outlives the process."""
 
+    def seal(self) -> None:  # noqa: B027
+        """`flush`, and marks the tier clean, until rows are used again."""
+
     @abc.abstractmethod
-    def close(self, *, clean: bool = True) -> None:
-        """Flushes, marks the tier clean and releases it; without `clean` a tier that outlives the process is neither
-        flushed nor marked. A second call does nothing, or goes on with one that has failed."""
+    def close(self) -> None:
+        """Releases the tier, which stays unclean unless it was sealed. A second call does nothing, or goes on with one
+        that was interrupted."""
 
     @abc.abstractmethod
     def size_bytes(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import weakref
 from collections.abc import Iterator
@@ -71,17 +72,17 @@ class Descriptor:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._close = weakref.finalize(self, _close, fd)
-        self._close.atexit = False
+        self._file = io.FileIO(fd, "rb")  # it closes and knows so in one step, which nothing interrupts
+        weakref.finalize(self, _close, self._file).atexit = False
 
     def close(self) -> None:
         """A second call does nothing."""
-        self._close()
+        _close(self._file)
 
 
-def _close(fd: int) -> None:
+def _close(file: io.FileIO) -> None:
     with contextlib.suppress(OSError):  # the descriptor is gone all the same, and what had to be durable was synced
-        system.close(fd)
+        file.close()
 
 
 def fsync_directory(path: str) -> None:

@@ -62,7 +62,7 @@ class FileRows(ColdRows):
     ) -> None:
         """Takes over `lock` and `file`. The file is locked, of the right size and mapped."""
         self.path = path
-        self._pid, self._ended, self._closed = os.getpid(), False, False
+        self._pid, self._closed = os.getpid(), False
         self._lock, self._file, self._map, self._slots, self._header = lock, file, mapping, slots, header
         self._is_marked = not header.clean  # unclean, durably
         self._synced = plain_metadata(header.metadata)  # as the file has it
@@ -86,7 +86,7 @@ class FileRows(ColdRows):
         return np.frombuffer(self._map, np.uint8, size_bytes, offset) if size_bytes else np.empty(0, np.uint8)
 
     def _check_usable(self) -> None:
-        if self._ended:
+        if self.ended:
             raise StorageError(f"{self.path!r} is closed; open it again")
         if os.getpid() != self._pid:
             raise ForkedError(
@@ -210,6 +210,13 @@ class FileRows(ColdRows):
         self._check_linked()
         self._sync(clean=not self._is_marked)
 
+    def seal(self) -> None:
+        """`flush`, and marks the file clean. Nothing is left to be done where the file was deleted and its rows were
+        `kept`."""
+        self._check_usable()
+        if not self._is_gone():
+            self._sync(clean=True)
+
     def kept(self) -> None:
         """All rows were saved elsewhere as they are: what the disk may have lost is lost to nobody."""
         self._failure, self._is_kept = "", True
@@ -253,15 +260,11 @@ class FileRows(ColdRows):
             "that flush() and close() write all of them again. Until then the file is neither flushed nor closed"
         )
 
-    def close(self, *, clean: bool = True) -> None:
-        """Flushes, marks the file clean and gives it back; without `clean` only gives it back. After a failed flush
-        it is not closed, and another call tries again. In a forked child it only lets go: the file is the
-        parent's."""
+    def close(self) -> None:
+        """Gives the file back. In a forked child it only lets go: the file is the parent's."""
         if self._closed:
             return
-        if clean and not self._ended and os.getpid() == self._pid and not self._is_gone():
-            self._sync(clean=True)
-        self._ended = True
+        self.ended = True
         if os.getpid() == self._pid:
             self.finish()
         for name in ("weight", "state", "_weight_bytes", "_state_bytes"):

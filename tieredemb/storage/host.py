@@ -154,8 +154,9 @@ class HostRows(ColdRows):
         except OSError as error:
             raise StorageError(f"the rows in host memory could not be cleared: {error}") from error
 
-    def close(self, *, clean: bool = True) -> None:
+    def close(self) -> None:
         """Releases the memory as soon as nobody else holds the arrays."""
+        self.ended = True
         self._maps.clear()
         self.weight, self.state = self.weight[:0].copy(), self.state[:0].copy()
 

@@ -172,8 +172,9 @@ class PmemRows(ColdRows):
         self.state.fill(0)
         self.metadata = self.metadata.cleared()
 
-    def close(self, *, clean: bool = True) -> None:
+    def close(self) -> None:
         """Gives the heap back as soon as nobody else holds the arrays."""
+        self.ended = True
         self.finish()
         self.weight, self.state = self.weight[:0].copy(), self.state[:0].copy()
 

@@ -116,8 +116,9 @@ class UnifiedRows(ColdRows):
         zero_in_parallel(self.state)
         self.metadata = self.metadata.cleared()
 
-    def close(self, *, clean: bool = True) -> None:
+    def close(self) -> None:
         """Frees the memory as soon as nobody else holds the arrays."""
+        self.ended = True
         self.weight, self.state = self.weight[:0].copy(), self.state[:0].copy()
 
     def size_bytes(self) -> dict[str, int]:
