@@ -60,7 +60,9 @@ def _add_trace_options(parser: argparse.ArgumentParser) -> None:
     trace.add_argument(
         "--format", default="auto", choices=("auto", *FORMATS), help="format of the file (auto: by its name)"
     )
-    trace.add_argument("--limit", type=int, metavar="N", help="take only the first N accesses of the file")
+    trace.add_argument(
+        "--limit", type=int, metavar="N", help="take only the first N accesses of the file; the rest is not read"
+    )
     trace.add_argument(
         "--zipf", type=float, metavar="ALPHA", help="generate: rank r is drawn in proportion to r^-ALPHA"
     )

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tieredemb.cache_hit.traces import MAX_ACCESSES, Trace
+from tieredemb.cache_hit.formats import MAX_ACCESSES
+from tieredemb.cache_hit.traces import Trace
 from tieredemb.errors import ConfigError
 
 MAX_GENERATED_ROWS = 2**30  # the law's cumulative distribution takes 8 bytes a row

@@ -15,11 +15,6 @@ format.
 
 from __future__ import annotations
 
-import gzip
-import io
-import lzma
-import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -28,10 +23,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tieredemb.errors import ConfigError, InvalidInputError, MissingDependencyError
+from tieredemb.cache_hit.formats import DECODERS, Source
+from tieredemb.cache_hit.streams import COMPRESSIONS, open_trace
+from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.modules.table_set import available_memory_bytes
 
-FORMATS = ("be64", "be32", "arc", "npy")
-COMPRESSIONS = (".xz", ".zst", ".gz")
+FORMATS = tuple(DECODERS)
 NAME_PATTERNS = (
     ("*.be64", "be64"),
     ("scarab*.trace", "be64"),
@@ -41,7 +38,6 @@ NAME_PATTERNS = (
     ("*.arc", "arc"),
     ("*.npy", "npy"),
 )
-MAX_ACCESSES = 2**32  # 32 GiB of ids: beyond it a count in an arc line is a typing error, not a trace
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,12 +62,12 @@ class Trace:
 
 
 def read_trace(path: str | Path, *, format: str = "auto", limit: int | None = None) -> Trace:
-    """Reads a trace file, at most its first `limit` accesses. The whole file is held in memory while it is
-    decoded.
+    """Reads a trace file, at most its first `limit` accesses. What comes after them is neither read nor checked.
 
     `format`: one of `FORMATS`, or "auto": by the file's name (see the module). The compression is told from
     the name's last suffix. Raises `ConfigError` for a missing file or an unknown format, `InvalidInputError`
-    for a content that is not of the format, `MissingDependencyError` for `.zst` without `zstandard`.
+    for a content that is not of the format, or that this machine's memory cannot hold,
+    `MissingDependencyError` for `.zst` without `zstandard`.
 
     >>> read_trace("requests.be64.xz", limit=1_000_000)  # doctest: +SKIP
     """
@@ -79,14 +75,20 @@ def read_trace(path: str | Path, *, format: str = "auto", limit: int | None = No
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be an access count of at least 1, got {limit}")
     name = path.name.removesuffix(path.suffix) if path.suffix in COMPRESSIONS else path.name
-    decode = _decoder(format if format != "auto" else _format_of(path, name))
+    format = format if format != "auto" else _format_of(path, name)
+    if format not in DECODERS:
+        raise ConfigError(f"format must be one of auto, {', '.join(FORMATS)}, got {format!r}")
     if not path.is_file():
         raise ConfigError(f"trace file {str(path)!r} does not exist or is no file; check the path")
-    try:
-        content = _decompress(path)
-    except OSError as error:
-        raise InvalidInputError(f"trace file {str(path)!r} cannot be read: {error}") from error
-    keys = decode(content, str(path), limit)[:limit]
+    with open_trace(path) as stream:
+        source = Source(
+            path=str(path),
+            stream=stream,
+            limit=limit,
+            available_bytes=available_memory_bytes(),
+            size_bytes=None if path.suffix in COMPRESSIONS else path.stat().st_size,
+        )
+        keys = DECODERS[format](source)
     if keys.size == 0:
         raise InvalidInputError(f"trace file {str(path)!r} is empty; a trace needs at least one access")
     return Trace.from_keys(Path(name).stem, keys)
@@ -99,119 +101,4 @@ def _format_of(path: Path, name: str) -> str:
     raise ConfigError(
         f"the format of {str(path)!r} cannot be told from its name; pass --format {{{','.join(FORMATS)}}} "
         f"(known names: {', '.join(pattern for pattern, _ in NAME_PATTERNS)})"
-    )
-
-
-def _decompress(path: Path) -> bytes:
-    content = path.read_bytes()
-    try:
-        if path.suffix == ".xz":
-            return lzma.decompress(content)
-        if path.suffix == ".gz":
-            return gzip.decompress(content)
-        return _unzstd(content) if path.suffix == ".zst" else content
-    except (lzma.LZMAError, EOFError, zlib.error, OSError) as error:
-        raise InvalidInputError(
-            f"trace file {str(path)!r} is no intact {path.suffix} file ({error}); fetch it again, or "
-            f"rename it if it is not compressed"
-        ) from error
-
-
-def _unzstd(content: bytes) -> bytes:
-    """All frames of `content`. zstandard's own stream reader takes a truncated frame for the end of the
-    file."""
-    try:
-        import zstandard
-    except ImportError:
-        raise MissingDependencyError(
-            "reading a .zst trace needs zstandard, which is not installed; run: pip install tieredemb[bench]"
-        ) from None
-    frames = []
-    while content:
-        frame = zstandard.ZstdDecompressor().decompressobj()
-        try:
-            frames.append(frame.decompress(content))
-        except zstandard.ZstdError as error:
-            raise EOFError(str(error)) from error
-        if not frame.eof:
-            raise EOFError("compressed file ended before the end of its last frame")
-        content = frame.unused_data
-    return b"".join(frames)
-
-
-# --- formats: (content, path for messages, limit) → keys, limit or more of them -----------------------------
-
-Decoder = Callable[[bytes, str, int | None], NDArray[Any]]
-
-
-def _decoder(format: str) -> Decoder:
-    decoders: dict[str, Decoder] = {"be64": _be64, "be32": _be32, "arc": _arc, "npy": _npy}
-    if format not in decoders:
-        raise ConfigError(f"format must be one of auto, {', '.join(FORMATS)}, got {format!r}")
-    return decoders[format]
-
-
-def _be64(content: bytes, path: str, limit: int | None) -> NDArray[Any]:
-    return _big_endian(content, path, ">u8")
-
-
-def _be32(content: bytes, path: str, limit: int | None) -> NDArray[Any]:
-    return _big_endian(content, path, ">u4")
-
-
-def _big_endian(content: bytes, path: str, dtype: str) -> NDArray[Any]:
-    width = np.dtype(dtype).itemsize
-    if len(content) % width:
-        raise InvalidInputError(
-            f"trace file {path!r} has {len(content)} bytes, no multiple of {width}: it is truncated, or "
-            f"no trace of big-endian {8 * width}-bit keys; check --format"
-        )
-    return np.frombuffer(content, dtype).astype(f"u{width}")
-
-
-def _npy(content: bytes, path: str, limit: int | None) -> NDArray[Any]:
-    try:
-        keys = np.load(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise InvalidInputError(f"trace file {path!r} is no intact .npy file ({error}); check --format") from error
-    if not isinstance(keys, np.ndarray) or keys.ndim != 1 or not np.issubdtype(keys.dtype, np.integer):
-        given = f"{keys.dtype} {keys.shape}" if isinstance(keys, np.ndarray) else "an archive of arrays"
-        raise InvalidInputError(f"trace file {path!r} holds {given}; an array of integers of shape (N,) is needed")
-    return keys
-
-
-def _arc(content: bytes, path: str, limit: int | None) -> NDArray[Any]:
-    starts: list[int] = []
-    counts: list[int] = []
-    total = 0
-    for number, line in enumerate(content.splitlines(), start=1):
-        if not line or line.isspace():
-            continue
-        start, count = _arc_line(line, number, path)
-        starts.append(start)
-        counts.append(count)
-        total += count
-        if limit is not None and total >= limit:
-            counts[-1] -= total - limit
-            total = limit
-            break
-        if total > MAX_ACCESSES:
-            raise InvalidInputError(
-                f"line {number} of trace file {path!r} brings it to {total} accesses; at most "
-                f"{MAX_ACCESSES} are read, pass --limit"
-            )
-    first = np.cumsum([0, *counts[:-1]]) if counts else np.empty(0, np.int64)
-    return np.repeat(np.array(starts, np.int64) - first, counts) + np.arange(total)
-
-
-def _arc_line(line: bytes, number: int, path: str) -> tuple[int, int]:
-    try:
-        start, count, _, _ = map(int, line.split())
-        if start >= 0 and count >= 1 and start + count < 2**62:
-            return start, count
-    except ValueError:
-        pass  # said below, with the line
-    raise InvalidInputError(
-        f"line {number} of trace file {path!r} is {line[:60].decode(errors='replace')!r}; the arc format "
-        f"needs four integers 'start count 0 request', start at least 0 and count at least 1"
     )
