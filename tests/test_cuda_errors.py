@@ -14,7 +14,14 @@ from oracle import integer_weights
 from test_training import bits
 
 import tieredemb as te
-from tieredemb.errors import ConfigError, IdOutOfRangeError, InvalidInputError, StorageError, TieredEmbError
+from tieredemb.errors import (
+    BrokenCacheError,
+    CheckpointError,
+    ConfigError,
+    IdOutOfRangeError,
+    InvalidInputError,
+    TieredEmbError,
+)
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -177,9 +184,12 @@ def test_last_offset_of_a_collection_must_be_the_number_of_ids():
     assert_same_bits(bits(model), before)
 
 
-def test_an_interrupt_while_rows_move_is_not_forgotten(monkeypatch):
+def test_an_interrupt_while_rows_move_is_not_forgotten(monkeypatch, tmp_path):
     """New keys would own the rows that were there before."""
-    bag = make()
+    bag, plain = make(), make()
+    for module in (bag, plain):
+        module(torch.arange(3, 6)[None]).sum().backward()
+    before = bits(plain)
 
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
@@ -188,9 +198,22 @@ def test_an_interrupt_while_rows_move_is_not_forgotten(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         bag(torch.arange(3)[None])
     monkeypatch.undo()
-    for call in (lambda: bag(torch.arange(3)[None]), bag.flush, bag.state_dict):
-        with pytest.raises(StorageError, match=r"interrupted by KeyboardInterrupt.* build a new module"):
+    for call in (lambda: bag(torch.arange(3)[None]), bag.flush, bag.state_dict, bag.stats):
+        with pytest.raises(BrokenCacheError, match=r"interrupted by KeyboardInterrupt.* mends"):
             call()
+    bag.save_checkpoint(str(tmp_path / "marked"))
+    with pytest.raises(CheckpointError, match="recover=True"):
+        bag.load_checkpoint(str(tmp_path / "marked"))
+    bag.load_checkpoint(str(tmp_path / "marked"), recover=True)
+    # no row is another's: each is as it was before, or as it came to cold storage last
+    initial = bits(make())
+    for found, last, first in zip(bits(bag), before, initial, strict=True):
+        assert ((found.cpu() == last.cpu()) | (found.cpu() == first.cpu())).all()
+    plain.save_checkpoint(str(tmp_path / "good"))
+    bag.load_checkpoint(str(tmp_path / "good"))
+    for module in (bag, plain):
+        module(torch.arange(3)[None]).sum().backward()
+    assert_same_bits(bits(bag), bits(plain))
     bag.close()
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+import tieredemb as te
 from tieredemb.errors import (
     ConfigError,
     ForkedError,
@@ -32,6 +33,7 @@ from tieredemb.errors import (
 from tieredemb.storage import file_header, file_pages, file_rows
 from tieredemb.storage.base import Metadata, RowLayout
 from tieredemb.storage.file import File
+from tieredemb.storage.system import system
 
 LAYOUT = RowLayout(rows=3000, width=16, state_width=1)
 IDENTITY = {"seed": 7, "tables": [{"name": "user", "rows": 3000}]}
@@ -538,6 +540,25 @@ def test_flags_are_checked(flags):
         File("rows.bin", **flags)
 
 
+def test_file_deleted_while_it_was_open_does_not_close_in_silence(path, tmp_path):
+    bag = te.TieredEmbeddingBag(40, 4, capacity=5, storage=File(path), optimizer=te.SGD(lr=1.0))
+    bag(torch.arange(9)[None]).sum().backward()
+    path.unlink()
+    for call in (bag.flush, bag.close, bag.close):
+        with pytest.raises(StorageError, match=r"rows.bin' was deleted while it was open.*save_checkpoint"):
+            call()
+    bag.save_checkpoint(tmp_path / "kept")
+    bag(torch.arange(9)[None]).sum().backward()
+    with pytest.raises(StorageError, match="was deleted"):  # rows are newer than what was saved
+        bag.close()
+    bag.save_checkpoint(tmp_path / "kept")
+    expected = bag.state_dict()["weight"]
+    bag.close()
+    again = te.TieredEmbeddingBag(40, 4, capacity=5, storage=File(path), optimizer=te.SGD(lr=1.0))
+    again.load_checkpoint(tmp_path / "kept")
+    assert torch.equal(again.state_dict()["weight"], expected)
+
+
 # --- durability -----------------------------------------------------------------------------------
 
 
@@ -724,6 +745,76 @@ def small_disk(request, tmp_path):
         pytest.skip(f"needs the right to mount ({mounted.stderr.strip()})")
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)
+
+
+def dirty_bytes(cold):
+    """Bytes of the rows' mapping that the next msync has to write."""
+    address, found = cold.weight.ctypes.data, 0
+    with open("/proc/self/smaps") as lines:
+        inside = False
+        for line in lines:
+            first = line.split()[0]
+            if "-" in first and ":" not in first:
+                start, stop = (int(word, 16) for word in first.split("-"))
+                inside = start <= address < stop
+            elif inside and first in ("Shared_Dirty:", "Private_Dirty:"):
+                found += int(line.split()[1]) << 10
+    return found
+
+
+@pytest.mark.parametrize("small_disk", ["ext4"], indirect=True)
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_failed_flush_writes_again_what_the_kernel_may_have_dropped(small_disk, monkeypatch, code):
+    cold = open_file(small_disk / "rows")
+    fill(cold, np.arange(0, 3000, 100))
+    cold.flush()
+    assert dirty_bytes(cold) == 0
+
+    def fails(region):
+        raise OSError(code, "planted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(system, "msync", fails)
+        with pytest.raises(StorageError):
+            cold.flush()
+    cold.kept()
+    msync, dirty = system.msync, []
+    monkeypatch.setattr(system, "msync", lambda region: (dirty.append(dirty_bytes(cold)), msync(region)))
+    cold.flush()
+    cold.flush()
+    # pages of 30 rows of 64 bytes, and of their states, of 8; and none once that has succeeded
+    assert dirty == [(30 + 6) * file_pages.PAGE_BYTES, 0]
+    cold.seal()
+    cold.close()
+    assert open_file(small_disk / "rows").weight[::100, 0].tolist() == list(range(0, 3000, 100))
+
+
+@pytest.mark.parametrize("small_disk", ["tmpfs"], indirect=True)
+def test_state_dict_of_a_file_on_a_full_disk_reads_and_takes_no_space(small_disk):
+    """Through the mapping tmpfs gives each hole that is read a page, or a signal."""
+    code = """
+        import tieredemb as te
+        directory = sys.argv[1]
+        bag = te.TieredEmbeddingBag(200_000, 32, capacity=100, storage=te.File(directory + "/rows"),
+                                    optimizer=te.Adam(lr=0.1))
+        twin = te.TieredEmbeddingBag(200_000, 32, capacity=1.0, optimizer=te.Adam(lr=0.1))
+        for module in (bag, twin):
+            for start in range(3):
+                module(torch.arange(start, 200_000, 20_011)[None]).square().sum().backward()
+        with contextlib.suppress(OSError), open(directory + "/filler", "wb", buffering=0) as filler:
+            while filler.write(bytes(4096)):
+                pass
+        blocks = os.stat(directory + "/rows").st_blocks
+        assert os.statvfs(directory).f_bavail == 0
+        assert torch.equal(bag.state_dict()["weight"], twin.state_dict()["weight"])
+        states = [module.fused_optimizer.state_dict()["state"][0]["exp_avg"] for module in (bag, twin)]
+        assert torch.equal(*states)
+        assert os.stat(directory + "/rows").st_blocks == blocks
+        os.unlink(directory + "/filler")
+        print("read")
+    """
+    with python(code, small_disk) as process:
+        assert finish(process) == "read\n"
 
 
 FILL_DISK = """

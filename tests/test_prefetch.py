@@ -25,7 +25,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import tieredemb as te
 from tieredemb.cache import staged as staged_rows
 from tieredemb.cache import staging
-from tieredemb.errors import ConfigError, IdOutOfRangeError, StorageError, StorageFullError
+from tieredemb.errors import (
+    BrokenCacheError,
+    CheckpointError,
+    ConfigError,
+    IdOutOfRangeError,
+    StorageFullError,
+    UncleanFileError,
+)
 from tieredemb.pipeline import lanes
 from tieredemb.pipeline.batches import map_tensors
 from tieredemb.storage.file_rows import FileRows
@@ -267,16 +274,17 @@ def test_a_plan_that_breaks_the_cache_stops_the_call_that_ends_it(gpu, monkeypat
         trains(model, ids)
     next(loop)
     monkeypatch.setattr(staged_rows.Staged, "_generate", interrupted)
-    for call in (model.flush, lambda: model.save_checkpoint(str(tmp_path / "saved")), model.stats):
-        with pytest.raises(StorageError, match=r"interrupted by RuntimeError.* build a new module"):
+    for call in (model.flush, model.stats, model.state_dict):
+        with pytest.raises(BrokenCacheError, match=r"moving rows was interrupted by RuntimeError.*mends"):
             call()
-    assert not (tmp_path / "saved").exists()
+    model.save_checkpoint(str(tmp_path / "saved"))
     loop.close()
-    with pytest.raises(StorageError, match="interrupted by RuntimeError"):
-        model.close()
-    model.tables.groups[0].cache._broken = ""  # lets go of the file
     monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="moving rows was interrupted by RuntimeError"):
+        model.load_checkpoint(str(tmp_path / "saved"))
     model.close()
+    with pytest.raises(UncleanFileError):
+        staged(tmp_path, "broken", capacity=8)
 
 
 def test_micro_batches_of_a_step(device):

@@ -98,3 +98,28 @@ def test_every_lookup_of_a_resident_table_hits(device):
 def test_resident_tables_must_fit(device):
     with pytest.raises(ConfigError, match=r"'weight' have 64 rows.*capacity of 63 slots"):
         make(63, placement="resident")
+
+
+@pytest.mark.parametrize("placement", ["cached", "resident"])
+def test_counters_go_on_after_a_load(device, tmp_path, placement):
+    module = make(capacity=1.0 if placement == "resident" else 5, placement=placement)
+    train(module, 1, 2, 3)
+    module.save_checkpoint(tmp_path)
+    train(module, 4, 5)
+    before = module.stats()
+    module.load_checkpoint(tmp_path)
+    after = module.stats()
+    assert (after.batches, after.lookups, after.unique) == (2, 5, 5)
+    assert (after.hits, after.rows_filled) == (before.hits, before.rows_filled)
+    train(module, 1, 2, 3)
+    assert (module.stats().batches, module.stats().lookups) == (3, 8)
+
+
+def test_counters_go_on_after_a_move(gpu):
+    module = make(5, device="cpu")
+    module(torch.tensor([1, 2, 2], device="cpu")).sum().backward()
+    module.cuda()
+    train(module, 1, 2, 3)
+    assert (module.stats().batches, module.stats().lookups) == (2, 6)
+    module.cpu()
+    assert (module.stats().batches, module.stats().lookups) == (2, 6)

@@ -94,6 +94,11 @@ class Cache(abc.ABC):
     def _write_back_range(self, start: int, stop: int) -> None:
         """Makes cold storage know the rows start … stop − 1 as they are now."""
 
+    def _copy_range(self, start: int, stop: int, weight: Array) -> Array:
+        """Copies the rows start … stop − 1 as they are now, as `ColdRows.copy_range` does."""
+        self._write_back_range(start, stop)
+        return self.cold.copy_range(start, stop, weight)
+
     @abc.abstractmethod
     def _reload_range(self, start: int, stop: int) -> None:
         """Takes the rows start … stop − 1 over from cold storage, wherever they are hot."""
@@ -119,7 +124,7 @@ class Cache(abc.ABC):
         """Writes every dirty row and every score back: afterwards cold storage alone holds the truth, durably where it
         outlives the process."""
         with self.whole():
-            self._check_usable()
+            self._begin_call()
             self.write_back()
             self.cold.flush()
 
@@ -127,9 +132,8 @@ class Cache(abc.ABC):
         """Copies the rows start … stop − 1 as they are now: `weight` carrier (K, D), `state` uint32 (K, S), either
         may have no columns. Rows never used are generated into the copy alone: cold storage does not grow."""
         with self.whole():
-            self._check_usable()
-            self._write_back_range(start, stop)
-            states = self.cold.copy_range(start, stop, weight)
+            self._begin_call()
+            states = self._copy_range(start, stop, weight)
             state[:] = states[:, : state.shape[1]]
             untouched = np.flatnonzero(states[:, -1] == 0)
             self._generate(untouched + start, untouched, weight, state, state.shape[1])
@@ -171,7 +175,7 @@ class Cache(abc.ABC):
         with self.whole():
             if self._closed or self.cold.ended:
                 return
-            self._settle()
+            self.check_loadable()
             if not self.cold.volatile and not self.doubts.reason:
                 self.write_back()
                 self.cold.seal()
@@ -229,6 +233,10 @@ class Cache(abc.ABC):
         self._settle()
         if parts is not None and self.doubts.parts.isdisjoint(parts):
             self.doubts.check()
+
+    def _begin_call(self) -> None:
+        """To be called first by every call that concerns the cache as a whole, under both locks."""
+        self._check_usable()
 
     def _check_usable(self) -> None:
         """To be called first by every call, under the lock of plans."""

@@ -77,8 +77,7 @@ class DeviceCache(DeviceBatches):
         `checked`: for a part of a call that was checked as a whole, such as a change that is under way."""
         with self.whole(), on_device(self.device):
             if not checked:
-                self.complete_last()
-                self._check_usable()
+                self._begin_call()
             self._order.whole()
             self._transfer.finish()
             try:
@@ -144,8 +143,12 @@ class DeviceCache(DeviceBatches):
                 metadata.policy = self._scoring.name
 
     def check_loadable(self, parts: Iterable[Part] | None = None) -> None:
-        super().check_loadable(parts)
         self.complete_last()  # of a batch that was given up: its victims are not to be written behind the call
+        super().check_loadable(parts)
+
+    def _begin_call(self) -> None:
+        self.complete_last()
+        super()._begin_call()
 
     def drop_slots(self, missed: Missed) -> None:
         """After a plan whose `missed` rows may not have arrived in the slots that are theirs already: such slots are
@@ -191,7 +194,7 @@ class DeviceCache(DeviceBatches):
 
     def check_idle(self, call: str) -> None:
         with self.whole():
-            self.check_loadable()
+            self.complete_last()
             super().check_idle(call)
 
     def forget(self) -> None:

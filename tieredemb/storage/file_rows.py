@@ -97,8 +97,11 @@ class FileRows(ColdRows):
     def begin_changes(self) -> None:
         """Marks the file unclean, once, before a row of it is used: a row in the hot cache may be newer from then
         on."""
-        self._check_usable()
         self._is_kept = False
+        self._mark()
+
+    def _mark(self) -> None:
+        self._check_usable()
         if self._is_marked:
             return
         with storage_errors(self.path, "marking"):
@@ -108,7 +111,7 @@ class FileRows(ColdRows):
 
     def reserve(self, keys: np.ndarray[Any, Any]) -> None:
         """Takes disk space for the pages of the rows. Raises `StorageFullError`; no row was changed then."""
-        self.begin_changes()
+        self.begin_changes() if len(keys) else self._mark()  # then scores alone are about to change
         with storage_errors(self.path, "taking space for rows of"):
             self._weight_pages.reserve(keys)
             self._state_pages.reserve(keys)
