@@ -1,7 +1,4 @@
-"""Every system call of the file tier and of checkpoints fails, once and for good: the rule of `disturbed` holds.
-
-`pytest --campaign` fails every call; without it they are sampled evenly.
-"""
+"""Every system call of the file tier and of checkpoints fails, once and for good: the rule of `disturbed` holds."""
 
 from __future__ import annotations
 
@@ -11,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from disturbed import Pair, contents, make, positions, same, train
+from disturbed import Pair, contents, make, same, train
 from faults import Faults
 
 import tieredemb as te
 from tieredemb.errors import StorageError, TieredEmbError
 
-SAMPLED = 12  # calls of an act that fail without --campaign
 KINDS = {
     "ENOSPC once": (errno.ENOSPC, False),
     "ENOSPC for good": (errno.ENOSPC, True),
@@ -85,40 +81,35 @@ def load_state(module: Any, number: int) -> None:
     module.load_state_dict({name: torch.full_like(value, number % 7) for name, value in module.state_dict().items()})
 
 
-def campaign(disk: Disk, kind: str, act: Any, request: Any, most: int = SAMPLED) -> None:
+def campaign(disk: Disk, kind: str, act: Any) -> None:
     code, for_good = KINDS[kind]
     counting = Faults(disk.path)
     disk.fail(lambda module: act(module, 0), counting)
-    chosen = positions(counting.count, most, all_of_them=request.config.getoption("--campaign"))
-    for number, at in enumerate(chosen):
+    assert counting.count > 1
+    for at in range(counting.count):
         faults = Faults(disk.path, at, code, for_good=for_good)
-        disk.fail(lambda module, number=number: act(module, 1 + number), faults)
+        assert disk.fail(lambda module, at=at: act(module, 1 + at), faults), f"{faults.called[at]} failed in silence"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_over_a_failing_disk_loses_nothing(disk, kind, request):
+def test_training_over_a_failing_disk_loses_nothing(disk, kind):
     def act(module, number):
         if module is disk.pair.module:
-            module.tables.groups[0].cache.cold._state_pages.clear()  # so that space is taken again
+            for group in module.tables.groups:  # so that space is taken again
+                group.cache.cold._weight_pages.clear()
+                group.cache.cold._state_pages.clear()
         train(module, number, samples=8)
 
-    campaign(disk, kind, act, request)
+    campaign(disk, kind, act)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_flush_to_a_failing_disk_loses_nothing(disk, kind, request):
-    def act(module, number):
-        train(module, number)
-        module.flush()
-
-    def flushes(module, number):
-        module.flush()
-
-    campaign(disk, kind, flushes, request)
+def test_flush_to_a_failing_disk_loses_nothing(disk, kind):
+    campaign(disk, kind, lambda module, number: module.flush())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_save_to_a_failing_disk_leaves_a_whole_checkpoint(disk, kind, request):
+def test_save_to_a_failing_disk_leaves_a_whole_checkpoint(disk, kind):
     directory, loaded = str(disk.path / "checkpoint"), make(capacity=1.0)
 
     def act(module, number):
@@ -130,7 +121,7 @@ def test_save_to_a_failing_disk_leaves_a_whole_checkpoint(disk, kind, request):
     with counting.on():
         act(disk.pair.module, 0)
     code, for_good = KINDS[kind]
-    for at in positions(counting.count, 2 * SAMPLED, all_of_them=request.config.getoption("--campaign")):
+    for at in range(counting.count):
         disk.pair.run(lambda module, at=at: train(module, at), Faults(disk.path))
         now = contents(disk.pair.twin)
         faults, error = Faults(disk.path, at, code, for_good=for_good), None
@@ -148,7 +139,7 @@ def test_save_to_a_failing_disk_leaves_a_whole_checkpoint(disk, kind, request):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_load_from_and_to_a_failing_disk_is_all_or_known(disk, kind, request):
+def test_load_from_and_to_a_failing_disk_is_all_or_known(disk, kind):
     directory = str(disk.path / "checkpoint")
     disk.pair.twin.save_checkpoint(directory)
 
@@ -160,18 +151,18 @@ def test_load_from_and_to_a_failing_disk_is_all_or_known(disk, kind, request):
     with counting.on():
         act(disk.pair.module, 0)
     disk.pair.twin.load_checkpoint(directory)
-    for at in positions(counting.count, 2 * SAMPLED, all_of_them=request.config.getoption("--campaign")):
+    for at in range(counting.count):
         disk.pair.run(lambda module, at=at: train(module, at), Faults(disk.path))
         disk.fail(lambda module: act(module, 0), Faults(disk.path, at, code, for_good=for_good))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_load_state_dict_to_a_failing_disk_is_all_or_known(disk, kind, request):
-    campaign(disk, kind, load_state, request)
+def test_load_state_dict_to_a_failing_disk_is_all_or_known(disk, kind):
+    campaign(disk, kind, load_state)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_open_that_fails_leaves_a_clean_file_clean(tmp_path, kind, request):
+def test_open_that_fails_leaves_a_clean_file_clean(tmp_path, kind):
     """A new file, and one that is there."""
     code, for_good = KINDS[kind]
     disk = tmp_path / "disk"
@@ -188,7 +179,7 @@ def test_open_that_fails_leaves_a_clean_file_clean(tmp_path, kind, request):
             train(module, 1)
         before = contents(module)
         module.close()
-        for at in positions(counting.count, 4 * SAMPLED, all_of_them=request.config.getoption("--campaign")):
+        for at in range(counting.count):
             if name == "new":
                 for path in disk.iterdir():
                     path.unlink()
@@ -203,12 +194,12 @@ def test_open_that_fails_leaves_a_clean_file_clean(tmp_path, kind, request):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_close_over_a_failing_disk_loses_nothing(disk, kind, request):
+def test_close_over_a_failing_disk_loses_nothing(disk, kind):
     code, for_good = KINDS[kind]
     counting = Faults(disk.path)
     with counting.on():
         disk.pair.module.close()
-    for at in positions(counting.count, 2 * SAMPLED, all_of_them=request.config.getoption("--campaign")):
+    for at in range(counting.count):
         disk.pair.module = disk.open()
         disk.pair.run(lambda module, at=at: train(module, at), Faults(disk.path))
         module, error = disk.pair.module, None
