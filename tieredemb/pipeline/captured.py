@@ -13,6 +13,7 @@ import torch
 from tieredemb.cache.device_cache import DeviceCache
 from tieredemb.cache.locks import Locks
 from tieredemb.errors import UnsupportedError
+from tieredemb.kernels.captures import Capture
 from tieredemb.kernels.streams import capture_lock, on_device, side_stream
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import Forward
@@ -99,8 +100,7 @@ class StepFunction(Generic[R]):
         the caches, such as a loader's that pins memory, may go on, but not wait for the whole device, as torch's
         `synchronize` does."""
         self.before_replay()  # what the host has to say is said outside
-        captured = torch.cuda.graph(graph, pool=pool, stream=self._captures, capture_error_mode="thread_local")
-        with capture_lock(self.device), _no_collector(), captured:
+        with capture_lock(self.device), _no_collector(), Capture(graph, self._captures, pool):
             yield
 
     def before_replay(self) -> None:
