@@ -9,10 +9,13 @@ generator goes on counting for a graph, so that the next random number drawn eag
 from __future__ import annotations
 
 import contextlib
+import threading
 from types import TracebackType
 from typing import Any
 
 import torch
+
+CAPTURING: set[int] = set()  # threads that are inside a `Capture`
 
 
 class Capture:
@@ -34,10 +37,12 @@ class Capture:
         except BaseException:
             self._recover()
             raise
+        CAPTURING.add(threading.get_ident())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        CAPTURING.discard(threading.get_ident())
         try:
             self._capture.__exit__(None, None, None)
         except BaseException as ended:

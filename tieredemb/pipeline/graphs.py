@@ -8,13 +8,15 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tieredemb.errors import InvalidInputError
+from tieredemb.errors import InvalidInputError, UnsupportedError
+from tieredemb.kernels.captures import CAPTURING
 from tieredemb.kernels.streams import on_device
 from tieredemb.modules.forwards import Forward, heard
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction, check_capturable, detached
 from tieredemb.pipeline.graph_ahead import StepAhead
 from tieredemb.pipeline.prefetch import running
+from tieredemb.pipeline.uncapturable import explain
 
 R = TypeVar("R")
 
@@ -43,6 +45,11 @@ class GraphStep(Generic[R]):
             step = None
         if step is None:
             return self._first(batch)
+        if CAPTURING and threading.get_ident() in CAPTURING:  # torch would know, in 1.3 µs of each replay
+            raise UnsupportedError(
+                "a captured step is called inside another one that is being captured, which cannot hold its replay; "
+                "call the function that it was made of there"
+            )
         if step.accumulates():
             if self._ahead is not None:
                 self._ahead.give_up()
@@ -168,13 +175,17 @@ class _StepAlone(Generic[R]):
 
     def _eagerly(self) -> R:
         with self._step.on_buffers(), self._step.beside():
-            return self._step(self._buffers.batch)
+            return self._step.heard(self._buffers.batch)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         try:
             with self._step.on_buffers(), self._step.capture(graph):
-                self._result = self._step(self._buffers.batch)
+                result = self._step.heard(self._buffers.batch)
+        except RuntimeError as error:
+            explain(error)
+            raise
         finally:
             self._step.after_capture()
+        self._result = result
         return graph
