@@ -115,8 +115,10 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
     must not wait for theirs.
 
     On the CPU, where there is nothing to capture, each call is the function. Raises `UnsupportedError` for what no
-    graph can hold: tiers that the host takes part in, `check_ids="always"`; and `InvalidInputError` for a batch that
-    does not fit.
+    graph can hold: tiers that the host takes part in, `check_ids="always"`, calls in the function that wait for the GPU
+    (the message names the line); and where a loss that is kept from an eager step on the default stream would end the
+    capture: `del` it, or keep `loss.detach()`. Raises `InvalidInputError` for a batch that does not fit. A capture that
+    fails, by the function's own errors too, leaves everything as it was: call again, or go on eagerly.
 
     >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, optimizer=tieredemb.SGD(lr=0.1))
     >>> def step(ids):
