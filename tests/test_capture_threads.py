@@ -41,10 +41,12 @@ def captures(device, monkeypatch):
         finally:
             threads.discard(thread)
 
-    stream = SimpleNamespace(wait_stream=lambda _: None)
+    default, stream = (SimpleNamespace(wait_stream=lambda _: None, device=cpu, cuda_stream=each) for each in range(2))
     for name, value in {
         "Stream": lambda: stream,
-        "current_stream": lambda _: stream,
+        "current_stream": lambda _: stream if threading.get_ident() in threads else default,
+        "set_stream": lambda _: None,
+        "graph_pool_handle": lambda: None,
         "stream": lambda _: nothing(),
         "graph": capture,
         "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),

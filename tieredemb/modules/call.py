@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from tieredemb.errors import BackwardError
 from tieredemb.kernels.ranges import marked
+from tieredemb.modules.forwards import BACKWARDS
 
 if TYPE_CHECKING:
     from tieredemb.modules.base import TieredModule
@@ -122,6 +123,8 @@ class Lookup(torch.autograd.Function):
     @untraced
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None, None]:
+        for listener in tuple(BACKWARDS):
+            listener()
         call: Call = ctx.call
         # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the table's
         trains = ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(ctx.next_functions[0][0])

@@ -1,4 +1,5 @@
-"""Who wants to hear of forwards, and what they hear: how `pipeline` learns what a model looks up."""
+"""Who wants to hear of forwards, and what they hear: how `pipeline` learns what a model looks up, and who wants to
+hear that a backward has begun."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ class Forward:
 
 
 LISTENERS: list[Callable[[Forward], object]] = []
+BACKWARDS: list[Callable[[], object]] = []  # called from inside each backward that reaches a module
 
 
 def tell(module: TieredModule, batch: Batch, *, trains: bool) -> None:

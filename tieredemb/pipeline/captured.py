@@ -13,12 +13,14 @@ import torch
 from tieredemb.cache.device_cache import DeviceCache
 from tieredemb.cache.locks import Locks
 from tieredemb.errors import UnsupportedError
+from tieredemb.kernels.captures import Capture
 from tieredemb.kernels.streams import capture_lock, on_device, side_stream
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import Forward
 from tieredemb.modules.group import DeviceGroup
 from tieredemb.pipeline.batches import map_tensors
 from tieredemb.pipeline.buffers import Buffers
+from tieredemb.pipeline.leaves import Leaves
 from tieredemb.pipeline.lookups import Learned, Lookup, learn
 
 R = TypeVar("R")
@@ -38,6 +40,7 @@ class StepFunction(Generic[R]):
         self.caches = self._caches()
         self.locked = Locks(self.caches)  # for replays, which plan, look up and update, and for captures
         self._function = function
+        self._leaves = Leaves(self.device)
         # of each module: what it is configured with, which a move replaces, and whether it trains
         self._captured_of = [(module, module.tables.config, module.is_trainable) for module in self.modules]
         with on_device(self.device):
@@ -69,6 +72,11 @@ class StepFunction(Generic[R]):
         with torch.autograd.set_multithreading_enabled(False):
             return detached(self._function, batch)
 
+    def heard(self, batch: Any) -> R:
+        """As a call, on the way to a capture or in it: which needs to know the leaves of its backward."""
+        with self._leaves.heard(captured=torch.cuda.is_current_stream_capturing()):
+            return self(batch)
+
     @contextlib.contextmanager
     def on_buffers(self) -> Iterator[None]:
         """Ids beyond the last bag are what is left of longer batches, and no fault."""
@@ -97,10 +105,12 @@ class StepFunction(Generic[R]):
         """Captures what is launched inside. Its caller holds `locked`, until a replay has done what the capture has put
         on the caches' books: another thread's call would become part of the graph, or end it. Threads that use none of
         the caches, such as a loader's that pins memory, may go on, but not wait for the whole device, as torch's
-        `synchronize` does."""
+        `synchronize` does. What fails inside leaves all as it was. Raises `UnsupportedError`, before anything is
+        captured, where an earlier graph of autograd's would end the capture."""
         self.before_replay()  # what the host has to say is said outside
-        captured = torch.cuda.graph(graph, pool=pool, stream=self._captures, capture_error_mode="thread_local")
-        with capture_lock(self.device), _no_collector(), captured:
+        self._leaves.check_free()
+        captured = Capture(graph, self._captures, pool)
+        with self._leaves.grads_kept(), capture_lock(self.device), _no_collector(), captured:
             yield
 
     def before_replay(self) -> None:

@@ -8,9 +8,9 @@ the plan of the batch before last was.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Generic, TypeVar, cast
@@ -30,6 +30,7 @@ from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
 from tieredemb.pipeline.lanes import StreamLane
 from tieredemb.pipeline.lookups import Lookup
+from tieredemb.pipeline.uncapturable import explain
 
 R = TypeVar("R")
 Lookups = Callable[[Any], Sequence[Lookup]]
@@ -108,7 +109,7 @@ class StepAhead(Generic[R]):
 
     def _compute(self, now: _Turn[R]) -> R:
         """The function of the batch; its forwards find their plans."""
-        result = self._step(now.buffers.batch)
+        result = self._step.heard(now.buffers.batch)
         if now.drop() and not self._warned:
             self._warned = True
             warnings.warn(
@@ -127,26 +128,25 @@ class StepAhead(Generic[R]):
         first = {cache: cache.last for cache in step.caches}
         reads = [call.memory for call in calls]
         try:
-            with ExitStack() as captured:
-                replays = [captured.enter_context(cache.capturing(_tickets(calls, cache))) for cache in step.caches]
-                captured.enter_context(step.on_buffers())
-                captured.enter_context(step.capture(graph, None if then.graph is None else then.graph.graph.pool()))
-                self._lane.stream.wait_stream(torch.cuda.current_stream())
-                captured.callback(lambda: torch.cuda.current_stream().wait_stream(self._lane.stream))
-                then.plan(self._lane, step, lookups)
-                then.check_planned()
-                result = self._compute(now)
+            with ExitStack() as caches:
+                replays = [caches.enter_context(cache.capturing(_tickets(calls, cache))) for cache in step.caches]
+                pool = None if then.graph is None else then.graph.graph.pool()
+                with step.on_buffers(), step.capture(graph, pool), self._joined():
+                    then.plan(self._lane, step, lookups)
+                    then.check_planned()
+                    result = self._compute(now)
             planned = then.calls()
             for call in planned:
                 call.has_arrived()
             offsets = [[part.ticket.batch - first[part.group.cache] for part in call.parts] for call in planned]
             step.after_capture()
             graph.replay()
-        except BaseException:
+        except BaseException as error:
             for call in then.made():
                 call.has_arrived()  # nothing of it has run
             step.after_capture()
             self.give_up()
+            explain(error)
             raise
         for cache in step.caches:
             cache.replayed(NOTHING_PLANNED)
@@ -154,6 +154,18 @@ class StepAhead(Generic[R]):
             now.graph = _Graph(graph, result, replays, offsets, _slotless(calls), reads, then.memories)
         self._last = [cache.last for cache in step.caches]
         return result
+
+    @contextmanager
+    def _joined(self) -> Iterator[None]:
+        """The lane's stream forks off a capture inside, and joins it at the end."""
+        self._lane.stream.wait_stream(torch.cuda.current_stream())
+        try:
+            yield
+        except BaseException:
+            with suppress(RuntimeError):  # of a capture that is none any more: what comes is why
+                torch.cuda.current_stream().wait_stream(self._lane.stream)
+            raise
+        torch.cuda.current_stream().wait_stream(self._lane.stream)
 
     def _replay(self, now: _Turn[R], graph: _Graph[R], then: _Turn[R], calls: list[DeviceCall]) -> R:
         for call in calls:

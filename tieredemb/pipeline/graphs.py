@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from tieredemb.config import is_whole
-from tieredemb.errors import InvalidInputError, shown
+from tieredemb.errors import InvalidInputError, UnsupportedError, shown
+from tieredemb.kernels.captures import CAPTURING
 from tieredemb.kernels.streams import on_device
 from tieredemb.modules.forwards import Forward, heard
 from tieredemb.modules.inputs import MAX_IDS
@@ -17,6 +18,7 @@ from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction, check_capturable, detached
 from tieredemb.pipeline.graph_ahead import StepAhead
 from tieredemb.pipeline.prefetch import running
+from tieredemb.pipeline.uncapturable import explain
 
 R = TypeVar("R")
 
@@ -45,6 +47,11 @@ class GraphStep(Generic[R]):
             step = None
         if step is None:
             return self._first(batch)
+        if CAPTURING and threading.get_ident() in CAPTURING:  # torch would know, in 1.3 µs of each replay
+            raise UnsupportedError(
+                "a captured step is called inside another one that is being captured, which cannot hold its replay; "
+                "call the function that it was made of there"
+            )
         if step.accumulates():
             if self._ahead is not None:
                 self._ahead.give_up()
@@ -110,8 +117,10 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
     must not wait for theirs.
 
     On the CPU, where there is nothing to capture, each call is the function. Raises `UnsupportedError` for what no
-    graph can hold: tiers that the host takes part in, `check_ids="always"`; and `InvalidInputError` for a batch that
-    does not fit.
+    graph can hold: tiers that the host takes part in, `check_ids="always"`, calls in the function that wait for the GPU
+    (the message names the line); and where a loss that is kept from an eager step on the default stream would end the
+    capture: `del` it, or keep `loss.detach()`. Raises `InvalidInputError` for a batch that does not fit. A capture that
+    fails, by the function's own errors too, leaves everything as it was: call again, or go on eagerly.
 
     >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, optimizer=tieredemb.SGD(lr=0.1))
     >>> def step(ids):
@@ -170,13 +179,17 @@ class _StepAlone(Generic[R]):
 
     def _eagerly(self) -> R:
         with self._step.on_buffers(), self._step.beside():
-            return self._step(self._buffers.batch)
+            return self._step.heard(self._buffers.batch)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         try:
             with self._step.on_buffers(), self._step.capture(graph):
-                self._result = self._step(self._buffers.batch)
+                result = self._step.heard(self._buffers.batch)
+        except RuntimeError as error:
+            explain(error)
+            raise
         finally:
             self._step.after_capture()
+        self._result = result
         return graph

@@ -1,0 +1,85 @@
+"""Captures of CUDA graphs that leave torch as it was, where they fail too.
+
+A call that no graph can hold makes a capture invalid, and its end then fails. torch's own (`torch.cuda.graph`, up to
+2.13 at least) stops there: the captured stream stays the current one, the memory pool stays open, and the default
+generator goes on counting for a graph, so that the next random number drawn eagerly is an error. What its
+`CUDAGraph::capture_end` leaves undone is done here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import TracebackType
+from typing import Any
+
+import torch
+
+CAPTURING: set[int] = set()  # threads that are inside a `Capture`
+
+
+class Capture:
+    """Captures into `graph`, on `stream`, what this thread launches inside; `pool`: of another graph, to share its
+    memory. What is raised inside comes out as it is, whatever that does to the end of the capture; an end that fails by
+    itself raises torch's error. Either way streams, generators and the allocator are then as they were before."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> None:
+        self._graph = graph
+        self._stream = stream
+        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        # threads that have nothing to do with the step may go on
+        self._capture = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
+
+    def __enter__(self) -> None:
+        self._around = torch.cuda.current_stream(self._stream.device)
+        try:
+            self._capture.__enter__()
+        except BaseException:
+            self._recover()
+            raise
+        CAPTURING.add(threading.get_ident())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        CAPTURING.discard(threading.get_ident())
+        try:
+            self._capture.__exit__(None, None, None)
+        except BaseException as ended:
+            self._recover()
+            if error is None or not isinstance(ended, RuntimeError):
+                raise
+        if error is not None:
+            torch.clear_autocast_cache()
+
+    def _recover(self) -> None:
+        try:
+            torch.cuda.set_stream(self._stream)
+            if torch.cuda.is_current_stream_capturing():  # interrupted, or the step has left another stream current
+                with contextlib.suppress(RuntimeError):
+                    self._graph.capture_end()
+            self._release_pool()
+            self._release_generator()
+        finally:
+            torch.cuda.set_stream(self._around)
+            torch.clear_autocast_cache()  # of casts that were captured and have never run
+
+    def _release_pool(self) -> None:
+        """Lets no more memory come from the pool, and gives this graph's part in it up: the graph does that by itself
+        where its capture has come to an end, which it tells by knowing its pool."""
+        try:
+            self._graph.pool()
+        except RuntimeError:
+            for release in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+                with contextlib.suppress(RuntimeError):  # of what had not begun
+                    release(self._stream.device_index, self._pool)
+
+    def _release_generator(self) -> None:
+        """The end of any capture makes the default generator count for eager calls again: of one that holds next to
+        nothing. A copy in its place would do so too, but not be the one that other graphs draw from."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        torch.zeros((), device=self._stream.device)  # of an empty graph torch warns
+        graph.capture_end()
+        graph.reset()
+        self._around.wait_stream(self._stream)  # where its beginning has set what all graphs draw from

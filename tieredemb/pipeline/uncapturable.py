@@ -1,0 +1,74 @@
+"""What a failed capture says to the user: which line of the step no CUDA graph can hold, why, and what to do."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+
+import torch
+
+from tieredemb.errors import TieredEmbError, UnsupportedError
+
+WAITS = (
+    "this waits for the GPU (.item(), .cpu(), .tolist(), print, a tensor as a condition, a mask as an index, "
+    "torch.cuda.synchronize()), or needs memory for a stream that is no part of the step; do it outside, with what the "
+    "step returns"
+)
+GENERATOR = (
+    "random numbers are drawn from a generator of the step's own, which a replay would not advance; use torch's default"
+)
+# what errors say, those of CUDA (cudaErrorStreamCapture…) and of torch, to why that is and what to do
+REASONS = {
+    "not permitted when stream is capturing": WAITS,
+    "unless the CPU tensor is pinned": (
+        "this copies between the GPU and host memory that is not pinned; keep on the GPU what the step reads, or put "
+        "it in the batch"
+    ),
+    "previous error during capture": (
+        "an error was swallowed before, inside the step, or another thread has waited for the whole GPU "
+        "(torch.cuda.synchronize()); let that error out to see it, or keep the other thread from it during the first "
+        "steps"
+    ),
+    "a CUDA generator not in capture mode": GENERATOR,
+    "construct a new CUDAGeneratorImpl": GENERATOR,
+    "uncaptured work in another stream": (
+        "the step waits for work from outside of it, on another stream or by an event; wait for that before the call, "
+        "or let the other stream wait for the step's first"
+    ),
+    "unjoined work": (
+        "the step leaves work on another stream; let its stream wait for that at the end: "
+        "torch.cuda.current_stream().wait_stream(other)"
+    ),
+    "last recorded in a capturing stream": (
+        "the host waits for an event of the step, or asks for it; do it outside the step"
+    ),
+    "the legacy stream depend": (
+        "the default stream waits for the step: a part of it is done there, or a loss or output from outside the step "
+        "ties its parameters to that stream; del that loss, or keep loss.detach()"
+    ),
+    "merge of separate capture": "the step waits for a stream that somebody else is capturing",
+    "prepare for replay during capturing": "a CUDA graph is replayed inside; call the function that it was made of",
+}  # fmt: skip
+
+
+def explain(error: BaseException) -> None:
+    """Raises `UnsupportedError` for an error that is the capture's own; else it is the user's, and to be raised as it
+    is. To be called where the error is caught by `except`: out of a generator's context manager, or an `ExitStack`,
+    what is raised instead would come in a cycle, which keeps the step's batch in flight until it is collected."""
+    text = str(error)
+    reason = next((reason for told, reason in REASONS.items() if told in text), None)
+    if reason is not None and isinstance(error, RuntimeError) and not isinstance(error, TieredEmbError):
+        raise UnsupportedError(
+            f"the step cannot be captured in a CUDA graph. {_line(error) or 'Inside it, or at its end'}: {reason}"
+        ) from error
+
+
+def _line(error: BaseException) -> str | None:
+    """The last line of the user's that an error came through."""
+    libraries = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[1]) + os.sep)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(libraries)]
+    inside = [frame for frame in frames if os.path.basename(frame.filename) != "contextlib.py"]
+    if not inside:
+        return None
+    return f"{os.path.basename(inside[-1].filename)}, line {inside[-1].lineno}, in {inside[-1].name}"
