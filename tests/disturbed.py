@@ -90,11 +90,20 @@ class LineInterrupts(Disturbance):
         return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
-        if event == "line" and self.hit():
+        if event == "line" and not (self.count == self.at and _in_finaliser(frame)) and self.hit():
             sys.settrace(None)
             self.where = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
             raise KeyboardInterrupt
         return self._line
+
+
+def _in_finaliser(frame: Any) -> bool:
+    """Whether Python would drop what is raised here."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("weakref.py") or frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Pair:

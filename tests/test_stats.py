@@ -109,8 +109,8 @@ def test_counters_go_on_after_a_load(device, tmp_path, placement):
     before = module.stats()
     module.load_checkpoint(tmp_path)
     after = module.stats()
-    assert (after.batches, after.lookups, after.unique) == (2, 5, 5)
-    assert (after.hits, after.rows_filled) == (before.hits, before.rows_filled)
+    assert (after.batches, after.lookups) == (2, 5)
+    assert (after.unique, after.hits, after.rows_filled) == (before.unique, before.hits, before.rows_filled)
     train(module, 1, 2, 3)
     assert (module.stats().batches, module.stats().lookups) == (3, 8)
 

@@ -321,11 +321,14 @@ def test_import_rows_reaches_rows_in_flight():
     assert whole_table(cache)[0] == [9.0] * ROWS
 
 
-def test_export_does_not_touch_cold_rows_never_used():
+def test_export_writes_nothing():
     cache = make_cache(2)
     serve(cache, [5]).release()
-    whole_table(cache)
+    before = whole_table(cache)
+    assert not cache.cold.state.any()
+    cache.flush()
     assert np.flatnonzero(cache.cold.state[:, -1]).tolist() == [5]
+    assert whole_table(cache) == before
 
 
 def test_closed_cache_refuses_work():

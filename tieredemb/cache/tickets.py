@@ -112,7 +112,6 @@ class TicketBook:
         self._live: set[int] = set()
         self._held: list[int] = []
         self._locked: deque[Locked] = deque()
-        self._locked_ids = self._locked_slotless = 0  # in all
         self._tickets: weakref.WeakSet[Flight] = weakref.WeakSet()
         self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
 
@@ -131,7 +130,7 @@ class TicketBook:
             self.forget_dropped()
         self._live.add(ticket.batch)
         if ids:
-            self._lock(ticket.batch, ids, slotless)
+            self._locked.append((ticket.batch, ids, slotless))
         self._tickets.add(ticket)
 
     def size_bytes(self) -> int:
@@ -141,7 +140,6 @@ class TicketBook:
     def reset(self) -> None:
         """Forgets which batches have locked rows: none is in flight, and batches may be numbered anew."""
         self._locked.clear()
-        self._locked_ids = self._locked_slotless = 0
 
     def oldest(self, default: int) -> int:
         """Batch of the oldest ticket in flight, or `default`. Rows used at or after it are locked."""
@@ -168,10 +166,12 @@ class TicketBook:
         """Ids of all batches from `oldest` on, which is the oldest whose rows are locked: those released since lock
         theirs too. And whether one of them may use rows without a slot."""
         while self._locked and self._locked[0][0] < oldest:
-            _, ids, slotless = self._locked.popleft()
-            self._locked_ids -= ids
-            self._locked_slotless -= slotless
-        return self._locked_ids, self._locked_slotless > 0
+            self._locked.popleft()
+        locked, slotless = 0, False  # anew each time: they are few, and a sum that is kept may be interrupted
+        for _, ids, is_slotless in self._locked:
+            locked += ids
+            slotless |= is_slotless
+        return locked, slotless
 
     def since(self, batch: int) -> tuple[Locked, ...]:
         """What batches after `batch` have locked, in their order, counted from it."""
@@ -179,10 +179,4 @@ class TicketBook:
 
     def repeat(self, batch: int, locked: Iterable[Locked]) -> None:
         """Batches after `batch` have locked what others did before (`since`)."""
-        for number, ids, slotless in locked:
-            self._lock(batch + number, ids, slotless)
-
-    def _lock(self, batch: int, ids: int, slotless: bool) -> None:
-        self._locked.append((batch, ids, slotless))
-        self._locked_ids += ids
-        self._locked_slotless += slotless
+        self._locked.extend([(batch + number, ids, slotless) for number, ids, slotless in locked])
