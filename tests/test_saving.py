@@ -539,6 +539,44 @@ def test_load_that_fails_half_way_breaks_the_cache_until_another_one(device, tmp
     step(bag, 1, 2, 9)
 
 
+def test_broken_cache_is_loaded_though_a_batch_is_held(device, tmp_path, monkeypatch):
+    """As by the traceback of what broke it."""
+    bag = make()
+    step(bag, 1, 2, 3)
+    bag.save_checkpoint(str(tmp_path))
+    saved = everything(bag)
+    held = bag(torch.tensor([[4, 5]])).sum()
+    with pytest.raises(StorageError, match="in flight"):
+        bag.load_checkpoint(str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(bag.tables, "_write_weight", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            bag.load_state_dict(bag.state_dict())
+    bag.load_checkpoint(str(tmp_path))
+    with pytest.raises(StorageError, match="look it up again"):
+        held.backward()
+    assert same(everything(bag), saved)
+    step(bag, 4, 5)
+
+
+def test_load_state_dict_that_was_interrupted_is_mended_by_another(device, monkeypatch):
+    bag, twin = make(), make()
+    for module in (bag, twin):
+        step(module, 1, 2, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(bag.tables, "_write_weight", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            bag.load_state_dict(twin.state_dict())
+    optimizer = twin.fused_optimizer.state_dict()
+    with pytest.raises(BrokenCacheError, match="load_state_dict was interrupted by ZeroDivisionError"):
+        bag.fused_optimizer.load_state_dict(optimizer)  # of what is not in doubt
+    bag.load_state_dict(twin.state_dict())
+    bag.fused_optimizer.load_state_dict(optimizer)
+    for module in (bag, twin):
+        step(module, 4, 1)
+    assert same(everything(bag), everything(twin))
+
+
 def test_move_that_fails_half_way_leaves_all_tables_where_they_were(monkeypatch, tmp_path):
     tables = [te.TableConfig(name=f"t{width}", num_embeddings=40, embedding_dim=width) for width in (4, 5)]
     keywords = {"capacity": 10, "optimizer": te.Adam(lr=0.1), "device": "cpu"}

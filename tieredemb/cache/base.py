@@ -158,6 +158,12 @@ class Cache(abc.ABC):
 
     # --- life -------------------------------------------------------------------------------------------------------
 
+    def give_up_doubtful(self) -> None:
+        """Ends the batches in flight where rows are in doubt: nothing can be done with them, but by who holds them, an
+        exception's traceback for one."""
+        if self.doubts.reason:
+            self._book.give_up()
+
     def check_idle(self, call: str) -> None:
         """Raises `StorageError` if a batch is in flight."""
         if self._book.live:

@@ -23,7 +23,6 @@ from tieredemb.cache.stream_order import StreamOrder
 from tieredemb.cache.tickets import Hold
 from tieredemb.cache.transfer import Transfer
 from tieredemb.config import Policy
-from tieredemb.errors import StorageError
 from tieredemb.kernels.streams import on_device, synchronize
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
@@ -97,8 +96,8 @@ class DeviceCache(DeviceBatches):
             self._order.compute()
             self._transfer.follow()
             for ticket in tickets:
-                if ticket.failed or not ticket.ended:
-                    raise StorageError("this batch has no plan that came to its end; look it up again")
+                ticket.failed |= not ticket.ended
+                ticket.check()
                 if ticket.ready is not None:
                     ticket.ready.wait()
                     ticket.ready = None

@@ -31,7 +31,7 @@ class DeviceTicket(Flight):
         self.kept: tuple[Any, ...] = (homes,)  # what lives as long as it, and is counted as the plan's
         self.ready: torch.cuda.Event | None = None
         self.aside: torch.cuda.Event | None = None
-        self.ended, self.failed = True, False
+        self.ended = True
 
     def size_bytes(self) -> int:
         return sum(value.nbytes for value in self.kept if isinstance(value, torch.Tensor))

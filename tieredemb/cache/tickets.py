@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tieredemb.errors import StorageError
 from tieredemb.kernels.segments import Segments, segments_of
 
 if TYPE_CHECKING:
@@ -31,8 +32,16 @@ class Flight(abc.ABC):
 
     def __init__(self, batch: int, book: TicketBook) -> None:
         self.batch = batch
+        self.failed = False  # whether its rows are not where it says: it can only be given up
         self._finalizer = weakref.finalize(self, book.released.append, batch)
         self._finalizer.atexit = False
+
+    def check(self) -> None:
+        """Raises `StorageError` where it has failed."""
+        if self.failed:
+            raise StorageError(
+                "this batch has no plan that came to its end, or rows were loaded since; look it up again"
+            )
 
     def release(self) -> None:
         """Ends the flight: the batch's rows may be evicted. A second call does nothing."""
@@ -136,6 +145,12 @@ class TicketBook:
     def size_bytes(self) -> int:
         """Bytes of the plans that are still referenced, in flight or not."""
         return sum(ticket.size_bytes() for ticket in self._tickets)
+
+    def give_up(self) -> None:
+        """Ends all flights: their rows are about to be others."""
+        for ticket in list(self._tickets):
+            ticket.failed = True
+            ticket.release()
 
     def reset(self) -> None:
         """Forgets which batches have locked rows: none is in flight, and batches may be numbered anew."""

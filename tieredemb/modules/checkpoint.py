@@ -34,6 +34,7 @@ def load(
     _check_directory(directory)
     with tables.changing("load_checkpoint") as change:
         for group in tables.groups:
+            group.cache.give_up_doubtful()
             group.cache.check_idle("load a checkpoint")
         opened = checkpoint.opened(
             directory,

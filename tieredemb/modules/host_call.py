@@ -98,6 +98,7 @@ class HostGroupCall:
     def limit_norms(self, max_norm: float, norm_type: float) -> None:
         """Scales the rows of this forward down to `max_norm`, where they are longer."""
         with self.group.cache.lock:
+            self.ticket.check()
             rows = limit_norms(self.group.cache.hot, self.ticket.unique_slots, max_norm, norm_type)
             carry_out([(self.group, rows)], is_step=False)
 
@@ -111,6 +112,7 @@ class HostGroupCall:
             self.argmax = np.full(out.shape, -1, np.int32)
         argmax = self.argmax if len(self.argmax) else None
         with self.group.cache.lock:  # an update on another thread would be seen half
+            self.ticket.check()
             weight = self.group.cache.hot.weight
             pool(weight, homes, self.bags, space, None if weights is None else self.weights, out, argmax)
             if keep_rows:
@@ -192,6 +194,8 @@ class HostCall(Call):
             for g, group in enumerate(module.tables.groups):
                 assert isinstance(group, HostGroup)
                 parts = [(call.parts[g], grad) for call, grad in collected if isinstance(call, HostCall)]
+                for part, _ in parts:
+                    part.ticket.check()
                 numbers = optimizer.numbers(group, [grad for _, grad in parts])
                 if numbers is None:
                     return

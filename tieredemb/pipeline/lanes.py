@@ -3,7 +3,6 @@ thread beside it where rows pass through the host and take their time."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -114,8 +113,7 @@ class WorkerLane(ThreadLane):
         self.arrived: torch.cuda.Event | None = None
         self._is_quick = True
         self._begun: weakref.WeakSet[Call] = weakref.WeakSet()  # those planned here, of which some may have no end yet
-        self._under_way = 0
-        self._counting = threading.Lock()
+        self._under_way: set[Future[Any]] = set()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
         arrived, written = self.arrived, torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -135,7 +133,7 @@ class WorkerLane(ThreadLane):
             finally:
                 self._is_quick = perf_counter() - start < self.QUICK
 
-        if self._is_quick and self._under_way == 0:  # plans stay in order
+        if self._is_quick and not self._under_way:  # plans stay in order
             future = _called(lambda: run(whole=False))
             if future.exception() is None:
                 self._begun.add(future.result())
@@ -144,13 +142,9 @@ class WorkerLane(ThreadLane):
             call.complete()
         self._begun.clear()
         future = super().submit(lambda: run(whole=True))
-        self._count(1)
-        future.add_done_callback(lambda _: self._count(-1))
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
         return future
-
-    def _count(self, more: int) -> None:
-        with self._counting:
-            self._under_way += more
 
 
 def _called(function: Callable[[], Any]) -> Future[Any]:
