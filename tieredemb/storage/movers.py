@@ -13,6 +13,7 @@ import ctypes
 import os
 import sys
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +69,16 @@ class Job:
         return len(self.keys), self.keys.data_ptr(), *cold, *sizes, *buffers, *told, helpers
 
 
+class _Beginning:
+    """Lives as long as the call that puts a job on the board, however that ends."""
+
+
 class Movers:
     """The threads of a process that move rows, one job at a time."""
 
     def __init__(self, *, alone: bool = False) -> None:
         self._lock = threading.RLock()
-        self._is_beginning = False
+        self._beginning: weakref.ref[_Beginning] | None = None
         self._helpers = 0
         self._job: Job | None = None  # the one under way: what it reads and writes is not to be freed
         self._watches = False  # whether there is a thread that waits for GPUs
@@ -97,11 +102,12 @@ class Movers:
                 other.begin(job)
                 return
             self._finish()
-            self._is_beginning = True
+            here = _Beginning()
+            self._beginning = weakref.ref(here)
             try:
                 helpers = self._put_up(job)
             finally:
-                self._is_beginning = False
+                self._beginning = None
             if helpers == 0:
                 self._finish()
 
@@ -112,13 +118,14 @@ class Movers:
             if self._is_beginning or _is_awaited(self._job) or not self._may_watch():
                 return False
             self._finish()
-            self._is_beginning = True
+            here = _Beginning()
+            self._beginning = weakref.ref(here)
             try:
                 self._words[:] = job.words(self._staff(min(len(job.keys) // CHUNK, num_threads() - 1, self._most)))
                 self._job = job
                 job_await(self._board)
             finally:
-                self._is_beginning = False
+                self._beginning = None
             return True
 
     def finish(self) -> None:
@@ -126,6 +133,11 @@ class Movers:
         with self._lock:
             if not self._is_beginning:  # or a finaliser asks in the middle of it, whose own rows are moved at once
                 self._finish()
+
+    @property
+    def _is_beginning(self) -> bool:
+        """Whether a job is being put on the board, by a call that has come no further."""
+        return self._beginning is not None and self._beginning() is not None
 
     def _finish(self) -> None:
         """Ends the job under way. One that a GPU has yet to tell of is given up: who asks next waits for no GPU."""
