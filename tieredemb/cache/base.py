@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import gc
 import itertools
 import os
 import threading
@@ -158,15 +159,15 @@ class Cache(abc.ABC):
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def give_up_doubtful(self) -> None:
-        """Ends the batches in flight where rows are in doubt: nothing can be done with them, but by who holds them, an
-        exception's traceback for one."""
-        if self.doubts.reason:
-            self._book.give_up()
+    def give_up_batches(self) -> None:
+        """Ends the batches in flight, whoever holds them, an exception's traceback for one: an update of theirs is
+        refused from now on."""
+        self._book.give_up()
 
     def check_idle(self, call: str) -> None:
         """Raises `StorageError` if a batch is in flight."""
         if self._book.live:
+            gc.collect()  # what nobody can reach any more does not count
             self._book.forget_dropped()
         if self._book.live:
             raise StorageError(

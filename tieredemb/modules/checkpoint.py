@@ -33,8 +33,10 @@ def load(
     """See `TieredModule.load_checkpoint`."""
     _check_directory(directory)
     with tables.changing("load_checkpoint") as change:
+        is_broken = any(group.cache.doubts.reason for group in tables.groups)
         for group in tables.groups:
-            group.cache.give_up_doubtful()
+            if is_broken:  # nothing can be done with batches in flight
+                group.cache.give_up_batches()
             group.cache.check_idle("load a checkpoint")
         opened = checkpoint.opened(
             directory,
