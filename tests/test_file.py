@@ -540,6 +540,23 @@ def test_flags_are_checked(flags):
         File("rows.bin", **flags)
 
 
+def test_file_that_was_sealed_and_is_used_again_is_unclean(path, tmp_path):
+    """As where another file of the same tables could not be flushed: updates in the hot cache are newer at once."""
+    bag = te.TieredEmbeddingBag(40, 4, capacity=5, storage=File(path), optimizer=te.SGD(lr=1.0))
+    bag(torch.arange(3)[None]).sum().backward()
+    cache = bag.tables.groups[0].cache
+    cache.seal()
+    identity = bag.tables.groups[0].identity
+    image = tmp_path / "image"
+    shutil.copy(path, image)
+    File(image).open(cache.cold.layout, name="", identity=identity).close()
+    bag(torch.arange(3)[None]).sum().backward()  # hits alone
+    shutil.copy(path, image)
+    with pytest.raises(UncleanFileError):
+        File(image).open(cache.cold.layout, name="", identity=identity)
+    bag.close()
+
+
 def test_file_deleted_while_it_was_open_does_not_close_in_silence(path, tmp_path):
     bag = te.TieredEmbeddingBag(40, 4, capacity=5, storage=File(path), optimizer=te.SGD(lr=1.0))
     bag(torch.arange(9)[None]).sum().backward()

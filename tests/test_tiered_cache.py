@@ -536,3 +536,12 @@ def test_batches_released_after_a_ticket_in_flight_count_as_locked():
     book.open(Empty(2, book), ids=7)
     assert book.locked(2) == (7, False)
     assert book.locked(3) == (0, False)
+
+
+def test_ticket_whose_finaliser_was_interrupted_is_forgotten():
+    """Python drops an interrupt that comes in a finaliser, and with it what that had yet to do."""
+    cache = make_cache(2)
+    ticket = serve(cache, [1, 2])
+    ticket._finalizer.detach()
+    del ticket
+    cache.check_idle("test")
