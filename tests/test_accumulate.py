@@ -115,3 +115,22 @@ def test_a_copy_made_inside_accumulates_nothing(device):
         twin = copy.deepcopy(bag)
         twin(torch.tensor([[1]])).sum().backward()
         assert not equal(twin.state_dict()["weight"], bag.state_dict()["weight"])
+
+
+def test_context_whose_end_was_interrupted_keeps_no_later_update(device, monkeypatch):
+    """Or every gradient from then on would be collected, for an end that never comes."""
+    bag, twin = (te.TieredEmbeddingBag(40, 4, capacity=5, optimizer=te.SGD(lr=1.0)) for _ in range(2))
+    ids = torch.arange(6)[None]
+
+    def interrupt(module, name, value):
+        if name == "_accumulates" and value is None:
+            raise KeyboardInterrupt
+        torch.nn.Module.__setattr__(module, name, value)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(te.TieredEmbeddingBag, "__setattr__", interrupt)
+        with pytest.raises(KeyboardInterrupt), bag.accumulate():
+            bag(ids).sum().backward()
+    for module in (bag, twin):
+        module(ids).sum().backward()
+    assert equal(bag.state_dict()["weight"], twin.state_dict()["weight"])
