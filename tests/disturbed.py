@@ -7,6 +7,7 @@ of whose rows are resident in host memory, and compares them row by row after ea
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import sys
@@ -58,7 +59,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
-class Disturbance:
+class Disturbance(abc.ABC):
     """Raises at event number `at`; `count` tells how many there were."""
 
     def __init__(self, at: int | None = None) -> None:
@@ -69,9 +70,9 @@ class Disturbance:
         self.count += 1
         return self.at is not None and self.count == self.at + 1
 
-    @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def on(self) -> contextlib.AbstractContextManager[None]:
+        """Disturbs what is run inside."""
 
 
 class LineInterrupts(Disturbance):
