@@ -21,6 +21,7 @@ class Recorder:
         if self._fails:
             raise KeyboardInterrupt
         self._notes.append(f"+{self._name}")
+        return True
 
     def release(self):
         self._notes.append(f"-{self._name}")

@@ -74,6 +74,11 @@ class Cache(abc.ABC):
     # --- what a device provides -------------------------------------------------------------------------------------
 
     @abc.abstractmethod
+    def dirty_rows(self) -> tuple[Array, Array, Array]:
+        """The rows that cold storage does not have: keys int64 (K,), ascending, weight carrier (K, D) and state uint32
+        (K, S + 1), copies in host memory. For a storage that takes no more."""
+
+    @abc.abstractmethod
     def write_back(self) -> None:
         """Writes every dirty row, every score and the metadata to cold storage, which holds the truth then. Durable it
         is not before cold storage is flushed. Works where rows are in doubt, too."""
@@ -250,6 +255,15 @@ class Cache(abc.ABC):
         self._check_open()
         self._settle()
         self.doubts.check()
+
+    def check_rows(self) -> None:
+        """To be called first by who looks up or updates rows in slots, under the lock of rows: hot rows may be newer
+        than cold ones from now on."""
+        self._check_open()
+        if self.changes.is_open:
+            self.changes.settle_rows(self)
+        self.doubts.check()
+        self.cold.begin_changes()
 
     def _settle(self) -> None:
         """Settles what was interrupted. Needs the lock of plans; who has the one of rows meanwhile is at work."""

@@ -9,10 +9,11 @@ doubt: then every later call says so, until they are loaded again.
 from __future__ import annotations
 
 import abc
+import sys
 from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from tieredemb.errors import BrokenCacheError
+from tieredemb.errors import BrokenCacheError, StorageError
 
 if TYPE_CHECKING:
     from tieredemb.cache.base import Cache
@@ -39,18 +40,28 @@ class Change(abc.ABC):
 
 
 class HalfWritten(Change):
-    """A change of rows that cannot be taken back once it `has_begun`. `parts` as in `Doubt`."""
+    """A change of rows that cannot be taken back once it `has_begun`. `parts` as in `Doubt` · `replaces`: whether cold
+    rows are replaced, so that hot ones are those of rows that are gone."""
 
-    def __init__(self, call: str, parts: frozenset[Part] | None = None) -> None:
+    def __init__(self, call: str, parts: frozenset[Part] | None = None, *, replaces: bool = False) -> None:
         self.call = call
         self.parts = parts
         self.has_begun = False
+        self._replaces = replaces
 
-    def settle(self, cache: Cache) -> Doubt | None:
+    def doubt(self, cache: Cache) -> Doubt | None:
+        """What it leaves in doubt, interrupted."""
         parts = None if self.parts is None else self.parts & cache.doubts.all_parts
         if not self.has_begun or (parts is not None and not parts):
             return None
         return Doubt(interrupted(self.call, self.cause), parts)
+
+    def settle(self, cache: Cache) -> Doubt | None:
+        doubt = self.doubt(cache)
+        if doubt is not None and self._replaces:
+            cache.give_up_batches()
+            cache.forget()
+        return doubt
 
 
 def interrupted(call: str, cause: str) -> str:
@@ -95,36 +106,77 @@ class Doubts:
             )
 
 
+class UnderWay:
+    """A change in the book, and the call that makes it: the frame whose end is the change's, `up` from who asks."""
+
+    def __init__(self, change: Change, up: int) -> None:
+        self.change = change
+        self._frame: Any = sys._getframe(up + 1)
+
+    def forget(self) -> None:
+        """It is over: nothing keeps the frame, and what that holds, alive."""
+        self._frame = None
+
+    def is_around(self) -> bool:
+        """Whether this very call is made inside the change: by a signal handler, or a finaliser."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if frame is self._frame:
+                return True
+            frame = frame.f_back
+        return False
+
+
 class ChangeBook:
     """The changes under way that are made under one lock of a cache, which guards the book."""
 
     def __init__(self, doubts: Doubts) -> None:
         self._doubts = doubts
-        self._under_way: list[Change] = []
+        self._entries: list[UnderWay] = []
 
-    def begin(self, change: Change) -> None:
-        """Enters a change, before its first step."""
-        self._under_way.append(change)
+    def begin(self, change: Change, *, up: int = 1) -> UnderWay:
+        """Enters a change, before its first step. It is the caller's; of a context manager that is a generator, with
+        `up=3`, that of who enters it."""
+        entry = UnderWay(change, up)
+        self._entries.append(entry)
+        return entry
 
-    def end(self, change: Change) -> None:
+    def end(self, entry: UnderWay) -> None:
         """Strikes it out, after its last."""
-        self._under_way.remove(change)
+        self._entries[:] = [other for other in self._entries if other is not entry]
+        entry.forget()
 
     @property
     def is_open(self) -> bool:
         """Whether a change is under way, or was interrupted."""
-        return bool(self._under_way)
+        return bool(self._entries)
 
     def note(self, error: BaseException) -> None:
         """What is under way ends in `error`."""
-        for change in self._under_way:
-            change.cause = type(error).__name__
+        for entry in self._entries:
+            entry.change.cause = type(error).__name__
 
     def settle(self, cache: Cache) -> None:
-        """Settles the changes that were interrupted, the last one first."""
-        while self._under_way:
-            change = self._under_way[-1]
-            doubt = change.settle(cache)
+        """Settles the changes that were interrupted, the last one first. Raises `StorageError` inside of one."""
+        while self._entries:
+            entry = self._entries[-1]
+            if entry.is_around():
+                raise StorageError(
+                    "this cache is called amid another call of it on the same thread, as by a signal handler; let the "
+                    "handler set a flag, and call the cache when the other call has returned"
+                )
+            doubt = entry.change.settle(cache)
             if doubt is not None:
                 self._doubts.add(doubt)
-            self._under_way.pop()
+            self._entries.pop().forget()
+
+    def settle_rows(self, cache: Cache) -> None:
+        """As `settle`, under the lock of rows alone: changes of all rows are left as they are, and are doubts
+        already."""
+        halves = [entry for entry in self._entries if isinstance(entry.change, HalfWritten)]
+        for entry in halves:
+            doubt = cast("HalfWritten", entry.change).doubt(cache)
+            if doubt is not None and not entry.is_around():
+                self._doubts.add(doubt)
+        if not halves:
+            self.settle(cache)

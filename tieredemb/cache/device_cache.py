@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from tieredemb.cache.changes import Part
@@ -27,6 +28,9 @@ from tieredemb.kernels.streams import on_device, synchronize
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
 
 LOAD_ROWS = 1 << 20  # rows brought in at once by whole-cache calls
 
@@ -90,9 +94,7 @@ class DeviceCache(DeviceBatches):
         """Holds the cache for a call that looks up or updates the rows of `tickets` alone: it does not wait for plans
         that were made ahead for others."""
         with self.lock, on_device(self.device):
-            self._check_open()
-            self.changes.settle(self)
-            self.doubts.check()
+            self.check_rows()
             self._order.compute()
             self._transfer.follow()
             for ticket in tickets:
@@ -134,12 +136,30 @@ class DeviceCache(DeviceBatches):
         with self.whole():
             self.check_loadable()
             with self.entered(checked=True):
-                self._write_back()
                 for update in self.on_flush:
                     update()
                 metadata = self.cold.metadata
                 metadata.batch = self._plan.batch()  # all replays included; `_batch` knows those that plan ahead
                 metadata.policy = self._scoring.name
+                self._write_back()
+
+    def dirty_rows(self) -> tuple[Array, Array, Array]:
+        hot, first_slot = self.hot, self._cached
+        with self.entered(checked=True):
+            slots = torch.nonzero((hot.dirty[:first_slot] != 0) & (hot.key >= 0)).flatten()
+            found = [(hot.key[slots], slots)]
+            for first_key, rows in self._resident:
+                slots = torch.nonzero(hot.dirty[first_slot : first_slot + rows]).flatten()
+                found.append((slots + first_key, slots + first_slot))
+                first_slot += rows
+            parts = [(keys, hot.weight[at], hot.state[at].view(torch.int32), hot.score[at]) for keys, at in found]
+            rows_of = [(keys, weight, torch.cat([state, score[:, None]], 1)) for keys, weight, state, score in parts]
+            rows_of += self._transfer.slotless_rows()
+            keys, weight, state = (torch.cat(each).cpu() for each in zip(*rows_of, strict=True))
+        order = torch.argsort(keys)
+        carrier = self.cold.layout.carrier
+        bits = weight[order].contiguous().view(torch.uint8).numpy().view(carrier)
+        return keys[order].numpy(), bits.reshape(-1, self.cold.layout.width), state[order].numpy().view(np.uint32)
 
     def check_loadable(self, parts: Iterable[Part] | None = None) -> None:
         self.complete_last()  # of a batch that was given up: its victims are not to be written behind the call

@@ -3,32 +3,51 @@ the order in which they were made. Two threads that each hold what the other wai
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
+from operator import methodcaller
+from typing import Any
 
 from tieredemb.cache.base import Cache
 
+_ACQUIRE, _RELEASE = methodcaller("acquire"), methodcaller("release")
+
 
 class Locks:
-    """Keeps other threads from the `plans` and the `rows` of `caches`, which may be locked by this thread already."""
+    """Keeps other threads from the `plans` and the `rows` of `caches`, which may be locked by this thread already.
+
+    Ctrl-C leaves none taken: locks are taken and noted, and given back and struck out, in loops of C, in which no
+    signal is handled. One that comes before the latter begins is made good when the object goes.
+    """
 
     def __init__(self, caches: Iterable[Cache], *, plans: bool = True, rows: bool = True) -> None:
         ordered = sorted(caches, key=lambda cache: cache.number)
-        self._locks = [cache.plan_lock for cache in ordered] if plans else []
+        self._locks: list[Any] = [cache.plan_lock for cache in ordered] if plans else []
         if rows:
             self._locks += [cache.lock for cache in ordered]
-        self._last_first = self._locks[::-1]
+        self._taken: list[Any] = []
+
+    def again(self) -> Locks:
+        """The same locks, for another `with`: one object is for one at a time."""
+        locks = Locks(())
+        locks._locks = self._locks
+        return locks
 
     def __enter__(self) -> None:
-        taken = 0
         try:
-            for lock in self._locks:
-                lock.acquire()
-                taken += 1
+            self._taken.append(None)
+            self._taken.extend(filter(_ACQUIRE, self._locks))
         except BaseException:
-            for lock in reversed(self._locks[:taken]):
-                lock.release()
+            self._give_back()
             raise
 
     def __exit__(self, *_: object) -> None:
-        for lock in self._last_first:
-            lock.release()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._taken:
+            any(map(_RELEASE, iter(self._taken.pop, None)))
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # collected on another thread, which has not taken them
+            self._give_back()

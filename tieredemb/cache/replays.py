@@ -76,6 +76,7 @@ class CapturableCache(Cache, abc.ABC):
         `replays`: of the step, once it was captured. The caller holds the locks of plans and rows, until it has
         replayed."""
         self._check_usable()
+        self.cold.begin_changes()
         self._order.whole()
         live = self._book.live
         if live and not live <= {ticket.batch for ticket in ended}:

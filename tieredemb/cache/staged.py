@@ -237,6 +237,10 @@ class Staged(Transfer):
     def settle(self) -> None:
         self._store_away(self._records())
 
+    def slotless_rows(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        records = self._records()
+        return [(self._key(records), self._weight[records], self._state[records])]
+
     def reload(self) -> None:
         for records in torch.split(self._records(), STAGE_ROWS):
             keys = self._key(records)

@@ -159,7 +159,9 @@ class TicketBook:
     def oldest(self, default: int) -> int:
         """Batch of the oldest ticket in flight, or `default`. Rows used at or after it are locked."""
         while self.given_up:
-            self._held.remove(self.given_up.popleft())
+            given_up = self.given_up.popleft()
+            if given_up in self._held:  # or it was forgotten before its finaliser came to say so
+                self._held.remove(given_up)
         return min((*self.live, *self._held), default=default)
 
     def hold(self, following: int) -> Hold:

@@ -96,7 +96,7 @@ class TieredCache(Cache):
             cold.begin_changes()
             cold.metadata.batch += 1
             batch = cold.metadata.batch
-            self.plan_changes.begin(SLOTS_MOVE)
+            moving = self.plan_changes.begin(SLOTS_MOVE)
             self._retire_transients(batch)
             numbering = number(keys, self._index, self.hot, stamp(batch), self.device)
             missed = numbering.missed
@@ -104,7 +104,7 @@ class TieredCache(Cache):
             with marked("swap"):
                 slots = self._make_room(len(missed), batch)
                 self._fill(numbering.unique_keys[missed], slots)
-            self.plan_changes.end(SLOTS_MOVE)
+            self.plan_changes.end(moving)
             unique_slots[missed] = slots
             self.hot.last_batch[slots] = stamp(batch)
             if score:
@@ -202,9 +202,17 @@ class TieredCache(Cache):
         with self.whole():
             self._check_open()
             self._settle()
+            self.cold.metadata.policy = self._scoring.name
             slots = self.hot.occupied()
             self._write_back(self.hot.key[slots], slots)
-            self.cold.metadata.policy = self._scoring.name
+
+    def dirty_rows(self) -> tuple[Array, Array, Array]:
+        with self.whole():
+            hot, slots = self.hot, self.hot.occupied()
+            slots = slots[hot.dirty[slots] != 0]
+            slots = slots[np.argsort(hot.key[slots])]
+            state = np.concatenate([hot.state[slots], hot.score[slots, None]], axis=1)
+            return hot.key[slots], hot.weight[slots], state
 
     def _slots_in(self, start: int, stop: int) -> Array:
         """Slots that hold rows of the key range start … stop − 1."""
@@ -239,10 +247,11 @@ class TieredCache(Cache):
             self._pin()
 
     def stats(self) -> CacheStats:
-        with self.whole():
-            self._settle()
-            self.doubts.check()
-            return CacheStats(**self._counts)
+        if not self.plan_changes.is_open:  # or a signal handler may ask amid a plan
+            with self.whole():
+                self._settle()
+        self.doubts.check()
+        return CacheStats(**self._counts)
 
     def memory_report(self) -> dict[str, Any]:
         with self.whole():

@@ -111,13 +111,13 @@ class Transfer(abc.ABC):
             yield
             return
         change = SlotsChangeHands(missed)
-        self._changes.begin(change)
+        entry = self._changes.begin(change, up=3)
         try:
             yield
         except BaseException as error:
             self._changes.note(error)
             raise
-        self._changes.end(change)
+        self._changes.end(entry)
 
     def follow(self) -> None:  # noqa: B027
         """The current stream is about to use rows without a slot."""
@@ -162,6 +162,10 @@ class Transfer(abc.ABC):
 
     def settle(self) -> None:  # noqa: B027
         """Writes back what has no slot."""
+
+    def slotless_rows(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Keys, weights and states with scores of rows without a slot that are not in cold storage."""
+        return []
 
     def reload(self) -> None:  # noqa: B027
         """Reads again what has no slot."""

@@ -143,14 +143,18 @@ def parallel_for(kernel: Callable[..., Any], bounds: list[int], *args: Any) -> l
     Waits for all of them; returns their results in order. The last range runs on the calling thread. An exception that
     comes amid the call, an interrupt for one, leaves no range running; some may not have been run.
     """
-    return _run(kernel, [(lo, hi) for lo, hi in itertools.pairwise(bounds) if hi > lo], args)
+    return _run(kernel, [(lo, hi) for lo, hi in itertools.pairwise(bounds) if hi > lo], args, [])
 
 
-def _run(kernel: Callable[..., Any], ranges: list[tuple[int, int]], args: tuple[Any, ...]) -> list[Any]:
+def _run(
+    kernel: Callable[..., Any], ranges: list[tuple[int, int]], args: tuple[Any, ...], jobs: list[_Job]
+) -> list[Any]:
+    """`jobs`: gets what other threads run of it."""
     end_interrupted()
     if len(ranges) < 2 or not threading.main_thread().is_alive():  # no new threads once the interpreter shuts down
         return [kernel(lo, hi, *args) for lo, hi in ranges]
     pool, job = _pool(len(ranges) - 1), _Job(kernel, ranges[:-1], args)
+    jobs.append(job)
     try:
         for _ in ranges[:-1]:
             pool.submit(job.work)
@@ -174,6 +178,7 @@ class Pass:
         self._kernel, self._args = kernel, args
         self._ranges = [(lo, hi) for lo, hi in itertools.pairwise(bounds) if hi > lo]
         self._done = np.zeros(bounds[-1], np.uint8)
+        self._jobs: list[_Job] = []
 
     @property
     def begun(self) -> bool:
@@ -182,8 +187,10 @@ class Pass:
 
     def run(self) -> None:
         """Runs what was not run before, as `parallel_for` does."""
+        for job in self._jobs:  # whoever began it
+            job.end()
         left = [(lo, hi) for lo, hi in self._ranges if not self._done[lo]]
-        _run(self._kernel, left, (*self._args, self._done))
+        _run(self._kernel, left, (*self._args, self._done), self._jobs)
 
 
 def even_bounds(n: int, grain: int) -> list[int]:

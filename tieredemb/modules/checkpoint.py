@@ -6,12 +6,14 @@ import functools
 import os
 from typing import Any
 
-from tieredemb.errors import ConfigError
+from tieredemb.errors import ConfigError, StorageError
 from tieredemb.modules.checkpoint_notes import check_noted, note
+from tieredemb.modules.group import Group
 from tieredemb.modules.optimizer import FusedOptimizer
 from tieredemb.modules.table_set import TableSet
 from tieredemb.storage import checkpoint
 from tieredemb.storage.base import ColdRows
+from tieredemb.storage.checkpoint_files import HeldRows
 
 
 def save(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str], extra: Any) -> None:
@@ -19,12 +21,18 @@ def save(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os
     _check_directory(directory)
     noted = note(optimizer, extra)
     with tables.locked():  # another thread's step must not end up in half of it
-        for group in tables.groups:
-            group.cache.write_back()
+        held: dict[str, HeldRows] = {}
+        for name, group in _named(tables):
+            try:
+                group.cache.write_back()
+            except StorageError:  # a disk that takes no more: another may
+                group.cache.check_loadable()
+                held[name] = group.cache.dirty_rows()
         tables.check_faults()
         reasons = dict.fromkeys(group.cache.doubts.reason for group in tables.groups)
         broken = "; ".join(filter(None, reasons))
-        checkpoint.save(directory, _spaces(tables), identities=_identities(tables), extra=noted, broken=broken)
+        spaces, identities = _spaces(tables), _identities(tables)
+        checkpoint.save(directory, spaces, identities=identities, extra=noted, broken=broken, held=held)
 
 
 def load(
@@ -60,9 +68,13 @@ def _check_directory(directory: str | os.PathLike[str]) -> None:
         raise ConfigError("the directory's name is empty, which would be the current one; give it a name, or '.'")
 
 
+def _named(tables: TableSet) -> list[tuple[str, Group]]:
+    return [(f"width{group.space.width}", group) for group in tables.groups]
+
+
 def _spaces(tables: TableSet) -> dict[str, ColdRows]:
-    return {f"width{group.space.width}": group.cache.cold for group in tables.groups}
+    return {name: group.cache.cold for name, group in _named(tables)}
 
 
 def _identities(tables: TableSet) -> dict[str, dict[str, Any]]:
-    return {f"width{group.space.width}": group.identity for group in tables.groups}
+    return {name: group.identity for name, group in _named(tables)}

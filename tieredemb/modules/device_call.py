@@ -223,8 +223,9 @@ def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
         yield
         return
     books, change = [cache.changes for cache in caches], HalfWritten("an update")
+    entries = []
     for book in books:
-        book.begin(change)
+        entries.append(book.begin(change, up=3))
     change.has_begun = True
     try:
         yield
@@ -232,8 +233,8 @@ def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
         for book in books:
             book.note(error)
         raise
-    for book in books:
-        book.end(change)
+    for book, entry in zip(books, entries, strict=True):
+        book.end(entry)
 
 
 class _Combined:

@@ -65,23 +65,23 @@ class RowPass(Change):
 
 
 def carry_out(passes: Sequence[tuple[HostGroup, Pass]], *, is_step: bool) -> None:
-    """Runs passes that belong together, as one step of the optimizer or none: an exception in between leaves all of
-    them done, or none. The caller holds the locks of the groups' rows."""
+    """Runs passes that belong together, as one step of the optimizer or none: after an exception in between whoever
+    uses the rows next ends them, if one has begun. The caller holds the locks of the groups' rows, and has checked
+    them."""
     together = _Together([rows for _, rows in passes])
     changes = [
         RowPass(group, rows, together, [step + 1 for step in group.steps] if is_step else ()) for group, rows in passes
     ]
+    entries = []
     for change in changes:
-        change.group.cache.changes.begin(change)
-    try:
-        for change in changes:
-            change.rows.run()
-        together.rows_are_done = True
-        for change in changes:
-            change.count()
-    finally:
-        for change in changes:
-            change.group.cache.changes.settle(change.group.cache)
+        entries.append(change.group.cache.changes.begin(change))
+    for change in changes:
+        change.rows.run()
+    together.rows_are_done = True
+    for change in changes:
+        change.count()
+    for change, entry in zip(changes, entries, strict=True):
+        change.group.cache.changes.end(entry)
 
 
 class HostGroupCall:
@@ -95,12 +95,11 @@ class HostGroupCall:
         self.argmax: Array = NO_ARGMAX
         self.forward_rows: Array | None = None
 
-    def limit_norms(self, max_norm: float, norm_type: float) -> None:
-        """Scales the rows of this forward down to `max_norm`, where they are longer."""
-        with self.group.cache.lock:
-            self.ticket.check()
-            rows = limit_norms(self.group.cache.hot, self.ticket.unique_slots, max_norm, norm_type)
-            carry_out([(self.group, rows)], is_step=False)
+    def limit_norms(self, max_norm: float, norm_type: float) -> Pass:
+        """What scales the rows of this forward down to `max_norm`, where they are longer."""
+        self.group.cache.check_rows()
+        self.ticket.check()
+        return limit_norms(self.group.cache.hot, self.ticket.unique_slots, max_norm, norm_type)
 
     def pool(self, out: Array, weights: Array | None, *, keep_argmax: bool, keep_rows: bool) -> None:
         """Pools into `out` (carrier (B, ΣD)); keeps what a backward will want to know of the forward."""
@@ -112,6 +111,7 @@ class HostGroupCall:
             self.argmax = np.full(out.shape, -1, np.int32)
         argmax = self.argmax if len(self.argmax) else None
         with self.group.cache.lock:  # an update on another thread would be seen half
+            self.group.cache.check_rows()
             self.ticket.check()
             weight = self.group.cache.hot.weight
             pool(weight, homes, self.bags, space, None if weights is None else self.weights, out, argmax)
@@ -165,8 +165,9 @@ class HostCall(Call):
     def limit_norms(self) -> None:
         options = self.module.options
         if options.max_norm is not None:
-            for part in self.parts:
-                part.limit_norms(options.max_norm, options.norm_type)
+            with self.module.tables.updating():
+                passes = [(part.group, part.limit_norms(options.max_norm, options.norm_type)) for part in self.parts]
+                carry_out(passes, is_step=False)
 
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         tables = self.module.tables
@@ -191,6 +192,8 @@ class HostCall(Call):
         optimizer = module.check_trainable()
         todo: list[tuple[HostGroup, Pass]] = []
         with module.tables.updating():
+            for group in module.tables.groups:
+                group.cache.check_rows()
             for g, group in enumerate(module.tables.groups):
                 assert isinstance(group, HostGroup)
                 parts = [(call.parts[g], grad) for call, grad in collected if isinstance(call, HostCall)]

@@ -45,14 +45,19 @@ class _Placed:
 
     def __init__(self, now: _Place) -> None:
         self.now = now
+        self._pid = os.getpid()
 
     def close(self) -> None:
         """Flushes and closes all. If one cannot be flushed none is closed: its rows can yet be saved elsewhere."""
-        with contextlib.ExitStack() as all_of_them:  # the others are flushed all the same
-            for group in self.now.groups:
-                all_of_them.callback(group.cache.seal)
-        for group in self.now.groups:
-            group.cache.close()
+        if os.getpid() != self._pid:  # a forked child, in which locks may be held for ever
+            return
+        caches = [group.cache for group in self.now.groups]
+        with Locks(caches):
+            with contextlib.ExitStack() as all_of_them:  # the others are flushed all the same
+                for cache in caches:
+                    all_of_them.callback(cache.seal)
+            for cache in caches:
+                cache.close()
 
     def discard(self) -> None:
         """Closes what was opened, of which no row was used yet."""
@@ -199,27 +204,30 @@ class TableSet:
     @contextlib.contextmanager
     def changing(self, call: str, parts: Iterable[Part] | None = None) -> Iterator[HalfWritten]:
         """Holds all caches for a call that replaces rows: those `parts` of them (table and "weight" or "state"), or
-        all. Interrupted after it `has_begun`, it leaves them in doubt, and done, it dispels doubts of them."""
+        all, hot and cold. Interrupted after it `has_begun`, it leaves them in doubt, and done, it dispels doubts of
+        them."""
         with self.locked():
-            change = HalfWritten(call, None if parts is None else frozenset(parts))
+            change = HalfWritten(call, None if parts is None else frozenset(parts), replaces=parts is None)
             for group in self.groups:
                 group.cache.check_loadable(change.parts)
+            entries = []
             for group in self.groups:
-                group.cache.changes.begin(change)
+                entries.append(group.cache.changes.begin(change, up=3))
             try:
                 yield change
             except BaseException as error:
                 for group in self.groups:
                     group.cache.changes.note(error)
                 raise
-            for group in self.groups:
-                group.cache.changes.end(change)
+            for group, entry in zip(self.groups, entries, strict=True):
+                group.cache.changes.end(entry)
                 group.cache.doubts.dispel(change.parts)
 
     def flush(self) -> None:
         """Writes all hot rows back: afterwards cold storage alone holds the truth."""
-        for group in self.groups:
-            group.cache.flush()
+        with contextlib.ExitStack() as all_of_them:  # one that fails keeps no other
+            for group in self.groups:
+                all_of_them.callback(group.cache.flush)
         self.check_faults()
 
     def move(self, device: torch.device) -> None:

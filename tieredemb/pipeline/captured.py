@@ -38,7 +38,7 @@ class StepFunction(Generic[R]):
         self.trains = any(each.trains for each in forwards)
         self.lookups: Learned = learn(batch, [Lookup(each.module, each.given, each.trains) for each in forwards])[0]
         self.caches = self._caches()
-        self.locked = Locks(self.caches)  # for replays, which plan, look up and update, and for captures
+        self._locks = Locks(self.caches)
         self._function = function
         self._leaves = Leaves(self.device)
         # of each module: what it is configured with, which a move replaces, and whether it trains
@@ -50,6 +50,11 @@ class StepFunction(Generic[R]):
     def _caches(self) -> list[DeviceCache]:
         groups = (group for module in self.modules for group in module.tables.groups)
         return [group.cache for group in groups if isinstance(group, DeviceGroup)]
+
+    @property
+    def locked(self) -> Locks:
+        """For replays, which plan, look up and update, and for captures."""
+        return self._locks.again()
 
     def is_current(self) -> bool:
         """Whether tables are where they were, and train if they did: what was captured counts on it."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError
 from tieredemb.storage.base import ColdRows
-from tieredemb.storage.checkpoint_files import RowFile, write_rows
+from tieredemb.storage.checkpoint_files import HeldRows, RowFile, write_rows
 from tieredemb.storage.checkpoint_manifest import (
     MANIFEST,
     Manifest,
@@ -44,12 +44,14 @@ def save(
     identities: Identities | None = None,
     extra: Mapping[str, Any] | None = None,
     broken: str = "",
+    held: Mapping[str, HeldRows] | None = None,
 ) -> None:
     """Writes the used rows and the metadata of the key spaces `spaces` (by name) to `directory`, made if
     missing.
 
     `identities`: what the rows of each space mean, compared by `opened`. `extra`: anything that JSON can hold.
-    `broken`: why rows are not to be trusted, if so: the checkpoint says it when it is opened.
+    `broken`: why rows are not to be trusted, if so: the checkpoint says it when it is opened. `held`: rows of a space
+    that its storage could not take.
     Write hot caches back first: only cold rows are read. Memory: about 100 MiB of buffers, whatever the size of
     the table.
 
@@ -62,13 +64,20 @@ def save(
     with checkpoint_errors(path, "saving"):
         system.makedirs(path)
         with _locked(path):
-            manifest = _save_rows(path, spaces, described, noted, broken)
+            manifest = _save_rows(path, spaces, described, noted, broken, held or {})
             for cold in spaces.values():
                 cold.kept()
             _remove(path, [name for name in system.listdir(path) if is_leftover(name, manifest)])
 
 
-def _save_rows(path: str, spaces: Spaces, identities: Identities, extra: dict[str, Any], broken: str) -> Manifest:
+def _save_rows(
+    path: str,
+    spaces: Spaces,
+    identities: Identities,
+    extra: dict[str, Any],
+    broken: str,
+    held: Mapping[str, HeldRows],
+) -> Manifest:
     token = secrets.token_hex(8)
     written: list[str] = []
     try:
@@ -76,7 +85,7 @@ def _save_rows(path: str, spaces: Spaces, identities: Identities, extra: dict[st
         for number, (name, cold) in enumerate(spaces.items()):
             file = f"rows-{token}-{number}.bin"
             written.append(file)
-            chunks = write_rows(os.path.join(path, file), cold)
+            chunks = write_rows(os.path.join(path, file), cold, held.get(name))
             with RowFile(path, file) as rows:
                 rows.verify(chunks, cold.layout)
             entries[name] = Space(

@@ -21,6 +21,7 @@ from tieredemb.storage.file_io import Descriptor, pread_all, pwrite_all
 from tieredemb.storage.system import system
 
 Array = np.ndarray[Any, Any]
+HeldRows = tuple[Array, Array, Array]  # keys int64 (K,), ascending; weight carrier (K, D); state uint32 (K, S + 1)
 _CHUNK_BYTES = 16 << 20  # large enough to stream, small enough to hold a few
 _SCAN_ROWS = 1 << 20
 _KEY_BYTES = 8
@@ -57,21 +58,45 @@ def used_keys(cold: ColdRows, chunk_rows: int) -> Iterator[Array]:
         yield np.concatenate(held)
 
 
-def write_rows(path: str, cold: ColdRows) -> list[Chunk]:
-    """Writes all written rows of `cold` to the new file `path` and syncs it. Raises `OSError`."""
+def _rows_of(cold: ColdRows, chunk_rows: int, held: HeldRows | None) -> Iterator[HeldRows]:
+    """Keys, weights and states of all written rows, ascending, `chunk_rows` at a time; those `held` instead of what
+    storage has."""
+    if held is None:
+        for keys in used_keys(cold, chunk_rows):
+            yield keys.astype(np.int64, copy=False), cold.weight[keys], cold.state[keys]
+        return
+    held_keys, held_weight, held_state = held
+    done = 0
+    for stored in (*used_keys(cold, chunk_rows), None):
+        end = len(held_keys) if stored is None else int(np.searchsorted(held_keys, stored[-1], "right"))
+        some = slice(done, end)
+        kept = np.empty(0, np.int64) if stored is None else np.setdiff1d(stored, held_keys[some], assume_unique=True)
+        keys = np.concatenate([kept.astype(np.int64, copy=False), held_keys[some]])
+        order = np.argsort(keys)
+        weight = np.concatenate([cold.weight[kept], held_weight[some]])[order]
+        state = np.concatenate([cold.state[kept], held_state[some]])[order]
+        for start in range(0, len(keys), chunk_rows):
+            part = slice(start, start + chunk_rows)
+            yield keys[order][part], weight[part], state[part]
+        done = end
+
+
+def write_rows(path: str, cold: ColdRows, held: HeldRows | None = None) -> list[Chunk]:
+    """Writes all written rows of `cold`, and those `held` elsewhere, to the new file `path` and syncs it. Raises
+    `OSError`."""
     chunk_rows = max(1, _CHUNK_BYTES // (_KEY_BYTES + cold.layout.row_bytes))
     chunks: list[Chunk] = []
     offset = 0
     fd = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        for keys in used_keys(cold, chunk_rows):
+        for rows in _rows_of(cold, chunk_rows, held):
             crc, start = 0, offset
-            for part in (keys.astype(np.int64, copy=False), cold.weight[keys], cold.state[keys]):
+            for part in rows:
                 data = memoryview(part.reshape(-1).view(np.uint8).data)
                 crc = zlib.crc32(data, crc)
                 pwrite_all(fd, data, offset)
                 offset += data.nbytes
-            chunks.append(Chunk(start, len(keys), crc))
+            chunks.append(Chunk(start, len(rows[0]), crc))
         system.fsync(fd)
         system.fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that verifying reads what the disk has
     finally:
