@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from tieredemb.cache.changes import ChangeBook, Doubts, Part
+from tieredemb.cache.locks import TriedLock
 from tieredemb.cache.policy import MIN_SCORE, scoring
 from tieredemb.cache.tickets import TicketBook
 from tieredemb.config import LFU, Policy
@@ -268,11 +269,10 @@ class Cache(abc.ABC):
     def _settle(self) -> None:
         """Settles what was interrupted. Needs the lock of plans; who has the one of rows meanwhile is at work."""
         self.plan_changes.settle(self)
-        if self.changes.is_open and self.lock.acquire(blocking=False):
-            try:
-                self.changes.settle(self)
-            finally:
-                self.lock.release()
+        if self.changes.is_open:
+            with TriedLock(self.lock) as taken:
+                if taken:
+                    self.changes.settle(self)
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:

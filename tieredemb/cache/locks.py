@@ -6,11 +6,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from operator import methodcaller
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tieredemb.cache.base import Cache
+if TYPE_CHECKING:
+    from tieredemb.cache.base import Cache
 
-_ACQUIRE, _RELEASE = methodcaller("acquire"), methodcaller("release")
+_ACQUIRE, _TRY, _RELEASE = methodcaller("acquire"), methodcaller("acquire", False), methodcaller("release")
 
 
 class Locks:
@@ -51,3 +52,16 @@ class Locks:
     def __del__(self) -> None:
         with contextlib.suppress(RuntimeError):  # collected on another thread, which has not taken them
             self._give_back()
+
+
+class TriedLock(Locks):
+    """Takes one lock if nobody else has it, and tells whether: `with TriedLock(lock) as taken`."""
+
+    def __init__(self, lock: Any) -> None:
+        super().__init__(())
+        self._locks = [lock]
+
+    def __enter__(self) -> bool:  # type: ignore[override]
+        self._taken.append(None)
+        self._taken.extend(filter(_TRY, self._locks))
+        return len(self._taken) > 1
