@@ -46,7 +46,7 @@ class Locks:
         self._give_back()
 
     def _give_back(self) -> None:
-        if self._taken:
+        if self.__dict__.get("_taken"):  # it may be half made
             any(map(_RELEASE, iter(self._taken.pop, None)))
 
     def __del__(self) -> None:
