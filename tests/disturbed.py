@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dis
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from devices import equal
 import tieredemb as te
 from tieredemb.errors import BrokenCacheError, CheckpointError, StorageError, TieredEmbError
 
+LOAD_CONST = dis.opmap["LOAD_CONST"]
 PACKAGE = str(Path(te.__file__).parent) + os.sep
 ROWS = {"a": 60, "b": 50}
 TABLES = [
@@ -91,15 +93,22 @@ class LineInterrupts(Disturbance):
         return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
-        if event == "line" and not (self.count == self.at and _in_finaliser(frame)) and self.hit():
+        if event == "line" and not (self.count == self.at and _is_out_of_reach(frame)) and self.hit():
             sys.settrace(None)
             self.where = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
             raise KeyboardInterrupt
         return self._line
 
 
-def _in_finaliser(frame: Any) -> bool:
-    """Whether Python would drop what is raised here."""
+def _is_out_of_reach(frame: Any) -> bool:
+    """Whether no signal is handled here, at the end of a `with` block that is about to leave its context; or Python
+    would drop what is raised, in a finaliser."""
+    code, at = frame.f_code, frame.f_lasti
+    following = code.co_code[at : at + 6]  # what `__exit__` is called with: None three times
+    if all(
+        following[i] == LOAD_CONST and code.co_consts[following[i + 1]] is None for i in range(0, len(following), 2)
+    ):
+        return len(following) == 6
     while frame is not None:
         if frame.f_code.co_filename.endswith("weakref.py") or frame.f_code.co_name == "__del__":
             return True

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from disturbed import Disturbance, LineInterrupts, Pair, batch, contents, make, positions, same, train
 
 import tieredemb as te
+from tieredemb.errors import BrokenCacheError, StorageError, UncleanFileError
 
 SAMPLED = 40  # lines of a call that are interrupted without --campaign
 
@@ -211,3 +214,87 @@ def test_real_signals_in_training_are_all_or_nothing(pair, request):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
     assert disturbed == wanted
+
+
+def test_call_of_a_signal_handler_amid_another_is_refused_and_loses_nothing(tmp_path):
+    """It must not take the change that it interrupts for one that was interrupted."""
+    module, twin = make(), make(capacity=1.0)
+    refused = []
+
+    def save(*_: object) -> None:
+        try:
+            module.save_checkpoint(str(tmp_path / "saved"))
+        except StorageError as error:
+            refused.append(str(error))
+
+    handler, draw = signal.signal(signal.SIGALRM, save), random.Random(2)
+    try:
+        for number in range(300):
+            signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-5, 1e-3))
+            train(module, number)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            train(twin, number)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert refused
+    assert all("amid another call" in text for text in refused)
+    assert same(contents(module), contents(twin))
+
+
+def test_update_of_a_file_whose_close_was_interrupted_marks_it(tmp_path, monkeypatch):
+    """The forward came before, so that no plan marks the file again."""
+    path = tmp_path / "rows"
+    bag = te.TieredEmbeddingBag(40, 4, capacity=40, storage=te.File(str(path)), optimizer=te.SGD(lr=1.0))
+    out = bag(torch.arange(9)[None]).sum()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bag.tables.groups[0].cache, "close", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            bag.close()
+    out.backward()
+    shutil.copy(path, tmp_path / "crashed")
+    with pytest.raises(UncleanFileError):
+        te.TieredEmbeddingBag(40, 4, storage=te.File(str(tmp_path / "crashed")), optimizer=te.SGD(lr=1.0))
+    bag.close()
+
+
+def test_update_after_the_close_is_refused(device):
+    bag = te.TieredEmbeddingBag(40, 4, capacity=40, optimizer=te.SGD(lr=1.0))
+    out = bag(torch.arange(9)[None]).sum()
+    bag.close()
+    with pytest.raises(StorageError, match="was closed"):
+        out.backward()
+
+
+def test_update_of_a_broken_cache_says_so(device, monkeypatch):
+    bag = te.TieredEmbeddingBag(40, 4, capacity=40, optimizer=te.SGD(lr=1.0))
+    out = bag(torch.arange(9)[None]).sum()
+    with monkeypatch.context() as patched:
+        patched.setattr(bag.tables, "_write_weight", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            bag.load_state_dict(bag.state_dict())
+    with pytest.raises(BrokenCacheError):
+        out.backward()
+
+
+def test_close_beside_training_leaves_a_clean_file(tmp_path):
+    """Nothing comes between the mark and the end."""
+    for number in range(20):
+        path = str(tmp_path / f"rows{number}")
+        module = make(te.File(path))
+        train(module, 0)
+
+        def steps(module: Any = module) -> None:
+            with contextlib.suppress(StorageError):
+                for step in range(10_000):
+                    train(module, step)
+
+        thread = threading.Thread(target=steps)
+        thread.start()
+        module.close()
+        thread.join()
+        make(te.File(path)).close()  # clean, or it would be refused

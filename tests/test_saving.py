@@ -599,3 +599,28 @@ def test_move_that_fails_half_way_leaves_all_tables_where_they_were(monkeypatch,
         moved.close()
         again = te.TieredEmbeddingBagCollection(tables, storage=te.File(str(tmp_path / "rows")), **keywords)
         assert same(numbers(again), numbers(plain))
+
+
+def test_save_needs_no_space_on_the_disk_of_the_row_file(device, tmp_path, monkeypatch):
+    """Rows that the file has no page for come from the hot cache."""
+    from tieredemb.storage.system import system
+
+    bag, twin = make(storage=te.File(str(tmp_path / "rows")), capacity=9), make(capacity=1.0)
+    for module in (bag, twin):
+        step(module, 1, 2, 3)
+    bag.flush()
+    for module in (bag, twin):
+        step(module, 3, 20, 39, 5)
+
+    def dead(*_):
+        raise OSError(5, "planted")
+
+    with monkeypatch.context() as patched:
+        for call in ("fallocate", "msync"):
+            patched.setattr(system, call, dead)
+        bag.tables.groups[0].cache.cold._weight_pages.clear()
+        bag.save_checkpoint(str(tmp_path / "elsewhere"))
+    loaded = make()
+    loaded.load_checkpoint(str(tmp_path / "elsewhere"))
+    assert same(everything(loaded), everything(twin))
+    bag.close()
