@@ -110,7 +110,11 @@ class RowFile:
     def __init__(self, directory: str, name: str) -> None:
         self._path = os.path.join(directory, name)
         # a pipe would keep who opens it waiting for who writes it
-        self._file = Descriptor(system.open(self._path, os.O_RDONLY | os.O_NONBLOCK))
+        fd = system.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
+        if not stat.S_ISREG(system.fstat(fd).st_mode):
+            system.close(fd)
+            raise CheckpointError(f"{self._path!r} is no regular file; use another checkpoint")
+        self._file = Descriptor(fd)
 
     def __enter__(self) -> RowFile:
         return self
@@ -121,10 +125,7 @@ class RowFile:
     def verify(self, chunks: list[Chunk], layout: RowLayout) -> None:
         """Reads the whole file: size, checksums, keys in range and ascending."""
         expected = sum(bytes_of(chunk.rows, layout) for chunk in chunks)
-        found = system.fstat(self._file.fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise CheckpointError(f"{self._path!r} is no regular file; use another checkpoint")
-        size = found.st_size
+        size = system.fstat(self._file.fd).st_size
         if size != expected:
             raise CheckpointError(
                 f"{self._path!r} has {size} bytes and the manifest says {expected}; use another checkpoint"
