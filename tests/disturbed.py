@@ -24,6 +24,7 @@ import tieredemb as te
 from tieredemb.errors import BrokenCacheError, CheckpointError, StorageError, TieredEmbError
 
 LOAD_CONST = dis.opmap["LOAD_CONST"]
+SHUFFLES = {dis.opmap[name] for name in ("SWAP", "POP_TOP", "NOP") if name in dis.opmap}  # of what a block returns
 PACKAGE = str(Path(te.__file__).parent) + os.sep
 ROWS = {"a": 60, "b": 50}
 TABLES = [
@@ -78,7 +79,12 @@ class Disturbance(abc.ABC):
 
 
 class LineInterrupts(Disturbance):
-    """Ctrl-C before a line of the package, counted from the first one that this thread runs inside the context."""
+    """Ctrl-C before a line of the package, counted from the first one that this thread runs inside the context.
+    `inside`: of the files whose names begin so, instead."""
+
+    def __init__(self, at: int | None = None, *, inside: str = PACKAGE) -> None:
+        super().__init__(at)
+        self._inside = inside
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -90,7 +96,7 @@ class LineInterrupts(Disturbance):
             sys.settrace(before)
 
     def _enter(self, frame: Any, event: str, arg: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
+        return self._line if frame.f_code.co_filename.startswith(self._inside) else None
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
         if event == "line" and not (self.count == self.at and _is_out_of_reach(frame)) and self.hit():
@@ -101,9 +107,11 @@ class LineInterrupts(Disturbance):
 
 
 def _is_out_of_reach(frame: Any) -> bool:
-    """Whether no signal is handled here, at the end of a `with` block that is about to leave its context; or Python
-    would drop what is raised, in a finaliser."""
+    """Whether no signal is handled here, at the end of a `with` block that is about to leave its context, where what is
+    raised would leave a lock taken; or Python would drop it, in a finaliser."""
     code, at = frame.f_code, frame.f_lasti
+    while code.co_code[at] in SHUFFLES:
+        at += 2
     following = code.co_code[at : at + 6]  # what `__exit__` is called with: None three times
     if all(
         following[i] == LOAD_CONST and code.co_consts[following[i + 1]] is None for i in range(0, len(following), 2)

@@ -297,7 +297,7 @@ def test_capacity_beyond_the_gpu_says_what_fits_and_leaves_nothing_behind(tmp_pa
     assert "capacity" in str(raised.value)
     del raised
     gc.collect()
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before  # less, where what other tests have left behind goes meanwhile
     for rows in tmp_path.glob("rows*"):
         rows.unlink()
     small = te.TieredEmbeddingBag(2_000_000_000, 128, capacity="1MiB", storage=te.File(path), mode="sum")

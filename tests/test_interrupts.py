@@ -20,6 +20,7 @@ from disturbed import Disturbance, LineInterrupts, Pair, batch, contents, make, 
 
 import tieredemb as te
 from tieredemb.errors import BrokenCacheError, StorageError, UncleanFileError
+from tieredemb.pipeline.lanes import WorkerLane
 
 SAMPLED = 40  # lines of a call that are interrupted without --campaign
 
@@ -158,7 +159,7 @@ def test_interrupted_close_loses_nothing(pair, request, tmp_path):
         go_on()
 
 
-def test_interrupted_prefetch_leaves_whole_steps(pair, request):
+def test_interrupted_prefetch_leaves_whole_steps(pair, request, monkeypatch):
     def loop(module, number):
         for ids, offsets in te.prefetch([batch(number + i) for i in range(4)], module):
             module(ids, offsets).square().sum().backward()
@@ -170,6 +171,8 @@ def test_interrupted_prefetch_leaves_whole_steps(pair, request):
         for i in range(4):
             train(pair.twin, 4 * number + i)
             after.append(contents(pair.twin))
+        # by turns on a thread of their own, as where storage is slow, which takes locks that this one may have
+        monkeypatch.setattr(WorkerLane, "QUICK", 0.004 * (number % 2))
         with contextlib.suppress(KeyboardInterrupt), Disturbing(at).on():
             loop(pair.module, 4 * number)
         if pair._is_broken():
@@ -179,6 +182,33 @@ def test_interrupted_prefetch_leaves_whole_steps(pair, request):
         for i in range(done, 4):
             train(pair.module, 4 * number + i)
         assert same(contents(pair.module), after[-1])
+
+
+def test_interrupts_that_lines_stand_for_leave_no_lock_taken():
+    """A signal is handled before a block's last call returns or after the lock is given back, never in between."""
+    lock = threading.Lock()
+
+    def value(of: int) -> int:
+        with lock:
+            return of + 1
+
+    def nothing(of: int) -> None:
+        with lock:
+            of += 1
+
+    def amid(of: int) -> int:
+        for _ in range(of):
+            with lock:
+                return of + 1
+        return 0
+
+    for function in (value, nothing, amid):
+        for at in range(20):
+            interrupts = LineInterrupts(at, inside=__file__)
+            with contextlib.suppress(KeyboardInterrupt), interrupts.on():
+                function(3)
+            assert not lock.locked(), f"{function.__name__}, line {at}"
+        assert interrupts.count > 2
 
 
 class Signals(Disturbance):
