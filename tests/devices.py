@@ -11,7 +11,10 @@ import contextlib
 import functools
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 from tieredemb.errors import StorageError
 from tieredemb.modules.base import TieredModule
 
+REPOSITORY = Path(__file__).parents[1]
 assert_close = functools.partial(torch.testing.assert_close, check_device=False)
 
 
@@ -34,6 +38,16 @@ def require_gpu() -> None:
     """Skips the test without a GPU, or fails it under TIEREDEMB_REQUIRE_CUDA=1."""
     if not torch.cuda.is_available():
         (pytest.fail if REQUIRE_CUDA else pytest.skip)("no GPU: torch.cuda.is_available() is false")
+
+
+def run_profiled(module: str, *options: str) -> str:
+    """Runs `python -m module` as users do, and returns what it says. What profiles replays needs a process of its own:
+    CUPTI, started where CUDA graphs were made before, has ended in illegal memory accesses that no kernel made, and in
+    hanging processes (pytorch/pytorch#75504 and #97199, whose test is a process, too)."""
+    command = [sys.executable, "-m", module, *options]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @contextlib.contextmanager

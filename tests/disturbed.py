@@ -77,6 +77,9 @@ class Disturbance(abc.ABC):
     def on(self) -> contextlib.AbstractContextManager[None]:
         """Disturbs what is run inside."""
 
+    def is_over(self) -> None:  # noqa: B027 - most disturb the library alone
+        """Called once nothing is left of what was run: mends what it has done to others."""
+
 
 class LineInterrupts(Disturbance):
     """Ctrl-C before a line of the package, counted from the first one that this thread runs inside the context.
@@ -147,6 +150,7 @@ class Pair:
                 act(self.module)
         except (TieredEmbError, KeyboardInterrupt) as caught:
             error = caught.with_traceback(None)  # its frames hold batches in flight
+        disturbance.is_over()
         if self._is_broken():
             assert error is not None
             self._mend()

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from devices import require_gpu
+from devices import require_gpu, run_profiled
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1]))  # the examples are no part of the installed package
@@ -351,12 +351,10 @@ def test_profile_of_replays_goes_by_the_names_of_kernels() -> None:
     )
 
 
-def test_profile_of_replays_on_a_gpu(gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_of_replays_on_a_gpu(gpu: None, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     options = ["--device", "cuda", "--quiet", "--profile", str(path), "--graph", "--prefetch", "1"]
-    with torch.device("cpu"):  # as users run it
-        assert main(["train", *SMALL_OPTIONS, *options]) == 0
-    told = capsys.readouterr().out
+    told = run_profiled("examples.dlrm", "train", *SMALL_OPTIONS, *options)
     for name in profile.PARTS:
         assert re.search(rf"^{name} +(\d+\.\d+)$", told, re.MULTILINE), name
         assert float(re.search(rf"^{name} +(\d+\.\d+)$", told, re.MULTILINE)[1]) > 0, name  # type: ignore[index]

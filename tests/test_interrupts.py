@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 from disturbed import Disturbance, LineInterrupts, Pair, batch, contents, make, positions, same, train
+from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
+from torch.overrides import _get_current_function_mode_stack
 
 import tieredemb as te
 from tieredemb.errors import BrokenCacheError, StorageError, UncleanFileError
@@ -217,6 +219,7 @@ class Signals(Disturbance):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds = seconds
+        self._modes = _get_current_function_mode_stack()
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -225,6 +228,13 @@ class Signals(Disturbance):
             yield
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def is_over(self) -> None:
+        """torch sets the default device aside in many calls, and an interrupt there loses it (torch/overrides.py)."""
+        while _len_torch_function_stack():
+            _pop_torch_function_stack()
+        for mode in self._modes:
+            _push_on_torch_function_stack(mode)
 
 
 def test_real_signals_in_training_are_all_or_nothing(pair, request):

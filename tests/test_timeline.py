@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import run_profiled
 
 sys.path.append(str(Path(__file__).parents[1]))  # the benchmarks are no part of the installed package
 
@@ -279,8 +280,7 @@ def test_steps_run_on_the_cpu(one_thread: None, tmp_path: Path, capsys: pytest.C
 
 
 def test_quick_timeline_of_a_gpu(gpu: None, tmp_path: Path) -> None:
-    with torch.device("cpu"):  # as users run it
-        timeline.main(["--quick", "--results", str(tmp_path)])
+    run_profiled("benchmarks.timeline", "--quick", "--results", str(tmp_path))
     run = json.loads((tmp_path / "timeline.json").read_text())["runs"].popitem()[1]
     names = {each["name"] for each in run["step"]["activities"]}
     # once each: else the step is not delimited rightly
