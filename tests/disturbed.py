@@ -24,7 +24,8 @@ import tieredemb as te
 from tieredemb.errors import BrokenCacheError, CheckpointError, StorageError, TieredEmbError
 
 LOAD_CONST = dis.opmap["LOAD_CONST"]
-SHUFFLES = {dis.opmap[name] for name in ("SWAP", "POP_TOP", "NOP") if name in dis.opmap}  # of what a block returns
+SHUFFLES = {dis.opmap[name] for name in ("SWAP", "POP_TOP")}  # of what a block returns
+NOP = dis.opmap["NOP"]  # of `try:`; the first in a `with` block is not inside of it yet
 PACKAGE = str(Path(te.__file__).parent) + os.sep
 ROWS = {"a": 60, "b": 50}
 TABLES = [
@@ -110,9 +111,11 @@ class LineInterrupts(Disturbance):
 
 
 def _is_out_of_reach(frame: Any) -> bool:
-    """Whether no signal is handled here, at the end of a `with` block that is about to leave its context, where what is
-    raised would leave a lock taken; or Python would drop it, in a finaliser."""
+    """Whether no signal is handled here: at the end of a `with` block that is about to leave its context, or at a `try`
+    that begins it, where what is raised would leave a lock taken; or in a finaliser, where Python would drop it."""
     code, at = frame.f_code, frame.f_lasti
+    if code.co_code[at] == NOP:
+        return True
     while code.co_code[at] in SHUFFLES:
         at += 2
     following = code.co_code[at : at + 6]  # what `__exit__` is called with: None three times

@@ -204,7 +204,28 @@ def test_interrupts_that_lines_stand_for_leave_no_lock_taken():
                 return of + 1
         return 0
 
-    for function in (value, nothing, amid):
+    def tried(of: int) -> int:
+        with lock, contextlib.nullcontext():
+            try:
+                return of + 1
+            finally:
+                of -= 1
+
+    def caught(of: int) -> None:
+        with lock:
+            try:
+                raise ValueError
+            except ValueError:
+                pass
+
+    def left(of: int) -> None:
+        for i in range(of):
+            with lock:
+                if i == 0:
+                    continue
+                break
+
+    for function in (value, nothing, amid, tried, caught, left):
         for at in range(20):
             interrupts = LineInterrupts(at, inside=__file__)
             with contextlib.suppress(KeyboardInterrupt), interrupts.on():
