@@ -11,7 +11,7 @@ from benchmarks.cuda_providers import check_room
 from benchmarks.cuda_timing import ROUNDS, WARM_UP, timed, zeros
 from benchmarks.record import Record, at_least, at_most, measured
 from benchmarks.timing import Quantiles
-from tieredemb.cache.transfer import MOVE_BLOCKS, MOVE_THREADS, SWAP_BLOCKS
+from tieredemb.cache.device.transfer import MOVE_BLOCKS, MOVE_THREADS, SWAP_BLOCKS
 from tieredemb.kernels.compiler import Kernel, options
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.unified import UnifiedMemory
@@ -41,7 +41,7 @@ class Swap:
         self.count, self.moved = zeros(1) + MOVED, zeros(4, dtype=torch.int64)
         self.untouched = zeros(MOVED, dtype=torch.uint8)
         self._kernel = Kernel(
-            "storage/move.cu",
+            "cache/device/transfer.cu",
             "rows_swap",
             "any i64 i32 i64 any i any i32 i32 u8 p p u8 p any p i x i i",
             (*options(torch.float32, WIDTH), "-DSTATE=1"),

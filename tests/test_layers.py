@@ -1,4 +1,5 @@
-"""Imports go down only: errors, config, stats ← kernels ← hash, storage, lookup ← cache ← pipeline, modules ← tools.
+"""Imports go down only: errors, config, stats ← kernels ← hash, storage, lookup ← cache ← tables ← step ← modules ←
+pipeline ← tools.
 
 The imports are read from the source, so those under `TYPE_CHECKING` and inside functions count too.
 """
@@ -14,7 +15,11 @@ PACKAGE = Path(__file__).parents[1] / "tieredemb"
 
 BASE = {"errors", "config", "stats"}
 CACHE = BASE | {"kernels", "hash", "storage"}  # the cache knows no lookup
-MODULES = CACHE | {"cache", "lookup", "modules", "pipeline"}
+TABLES = CACHE | {"cache", "lookup"}
+STEP = TABLES | {"tables"}
+MODULES = STEP | {"step"}
+PIPELINE = MODULES | {"modules"}
+SURFACES = PIPELINE | {"pipeline"}
 TOOLS = {"plots", "cache_hit", "doctor", "__main__"}
 OPS = {"ops"}  # operators for users, loaded on demand: they may use all that modules do, and nothing here uses them
 SURFACE = ""  # the package's own __init__: for users, so nothing inside imports it
@@ -23,10 +28,10 @@ MAY_IMPORT: dict[str, set[str]] = (
     | {"kernels": BASE}
     | dict.fromkeys(("hash", "storage", "lookup"), BASE | {"kernels"})  # never each other
     | {"cache": CACHE}
-    | dict.fromkeys(("modules", "pipeline"), MODULES)
-    | dict.fromkeys(OPS, MODULES)
-    | dict.fromkeys(TOOLS, MODULES | TOOLS)
-    | {SURFACE: MODULES}
+    | {"tables": TABLES, "step": STEP | {"modules"}, "modules": MODULES, "pipeline": PIPELINE}
+    | dict.fromkeys(OPS, SURFACES)
+    | dict.fromkeys(TOOLS, SURFACES | TOOLS)
+    | {SURFACE: SURFACES}
 )
 COMPILERS = {"numba", "llvmlite", "cupy", "cuda", "triton"}
 

@@ -79,7 +79,7 @@ def test_stale_kernels_are_those_that_import_what_changed(package):
 def test_what_needs_a_gpu_is_selected_by_that_word(request):
     """A run on a GPU must not leave out a test for its name."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-k", "gpu", "-p", "no:cacheprovider"]
-    files = ["test_graph_step.py", "test_cuda_errors.py"]
+    files = ["pipeline/test_graph_step.py", "modules/test_cuda_errors.py"]
     run = subprocess.run(
         [*command, *(str(request.path.parent / file) for file in files)], capture_output=True, text=True, check=False
     )

@@ -9,7 +9,7 @@ from tieredemb.modules.replace import replace_embedding_bags
 from tieredemb.pipeline.graphs import graph_forward, graph_step
 from tieredemb.pipeline.prefetch import prefetch
 from tieredemb.stats import CacheStats
-from tieredemb.storage.file import File
+from tieredemb.storage.file.tier import File
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.pmem import Pmem
 from tieredemb.storage.unified import UnifiedMemory

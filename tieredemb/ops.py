@@ -26,11 +26,11 @@ from tieredemb.kernels.segments import segments_of_homes
 from tieredemb.lookup.bags import Bags, KeySpace, check_offsets
 from tieredemb.lookup.embedding_bag import NO_ARGMAX, NO_WEIGHTS, gradient_scale, has_max, pool, weights_gradient
 from tieredemb.lookup.optimizer import SGD, Gradient, Hyperparameters, update
-from tieredemb.modules.table_set import carrier_view
 from tieredemb.storage.base import CARRIERS
+from tieredemb.tables.table_set import carrier_view
 
 if TYPE_CHECKING:
-    from tieredemb.cache.device_plan import Away
+    from tieredemb.cache.device.plan import Away
     from tieredemb.lookup.device_bags import DeviceBags
     from tieredemb.lookup.device_lookup import DeviceLookup
 
@@ -287,7 +287,7 @@ def _kernels(device: torch.device, dtype: torch.dtype, width: int, mode: str) ->
 
 def _nowhere() -> Away:
     """Where the rows without a slot are: there are none."""
-    from tieredemb.cache.device_plan import Away
+    from tieredemb.cache.device.plan import Away
 
     return Away(slotless=False, weight=0, state=0, records=None)
 

@@ -20,7 +20,7 @@ import torch
 
 from tieredemb import TieredEmbeddingBagCollection
 from tieredemb.errors import CheckpointError
-from tieredemb.storage.checkpoint_manifest import MANIFEST
+from tieredemb.storage.checkpoint.manifest import MANIFEST
 
 _TABLES = "tables"
 

@@ -16,7 +16,7 @@ import torch
 from tieredemb.kernels import twin
 
 if TYPE_CHECKING:
-    from tieredemb.cache.hot_rows import HotRows
+    from tieredemb.cache.host.hot_rows import HotRows
     from tieredemb.hash.slot_map import SlotMap
 
     Array = np.ndarray[Any, Any]

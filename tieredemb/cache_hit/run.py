@@ -147,7 +147,7 @@ def contenders(policies: dict[str, Policy], *, references: bool) -> list[Contend
 
 def _run_cache(workload: Workload, capacity: int, policy: Policy, advance: Advance) -> tuple[int, int, int]:
     """Hits, fetched rows and evictions of the measured batches."""
-    from tieredemb.cache.tiered_cache import TieredCache
+    from tieredemb.cache.host.cache import TieredCache
     from tieredemb.storage.base import RowLayout
     from tieredemb.storage.host import HostMemory
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tieredemb.cache_hit.formats import DECODERS, Source
 from tieredemb.cache_hit.streams import COMPRESSIONS, open_trace
 from tieredemb.errors import ConfigError, InvalidInputError
-from tieredemb.modules.table_set import available_memory_bytes
+from tieredemb.tables.table_set import available_memory_bytes
 
 FORMATS = tuple(DECODERS)
 NAME_PATTERNS = (

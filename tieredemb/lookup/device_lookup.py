@@ -24,7 +24,7 @@ BAGS_OF_ONE, LONG_BAGS = 4, 1  # bags a group of lanes takes: four for bags of o
 
 
 class Away(Protocol):
-    """Where rows without a slot are; see `cache.device_plan.Away`."""
+    """Where rows without a slot are; see `cache.device.plan.Away`."""
 
     @property
     def weight(self) -> int: ...

@@ -15,19 +15,19 @@ from torch import nn
 
 from tieredemb.errors import BackwardError, ConfigError, UnsupportedError
 from tieredemb.kernels.ranges import marked
-from tieredemb.modules.ahead import Ahead, Lane, Planned
-from tieredemb.modules.call import BackwardPass, Call, Lookup, inside_backward
-from tieredemb.modules.forwards import LISTENERS, tell
-from tieredemb.modules.group import TableSetConfig
-from tieredemb.modules.inputs import Batch
-from tieredemb.modules.optimizer import FusedOptimizer
 from tieredemb.modules.options import LookupOptions
-from tieredemb.modules.table_set import TableSet
 from tieredemb.stats import CacheStats
+from tieredemb.step.call import BackwardPass, Call, Lookup, inside_backward
+from tieredemb.step.forwards import LISTENERS, tell
+from tieredemb.step.inputs import Batch
+from tieredemb.step.planned_forwards import Ahead, Lane, Planned
 from tieredemb.storage.base import CARRIERS
+from tieredemb.tables.fused_optimizer import FusedOptimizer
+from tieredemb.tables.group import TableSetConfig
+from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:
-    from tieredemb.modules.call_memory import CallMemory
+    from tieredemb.step.call_memory import CallMemory
 
 
 class _Accumulated:
@@ -245,7 +245,7 @@ class TieredModule(nn.Module, abc.ABC):
         any moment, the last complete checkpoint loads. `extra`: JSON-able, returned by `load_checkpoint`. Raises
         `ConfigError`, before anything is written, for an `extra` or a param group that could not be loaded.
         """
-        from tieredemb.modules.checkpoint import save
+        from tieredemb.tables.checkpoint import save
 
         save(self.tables, self._fused, directory, {} if extra is None else extra)
 
@@ -257,7 +257,7 @@ class TieredModule(nn.Module, abc.ABC):
         refused, unless `recover` takes its rows as they are. Interrupted half-way, it leaves the cache broken, which
         another load mends.
         """
-        from tieredemb.modules.checkpoint import load
+        from tieredemb.tables.checkpoint import load
 
         self.ahead.drop_all()
         extra: dict[str, Any] = load(self.tables, self._fused, directory, recover=recover)

@@ -9,9 +9,9 @@ import torch
 from tieredemb.config import Capacity, CheckIds, OptimizerConfig, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.modules.base import TieredModule
-from tieredemb.modules.call import untraced
-from tieredemb.modules.inputs import Batch, as_ids, as_offsets, check_weights
 from tieredemb.modules.options import LookupOptions, table_set_config
+from tieredemb.step.call import untraced
+from tieredemb.step.inputs import Batch, as_ids, as_offsets, check_weights
 from tieredemb.storage.base import Storage
 
 

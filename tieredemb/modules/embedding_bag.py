@@ -9,10 +9,10 @@ import torch
 from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, OptimizerConfig, Placement, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.modules.base import TieredModule
-from tieredemb.modules.call import untraced
-from tieredemb.modules.inputs import Batch, as_ids, as_offsets, check_weights, equal_bags
 from tieredemb.modules.options import LookupOptions, table_set_config
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
+from tieredemb.step.call import untraced
+from tieredemb.step.inputs import Batch, as_ids, as_offsets, check_weights, equal_bags
 from tieredemb.storage.base import Storage
 
 

@@ -24,10 +24,10 @@ from tieredemb.config import (
     is_number,
 )
 from tieredemb.errors import ConfigError, shown
-from tieredemb.modules.group import TableSetConfig
 from tieredemb.storage.base import Storage
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.unified import UnifiedMemory
+from tieredemb.tables.group import TableSetConfig
 
 
 @dataclass(frozen=True, kw_only=True)

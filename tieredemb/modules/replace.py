@@ -13,7 +13,7 @@ from tieredemb.errors import ConfigError
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag
-from tieredemb.storage.file import File
+from tieredemb.storage.file.tier import File
 
 
 def replace_embedding_bags(model: nn.Module, capacity: Capacity = 0.01, **keywords: Any) -> nn.Module:

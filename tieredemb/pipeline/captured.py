@@ -10,18 +10,18 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tieredemb.cache.device_cache import DeviceCache
+from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.locks import Locks
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.captures import Capture
 from tieredemb.kernels.streams import capture_lock, on_device, side_stream
 from tieredemb.modules.base import TieredModule
-from tieredemb.modules.forwards import Forward
-from tieredemb.modules.group import DeviceGroup
 from tieredemb.pipeline.batches import map_tensors
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.leaves import Leaves
 from tieredemb.pipeline.lookups import Learned, Lookup, learn
+from tieredemb.step.forwards import Forward
+from tieredemb.tables.group import DeviceGroup
 
 R = TypeVar("R")
 EAGER_STEPS = 2  # on the buffers, before the capture: what is made at a first use must not be captured

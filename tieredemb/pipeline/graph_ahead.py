@@ -17,20 +17,20 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from tieredemb.cache.device_cache import DeviceCache
-from tieredemb.cache.replays import NOTHING_PLANNED, DeviceTicket, Replays
+from tieredemb.cache.device.cache import DeviceCache
+from tieredemb.cache.device.replays import NOTHING_PLANNED, DeviceTicket, Replays
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.streams import on_device
-from tieredemb.modules.ahead import Given, Planned
 from tieredemb.modules.base import TieredModule
-from tieredemb.modules.call import Call
-from tieredemb.modules.call_memory import CallMemory
-from tieredemb.modules.device_call import DeviceCall
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
 from tieredemb.pipeline.lanes import StreamLane
 from tieredemb.pipeline.lookups import Lookup
 from tieredemb.pipeline.uncapturable import explain
+from tieredemb.step.call import Call
+from tieredemb.step.call_memory import CallMemory
+from tieredemb.step.device_call import DeviceCall
+from tieredemb.step.planned_forwards import Given, Planned
 
 R = TypeVar("R")
 Lookups = Callable[[Any], Sequence[Lookup]]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from tieredemb.kernels.streams import side_stream
-from tieredemb.modules.ahead import Lane, Planned
 from tieredemb.modules.base import TieredModule
-from tieredemb.modules.call import Call
 from tieredemb.pipeline.batches import map_tensors, tensors_of
 from tieredemb.pipeline.lookups import Lookup
+from tieredemb.step.call import Call
+from tieredemb.step.planned_forwards import Lane, Planned
 
 
 class Lanes:

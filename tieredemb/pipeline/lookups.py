@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tieredemb.errors import ConfigError
-from tieredemb.modules.ahead import Given, identity
 from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.batches import Path, resolve, tensors_of
+from tieredemb.step.planned_forwards import Given, identity
 
 
 class Lookup(NamedTuple):

@@ -1,8 +1,8 @@
 """Fetching ahead: while a batch computes, the rows of the next ones come.
 
 A batch is planned from its ids before its forward, which finds its plan by the tensors that it is given
-(`modules.ahead`). Plans follow one another in the order of the batches. A row that a batch in flight uses does not
-move, and an update changes it where it is: what a later forward reads is never stale.
+(`step.planned_forwards`). Plans follow one another in the order of the batches. A row that a batch in flight uses does
+not move, and an update changes it where it is: what a later forward reads is never stale.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import nn
 
 from tieredemb.config import is_whole
 from tieredemb.errors import ConfigError, shown
-from tieredemb.modules.ahead import Planned
 from tieredemb.modules.base import TieredModule
-from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.pipeline.lanes import Lanes
 from tieredemb.pipeline.lookups import Learned, Lookup, Told, learn
+from tieredemb.step.forwards import LISTENERS, Forward
+from tieredemb.step.planned_forwards import Planned
 
 B = TypeVar("B")
 

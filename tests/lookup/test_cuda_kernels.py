@@ -1,0 +1,291 @@
+"""The CUDA kernels one by one on a GPU, against torch and sorts. Skips without one; TIEREDEMB_REQUIRE_CUDA=1 fails."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from devices import require_gpu
+
+from tieredemb.cache.device.cache import DeviceCache
+from tieredemb.config import LFU, LRU, Uniform
+from tieredemb.errors import InvalidInputError
+from tieredemb.kernels.compiler import Kernel, blocks_for, options
+from tieredemb.lookup.optimizer import CHUNK
+from tieredemb.storage.base import RowLayout
+from tieredemb.storage.initial import InitialRows, InitialTable
+from tieredemb.storage.unified import UnifiedMemory
+
+FLOAT = options(torch.float32, 12)
+GPU = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    require_gpu()
+    torch.manual_seed(0)
+
+
+def zeros(*shape, dtype=torch.int32):
+    return torch.zeros(*shape, dtype=dtype, device=GPU)
+
+
+def count(n):
+    return torch.tensor([n], dtype=torch.int32, device=GPU)
+
+
+# --- slot map ---------------------------------------------------------------------------------------------------------
+
+
+class DeviceMap:
+    def __init__(self, slots):
+        self.n = max(2, 2 * slots)
+        self.cells = zeros(self.n, 2, dtype=torch.int64)
+        self._find = Kernel("hash/slot_map.cu", "slot_map_find", "any n i64 n i32")
+        self._insert = Kernel("hash/slot_map.cu", "slot_map_insert", "any n i64 i32 i32")
+        self._erase = Kernel("hash/slot_map.cu", "slot_map_erase", "any n i64 i32 i32")
+        self._rebuild = Kernel("hash/slot_map.cu", "slot_map_rebuild", "any n i64 n")
+        self.tombstones = zeros(1)
+
+    def find(self, keys):
+        slots = zeros(len(keys))
+        self._find(blocks_for(len(keys), 256), 256, self.cells, self.n, keys, len(keys), slots)
+        return slots
+
+    def insert(self, keys, slots):
+        self._insert(blocks_for(len(keys), 256), 256, self.cells, self.n, keys, slots, count(len(keys)))
+
+    def erase(self, keys):
+        self._erase(blocks_for(len(keys), 256), 256, self.cells, self.n, keys, count(len(keys)), self.tombstones)
+
+    def rebuild(self, slot_keys):
+        self.cells.zero_()
+        self._rebuild(blocks_for(len(slot_keys), 256), 256, self.cells, self.n, slot_keys, len(slot_keys))
+
+
+@pytest.mark.parametrize("slots", [1, 33, 100_000])
+def test_slot_map_agrees_with_the_host_over_inserts_erases_and_a_rebuild(slots):
+    index = DeviceMap(slots)
+    keys = torch.randperm(3 * slots + 7, device=GPU)[:slots].contiguous()
+    homes = torch.arange(slots, dtype=torch.int32, device=GPU)
+    index.insert(keys, homes)
+    everything = torch.arange(-2, 3 * slots + 7, device=GPU)
+    expected = torch.full((len(everything),), -1, dtype=torch.int32, device=GPU)
+    expected[keys + 2] = homes
+    assert torch.equal(index.find(everything), expected)
+    gone = keys[: slots // 2].contiguous()
+    index.erase(gone)
+    expected[gone + 2] = -1
+    assert torch.equal(index.find(everything), expected)
+    assert index.tombstones.item() == len(gone)
+    index.insert(gone, homes[: len(gone)].contiguous())  # into tombstones
+    expected[gone + 2] = homes[: len(gone)]
+    assert torch.equal(index.find(everything), expected)
+    index.rebuild(keys)
+    assert torch.equal(index.find(everything), expected)
+
+
+def test_slot_map_takes_a_duplicate_once():
+    index = DeviceMap(1000)
+    keys = torch.randint(0, 300, (5000,), device=GPU)
+    index.insert(keys, torch.arange(5000, dtype=torch.int32, device=GPU))
+    assert (index.cells[:, 0] != 0).sum() == len(torch.unique(keys))
+    assert torch.equal(keys[index.find(keys).long()], keys)
+
+
+# --- victims ----------------------------------------------------------------------------------------------------------
+
+
+def choose_victims(score, last, needed, *, batch, oldest, unit=1024.0, now=None):
+    slots = len(score)
+    selection, victims, counts = zeros(4 + 3 * 2048), zeros(slots), zeros(28)
+    counts[0], counts[2] = needed, slots  # missed, used
+    clock = torch.tensor([batch, batch if now is None else now, (oldest << 32) | batch], device=GPU)
+    words = "any i32 any i32 i32 i x i i32"
+    select = Kernel("cache/policy.cu", "victims_select", words, options(), cooperative=True)
+    select(16, 1024, selection, counts, clock, score, last, slots, unit, 1, victims)
+    assert counts[1].item() == needed
+    return victims[: selection[0].item()].long()
+
+
+@pytest.mark.parametrize("kind", ["aged", "counts", "wide", "equal"])
+@pytest.mark.parametrize(
+    ("slots", "needed"), [(1, 1), (7, 3), (4099, 1000), (300_000, 12_345), (5000, 5000), (5000, 0)]
+)
+def test_victims_are_the_lowest_unlocked_rows(slots, needed, kind):
+    uniform = torch.rand(slots, device=GPU)
+    score = {
+        "aged": 700 + 200 * uniform,
+        "counts": (1 / uniform).clamp(max=1e6) + 1,
+        "wide": uniform * 2.0**31,
+        "equal": torch.full_like(uniform, 5),
+    }[kind].int()
+    score[torch.rand(slots, device=GPU) < 0.05] = 0  # no row
+    last = torch.randint(1, 300, (slots,), device=GPU, dtype=torch.int32)
+    now = 2**32 - 1 if kind == "wide" else 1000
+    victims = choose_victims(
+        score, last, needed, batch=300, oldest=290, now=now, unit=2.0**31 if kind == "counts" else 1024
+    )
+    free = (score != 0) & (last < 290)
+    rank = torch.where(free, (score.long() << 32) | last.long(), 2**63 - 1)
+    expected = torch.sort(rank).values[: min(needed, int(free.sum()))]
+    assert len(torch.unique(victims)) == len(victims) == len(expected)
+    assert torch.equal(torch.sort(rank[victims]).values, expected)
+
+
+# --- plan and swap ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [LFU(), LFU(half_life_batches=math.inf), LRU(), LFU(remember_evicted=False)])
+@pytest.mark.parametrize("slots", [700, 2500, 9000])
+def test_plan_and_swap_keep_every_row_exact(slots, policy):
+    """Rows are counted up where a ticket says they are: in slots, and away from them."""
+    rows, n, width = 9000, 1664, 12
+    cold = UnifiedMemory().open(RowLayout(rows=rows, width=width, state_width=1), name="", identity={})
+    table = InitialTable(start=0, number=0, init=Uniform(low=0.0, high=0.0), padding_idx=None)
+    device = torch.device("cuda", torch.cuda.current_device())
+    initial = InitialRows([table], seed=0, state_value=0.0, device=device)
+    cache = DeviceCache(cold, slots=slots, policy=policy, initial=initial, device=device)
+    expected, lookups = torch.zeros(rows, device=GPU), 0
+    for _ in range(40):
+        keys = (torch.rand(n, device=GPU) ** 3 * rows).long()
+        keys[::97] = -1
+        real = keys >= 0
+        lookups += int(real.sum())
+        homes = torch.where(real, -1, -(2**31)).int()
+        ticket = cache.plan(keys, homes)
+        homes = ticket.homes.long()
+        assert (homes[~real] == -(2**31)).all()
+        hot = homes >= 0
+        assert torch.equal(cache.hot.key[homes[hot]], keys[hot])
+        assert torch.equal(cache.hot.weight[homes[hot]], expected[keys[hot]][:, None].expand(-1, width))
+        away = ~hot & real
+        if slots > n:
+            assert not away.any()
+        records = cache.away([ticket]).records[-2 - homes[away], 0]
+        assert torch.equal(records - 1, keys[away])
+        used = torch.unique(homes[hot])
+        cache.hot.weight[used] += 1
+        cache.hot.state[used] += 1
+        cache.hot.dirty[used] = 1
+        torch.cuda.synchronize()
+        where = torch.unique(keys[away]).cpu().numpy()
+        assert np.array_equal(cold.weight[where, 0], expected[torch.from_numpy(where).to(GPU)].cpu().numpy())
+        cold.weight[where] += 1
+        cold.state[where, 0] = (cold.state[where, 0].view(np.float32) + 1).view(np.uint32)
+        expected[torch.unique(keys[real])] += 1
+        ticket.release()
+    cache.flush()
+    assert np.array_equal(cold.weight[:, 0], expected.cpu().numpy())
+    assert np.array_equal(cold.state[:, 0].view(np.float32), expected.cpu().numpy())
+    assert cache.stats().lookups == lookups
+    assert (cache.stats().rows_overflow > 0) == (slots == 700)
+
+
+# --- lookup and update ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 6, 64, 100, 128, 300])
+def test_pooled_lookup_equals_torch(width, dtype):
+    tables, batch, rows = 3, 37, 500
+    weight = torch.randn(rows, width, device=GPU).to(dtype)
+    sizes = torch.randint(0, 7, (tables * batch,), device=GPU)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64, device=GPU), sizes.cumsum(0)])
+    homes = torch.randint(0, rows, (int(sizes.sum()),), device=GPU, dtype=torch.int32)
+    mode = torch.tensor([0, 1, 2], dtype=torch.int32, device=GPU)
+    column = torch.arange(tables, device=GPU) * width
+    out = torch.full((batch, tables * width), math.nan, device=GPU, dtype=dtype)
+    argmax = torch.zeros(batch, tables * width, dtype=torch.int32, device=GPU)
+    lanes = 32
+    groups = tables * ((batch + 3) // 4)
+    words = "any p p i32 i64 n n i32 i64 p any n i32"
+    flags = (*options(dtype, width), "-DHAS_MAX")
+    Kernel("lookup/embedding_bag.cu", "bags_pool", words, flags)(
+        blocks_for(groups * lanes, 256), 256, weight, 0, 0, homes, offsets, batch, tables * batch, mode, column, 0, out,
+        tables * width, argmax,
+    )  # fmt: skip
+    for t, name in enumerate(("sum", "mean", "max")):
+        edges = offsets[t * batch : (t + 1) * batch + 1]
+        ids = homes[edges[0] : edges[-1]].long()
+        expected = torch.nn.functional.embedding_bag(
+            ids, weight.float(), edges - edges[0], mode=name, include_last_offset=True
+        )
+        tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+        got = out[:, t * width : (t + 1) * width].float()
+        torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    winners = argmax[:, 2 * width :].long()
+    filled = sizes[2 * batch :] > 0
+    picked = weight[homes[winners[filled]].long(), torch.arange(width, device=GPU)]
+    assert torch.equal(picked, out[filled, 2 * width :])
+
+
+@pytest.mark.parametrize("width", [1, 12, 64, 128])
+@pytest.mark.parametrize("kind", [0, 1, 2, 3])
+def test_update_equals_the_formula_and_repeats_its_bits(kind, width):
+    batch, tables, rows = 3000, 2, 700
+    state_width = {0: 0, 1: width, 2: 1, 3: 2 * width}[kind]
+    n = batch * tables
+    bag = torch.arange(n, dtype=torch.int32, device=GPU)
+    own = rows // tables  # rows of a table; its first ones have thousands of occurrences
+    homes = (torch.rand(n, device=GPU) ** 6 * own).int() + bag // batch * own
+    grad = torch.randn(batch, tables * width, device=GPU)
+    column = torch.arange(tables, device=GPU) * width
+    rate = torch.tensor([0.1, 0.1], device=GPU)
+    numbers = torch.tensor([1e-8, 0.1, 0.01, 0.5], device=GPU)
+    before = torch.randn(rows, width, device=GPU)
+    flags = (*options(torch.float32, width), f"-DKIND={kind}", f"-DSTATE={max(1, state_width)}")
+
+    def kernel(name, signature):
+        return Kernel("lookup/optimizer.cu", name, signature, flags)
+
+    def run():
+        weight, state = before.clone(), torch.full((rows, max(1, state_width)), 0.25, device=GPU)
+        dirty, work = zeros(rows, dtype=torch.uint8), zeros(4)
+        order = torch.sort(homes, stable=True)
+        bags, items, longs = zeros(n), zeros(n, 4), zeros(n // CHUNK + 1, 4)
+        parts = torch.empty(2 * (n // CHUNK + 1), width, device=GPU)
+        kernel("segments_find", "i32 i i64 i32 i32 i any any any")(
+            blocks_for(n, 256), 256, order.values, n, order.indices, bag, bags, batch, work, items, longs
+        )
+        words = "any any i i32 i i64 f32 n p i64 p p any f32 p p p u8 f32 any f32"
+        kernel("segments_update", words)(
+            64, 256, work, items, n, bags, batch, column, grad, tables * width, 0, order.indices, 0, 0, weight, state,
+            0, 0, 0, dirty, rate, numbers, parts,
+        )  # fmt: skip
+        kernel("long_segments_update", "any any f32 any f32 p p p u8 f32 any")(
+            8, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rate, numbers
+        )
+        return weight, state, dirty
+
+    weight, state, dirty = run()
+    for again in (run(), run()):
+        assert torch.equal(again[0], weight)
+        assert torch.equal(again[1], state)
+    per_bag = grad.view(batch, tables, width).permute(1, 0, 2).reshape(n, width).double()
+    g = torch.zeros(rows, width, dtype=torch.double, device=GPU).index_add_(0, homes.long(), per_bag) * 0.5
+    used = torch.bincount(homes.long(), minlength=rows) > 0
+    assert torch.equal(dirty.bool(), used)
+    old = torch.full_like(g, 0.25)
+    if kind == 0:
+        step = g
+    elif kind == 1:
+        step = g / ((old + g * g).sqrt() + 1e-8)
+    elif kind == 2:
+        step = g / ((old[:, :1] + (g * g).mean(1, keepdim=True)).sqrt() + 1e-8)
+    else:
+        step = (old + (g - old) * 0.1) / ((old + (g * g - old) * 0.01).sqrt() + 1e-8)
+    expected = torch.where(used[:, None], before.double() - 0.1 * step, before.double())
+    torch.testing.assert_close(weight.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_launch_refuses_arguments_that_do_not_fit():
+    find = Kernel("hash/slot_map.cu", "slot_map_find", "any n i64 n i32")
+    cells, keys, slots = zeros(4, 2, dtype=torch.int64), zeros(3, dtype=torch.int64), zeros(3)
+    for bad in (keys.int(), keys.cpu(), zeros(3, 2, dtype=torch.int64)[:, 0], np.zeros(3)):
+        with pytest.raises(InvalidInputError, match="argument 2 of slot_map_find"):
+            find(1, 32, cells, 4, bad, 3, slots)
+    with pytest.raises(InvalidInputError, match="takes 5 arguments"):
+        find(1, 32, cells)

@@ -1,0 +1,251 @@
+"""The launches of a plan on a GPU, in their order. Nothing here waits for the device.
+
+`Counts` and `Clock` of plan.cuh live in one small tensor; totals are read from it in one copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from tieredemb.cache.device.rows import DeviceRows
+from tieredemb.cache.policy import Scoring
+from tieredemb.errors import StorageError
+from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, meeting_blocks
+
+PLAN, POLICY = "cache/plan.cu", "cache/policy.cu"
+THREADS = 256
+MOST_BLOCKS = 1056  # eight a multiprocessor of an H200: loops stride over what is beyond
+TOGETHER = 1024  # threads of a block of those that wait for each other
+
+# byte offsets in the control tensor: Clock, Counts, Selection
+CLOCK, COUNTS, SELECTION = 0, 32, 160
+SELECTION_BYTES = 4 * (4 + 3 * 2048)
+MISSED, NEEDED, ROOM, ARRIVALS, UNTOUCHED = COUNTS, COUNTS + 4, COUNTS + 20, COUNTS + 28, COUNTS + 32
+TOTALS = COUNTS + 40
+MOVED = TOTALS + 8 * 5  # what `cache/device/transfer.cu` counts
+TOTAL_NAMES = (
+    *("batches", "lookups", "hits", "unique", "filled", "generated", "evicted", "written_back", "scores_written"),
+    "overflow",
+)
+
+
+@dataclass(frozen=True)
+class Away:
+    """Where rows without a slot are used. `slotless`: whether the batch may have such rows · `weight`, `state`:
+    addresses of the rows, a state ending with the score · `records`: int64 (R, 2), `Record`s that name their keys, or
+    None where record r has row r."""
+
+    slotless: bool
+    weight: int
+    state: int
+    records: torch.Tensor | None
+
+    @property
+    def by_key(self) -> bool:
+        """Whether a row lies at its key, or at its record."""
+        return self.records is not None
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What kernels are compiled with to look there."""
+        return ("-DSLOTLESS",) if self.slotless else ()
+
+
+class Missed:
+    """What a plan of n ids has to move, in one allocation; addresses of its parts.
+
+    `keys`: int64 (n,) · `slots`: int32 (n,), where each goes: a slot, −1 while it has none, or the home −2 − r of a
+    record · `victims`: int64 (n,), the key that leaves the slot, or −1 · `untouched`: uint8 (n,), whether it has to be
+    generated · `chosen`: int32 (n,), the slots that victims leave · `claims`: cells by which a key is missed once. How
+    many of the n places are taken is known to the device alone.
+    """
+
+    def __init__(self, n: int, device: torch.device) -> None:
+        self.n = n
+        self.cells = 2
+        while self.cells < 2 * n:
+            self.cells *= 2
+        room = n + n % 2  # what follows stays aligned to 8 bytes
+        sizes = (16 * self.cells, 8 * room, 8 * room, 4 * room, 4 * room, room)
+        self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        starts = itertools.accumulate(sizes[:-1], initial=self._memory.data_ptr())
+        self.claims, self.keys, self.victims, self.slots, self.chosen, self.untouched = starts
+
+    def view(self, name: str, count: int) -> torch.Tensor:
+        """The first `count` elements of a part as a tensor."""
+        dtype = torch.int64 if name in ("keys", "victims") else torch.int32
+        start = getattr(self, name) - self._memory.data_ptr()
+        return self._memory[start : start + count * dtype.itemsize].view(dtype)
+
+
+class Records:
+    """Rows that batches in flight use where they lie. `table`: int64 (R + 1, 2), R `Record`s and a `RecordsEnd` ·
+    `rows`: R · `index`: int64 (2 R, 2), a map from their keys, for the plan under way."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rows = 0
+        self.table = torch.zeros((1, 2), dtype=torch.int64, device=device)
+        self.index = torch.zeros((0, 2), dtype=torch.int64, device=device)
+        self._outgrown: list[torch.Tensor] = []
+
+    def reserve(self, rows: int) -> None:
+        """Makes room for `rows` rows at a time. Those in use keep their numbers. Raises `StorageError` in a capture,
+        whose memory replays write anew."""
+        size = max(64, 1 << (2 * rows - 1).bit_length())
+        if size > self.rows:
+            if torch.cuda.is_current_stream_capturing():
+                raise StorageError(
+                    f"the step to be captured may use {rows} rows without a slot, for which there is no room yet; run "
+                    f"it once before it is captured"
+                )
+            with torch.inference_mode(False):  # they are changed in place when that is over
+                grown = torch.zeros((size + 1, 2), dtype=torch.int64, device=self.device)
+                index = torch.zeros((2 * size, 2), dtype=torch.int64, device=self.device)
+            grown[: self.rows] = self.table[: self.rows]
+            grown[size] = self.table[self.rows]
+            self._outgrown += [self.table, self.index]  # tickets in flight, and captured graphs, go on reading them
+            self.table, self.index, self.rows = grown, index, size
+
+    def free(self, records: torch.Tensor) -> None:
+        """Frees `records` (int64 (K,), distinct), which no batch in flight uses, and whose rows are stored."""
+        self.table[records, 0] = 0
+        self.table.view(torch.int32)[self.rows, 0] -= len(records)  # `RecordsEnd.taken`
+
+    def clear(self) -> None:
+        """Frees all records."""
+        for tensor in (self.table, self.index, *self._outgrown):
+            tensor.zero_()
+
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.table, self.index, *self._outgrown))
+
+
+class DevicePlan:
+    """The state of a cache's plans, and their kernels. `unit` and kind come from the policy's `Scoring`."""
+
+    def __init__(self, rows: DeviceRows, scoring: Scoring, device: torch.device) -> None:
+        self.rows = rows
+        self.scoring = scoring
+        self.control = torch.zeros(SELECTION + SELECTION_BYTES, dtype=torch.uint8, device=device)
+        self.records = Records(device)
+        base = self.control.data_ptr()
+        self.clock, self.counts, self.selection = base + CLOCK, base + COUNTS, base + SELECTION
+        self.missed, self.needed, self.moved = base + MISSED, base + NEEDED, base + MOVED
+        self.room, self.arrivals, self.untouched = base + ROOM, base + ARRIVALS, base + UNTOUCHED
+        self._together = meeting_blocks(device.index)
+
+    def count(self, homes: torch.Tensor, *, scored: bool) -> None:
+        """A plan where every row is resident."""
+        count = kernel(PLAN, "homes_count", "i32 n p p i")
+        n = homes.shape[0]
+        count(max(1, blocks_for(n, THREADS, 264)), THREADS, homes, n, self.clock, self.counts, scored)
+
+    def begin(self, missed: Missed, *, lag: int, scored: bool, away: Away) -> None:
+        """Counts the batch and locks the slots of the `lag` ones before it; makes room for what it will miss."""
+        scoring, records = self.scoring, self.records
+        begin = kernel(PLAN, "plan_begin", "p p d i i p n p n any i")
+        begin(
+            blocks_for(missed.cells, 4 * THREADS, MOST_BLOCKS), THREADS, self.clock, self.counts,
+            scoring.units_per_batch, lag, scored, missed.claims, missed.cells, self.selection, SELECTION_BYTES // 16,
+            records.table, records.rows,
+        )  # fmt: skip
+        if away.slotless:
+            cells, index = 2 * records.rows, records.index
+            clear = kernel(PLAN, "records_clear", "any i any n", *OPTIONS, *away.flags)
+            clear(blocks_for(cells, THREADS, MOST_BLOCKS), THREADS, records.table, records.rows, index, cells)
+            sort_out = kernel(PLAN, "records_index", "any i any n p", *OPTIONS, *away.flags)
+            sort_out(
+                blocks_for(records.rows, THREADS, MOST_BLOCKS), THREADS, records.table, records.rows, index, cells,
+                self.clock,
+            )  # fmt: skip
+
+    def find(self, keys: torch.Tensor, homes: torch.Tensor, missed: Missed, *, scored: bool, away: Away) -> None:
+        """Locks and scores what is resident, claims what is missed, into `missed.keys`; until the plan settles
+        `homes` name the claims."""
+        rows, scoring, records, n = self.rows, self.scoring, self.records, keys.shape[0]
+        words = "any n i64 n p i32 i32 i x i p n i32 p any i any n p n i p"
+        find = kernel(PLAN, "keys_find", words, *OPTIONS, *away.flags)
+        find(
+            blocks_for(n, THREADS), THREADS, rows.cells, rows.cells.shape[0], keys, n, self.clock, rows.last_batch,
+            rows.score, scoring.kind, scoring.unit, scored, missed.claims, missed.cells, homes, missed.keys,
+            records.table, records.rows, records.index, 2 * records.rows, away.state, rows.layout.state_width + 1,
+            away.by_key, self.counts,
+        )  # fmt: skip
+
+    def place(self, homes: torch.Tensor, missed: Missed, away: Away) -> None:
+        """Gives missed keys slots: chooses victims that make room for them, then what `settle` does with `commit`. In
+        one launch, for rows that are moved behind it; where victims' rows have to leave before, `choose` and `settle`
+        are two."""
+        rows, scoring, n = self.rows, self.scoring, homes.shape[0]
+        words = "p p p i32 i32 i x i p p any n i64 p p i32 n p n any i"
+        place = cooperative_kernel(PLAN, "missed_place", words, *OPTIONS, *away.flags)
+        place(
+            max(blocks_for(rows.slots, 4 * TOGETHER, self._together), blocks_for(n, TOGETHER, self._together)),
+            TOGETHER, self.selection, self.counts, self.clock, rows.score, rows.last_batch, rows.slots, scoring.unit,
+            scoring.ties_by_age, missed.chosen, missed.keys, rows.cells, rows.cells.shape[0], rows.key, missed.slots,
+            missed.victims, homes, n, missed.claims, missed.cells, self.records.table, self.records.rows,
+        )  # fmt: skip
+
+    def choose(self, missed: Missed) -> None:
+        """Victims that make room for what is missed: their slots, into `missed.chosen`."""
+        rows, scoring = self.rows, self.scoring
+        select = cooperative_kernel(POLICY, "victims_select", "p p p i32 i32 i x i p")
+        select(
+            blocks_for(rows.slots, 4 * TOGETHER, self._together), TOGETHER, self.selection, self.counts, self.clock,
+            rows.score, rows.last_batch, rows.slots, scoring.unit, scoring.ties_by_age, missed.chosen,
+        )  # fmt: skip
+
+    def settle(self, homes: torch.Tensor, missed: Missed, away: Away, *, commit: bool) -> None:
+        """Pairs missed keys with slots. With `commit` the slots change hands, later plans find the missed keys there,
+        `homes` are resolved, and the plan ends."""
+        rows, n = self.rows, homes.shape[0]
+        words = "p p p p any n i64 i32 p p p i32 n p n any i i"
+        settle = cooperative_kernel(PLAN, "missed_settle", words, *OPTIONS, *away.flags)
+        settle(
+            blocks_for(n, TOGETHER, self._together), TOGETHER, self.counts, missed.chosen, self.selection, missed.keys,
+            rows.cells, rows.cells.shape[0], rows.key, rows.last_batch, self.clock, missed.slots, missed.victims, homes,
+            n, missed.claims, missed.cells, self.records.table, self.records.rows, commit,
+        )  # fmt: skip
+
+    def totals(self) -> dict[str, int]:
+        """Counters since the last `clear`. Synchronises."""
+        words = self.control[TOTALS : TOTALS + 8 * len(TOTAL_NAMES)].view(torch.int64).tolist()
+        return dict(zip(TOTAL_NAMES, words, strict=True))
+
+    def totals_kept(self) -> torch.Tensor:
+        """A copy of the counters, for `set_totals`."""
+        return self.control[TOTALS : TOTALS + 8 * len(TOTAL_NAMES)].clone()
+
+    def set_totals(self, totals: torch.Tensor) -> None:
+        """Sets the counters to what they were."""
+        self.control[TOTALS : TOTALS + 8 * len(TOTAL_NAMES)] = totals
+
+    def placed(self, missed: Missed) -> torch.Tensor:
+        """The homes that the last plan's `missed` keys have by now, int64 (K,): slots, or −2 − r for record r. None if
+        slots have not changed hands. Synchronises."""
+        count = int(self.control[MISSED : MISSED + 4].view(torch.int32).item())
+        keys, homes = missed.view("keys", count), missed.view("slots", count).long()
+        key, record = self.rows.key, self.records.table[: self.records.rows, 0] - 1
+        # before they change hands homes are what was left in memory, and no key is missed that has a slot
+        in_slot, in_record = (homes >= 0) & (homes < len(key)), (homes <= -2) & (homes > -2 - len(record))
+        found = torch.zeros_like(in_slot)
+        found[in_slot] = key[homes[in_slot]] == keys[in_slot]
+        found[in_record] = record[-2 - homes[in_record]] == keys[in_record]
+        return homes[found]
+
+    def batch(self) -> int:
+        """Number of the last batch planned, replays of graphs included. Synchronises."""
+        return int(self.control[CLOCK : CLOCK + 8].view(torch.int64).item())
+
+    def restart(self, batch: int) -> None:
+        """Empties the plan's view of the slots; the next batch follows `batch`."""
+        self.control[CLOCK : CLOCK + 8].view(torch.int64).fill_(batch)
+        self.control[COUNTS:TOTALS].zero_()
+        self.records.clear()
+
+    def size_bytes(self) -> int:
+        return self.control.nbytes

@@ -1,0 +1,274 @@
+"""The hot cache on the CPU over one key space: plan, fill, write back, tickets, failures.
+
+`plan` brings the rows of a batch into slots and returns a ticket that locks them. Whoever updates hot rows afterwards
+marks them dirty; a dirty row is written back when it is evicted, at a flush and at the close, a clean one gives back
+its score alone. The cache knows nothing of lookups.
+
+Order inside a plan, so that nothing is lost wherever it ends: victims are written back before they are unpublished,
+missed rows are published after they were filled. The slots' keys are the truth. What is derived from them (the map, the
+free slots) is made anew by the call that comes after an interrupted one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tieredemb.cache.base import Cache
+from tieredemb.cache.changes import Change
+from tieredemb.cache.host.hot_rows import HotRows, slot_bytes, stamp
+from tieredemb.cache.plan import number, resolve
+from tieredemb.cache.policy import MIN_SCORE, policy_kernels
+from tieredemb.cache.tickets import Ticket
+from tieredemb.config import Policy
+from tieredemb.hash.slot_map import map_bytes_per_slot, slot_map
+from tieredemb.kernels.ranges import marked
+from tieredemb.stats import CacheStats
+from tieredemb.storage.base import ColdRows, RowLayout
+from tieredemb.storage.initial import InitialRows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Array = np.ndarray[Any, Any]
+
+PIN_ROWS = 1 << 18  # rows of a resident table brought in at once: bounds the memory it takes
+
+
+def cache_bytes_per_slot(layout: RowLayout) -> int:
+    """Bytes that one slot costs, map included: what a capacity in bytes is divided by."""
+    return slot_bytes(layout) + map_bytes_per_slot()
+
+
+class _SlotsMove(Change):
+    """Slots change hands: map and free slots may not say so yet."""
+
+    def settle(self, cache: Cache) -> None:
+        assert isinstance(cache, TieredCache)
+        cache.derive()
+
+
+SLOTS_MOVE = _SlotsMove()
+
+
+class TieredCache(Cache):
+    """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, are brought in once and never leave."""
+
+    def __init__(
+        self,
+        cold: ColdRows,
+        *,
+        slots: int,
+        policy: Policy | None = None,
+        initial: InitialRows | None = None,
+        lock_window: int = 0,
+        resident: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        super().__init__(
+            cold, slots=slots, policy=policy, initial=initial, lock_window=lock_window, device=torch.device("cpu")
+        )
+        self.plan_lock = threading.RLock()  # plans move rows that no lookup or update in flight uses, beside those
+        self.hot = HotRows(cold.layout, slots)
+        self._index = slot_map(slots, self.device)
+        self._kernels = policy_kernels(self.device)
+        self._counts: Counter[str] = Counter()
+        self._resident = tuple(resident)
+        self._pinned = sum(rows for _, rows in self._resident)  # slots below are theirs
+        self._adopt_scores()
+        self._pin()
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    def plan(self, keys: Array, *, score: bool = True) -> Ticket:
+        """Makes the rows of `keys` (int64 (N,), in range, negative for padding) resident and locks them.
+
+        With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
+        recomputed. A failing storage raises its error and changes no row; the cache stays usable. Lookups and updates
+        of other batches go on meanwhile.
+        """
+        with self.plan_lock, marked("plan"):
+            self._check_usable()
+            cold = self.cold
+            cold.begin_changes()
+            cold.metadata.batch += 1
+            batch = cold.metadata.batch
+            moving = self.plan_changes.begin(SLOTS_MOVE)
+            self._retire_transients(batch)
+            numbering = number(keys, self._index, self.hot, stamp(batch), self.device)
+            missed = numbering.missed
+            unique_slots = numbering.unique_slots
+            with marked("swap"):
+                slots = self._make_room(len(missed), batch)
+                self._fill(numbering.unique_keys[missed], slots)
+            self.plan_changes.end(moving)
+            unique_slots[missed] = slots
+            self.hot.last_batch[slots] = stamp(batch)
+            if score:
+                self._kernels.raise_scores(unique_slots, self.hot.score, self._scoring.now(batch), self._scoring)
+                self._count(
+                    batches=1,
+                    lookups=numbering.lookups,
+                    hits=numbering.hits,
+                    unique=len(numbering.unique_keys),
+                )
+            homes = resolve(numbering.inverse, unique_slots, self.device)
+            ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, self._book)
+            self._book.open(ticket)
+            return ticket
+
+    def _pin(self) -> None:
+        """Brings the rows of resident tables into the first slots, where no victim is looked for."""
+        counted = self._counts.copy()  # as of batches alone
+        for first, rows in self._resident:
+            for start in range(first, first + rows, PIN_ROWS):
+                keys = np.arange(start, min(start + PIN_ROWS, first + rows), dtype=np.int64)
+                self._fill(keys, self.hot.take(len(keys)))
+        self._counts = counted
+
+    def derive(self) -> None:
+        """Makes what follows from the slots' keys anew: the free slots and the map."""
+        self.hot.derive()
+        index = slot_map(len(self.hot), self.device)
+        slots = self.hot.occupied()
+        index.insert(self.hot.key[slots], slots)
+        self._index = index
+
+    def _retire_transients(self, batch: int) -> None:
+        """Evicts the transient rows that no ticket uses: capacity is a promise between batches."""
+        if len(self.hot) == self.hot.capacity:
+            return
+        slots = self.hot.transients()
+        behind = self.hot.last_batch[slots] - stamp(self._book.oldest(batch))
+        self._evict(slots[behind < 0])
+
+    def _make_room(self, rows: int, batch: int) -> Array:
+        """Empty slots for `rows` missed rows, int32: evicts what has to go, goes beyond the capacity for the rest."""
+        short = rows - self.hot.free
+        if short > 0:
+            hot = self.hot
+            oldest, used = stamp(self._oldest(batch)), min(hot.used, hot.capacity)
+            key, score, last_batch = (array[self._pinned :] for array in (hot.key, hot.score, hot.last_batch))
+            victims = self._kernels.choose_victims(
+                short, key, score, last_batch, oldest, used - self._pinned, self._scoring.ties_by_age
+            )
+            victims += np.int32(self._pinned)
+            with self.lock:  # the arrays of all rows may be replaced
+                self.hot.ensure_transient(short - len(victims))
+            self._evict(victims)
+            self._count(rows_overflow=short - len(victims))
+        with self.lock:
+            return self.hot.take(rows)
+
+    def _evict(self, slots: Array) -> None:
+        if len(slots) == 0:
+            return
+        keys = self.hot.key[slots]
+        self._write_back(keys, slots)
+        self._index.erase(keys)
+        self.hot.vacate(slots)
+        self._count(evictions=len(slots))
+
+    def _write_back(self, keys: Array, slots: Array) -> None:
+        dirty = int(np.count_nonzero(self.hot.dirty[slots]))
+        self.cold.write(keys, slots, self.hot)
+        self.hot.dirty[slots] = 0
+        clean_bytes = (len(slots) - dirty) * self.hot.score.itemsize
+        self._count(rows_written_back=dirty, bytes_written_back=dirty * self.cold.layout.row_bytes + clean_bytes)
+
+    def _fill(self, keys: Array, slots: Array) -> None:
+        """Brings the rows `keys` into the empty `slots` and publishes them."""
+        if len(keys) == 0:
+            return
+        hot = self.hot
+        if len(hot) > hot.capacity:
+            self._index.grow(len(hot))
+        untouched = self.cold.read(keys, slots, hot)
+        fresh = slots[untouched]
+        hot.dirty[slots] = 0
+        hot.dirty[fresh] = 1  # until it was written once, cold storage does not know the row
+        self._generate(keys[untouched], fresh, hot.weight, hot.state, hot.state.shape[1])
+        hot.score[slots if not self._scoring.remember else fresh] = MIN_SCORE
+        hot.key[slots] = keys
+        self._index.insert(keys, slots)
+        self._count(rows_filled=len(keys), bytes_filled=(len(keys) - len(fresh)) * self.cold.layout.row_bytes)
+
+    # --- whole-cache calls ------------------------------------------------------------------------------------------
+
+    def write_back(self) -> None:
+        with self.whole():
+            self._check_open()
+            self._settle()
+            self.cold.metadata.policy = self._scoring.name
+            slots = self.hot.occupied()
+            self._write_back(self.hot.key[slots], slots)
+
+    def dirty_rows(self) -> tuple[Array, Array, Array]:
+        with self.whole():
+            hot, slots = self.hot, self.hot.occupied()
+            slots = slots[hot.dirty[slots] != 0]
+            slots = slots[np.argsort(hot.key[slots])]
+            state = np.concatenate([hot.state[slots], hot.score[slots, None]], axis=1)
+            return hot.key[slots], hot.weight[slots], state
+
+    def _slots_in(self, start: int, stop: int) -> Array:
+        """Slots that hold rows of the key range start … stop − 1."""
+        slots = self.hot.occupied()
+        keys = self.hot.key[slots]
+        return slots[(keys >= start) & (keys < stop)]
+
+    def _write_back_range(self, start: int, stop: int) -> None:
+        slots = self._slots_in(start, stop)
+        self._write_back(self.hot.key[slots], slots)
+
+    def _copy_range(self, start: int, stop: int, weight: Array) -> Array:
+        """As every cache, but without a write: a full disk does not matter."""
+        states = self.cold.copy_range(start, stop, weight)
+        slots, hot = self._slots_in(start, stop), self.hot
+        rows = hot.key[slots] - start
+        weight[rows] = hot.weight[slots, : weight.shape[1]]
+        states[rows, :-1], states[rows, -1] = hot.state[slots], hot.score[slots]
+        return states
+
+    def _reload_range(self, start: int, stop: int) -> None:
+        slots = self._slots_in(start, stop)
+        self.cold.read(self.hot.key[slots], slots, self.hot)
+
+    def forget(self) -> None:
+        with self.whole():
+            self._check_open()
+            self.check_idle("load a checkpoint")
+            self.hot.reset()
+            self._index = slot_map(len(self.hot), self.device)
+            self._adopt_scores()
+            self._pin()
+
+    def stats(self) -> CacheStats:
+        if not self.plan_changes.is_open:  # or a signal handler may ask amid a plan
+            with self.whole():
+                self._settle()
+        self.doubts.check()
+        return CacheStats(**self._counts)
+
+    def memory_report(self) -> dict[str, Any]:
+        with self.whole():
+            sizes = self.hot.size_bytes()
+            cells = self.slots * map_bytes_per_slot()  # what it has beyond them it grew for a batch
+            batch = {
+                "transient_rows": sizes.pop("transient"),
+                "transient_map": self._index.cells.nbytes - cells,
+                "plans": self._book.size_bytes(),
+            }
+            return {
+                "cache": sizes | {"map": cells},
+                "batch": batch,
+                "cold": {"tier": self.cold.kind} | self.cold.size_bytes(),
+            }
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _count(self, **more: int) -> None:
+        self._counts.update(more)

@@ -1,0 +1,221 @@
+"""One forward of a module, and the backward pass that applies all of them together.
+
+Every call plans its ids, pools, and keeps its tickets until its backward was applied or its autograd node died. All
+calls that one backward pass reaches are collected, and applied once at its end in forward order, as a dense gradient
+would be. A forward that runs inside a backward pass is a recomputation (activation checkpointing): it scores nothing.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.autograd.function import once_differentiable
+
+from tieredemb.errors import BackwardError
+from tieredemb.kernels.ranges import marked
+from tieredemb.step.forwards import BACKWARDS
+
+if TYPE_CHECKING:
+    from tieredemb.modules.base import TieredModule
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_numbers = itertools.count()  # forward order of calls
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """Keeps `torch.compile` out of `function`, whose arrays and kernels it would trace wrongly: a graph breaks there.
+    A process that does not compile is spared the import of the compiler, which takes seconds."""
+    disabled = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # while dynamo traces, the first is true and a graph breaks; where it runs frames, it has left its callback
+        traced = torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+        return disabled(*args, **kwargs) if traced else function(*args, **kwargs)
+
+    return call
+
+
+def inside_backward() -> bool:
+    """Whether an autograd backward pass runs on this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class Call(abc.ABC):
+    """One forward of a module: its tickets, and what its gradient needs. It has planned when it was made, which may be
+    long before the forward comes and it is started."""
+
+    parts: Any  # what each group holds of it
+
+    def __init__(self, module: TieredModule, batch: int) -> None:
+        self.number = -1  # in the order of forwards, once it has started
+        self.module = module
+        self.batch = batch
+        self.consumed = False
+        # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
+        self.within: weakref.ref[_Collected] | None = None
+        self.keeps_rows = False  # whether the rows of the forward are needed for a gradient of the weights
+
+    def complete(self) -> bool:
+        """Brings the plan to its end, where that was put off; returns whether it has come there, or it is given up."""
+        return True
+
+    def start(self) -> None:
+        """The forward has come: numbers it, and scales its rows where they are longer than they may be."""
+        self.number = next(_numbers)
+        self.limit_norms()
+
+    @abc.abstractmethod
+    def limit_norms(self) -> None:
+        """Scales the rows of this forward down to the module's `max_norm`, where it has one and they are longer."""
+
+    @abc.abstractmethod
+    def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
+        """The pooled rows, (B, ΣD) in the rows' dtype."""
+
+    @abc.abstractmethod
+    def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """Gradient of the per-sample weights, float32 (N,), given that of the outputs, float32 (B, ΣD)."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def apply(module: TieredModule, collected: list[tuple[Call, torch.Tensor]]) -> None:
+        """Applies one optimizer step for the calls of one backward pass, in forward order, with their gradients."""
+
+    def release(self) -> None:
+        for part in self.parts:
+            part.ticket.release()
+
+
+class Lookup(torch.autograd.Function):
+    """Autograd node of one call. The table is no input; `hook` (float32 (0,)) asks for the gradient in its place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hook: torch.Tensor,
+        weights: torch.Tensor | None,
+        make: Callable[[], Call],
+        within: weakref.ref[_Collected] | None,
+    ) -> torch.Tensor:
+        call = make()
+        call.within = within
+        call.keeps_rows = weights is not None and weights.requires_grad
+        with marked("lookup"):
+            out = call.pool(weights, differentiable=True)
+        ctx.call = call
+        ctx.weights_like = None if weights is None else (weights.shape, weights.dtype)
+        if not ctx.needs_input_grad[0]:
+            call.release()  # the gradient of the weights needs the rows of the forward alone, which the call keeps
+        return out
+
+    @staticmethod
+    @untraced
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None, None]:
+        for listener in tuple(BACKWARDS):
+            listener()
+        call: Call = ctx.call
+        # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the table's
+        trains = ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        if trains and call.consumed:
+            raise BackwardError(
+                "this forward has been backpropagated already, and its update applied to the rows in place; "
+                "run the forward again, or sum the losses and call backward once (retain_graph is not supported)"
+            )
+        if trains:
+            call.module.check_trainable()
+        grad = grad.detach().to(torch.float32).contiguous()
+        weights_grad = None
+        if ctx.needs_input_grad[1]:
+            shape, dtype = ctx.weights_like
+            weights_grad = call.weights_gradient(grad).to(dtype).reshape(shape)
+        if trains:
+            call.module.backward_pass.add(call, grad)
+            call.consumed = True
+        return None, weights_grad, None, None
+
+
+def _backward_depth() -> int:
+    """Backward passes that this thread's Python frames are inside of."""
+    frame, depth = sys._getframe(), 0
+    while frame is not None:
+        depth += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth
+
+
+class BackwardPass:
+    """Collects the calls that each backward pass reaches, and applies them once when its outermost task ends.
+
+    Autograd runs a callback queued inside a nested (checkpointed) backward at that backward's end, so it is queued
+    before that begins: by the forward that is recomputed first, on the same thread, whose call then belongs to the
+    outer pass. Backward passes of several threads are kept apart, also where one thread of autograd's serves the GPU
+    nodes of all: there a forward is recomputed inside another pass only if Python is still inside that one.
+    """
+
+    def __init__(self, apply: Callable[[list[tuple[Call, torch.Tensor]]], None]) -> None:
+        self._apply = weakref.WeakMethod(apply)  # a cycle would keep a dropped module, and its file, open
+        self._of_task: weakref.WeakValueDictionary[int, _Collected] = weakref.WeakValueDictionary()
+        self._of_thread: weakref.WeakValueDictionary[int, _Collected] = weakref.WeakValueDictionary()
+
+    def touch(self) -> weakref.ref[_Collected]:
+        """To be called by every forward inside a backward pass; returns what the pass that recomputes it collects."""
+        task, thread = torch._C._current_graph_task_id(), threading.get_ident()
+        collected = self._of_task.get(task)
+        if collected is None or collected.finished:
+            depth, around = _backward_depth(), self._of_thread.get(thread)
+            if around is not None and not around.finished and depth > around.depth:
+                collected = around
+                self._of_task[task] = around
+            else:
+                collected = self._begin(task, depth)
+        self._of_thread[thread] = collected
+        return weakref.ref(collected)
+
+    def add(self, call: Call, grad: torch.Tensor) -> None:
+        collected = None if call.within is None else call.within()
+        if collected is None or collected.finished:
+            task = torch._C._current_graph_task_id()
+            collected = self._of_task.get(task)
+            if collected is None or collected.finished:
+                collected = self._begin(task, _backward_depth())
+        collected.calls.append((call, grad))
+
+    def _begin(self, task: int, depth: int) -> _Collected:
+        collected = _Collected(self._apply, depth)
+        torch.autograd.Variable._execution_engine.queue_callback(collected)  # type: ignore[attr-defined]
+        self._of_task[task] = collected
+        return collected
+
+
+class _Collected:
+    """The calls of one backward pass, and the callback that hands them over to be applied and released. Autograd alone
+    holds it, and drops it with a backward that failed: its calls then update nothing, and their tickets are
+    released."""
+
+    def __init__(
+        self, apply: weakref.WeakMethod[Callable[[list[tuple[Call, torch.Tensor]]], None]], depth: int
+    ) -> None:
+        self._apply = apply
+        self.depth = depth  # of backward passes around it on its thread
+        self.calls: list[tuple[Call, torch.Tensor]] = []
+        self.finished = False
+
+    @untraced
+    def __call__(self) -> None:
+        self.finished = True
+        calls, self.calls = self.calls, []
+        apply = self._apply()
+        if calls and apply is not None:  # calls hold their module
+            apply(sorted(calls, key=lambda pair: pair[0].number))

@@ -1,0 +1,62 @@
+"""Where the plan of one forward on a GPU lives: what it writes, and what the forward and its update read of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from tieredemb.lookup.device_bags import new_device_bags, new_fault
+from tieredemb.tables.group import DeviceGroup
+
+
+class CallMemory:
+    """Of a forward of `ids` ids and `batch` samples, all of the stream that is current when it is made.
+
+    A later forward of as many may be planned into it once this one is over; captured steps find it where it was.
+    `bags`, `segments`, `trained` (int32 (N,)): of each group, those that `sorts` or `masks` asks for.
+    """
+
+    def __init__(
+        self, groups: Sequence[DeviceGroup], ids: int, batch: int, *, sorts: Sequence[bool], masks: Sequence[bool]
+    ) -> None:
+        device = groups[0].device_space.device
+        self.groups = list(groups)
+        self.stream = torch.cuda.current_stream(device)
+        self.words = new_fault(device)
+        self.fault, self.report = self.words[:3], self.words[3:]
+        self.bags = [new_device_bags(ids, group.device_space, batch) for group in groups]
+        self.segments = [
+            group.lookup.new_segments(ids, device) if wanted else None
+            for group, wanted in zip(groups, sorts, strict=True)
+        ]
+        self.trained = [torch.empty(ids, dtype=torch.int32, device=device) if wanted else None for wanted in masks]
+        self._pending: list[torch.cuda.Event] = []
+
+    def fits(self, groups: Sequence[DeviceGroup], ids: int, batch: int) -> bool:
+        """Whether it is that of a forward of `ids` ids and `batch` samples in these groups."""
+        return self.groups == list(groups) and all((len(b.homes), b.batch) == (ids, batch) for b in self.bags)
+
+    def planned(self, aside: Iterable[torch.cuda.Event | None]) -> None:
+        """The current stream has planned into it; `aside`: what comes once other streams have."""
+        if torch.cuda.is_current_stream_capturing():
+            return  # a replay is one whole
+        self._pending = [event for event in aside if event is not None]
+        if torch._C._cuda_getCurrentRawStream(self.fault.get_device()) != self.stream.cuda_stream:
+            self._pending.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            self._pending[-1].record()
+
+    def joined(self) -> None:
+        """What computes with it waits for the plan by itself."""
+        self._pending = []
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        parts = (value for part in (*self.bags, *self.segments) if part is not None for value in vars(part).values())
+        return [value for value in (self.words, *parts, *self.trained) if isinstance(value, torch.Tensor)]
+
+    def __del__(self) -> None:
+        """Given up before its forward came, it is reused behind the plan that still writes to it."""
+        for event in () if sys.is_finalizing() else getattr(self, "_pending", ()):
+            self.stream.wait_event(event)

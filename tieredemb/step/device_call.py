@@ -1,0 +1,277 @@
+"""One forward of a module on a GPU, and its update: launches alone, nothing waits for the device but over staged
+tiers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tieredemb.cache.changes import HalfWritten
+from tieredemb.cache.device.batches import LARGE
+from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
+from tieredemb.kernels.streams import on_device, synchronize
+from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, tell_fault
+from tieredemb.step.call import Call
+from tieredemb.step.call_memory import CallMemory
+from tieredemb.step.device_group_call import DeviceGroupCall, shallow_copy
+from tieredemb.tables.group import DeviceGroup
+
+if TYPE_CHECKING:
+    from tieredemb.cache.device.cache import DeviceCache
+    from tieredemb.cache.device.replays import DeviceTicket
+    from tieredemb.modules.base import TieredModule
+    from tieredemb.modules.options import LookupOptions
+
+
+class DeviceCall(Call):
+    """One forward of a module. `ids`: int32 or int64 (N,) · `edges`: of the bags of all tables, not yet checked ·
+    `trains`: whether a backward is expected to update its rows · `ahead`: whether the forward has yet to come, and a
+    fault is told when it does · `memory`: that of a call of as many ids and bags that is over, to be used again."""
+
+    def __init__(
+        self,
+        module: TieredModule,
+        ids: torch.Tensor,
+        edges: Edges,
+        batch: int,
+        *,
+        trains: bool,
+        ahead: bool,
+        memory: CallMemory | None = None,
+    ) -> None:
+        super().__init__(module, batch)
+        self.parts: list[DeviceGroupCall] = []
+        tables = module.tables
+        if len(tables.config.tables) * batch > MAX_BAGS:
+            raise InvalidInputError(
+                f"{len(tables.config.tables)} tables × {batch} samples are more than {MAX_BAGS} bags; split the batch"
+            )
+        if ahead and tables.config.check_ids == "always":
+            raise UnsupportedError("check_ids='always' waits for the GPU in every forward: nothing is planned ahead")
+        ids = ids.to(torch.int64)
+        self.ids = ids.shape[0]
+        self._tells_later = ahead
+        self._told_stream: int | None = None  # the last one that the allocator was told of, see `follow`
+        groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
+        with on_device(ids.device):
+            fits = memory is not None and memory.fits(groups, self.ids, batch)
+            self.memory = memory if fits and memory else self._allocate(groups, trains=trains)
+            given = None
+            # beside the beginning of a plan, where that takes longer than to go there; events cost an eager host more
+            if self.ids >= LARGE and torch.cuda.is_current_stream_capturing():
+                given = groups[0].cache.aside(functools.partial(self._find_bags, groups, ids, edges))
+            else:
+                self._find_bags(groups, ids, edges)
+        if tables.config.check_ids == "always":
+            _check_at_once(module, ids.device)
+        try:
+            for group in groups if ahead else ():  # threads gather for one at a time
+                group.cache.complete_last()
+            parts = zip(groups, self.memory.bags, self.memory.segments, self.memory.trained, strict=True)
+            for group, bags, segments, trained in parts:
+                part = DeviceGroupCall(group, bags, ids, segments, trained, given=given, ahead=ahead)
+                self.parts.append(part)
+        except BaseException:
+            self.release()
+            if given is not None:
+                given.wait()  # a capture ends with the error that has come, not with one about a stream
+            for part in self.parts:
+                part.join()
+            raise
+        finally:
+            self.memory.planned(part.ticket.aside for part in self.parts)
+
+    def _allocate(self, groups: list[DeviceGroup], *, trains: bool) -> CallMemory:
+        dropped = self.module.options.padding_is_dropped
+        reads_padding = [not dropped and int(group.space.padding[0]) >= 0 for group in groups]
+        sorts = [trains and not reads for reads in reads_padding]  # the padding's occurrences are known afterwards
+        with groups[0].cache.memory():
+            return CallMemory(groups, self.ids, self.batch, sorts=sorts, masks=reads_padding)
+
+    def _find_bags(self, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges) -> None:
+        memory, faults = self.memory, self.module.tables.faults
+        memory.words.zero_()
+        report = memory.report.data_ptr() if self._tells_later else faults.address
+        dropped = self.module.options.padding_is_dropped
+        for group, bags in zip(groups, memory.bags, strict=True):
+            space = group.device_space
+            find_device_bags(bags, ids, edges, space, memory.fault, report, padding_is_dropped=dropped)
+
+    @property
+    def tickets(self) -> list[DeviceTicket]:
+        """Those of all groups."""
+        return [part.ticket for part in self.parts]
+
+    def complete(self) -> bool:
+        ended = all([part.complete() for part in self.parts])  # noqa: C419 - each is to be brought there
+        if not ended:
+            self.release()
+        return ended
+
+    def arrive(self) -> None:
+        """The current stream waits for what was planned ahead."""
+        for part in self.parts:
+            if part.ticket.ready is not None:
+                part.ticket.ready.wait()
+        self.has_arrived()
+
+    def has_arrived(self) -> None:
+        """Nothing need wait for what was planned ahead any more."""
+        for part in self.parts:
+            part.ticket.ready = None
+        self.memory.joined()
+
+    def again(self, batches: Sequence[int]) -> DeviceCall:
+        """The call that a replay has planned to where this one was, as `batches` of its groups' caches."""
+        call = shallow_copy(self)
+        call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
+        call.parts = [part.again(batch) for part, batch in zip(self.parts, batches, strict=True)]
+        call._tells_later, call._told_stream = True, None
+        return call
+
+    def start(self) -> None:
+        self.follow()
+        super().start()
+        if self._tells_later:
+            with self.parts[0].group.cache.using(*self.tickets):
+                tell_fault(self.memory.report, self.module.tables.faults.address)
+            self._tells_later = False
+            self.memory.joined()
+
+    def limit_norms(self) -> None:
+        if self.module.options.max_norm is not None:
+            for part in self.parts:
+                part.limit_norms(self.memory.fault, self.module.options)
+
+    def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
+        tables = self.module.tables
+        out = torch.empty((self.batch, tables.output_width), dtype=tables.config.dtype, device=tables.config.device)
+        if weights is not None:  # backward reads them again, and loaders reuse their buffers
+            weights = weights.detach().to(torch.float32, copy=differentiable).contiguous()
+        for part in self.parts:
+            part.pool(out, weights, keep_argmax=differentiable, keep_rows=self.keeps_rows)
+        for part in self.parts:
+            part.join()
+        self.memory.joined()
+        self.follow()
+        return out
+
+    def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(self.ids, dtype=torch.float32, device=grad.device)
+        for part in self.parts:
+            part.weights_gradient(grad, out)
+        return out
+
+    def follow(self, *more: torch.Tensor) -> None:
+        """Tells torch's allocator where another stream uses the memory of the one that computed before, and `more`."""
+        stream = torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
+        if stream == self.memory.stream.cuda_stream:
+            return
+        held = [*more, *(value for part in self.parts for value in part.held())]
+        if stream != self._told_stream:
+            held += self.memory.tensors()
+            self._told_stream = stream
+        for tensor in held:
+            tensor.record_stream(torch.cuda.current_stream())
+
+    @staticmethod
+    def apply(module: TieredModule, collected: list[tuple[Call, torch.Tensor]]) -> None:
+        optimizer = module.check_trainable()
+        calls = [(call, grad) for call, grad in collected if isinstance(call, DeviceCall)]
+        device, samples = module.tables.config.device, sum(call.batch for call, _ in calls)
+        if len(module.tables.config.tables) * samples > MAX_BAGS:
+            raise InvalidInputError(
+                f"one backward pass reached {len(calls)} forwards of {samples} samples in all; with "
+                f"{len(module.tables.config.tables)} tables these are more than {MAX_BAGS} bags: call backward for each"
+            )
+        with module.tables.updating(), on_device(device), contextlib.ExitStack() as used:
+            for call, grad in calls:
+                call.follow(grad)
+            faults = (
+                calls[0][0].memory.fault if len(calls) == 1 else torch.cat([call.memory.fault for call, _ in calls])
+            )
+            grads = [grad for _, grad in calls]
+            found_inf, grad_scale = optimizer.scaling(grads)
+            todo = []
+            for g, group in enumerate(module.tables.groups):
+                assert isinstance(group, DeviceGroup)
+                parts = [call.parts[g] for call, _ in calls]
+                batch = _Combined(parts, grads, module.options)
+                todo.append((group, batch, optimizer.options_on(group), [part.ticket for part in parts]))
+            for group, _, _, tickets in todo:
+                used.enter_context(group.cache.using(*tickets))
+            with _half_done(group.cache for group, *_ in todo):
+                for group, batch, options, tickets in todo:
+                    rate, numbers = group.lookup.begin(
+                        options, group.device_steps, faults, found_inf, grad_scale,
+                        batch.segments.work,
+                    )  # fmt: skip
+                    group.lookup.update(
+                        group.cache.hot, group.cache.away(tickets), batch.segments, batch.grad, batch.scale,
+                        batch.argmax, rate, numbers,
+                    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
+    """An update that is launched inside is one: interrupted, it leaves rows in doubt. Of a capture nothing has run."""
+    if torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    books, change = [cache.changes for cache in caches], HalfWritten("an update")
+    entries = []
+    for book in books:
+        entries.append(book.begin(change, up=3))
+    change.has_begun = True
+    try:
+        yield
+    except BaseException as error:
+        for book in books:
+            book.note(error)
+        raise
+    for book, entry in zip(books, entries, strict=True):
+        book.end(entry)
+
+
+class _Combined:
+    """The calls of one backward pass in one group, as one batch: samples and winning occurrences count on."""
+
+    def __init__(self, parts: list[DeviceGroupCall], grads: list[torch.Tensor], options: LookupOptions) -> None:
+        lookup = parts[0].group.lookup
+        scales = [part.scale(options) for part in parts]
+        if len(parts) == 1:
+            part = parts[0]
+            self.grad, self.scale, self.argmax = grads[0], scales[0], part.argmax
+            self.segments = part.segments()
+            return
+        samples = sum(len(grad) for grad in grads)
+        bags, argmax, first_sample, first = [], [], 0, 0
+        for part in parts:
+            own = max(1, part.bags.batch)
+            table = torch.div(part.bags.bag, own, rounding_mode="floor")
+            bags.append(part.bags.bag + table * (samples - part.bags.batch) + first_sample)
+            if part.argmax is not None:
+                argmax.append(torch.where(part.argmax < 0, part.argmax, part.argmax + first))
+            first_sample += part.bags.batch
+            first += part.trained.shape[0]
+        self.grad = torch.cat(grads)
+        self.argmax = torch.cat(argmax) if argmax else None
+        ones = [torch.ones(p.trained.shape[0], device=p.trained.device, dtype=torch.float32) for p in parts]
+        filled = [one if scale is None else scale for one, scale in zip(ones, scales, strict=True)]
+        self.scale = torch.cat(filled) if any(scale is not None for scale in scales) else None
+        homes = torch.cat([part.trained for part in parts])
+        self.segments = lookup.segments(homes, torch.cat(bags), samples)
+
+
+def _check_at_once(module: TieredModule, device: torch.device) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            "check_ids='always' waits for the GPU in every forward, which a CUDA graph cannot capture; build the "
+            "module with check_ids='deferred'"
+        )
+    synchronize(device)
+    module.tables.faults.check()

@@ -1,0 +1,52 @@
+"""Who wants to hear of forwards, and what they hear: how `pipeline` learns what a model looks up, and who wants to
+hear that a backward has begun."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tieredemb.modules.base import TieredModule
+    from tieredemb.step.inputs import Batch
+
+
+@dataclass(frozen=True)
+class Forward:
+    """One forward of a module as its caller asked for it. `given`: ids, and offsets where there are any · `weights`:
+    of the samples · `ends_bags`: whether the offsets name the end of the last bag · `trains`: whether a backward is
+    expected to update rows."""
+
+    module: TieredModule
+    given: tuple[torch.Tensor, ...]
+    weights: torch.Tensor | None
+    ends_bags: bool
+    trains: bool
+
+
+LISTENERS: list[Callable[[Forward], object]] = []
+BACKWARDS: list[Callable[[], object]] = []  # called from inside each backward that reaches a module
+
+
+def tell(module: TieredModule, batch: Batch, *, trains: bool) -> None:
+    """Tells the listeners of a forward."""
+    ends_bags = len(batch.given) == 2 and len(batch.given[1]) == batch.edges
+    for listener in tuple(LISTENERS):
+        listener(Forward(module, batch.given, batch.weights, ends_bags, trains))
+
+
+@contextlib.contextmanager
+def heard(listener: Callable[[Forward], object] | None = None) -> Iterator[list[Forward]]:
+    """The forwards of all modules inside the context, of any thread; or `listener` hears of them, and refuses one by
+    raising."""
+    forwards: list[Forward] = []
+    hear = listener or forwards.append
+    LISTENERS.append(hear)
+    try:
+        yield forwards
+    finally:
+        LISTENERS.remove(hear)

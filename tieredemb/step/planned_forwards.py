@@ -1,0 +1,120 @@
+"""Forwards that were planned before they come, and how a forward finds its plan: by the very tensors it is given."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import torch
+
+from tieredemb.step.call import Call
+
+Given = tuple[torch.Tensor, ...]  # ids and offsets as a caller passed them
+
+
+class Lane(Executor):
+    """Where plans are made ahead, one after the other. `apart`: on a thread of its own, whenever it gets to them."""
+
+    apart: bool
+
+
+class Planned:
+    """A forward that was planned ahead, or is being. `given`: its inputs, held so that no other tensor can take their
+    place in memory."""
+
+    def __init__(self, given: Given, future: Future[Call]) -> None:
+        self.given = given
+        self.key = identity(given)
+        self.future = future
+
+    def call(self) -> Call | None:
+        """The call, once it is planned; None where planning failed: the forward then finds out why by itself."""
+        future, self.future = self.future, _TAKEN  # a call that a forward has is the forward's alone to keep
+        if future.cancelled() or future.exception() is not None:
+            return None
+        call = future.result()
+        return call if call.complete() else None
+
+    @property
+    def failed(self) -> bool:
+        """Whether planning ended in an error."""
+        return self.future.done() and not self.future.cancelled() and self.future.exception() is not None
+
+    def drop(self) -> None:
+        """Gives the plan up, now or as soon as it is made."""
+        if not self.future.cancel():
+            self.future.add_done_callback(_release)
+
+
+_TAKEN: Future[Call] = Future()
+_TAKEN.cancel()
+
+
+def _release(future: Future[Call]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().release()
+
+
+class Ahead:
+    """The planned forwards of a module. Its calls may come from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # left taken by a tracer's exception at a block's end, it stays passable
+        self._planned: list[Planned] = []
+
+    def add(self, planned: Planned) -> None:
+        with self._lock:
+            self._planned.append(planned)
+
+    def take(self, given: Given) -> Call | None:
+        """The call that was planned first for these tensors, as they are now; None if there is none. Waits for it."""
+        if not self._planned:
+            return None
+        key = identity(given)
+        with self._lock:
+            found = next((planned for planned in self._planned if planned.key == key), None)
+            if found is None:
+                return None
+            self._planned.remove(found)
+        return found.call()
+
+    def holds(self, planned: Planned) -> bool:
+        """Whether no forward has taken the plan, and nobody has given it up."""
+        return planned in self._planned
+
+    def drop(self, planned: Planned) -> bool:
+        """Gives up a plan that no forward has taken; returns whether there was one to give up."""
+        with self._lock:
+            if planned not in self._planned:
+                return False
+            self._planned.remove(planned)
+        planned.drop()
+        return True
+
+    def drop_all(self) -> None:
+        """Gives up all plans, and waits for those that are being made."""
+        with self._lock:
+            dropped, self._planned = self._planned, []
+        for planned in dropped:
+            planned.drop()
+        for planned in dropped:
+            if not planned.future.cancelled():
+                planned.future.exception()
+                _release(planned.future)  # its callback may come a moment later, on the thread that has planned
+
+
+def identity(given: Given) -> tuple[Any, ...]:
+    """What tells tensors and their content from others, as long as they are held: a change in place counts up the
+    version, which tensors made in inference mode do not have."""
+    return tuple(
+        (
+            tensor.data_ptr(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            -1 if tensor.is_inference() else tensor._version,
+        )
+        for tensor in given
+    )

@@ -1,0 +1,275 @@
+"""Checkpoints: the rows that were ever used, written beside the last checkpoint and renamed over it when
+verified.
+
+A directory holds `manifest.json` and the row files that it names (`rows-<token>-<n>.bin`). A save writes row
+files of new names, syncs them, reads them back, and then replaces the manifest: that rename is the moment at
+which the new checkpoint exists. Killed before, the old one loads; killed after, the new one. What no manifest
+names is deleted by the next save. A load opens all row files before it reads them, so that a save may delete
+them under it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError
+from tieredemb.storage.base import ColdRows
+from tieredemb.storage.checkpoint.files import HeldRows, RowFile, write_rows
+from tieredemb.storage.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    Space,
+    is_leftover,
+    read_manifest,
+    write_manifest,
+)
+from tieredemb.storage.file.header import difference, jsonable, layout_fields, plain_metadata
+from tieredemb.storage.file.io import fsync_directory, pread_all
+from tieredemb.storage.system import system
+
+Spaces = Mapping[str, ColdRows]
+Identities = Mapping[str, Mapping[str, Any]]
+
+
+def save(
+    directory: str | os.PathLike[str],
+    spaces: Spaces,
+    *,
+    identities: Identities | None = None,
+    extra: Mapping[str, Any] | None = None,
+    broken: str = "",
+    held: Mapping[str, HeldRows] | None = None,
+) -> None:
+    """Writes the used rows and the metadata of the key spaces `spaces` (by name) to `directory`, made if
+    missing.
+
+    `identities`: what the rows of each space mean, compared by `opened`. `extra`: anything that JSON can hold.
+    `broken`: why rows are not to be trusted, if so: the checkpoint says it when it is opened. `held`: rows of a space
+    that its storage could not take.
+    Write hot caches back first: only cold rows are read. Memory: about 100 MiB of buffers, whatever the size of
+    the table.
+
+    Raises `StorageFullError` or `CheckpointError`; the last checkpoint is then untouched and nothing partial
+    is left. Returns when the checkpoint is durable.
+    """
+    path = os.path.abspath(os.fspath(directory))
+    described = {name: jsonable(dict((identities or {}).get(name, {})), f"identity of {name!r}") for name in spaces}
+    noted = jsonable(dict(extra or {}), "extra")
+    with checkpoint_errors(path, "saving"):
+        system.makedirs(path)
+        with _locked(path):
+            manifest = _save_rows(path, spaces, described, noted, broken, held or {})
+            for cold in spaces.values():
+                cold.kept()
+            _remove(path, [name for name in system.listdir(path) if is_leftover(name, manifest)])
+
+
+def _save_rows(
+    path: str,
+    spaces: Spaces,
+    identities: Identities,
+    extra: dict[str, Any],
+    broken: str,
+    held: Mapping[str, HeldRows],
+) -> Manifest:
+    token = secrets.token_hex(8)
+    written: list[str] = []
+    try:
+        entries = {}
+        for number, (name, cold) in enumerate(spaces.items()):
+            file = f"rows-{token}-{number}.bin"
+            written.append(file)
+            chunks = write_rows(os.path.join(path, file), cold, held.get(name))
+            with RowFile(path, file) as rows:
+                rows.verify(chunks, cold.layout)
+            entries[name] = Space(
+                file=file,
+                layout=layout_fields(cold.layout),
+                identity=dict(identities[name]),
+                metadata=plain_metadata(cold.metadata),
+                chunks=chunks,
+            )
+        manifest = Manifest(spaces=entries, extra=extra, broken=broken)
+        pending = f"{MANIFEST}.{token}"
+        written.append(pending)
+        write_manifest(os.path.join(path, pending), manifest)
+        fsync_directory(path)  # the row files' names, before a manifest that needs them
+        system.rename(os.path.join(path, pending), os.path.join(path, MANIFEST))
+    except BaseException:
+        if not _may_name(path, token):  # an interrupt may arrive just after the rename
+            _remove(path, written)
+        raise
+    fsync_directory(path)
+    return manifest
+
+
+class Opened:
+    """A checkpoint that was verified, whose row files are open: a save that replaces it meanwhile takes nothing away.
+    `extra`: what was saved beside the rows."""
+
+    def __init__(self, path: str, manifest: Manifest, files: Mapping[str, RowFile], spaces: Spaces) -> None:
+        self.extra = manifest.extra
+        self._path, self._manifest, self._files, self._spaces = path, manifest, files, spaces
+
+    def restore(self) -> None:
+        """Replaces all rows and metadata of the spaces; hot caches have to be emptied, as what they hold belongs to the
+        rows that go. Raises `StorageError` where a space runs full, or what was verified cannot be read again: rows are
+        then partly untouched ones."""
+        try:
+            for cold in self._spaces.values():
+                cold.reset()
+            for name, cold in self._spaces.items():
+                entry = self._manifest.spaces[name]
+                for keys, weight, state in self._files[name].chunks(entry.chunks, cold.layout):
+                    cold.reserve(keys)
+                    cold.weight[keys] = weight
+                    cold.state[keys] = state
+                cold.metadata = plain_metadata(entry.metadata)
+        except CheckpointError as error:
+            raise StorageError(f"loading failed after the checkpoint was verified ({error})") from error
+        except TieredEmbError:
+            raise
+        except OSError as error:
+            raise StorageError(
+                f"loading the checkpoint in {self._path!r} failed after it was verified ({error}); load it again, or "
+                "use another checkpoint"
+            ) from error
+
+
+@contextlib.contextmanager
+def opened(
+    directory: str | os.PathLike[str],
+    spaces: Spaces,
+    *,
+    identities: Identities | None = None,
+    check_extra: Callable[[dict[str, Any]], None] = lambda extra: None,
+    recover: bool = False,
+) -> Iterator[Opened]:
+    """The checkpoint in `directory`, verified, to be restored into `spaces` inside the context.
+
+    `identities` as in `save`; without them they are not compared. `check_extra` is given the `extra`, and raises for
+    one that it does not want. `recover`: take rows that the saving cache did not trust. Changes nothing, and waits for
+    nobody. Raises `CheckpointError`.
+    """
+    path = os.path.abspath(os.fspath(directory))
+    with contextlib.ExitStack() as stack:
+        with checkpoint_errors(path, "loading"):
+            manifest, files = _open_files(path, stack)
+            _compare(path, manifest, spaces, identities)
+            check_extra(manifest.extra)
+            if manifest.broken and not recover:
+                raise CheckpointError(
+                    f"the checkpoint in {path!r} was saved by a cache whose rows were not to be trusted: "
+                    f"{manifest.broken}. Use an earlier checkpoint, or take the rows as they are with "
+                    "load_checkpoint(directory, recover=True); nothing was changed"
+                )
+            for name, cold in spaces.items():
+                files[name].verify(manifest.spaces[name].chunks, cold.layout)
+        yield Opened(path, manifest, files, spaces)
+
+
+def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[str, RowFile]]:
+    """The manifest, and the row files that it names: a save may replace both in between, and another try finds the new
+    ones."""
+    try:
+        system.stat(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint in {path!r}: the directory does not exist") from error
+    manifest = read_manifest(path)
+    while True:
+        try:
+            return manifest, {
+                name: stack.enter_context(RowFile(path, entry.file)) for name, entry in manifest.spaces.items()
+            }
+        except FileNotFoundError as error:
+            again = read_manifest(path)
+            if again == manifest:
+                raise CheckpointError(
+                    f"{error.filename!r} is missing from the checkpoint; use another checkpoint"
+                ) from error
+            manifest = again
+
+
+def _compare(path: str, manifest: Manifest, spaces: Spaces, identities: Identities | None) -> None:
+    """Raises `CheckpointError` that names the first thing in which the checkpoint is another model's."""
+    if set(manifest.spaces) != set(spaces):
+        raise CheckpointError(
+            f"the checkpoint in {path!r} has the key spaces {sorted(manifest.spaces)}, this model has "
+            f"{sorted(spaces)}; load it into a model of the same tables"
+        )
+    for name, cold in spaces.items():
+        entry = manifest.spaces[name]
+        found = difference(entry.layout, layout_fields(cold.layout), "layout", stored_in="the checkpoint")
+        if not found and identities is not None:
+            identity = jsonable(dict(identities.get(name, {})), f"identity of {name!r}")
+            found = difference(entry.identity, identity, "identity", stored_in="the checkpoint")
+        steps, tables = len(entry.metadata.steps), len(cold.metadata.steps)
+        if not found and tables and steps != tables:
+            found = f"metadata.steps has {steps} numbers in the checkpoint and this model {tables} tables"
+        if found:
+            raise CheckpointError(
+                f"the checkpoint in {path!r} is of another model: {found} (key space {name!r}); nothing was changed"
+            )
+
+
+@contextlib.contextmanager
+def checkpoint_errors(path: str, doing: str) -> Iterator[None]:
+    """Turns an `OSError` of the block into `CheckpointError`, or `StorageFullError` where space ran out."""
+    try:
+        yield
+    except TieredEmbError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFullError(
+                f"no space left while {doing} the checkpoint in {path!r}: the last one is "
+                "untouched; it needs space for two at a time"
+            ) from error
+        raise CheckpointError(f"{doing} the checkpoint in {path!r} failed: {error}") from error
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Keeps a save from deleting what another save writes."""
+    fd = system.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            system.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{path!r} is in use by another save, or somebody else has locked it; wait for it, or save to another "
+                "directory"
+            ) from error
+        yield
+    finally:
+        system.close(fd)
+
+
+def _may_name(path: str, token: str) -> bool:
+    """Whether the manifest in the directory is that of the save `token`, as far as can be known."""
+    try:
+        fd = system.open(os.path.join(path, MANIFEST), os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # the next save deletes what no manifest names
+    try:
+        return token.encode() in pread_all(fd, system.fstat(fd).st_size, 0)
+    except OSError:
+        return True
+    finally:
+        system.close(fd)
+
+
+def _remove(path: str, names: list[str]) -> None:
+    """Deletes files of a failed or replaced save. One that cannot be deleted now is found by the next
+    save."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            system.unlink(os.path.join(path, name))

@@ -1,0 +1,169 @@
+"""The manifest of a checkpoint: JSON with its own checksum, which names every row file and all that they must be.
+
+Everything in it is checked when it is read, before anything is done with it: a right checksum proves that it did not
+change, not that this library wrote it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import stat
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from tieredemb.errors import CheckpointError, shown
+from tieredemb.storage.base import Metadata, RowLayout
+from tieredemb.storage.checkpoint.files import Chunk, bytes_of
+from tieredemb.storage.file.header import layout_of
+from tieredemb.storage.file.io import pread_all, pwrite_all
+from tieredemb.storage.stored_json import fields_of, integer_of, list_of, object_of, parse, text_of
+from tieredemb.storage.system import system
+
+MANIFEST = "manifest.json"
+FORMAT = "tieredemb checkpoint"
+VERSION = 1
+# 64 times what is written, and little memory: a file of holes may be of any size
+_MOST_CHUNK_BYTES = 1 << 30
+_ROW_FILE = re.compile(r"rows-[0-9a-f]{16}-[0-9]+\.bin")
+_PENDING = re.compile(re.escape(MANIFEST) + r"\.[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """One key space: its row file, and what `load` compares with the model."""
+
+    file: str
+    layout: dict[str, Any]
+    identity: dict[str, Any]
+    metadata: Metadata
+    chunks: list[Chunk]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """`broken`: why the cache that was saved was not to be trusted, "" where it was."""
+
+    spaces: dict[str, Space]
+    extra: dict[str, Any]
+    broken: str = ""
+
+
+def is_leftover(name: str, manifest: Manifest) -> bool:
+    """Whether a file in the directory was made by a save and is not part of `manifest`."""
+    named = {entry.file for entry in manifest.spaces.values()}
+    return bool(_PENDING.fullmatch(name) or (_ROW_FILE.fullmatch(name) and name not in named))
+
+
+def write_manifest(path: str, manifest: Manifest) -> None:
+    """Writes a new file, durably, and reads it back. Raises `CheckpointError` where a load would refuse it."""
+    fields = dataclasses.asdict(manifest)
+    if not manifest.broken:
+        del fields["broken"]  # a library that does not know it reads all checkpoints that are to be trusted
+    body = _text(fields)
+    head = {"format": FORMAT, "version": VERSION, "crc32": zlib.crc32(body.encode())}
+    data = f'{_text(head)[:-1]},"body":{body}}}\n'.encode()
+    fd = system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        pwrite_all(fd, data, 0)
+        system.fsync(fd)
+    finally:
+        system.close(fd)
+    if _content(path) != data:
+        raise CheckpointError(f"{path!r} reads back other than it was written; check the disk")
+    _parsed(path, data)
+
+
+def read_manifest(directory: str) -> Manifest:
+    """Raises `CheckpointError`: none there, foreign, newer, damaged, or of a content that no save writes."""
+    path = os.path.join(directory, MANIFEST)
+    try:
+        data = _content(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"there is no checkpoint in {directory!r}: it has no {MANIFEST}") from error
+    return _parsed(path, data)
+
+
+def _content(path: str) -> bytes:
+    fd = system.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for who writes it
+    try:
+        if not stat.S_ISREG(system.fstat(fd).st_mode):
+            raise CheckpointError(f"{path!r} is no regular file; give another directory")
+        return pread_all(fd, system.fstat(fd).st_size, 0)
+    finally:
+        system.close(fd)
+
+
+def _parsed(path: str, data: bytes) -> Manifest:
+    try:
+        outer = parse(data)
+        if not isinstance(outer, dict) or outer.get("format") != FORMAT:
+            raise CheckpointError(f"{path!r} is no manifest of a tieredemb checkpoint; give another directory")
+        version = integer_of(outer.get("version"), "version", low=1)
+        if version > VERSION:
+            raise CheckpointError(
+                f"{path!r} has format version {version}, this library reads version {VERSION}; upgrade tieredemb"
+            )
+        body = fields_of(outer, "it", ("format", "version", "crc32", "body"))["body"]
+        if zlib.crc32(_text(body).encode()) != integer_of(outer["crc32"], "crc32"):
+            raise CheckpointError(f"{path!r} is damaged: its checksum differs; use another checkpoint")
+        return _manifest(body)
+    except ValueError as error:
+        raise CheckpointError(f"{path!r} is damaged: {error}; use another checkpoint") from error
+
+
+def _manifest(body: Any) -> Manifest:
+    """Raises `ValueError`, as all that follow."""
+    fields = fields_of(body, "body", ("spaces", "extra"), optional=("broken",))
+    spaces = {
+        name: _space(entry, f"spaces[{shown(name)}]") for name, entry in object_of(fields["spaces"], "spaces").items()
+    }
+    if len({space.file for space in spaces.values()}) < len(spaces):
+        raise ValueError("two key spaces name one row file")
+    return Manifest(
+        spaces=spaces,
+        extra=object_of(fields["extra"], "extra"),
+        broken=text_of(fields.get("broken", ""), "broken"),
+    )
+
+
+def _space(value: Any, name: str) -> Space:
+    fields = fields_of(value, name, ("file", "layout", "identity", "metadata", "chunks"))
+    file = text_of(fields["file"], f"{name}.file")
+    if not _ROW_FILE.fullmatch(file):  # it is opened: a path would lead out of the directory
+        raise ValueError(f"{name}.file is {shown(file)} and must be the name of a row file")
+    return Space(
+        file=file,
+        layout=fields["layout"],
+        identity=object_of(fields["identity"], f"{name}.identity"),
+        metadata=Metadata.from_json(fields["metadata"], f"{name}.metadata"),
+        chunks=_chunks(fields["chunks"], layout_of(fields["layout"], f"{name}.layout"), f"{name}.chunks"),
+    )
+
+
+def _chunks(value: Any, layout: RowLayout, name: str) -> list[Chunk]:
+    """Chunks that follow one another without gaps, of no more rows than there are."""
+    chunks: list[Chunk] = []
+    end = rows = 0
+    for entry in list_of(value, name):
+        if len(list_of(entry, name)) != 3:
+            raise ValueError(f"{name} has {shown(entry)}, which must be offset, rows and crc32")
+        chunk = Chunk(
+            integer_of(entry[0], f"an offset of {name}", low=end, high=end),
+            integer_of(entry[1], f"a number of rows of {name}", low=1, high=layout.rows - rows),
+            integer_of(entry[2], f"a checksum of {name}", high=2**32 - 1),
+        )
+        size = bytes_of(chunk.rows, layout)
+        if chunk.rows > 1 and size > _MOST_CHUNK_BYTES:
+            raise ValueError(f"{name} has a chunk of {size} bytes and must have at most {_MOST_CHUNK_BYTES} in each")
+        chunks.append(chunk)
+        end, rows = end + size, rows + chunk.rows
+    return chunks
+
+
+def _text(value: Any) -> str:
+    """One spelling for one value, so that a checksum of it means something."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))

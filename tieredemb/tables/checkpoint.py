@@ -1,0 +1,80 @@
+"""Checkpoints of a module: rows of all its key spaces, and what its optimizer and its user want remembered."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from tieredemb.errors import ConfigError, StorageError
+from tieredemb.storage.base import ColdRows
+from tieredemb.storage.checkpoint import directory as checkpoint
+from tieredemb.storage.checkpoint.files import HeldRows
+from tieredemb.tables.checkpoint_notes import check_noted, note
+from tieredemb.tables.fused_optimizer import FusedOptimizer
+from tieredemb.tables.group import Group
+from tieredemb.tables.table_set import TableSet
+
+
+def save(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str], extra: Any) -> None:
+    """See `TieredModule.save_checkpoint`."""
+    _check_directory(directory)
+    noted = note(optimizer, extra)
+    with tables.locked():  # another thread's step must not end up in half of it
+        held: dict[str, HeldRows] = {}
+        for name, group in _named(tables):
+            try:
+                group.cache.write_back()
+            except StorageError:  # a disk that takes no more: another may
+                group.cache.check_loadable()
+                held[name] = group.cache.dirty_rows()
+        tables.check_faults()
+        reasons = dict.fromkeys(group.cache.doubts.reason for group in tables.groups)
+        broken = "; ".join(filter(None, reasons))
+        spaces, identities = _spaces(tables), _identities(tables)
+        checkpoint.save(directory, spaces, identities=identities, extra=noted, broken=broken, held=held)
+
+
+def load(
+    tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str], *, recover: bool
+) -> Any:
+    """See `TieredModule.load_checkpoint`."""
+    _check_directory(directory)
+    with tables.changing("load_checkpoint") as change:
+        is_broken = any(group.cache.doubts.reason for group in tables.groups)
+        for group in tables.groups:
+            if is_broken:  # nothing can be done with batches in flight
+                group.cache.give_up_batches()
+            group.cache.check_idle("load a checkpoint")
+        opened = checkpoint.opened(
+            directory,
+            _spaces(tables),
+            identities=_identities(tables),
+            check_extra=functools.partial(check_noted, optimizer),
+            recover=recover,
+        )
+        with opened as found:
+            change.has_begun = True
+            found.restore()
+        for group in tables.groups:
+            group.adopt()
+        if optimizer is not None and found.extra["param_group"] is not None:
+            optimizer.set_options(found.extra["param_group"])
+        return found.extra["extra"]
+
+
+def _check_directory(directory: str | os.PathLike[str]) -> None:
+    if not os.fspath(directory):
+        raise ConfigError("the directory's name is empty, which would be the current one; give it a name, or '.'")
+
+
+def _named(tables: TableSet) -> list[tuple[str, Group]]:
+    return [(f"width{group.space.width}", group) for group in tables.groups]
+
+
+def _spaces(tables: TableSet) -> dict[str, ColdRows]:
+    return {name: group.cache.cold for name, group in _named(tables)}
+
+
+def _identities(tables: TableSet) -> dict[str, dict[str, Any]]:
+    return {name: group.identity for name, group in _named(tables)}

@@ -1,0 +1,216 @@
+"""The fused optimizer as a `torch.optim.Optimizer`: it holds the learning rate, backward has applied the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tieredemb.config import OptimizerConfig, check_finite, is_number
+from tieredemb.errors import ConfigError, InvalidInputError, shown
+from tieredemb.kernels.streams import outside_capture
+from tieredemb.lookup.optimizer import Hyperparameters, check_rate, hyperparameters, state_names, state_start
+from tieredemb.tables.group import DeviceGroup, Group
+from tieredemb.tables.table_set import TableSet
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Settings and state of the update that a module's backward applies.
+
+    Schedulers change `param_groups[0]["lr"]` as usual. `step()` does nothing, because the rows are up to date when
+    `backward()` returns. The params are one empty stand-in a table: no dense optimizer can reach a row.
+    `state_dict()` holds the row states as torch's optimizer of the same name would: `{"state": {table: {"step", "sum",
+    …}}, "param_groups": […]}`.
+    """
+
+    def __init__(self, tables: TableSet, config: OptimizerConfig) -> None:
+        device = tables.config.device
+        stand_ins = [torch.nn.Parameter(torch.zeros((), device=device)) for _ in tables.config.tables]
+        super().__init__(stand_ins, asdict(config))
+        self._tables = tables
+        self._config = config
+        self._scaler: torch.amp.GradScaler | None = None
+        self.found_inf: bool | torch.Tensor = False
+        self._options = self._make_options()  # what a GPU knows of the param group, and what it was told last
+        self._told: dict[str, Any] | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Does nothing but call `closure`: backward has applied the step."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def attach_grad_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Makes the backward divide by the scale of `scaler`.
+
+        A backward whose gradient is not finite then updates nothing and sets `found_inf`; pass this optimizer to
+        `scaler.step()` beside the dense one, so that `scaler.update()` lowers the scale. Infinities found only in the
+        dense part cannot hold back rows that backward has updated already. A copy of the module has no scaler: attach
+        one to it.
+        """
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise ConfigError(f"attach_grad_scaler needs a torch.amp.GradScaler, got {scaler!r}")
+        self._scaler = scaler
+
+    def numbers(self, group: Group, grads: list[torch.Tensor]) -> Hyperparameters | None:
+        """The numbers of the next step of `group`, or None where a scaler is attached and `grads` are not finite."""
+        scale = 1.0
+        if self._scaler is not None and self._scaler.is_enabled():
+            scale = 1.0 / self._scaler.get_scale()
+            self.found_inf = not all(bool(torch.isfinite(grad).all()) for grad in grads)
+            for param in self.param_groups[0]["params"]:  # what scaler.step() looks for infinities in
+                param.grad = torch.full_like(param, float("inf") if self.found_inf else 0.0)
+            if self.found_inf:
+                return None
+        steps = np.array(group.steps, np.int64) + 1
+        return hyperparameters(self._config, self.param_groups[0], steps, scale)
+
+    def scaling(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """On a GPU: whether `grads` are not finite, and what they were scaled by, both float32 (); None without an
+        attached scaler. Does not synchronise; `found_inf` is a tensor there."""
+        scaler = self._scaler
+        if scaler is None or not scaler.is_enabled():
+            return None, None
+        finite = torch.stack([torch.isfinite(grad).all() for grad in grads]).all()
+        self.found_inf = found = torch.where(finite, 0.0, 1.0)
+        for param in self.param_groups[0]["params"]:
+            param.grad = torch.where(finite, 0.0, float("inf"))
+        return found, scaler._get_scale_async()
+
+    def upload(self) -> None:
+        """Tells the GPU of the param group as it is now. Every eager step does; after a scheduler has changed `lr`,
+        call it before replaying a captured step. Does not synchronise; on the CPU there is nobody to tell. Raises
+        `ConfigError` for a learning rate that is negative or no number."""
+        group = self.options()
+        if self._told == group:
+            return
+        check_rate(group["lr"])
+        first = self._tables.groups[0]
+        if self._options is None or not isinstance(first, DeviceGroup):
+            return
+        with first.cache.using(), outside_capture(first.config.device):
+            first.lookup.set_options(self._options, group)
+        self._told = group
+
+    def _make_options(self) -> torch.Tensor | None:
+        """Made with the optimizer: memory taken while a step is captured would belong to the graph."""
+        device = self._tables.config.device
+        return torch.zeros(5, dtype=torch.float64, device=device) if device.type == "cuda" else None
+
+    def options_on(self, group: DeviceGroup) -> torch.Tensor:
+        """The param group as the GPU of `group` knows it, float64 (5,): lr, lr_decay, beta1, beta2, eps."""
+        self.upload()
+        assert self._options is not None
+        return self._options
+
+    def move(self) -> None:
+        """Follows the tables to another device, if they are on one."""
+        device, params = self._tables.config.device, self.param_groups[0]["params"]
+        if params[-1].device == device:
+            return
+        self._options, self._told = self._make_options(), None
+        self.found_inf = False
+        for param in params:
+            param.grad = None
+            param.data = param.data.to(device)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction: the tables are the parameters."""
+        if getattr(self, "_tables", None) is not None:
+            raise ConfigError("a fused optimizer has one param group, its module's tables; make another module instead")
+        super().add_param_group(param_group)
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Copies of all row states, and the param group. Raises `StorageFullError` where memory cannot hold them."""
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for table in range(len(self._tables.config.tables)):
+            group, position, _ = self._tables.locate(table)
+            entry = {"step": torch.tensor(float(group.steps[position]), dtype=torch.float32, device="cpu")}
+            names = state_names(self._config)
+            if names:
+                words = self._tables.state(table)
+                entry |= {name: part.clone() for name, part in zip(names, words.chunk(len(names), 1), strict=True)}
+            state[table] = entry
+        return {"state": state, "param_groups": [self.options() | {"params": list(state)}]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what `state_dict` returned, or what torch's optimizer of the same name did for these tables.
+
+        Raises `InvalidInputError` before anything changes.
+        """
+        tables = self._tables.config.tables
+        groups = state_dict.get("param_groups", [])
+        if len(groups) != 1 or len(groups[0]["params"]) != len(tables):
+            raise InvalidInputError(f"the state dict must have one param group of {len(tables)} tables")
+        loaded: dict[int, tuple[int, torch.Tensor | None]] = {}
+        for table, key in enumerate(groups[0]["params"]):
+            entry = state_dict["state"].get(key, {})
+            words = self._words(table, entry)
+            if words is None and state_names(self._config):  # torch's optimizers have no state before their first step
+                shape = (tables[table].num_embeddings, self._tables.locate(table)[0].cache.cold.layout.state_width)
+                words = torch.full((1, 1), state_start(self._config), device="cpu").expand(shape)
+            loaded[table] = int(entry.get("step", 0)), words
+        self._tables.set_states(loaded, lambda: self.set_options(groups[0]))
+
+    def options(self) -> dict[str, Any]:
+        """lr, eps, … as the param group holds them, without its params; tensors as numbers."""
+        group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
+        return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` unless `options` holds all that this optimizer works with, in values that its config
+        takes. What schedulers and users keep beside that may be there, as a number where it is one here: which names
+        they use is not ours to know. Changes nothing."""
+        kind = type(self._config).__name__
+        names = [each.name for each in fields(self._config)]
+        if missing := [name for name in names if name not in options]:
+            raise ConfigError(f"the param group of {kind} lacks {', '.join(missing)}; it needs {', '.join(names)}")
+        own = {name: options[name] for name in names}
+        if isinstance(own.get("betas"), list):  # as JSON keeps a pair
+            own["betas"] = tuple(own["betas"])
+        replace(self._config, **own)
+        if "initial_lr" in options:
+            check_finite("initial_lr of the param group", options["initial_lr"], low=0.0)
+        for name, value in self.options().items():
+            if is_number(value) and not is_number(options.get(name, value)):
+                raise ConfigError(f"{name} of the param group must be a number, got {shown(options[name])}")
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Takes over the options that this optimizer knows, and what schedulers keep beside them."""
+        known = {*self.options(), "initial_lr"}
+        for name, value in options.items():
+            if name in known:
+                self.param_groups[0][name] = tuple(value) if isinstance(value, list) else value
+
+    def _words(self, table: int, entry: dict[str, Any]) -> torch.Tensor | None:
+        names = [name for name in state_names(self._config) if name in entry]
+        if not names:
+            return None
+        config = self._tables.config.tables[table]
+        group, _, _ = self._tables.locate(table)
+        width = group.cache.cold.layout.state_width // len(state_names(self._config))
+        for name in state_names(self._config):
+            shape = tuple(entry[name].shape) if name in entry else None
+            if shape != (config.num_embeddings, width):
+                raise InvalidInputError(
+                    f"{name!r} of table {config.name!r} must have shape {(config.num_embeddings, width)}, got {shape}"
+                )
+        return torch.cat([entry[name].to(torch.float32) for name in names], dim=1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_tables": self._tables, "_config": self._config, "_scaler": None, "found_inf": self.found_inf}
+        return {**super().__getstate__(), **own, "_options": None, "_told": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._options = self._make_options()

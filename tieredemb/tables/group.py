@@ -1,0 +1,292 @@
+"""One width of a module's tables: their key space, their cache, and what their rows mean."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tieredemb.cache.base import Cache
+from tieredemb.cache.changes import Part
+from tieredemb.cache.host.cache import TieredCache, cache_bytes_per_slot
+from tieredemb.config import (
+    CHECKS,
+    MAX_ROWS,
+    Capacity,
+    CheckIds,
+    OptimizerConfig,
+    Policy,
+    TableConfig,
+    is_whole,
+    slots_for,
+)
+from tieredemb.errors import ConfigError, StorageError, StorageFormatError, shown
+from tieredemb.kernels import check_device
+from tieredemb.lookup.bags import KeySpace
+from tieredemb.lookup.optimizer import state_start, state_width
+from tieredemb.storage.base import ColdRows, RowLayout, Storage
+from tieredemb.storage.initial import InitialRows, InitialTable
+from tieredemb.storage.unified import UnifiedMemory
+
+if TYPE_CHECKING:
+    from tieredemb.cache.device.cache import DeviceCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSetConfig:
+    """All that a set of tables is built from; see the modules for the meaning of each field."""
+
+    tables: tuple[TableConfig, ...]
+    capacity: Capacity
+    policy: Policy
+    storage: Storage
+    optimizer: OptimizerConfig | None
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+    check_ids: CheckIds = "deferred"
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
+        if self.check_ids not in CHECKS:
+            raise ConfigError(f"check_ids must be one of {', '.join(CHECKS)}, got {shown(self.check_ids)}")
+        if not self.tables:
+            raise ConfigError("tables is empty; give at least one TableConfig")
+        names = [table.name for table in self.tables]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(f"table names must differ, but {', '.join(map(repr, twice))} occur more than once")
+        _check_keys(self.tables)
+        if not is_whole(self.seed) or not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed must be an integer in [0, 2^64), got {shown(self.seed)}")
+        if not isinstance(self.storage, Storage):
+            raise ConfigError(
+                f"storage must be UnifiedMemory(), HostMemory(), File(path) or Pmem(directory), got "
+                f"{shown(self.storage)}; pass an instance"
+            )
+
+
+def _check_keys(tables: Sequence[TableConfig]) -> None:
+    """Raises `ConfigError` where the tables of one width have more rows together than there are keys."""
+    rows: Counter[int] = Counter()
+    for table in tables:
+        rows[table.embedding_dim] += table.num_embeddings
+    for width, number in rows.items():
+        if number > MAX_ROWS:
+            raise ConfigError(
+                f"the tables of width {width} have {number} rows together; at most {MAX_ROWS} share a cache: lower "
+                f"num_embeddings, or give some of them to another module"
+            )
+
+
+class Group(abc.ABC):
+    """The tables of one width: their key space and cache."""
+
+    cache: Cache
+
+    def __init__(
+        self, config: TableSetConfig, space: KeySpace, capacity: Capacity, name: str, cold: ColdRows | None = None
+    ) -> None:
+        self.config = config
+        self.space = space
+        self.capacity = capacity
+        self.name = name
+        tables = [config.tables[t] for t in space.tables]
+        layout = row_layout(config, space.rows, space.width)
+        self.slots = slots_for(capacity, rows=layout.rows, slot_bytes=slot_bytes(layout, config.device))
+        self.resident = resident_tables(tables, self.slots, config.device)
+        self.identity = _identity(config, tables)
+        opened = cold is None
+        if cold is None:
+            cold = self._storage().open(layout, name=name, identity=self.identity)
+        try:
+            _check_steps(cold, len(tables))
+            self._make_cache(cold)
+            self.cache.doubts.all_parts = self._parts()
+            if not opened:
+                self.adopt()
+        except BaseException:
+            if opened:
+                with contextlib.suppress(StorageError):  # no row has changed
+                    cold.seal()
+                cold.close()
+            raise
+
+    def _storage(self) -> Storage:
+        storage = self.config.storage
+        if isinstance(storage, UnifiedMemory) and len(self.resident) == len(self.space):
+            return replace(storage, pretouch=False)  # rows that are all resident reach it at a flush alone
+        return storage
+
+    @abc.abstractmethod
+    def _make_cache(self, cold: ColdRows) -> None:
+        """Makes the cache over `cold`, and what it needs beside it."""
+
+    def _initial(self) -> InitialRows:
+        space, tables = self.space, [self.config.tables[t] for t in self.space.tables]
+        return InitialRows(
+            [
+                InitialTable(start=int(start), number=int(number), init=table.init, padding_idx=table.padding_idx)
+                for start, number, table in zip(space.start[:-1], space.tables, tables, strict=True)
+            ],
+            seed=self.config.seed,
+            state_value=state_start(self.config.optimizer),
+            device=self.config.device,
+        )
+
+    def _parts(self) -> frozenset[Part]:
+        """What may be in doubt of the rows, table by table: their weights, and their state where they have any."""
+        kinds = ("weight", "state") if self.cache.cold.layout.state_width else ("weight",)
+        return frozenset((int(table), kind) for table in self.space.tables for kind in kinds)
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        """First key and number of rows of each resident table."""
+        start = self.space.start
+        return [(int(start[j]), int(start[j + 1] - start[j])) for j in self.resident]
+
+    @property
+    def steps(self) -> list[int]:
+        """Optimizer steps that each table has taken. Synchronises with a GPU."""
+        return self.cache.cold.metadata.steps
+
+    @steps.setter
+    def steps(self, steps: list[int]) -> None:
+        self.cache.cold.metadata.steps = list(steps)
+
+    def adopt(self) -> None:
+        """Takes over cold rows and metadata that were replaced as a whole."""
+        self.cache.forget()
+        self.steps = self.cache.cold.metadata.steps or [0] * len(self.space)
+
+
+def _check_steps(cold: ColdRows, tables: int) -> None:
+    """Gives new rows steps, one number for each table. Raises `StorageFormatError` for rows that come with others."""
+    cold.metadata.steps = cold.metadata.steps or [0] * tables
+    if len(cold.metadata.steps) != tables:
+        raise StorageFormatError(
+            f"the {cold.kind} tier counts the steps of {len(cold.metadata.steps)} tables and this model has {tables}; "
+            f"restore the file, or open it with File(path, fresh=True) and load a checkpoint"
+        )
+
+
+class HostGroup(Group):
+    """A group on the CPU."""
+
+    cache: TieredCache
+
+    def _make_cache(self, cold: ColdRows) -> None:
+        initial, ranges = self._initial(), self._ranges()
+        self.cache = TieredCache(cold, slots=self.slots, policy=self.config.policy, initial=initial, resident=ranges)
+
+
+class DeviceGroup(Group):
+    """A group on a GPU: what it knows of its tables, its kernels and the steps taken live there."""
+
+    cache: DeviceCache
+
+    def __init__(
+        self, config: TableSetConfig, space: KeySpace, capacity: Capacity, name: str, cold: ColdRows | None = None
+    ) -> None:
+        with torch.cuda.device(config.device):
+            super().__init__(config, space, capacity, name, cold)
+
+    def _make_cache(self, cold: ColdRows) -> None:
+        from tieredemb.cache.device.cache import DeviceCache
+        from tieredemb.lookup.device_bags import DeviceKeySpace
+        from tieredemb.lookup.device_lookup import DeviceLookup
+
+        config, ranges = self.config, self._ranges()
+        self.cache = DeviceCache(
+            cold, slots=self.slots, policy=config.policy, initial=self._initial(), device=config.device, resident=ranges
+        )
+        first_slots = [-1] * len(self.space)
+        slot = self.slots - sum(rows for _, rows in ranges)
+        for j, (_, rows) in zip(self.resident, ranges, strict=True):
+            first_slots[j] = slot
+            slot += rows
+        self.device_space = DeviceKeySpace(self.space, first_slots, config.device)
+        self.lookup = DeviceLookup(self.device_space, config.dtype, config.optimizer)
+        self.device_steps = torch.tensor(cold.metadata.steps, dtype=torch.int64, device=config.device)
+        steps = self.device_steps  # and not the group, which would keep the cache alive that holds this
+        self.cache.on_flush.append(lambda: cold.metadata.__dict__.update(steps=steps.tolist()))
+
+    @property
+    def steps(self) -> list[int]:
+        """Optimizer steps that each table has taken. Synchronises."""
+        steps: list[int] = self.device_steps.tolist()
+        return steps
+
+    @steps.setter
+    def steps(self, steps: list[int]) -> None:
+        self.cache.cold.metadata.steps = list(steps)
+        self.device_steps.copy_(torch.tensor(steps, dtype=torch.int64, device="cpu"))
+
+
+def make_group(config: TableSetConfig, space: KeySpace, capacity: Capacity, name: str) -> Group:
+    """The group of a key space on the device of its tables."""
+    return (DeviceGroup if config.device.type == "cuda" else HostGroup)(config, space, capacity, name)
+
+
+def move_group(group: Group, config: TableSetConfig) -> Group:
+    """A group over the same cold rows on the device of `config`. The old one was flushed, and is to be given
+    up once all groups have moved."""
+    kind = DeviceGroup if config.device.type == "cuda" else HostGroup
+    return kind(config, group.space, group.capacity, group.name, group.cache.cold)
+
+
+def slot_bytes(layout: RowLayout, device: torch.device) -> int:
+    """Bytes that one slot costs on a device, map included: what a capacity in bytes is divided by."""
+    if device.type == "cuda":
+        from tieredemb.cache.device.rows import device_slot_bytes
+
+        return device_slot_bytes(layout)
+    return cache_bytes_per_slot(layout)
+
+
+def resident_tables(tables: Sequence[TableConfig], slots: int, device: torch.device) -> list[int]:
+    """Which of the tables of one cache never leave it, by position. Raises `ConfigError` where they do not fit.
+
+    Those asked for; and on a GPU, where a resident table costs no lookup in the map, with `placement="auto"` all where
+    the capacity holds them all, else small ones: at most a hundredth of the slots each, a tenth in all.
+    """
+    chosen = {j for j, table in enumerate(tables) if table.placement == "resident"}
+    rows = sum(tables[j].num_embeddings for j in chosen)
+    if rows > slots - (len(chosen) < len(tables)):
+        names = ", ".join(repr(tables[j].name) for j in sorted(chosen))
+        raise ConfigError(
+            f"the resident tables {names} have {rows} rows, which leave no room for others in a capacity of {slots} "
+            f"slots; raise the capacity, or give them placement='auto' or 'cached'"
+        )
+    if device.type == "cuda":
+        auto = [j for j, table in enumerate(tables) if table.placement == "auto"]
+        if sum(tables[j].num_embeddings for j in auto) + rows <= slots - (len(auto) + len(chosen) < len(tables)):
+            chosen.update(auto)
+        else:
+            small = 0
+            for j in sorted(auto, key=lambda j: tables[j].num_embeddings):
+                small += tables[j].num_embeddings
+                if tables[j].num_embeddings <= slots // 100 and small <= slots // 10 and small + rows < slots:
+                    chosen.add(j)
+    return sorted(chosen)
+
+
+def _identity(config: TableSetConfig, tables: Sequence[TableConfig]) -> dict[str, Any]:
+    """What the rows of a key space mean, as JSON: another meaning must not open the same file."""
+    optimizer = None if config.optimizer is None else type(config.optimizer).__name__
+    described = [asdict(table) | {"init": repr(table.init), "mode": None} for table in tables]
+    for table in described:
+        del table["placement"]  # where rows are kept says nothing of what they mean
+    identity: dict[str, Any] = {"tables": described, "seed": config.seed, "optimizer": optimizer}
+    identity["state_start"] = state_start(config.optimizer)
+    result: dict[str, Any] = json.loads(json.dumps(identity))
+    return result
+
+
+def row_layout(config: TableSetConfig, rows: int, width: int) -> RowLayout:
+    return RowLayout(rows=rows, width=width, dtype=config.dtype, state_width=state_width(config.optimizer, width))

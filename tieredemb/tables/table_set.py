@@ -1,0 +1,372 @@
+"""The tables of one module: grouped by width, each group a key space with one cache over one cold storage."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tieredemb.cache.changes import HalfWritten, Part
+from tieredemb.cache.locks import Locks
+from tieredemb.config import Capacity, parse_bytes
+from tieredemb.errors import ConfigError, StorageError, StorageFullError
+from tieredemb.lookup.bags import KeySpace
+from tieredemb.stats import CacheStats
+from tieredemb.tables.group import Group, TableSetConfig, make_group, move_group, row_layout, slot_bytes
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+COPY_ROWS = 1 << 18  # rows copied at once by whole-table calls: bounds their memory
+
+
+EARLIER = "; this was in an earlier batch, which has updated no row"
+NOT_BEGUN = f"{EARLIER}, and this one was not begun: call it again"
+
+
+class _Place(NamedTuple):
+    """Where tables are. `earlier`: what was counted before they came there."""
+
+    config: TableSetConfig
+    groups: list[Group]
+    faults: Any
+    earlier: CacheStats
+
+
+class _Placed:
+    """A place that changes as one thing, whatever interrupts; whoever closes the tables finds them by it."""
+
+    def __init__(self, now: _Place) -> None:
+        self.now = now
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """Flushes and closes all. If one cannot be flushed none is closed: its rows can yet be saved elsewhere."""
+        if os.getpid() != self._pid:  # a forked child, in which locks may be held for ever
+            return
+        caches = [group.cache for group in self.now.groups]
+        with Locks(caches):
+            with contextlib.ExitStack() as all_of_them:  # the others are flushed all the same
+                for cache in caches:
+                    all_of_them.callback(cache.seal)
+            for cache in caches:
+                cache.close()
+
+    def discard(self) -> None:
+        """Closes what was opened, of which no row was used yet."""
+        for group in self.now.groups:
+            with contextlib.suppress(StorageError):
+                group.cache.seal()
+            group.cache.close()
+
+
+class TableSet:
+    """Opens the tables of `config`. Closes (flushes) them when it is collected or the process exits."""
+
+    def __init__(self, config: TableSetConfig) -> None:
+        self._placed = _Placed(_Place(config, [], make_fault_report(config), CacheStats()))
+        self.columns = np.concatenate([[0], np.cumsum([t.embedding_dim for t in config.tables])]).astype(np.int64)
+        widths = sorted({table.embedding_dim for table in config.tables})
+        self._finalizer = weakref.finalize(self, self._placed.close)
+        for width in widths:
+            members = [t for t, table in enumerate(config.tables) if table.embedding_dim == width]
+            space = KeySpace(config.tables, members, list(self.columns))
+            capacity = _share(config.capacity, space, config) if len(widths) > 1 else config.capacity
+            try:
+                self.groups.append(make_group(config, space, capacity, f"width{width}" if len(widths) > 1 else ""))
+            except BaseException:
+                self._placed.discard()
+                self._finalizer.detach()
+                raise
+
+    @property
+    def config(self) -> TableSetConfig:
+        return self._placed.now.config
+
+    @property
+    def groups(self) -> list[Group]:
+        return self._placed.now.groups
+
+    @property
+    def faults(self) -> Any:
+        """Where a GPU reports bad ids and offsets; None on the CPU."""
+        return self._placed.now.faults
+
+    @property
+    def output_width(self) -> int:
+        """ΣD, columns of a pooled output."""
+        return int(self.columns[-1])
+
+    def locate(self, table: int) -> tuple[Group, int, int]:
+        """Group of a table, its position there, and its first key."""
+        for group in self.groups:
+            found = np.flatnonzero(group.space.tables == table)
+            if len(found):
+                return group, int(found[0]), int(group.space.start[found[0]])
+        raise IndexError(table)
+
+    # --- tables as tensors ------------------------------------------------------------------------------------------
+
+    def weight(self, table: int) -> torch.Tensor:
+        """A copy of a table's weights (rows, D). Raises `StorageFullError` where memory cannot hold it."""
+        config = self.config.tables[table]
+        out = self._empty(table, config.embedding_dim, self.config.dtype)
+        group, _, first = self.locate(table)
+        for start, stop in _chunks(config.num_embeddings):
+            rows = carrier_view(out[start:stop])
+            group.cache.export_rows(first + start, first + stop, rows, np.empty((stop - start, 0), np.uint32))
+        self.check_faults()
+        return out
+
+    def set_weights(self, weights: Mapping[int, torch.Tensor]) -> None:
+        """Overwrites the weights of tables with (rows, D) each, rounded to the rows' dtype. Raises `StorageFullError`
+        before anything changes."""
+        with self.changing("load_state_dict", [(table, "weight") for table in weights]) as change:
+            for table in weights:
+                self._reserve(table)
+            change.has_begun = True
+            for table, weight in weights.items():
+                self._write_weight(table, weight)
+
+    def _reserve(self, table: int) -> None:
+        """Takes space for all rows of a table."""
+        group, _, first = self.locate(table)
+        group.cache.cold.reserve_range(first, first + self.config.tables[table].num_embeddings)
+
+    def _write_weight(self, table: int, weight: torch.Tensor) -> None:
+        group, _, first = self.locate(table)
+        for start, stop in _chunks(len(weight)):
+            rows = weight[start:stop].detach().to(device="cpu", dtype=self.config.dtype).contiguous()
+            group.cache.import_rows(first + start, carrier_view(rows), None)
+
+    def state(self, table: int) -> torch.Tensor:
+        """A copy of a table's optimizer state, float32 (rows, S)."""
+        group, _, first = self.locate(table)
+        out = self._empty(table, group.cache.cold.layout.state_width, torch.float32)
+        for start, stop in _chunks(len(out)):
+            no_weight = np.empty((stop - start, 0), group.cache.cold.layout.carrier)
+            group.cache.export_rows(first + start, first + stop, no_weight, out[start:stop].numpy().view(np.uint32))
+        return out
+
+    def set_states(self, states: Mapping[int, tuple[int, torch.Tensor | None]], then: Callable[[], None]) -> None:
+        """Overwrites the steps that tables have taken, and their optimizer state with float32 (rows, S), where there is
+        any. `then`: what belongs to it. Raises `StorageFullError` before anything changes."""
+        with self.changing("load_state_dict of the optimizer", [(table, "state") for table in states]) as change:
+            for table, (_, words) in states.items():
+                if words is not None:
+                    self._reserve(table)
+            change.has_begun = True
+            for table, (step, words) in states.items():
+                group, position, _ = self.locate(table)
+                group.steps = [*group.steps[:position], step, *group.steps[position + 1 :]]
+                if words is not None:
+                    self._write_state(table, words)
+            then()
+
+    def _write_state(self, table: int, state: torch.Tensor) -> None:
+        group, _, first = self.locate(table)
+        for start, stop in _chunks(len(state)):
+            rows = state[start:stop].detach().to(device="cpu", dtype=torch.float32).contiguous()
+            group.cache.import_rows(first + start, None, rows.numpy().view(np.uint32))
+
+    def _empty(self, table: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        rows = self.config.tables[table].num_embeddings
+        needed, available = rows * width * dtype.itemsize, available_memory_bytes()
+        if needed > available:
+            raise StorageFullError(
+                f"table {self.config.tables[table].name!r} as one tensor needs {needed / 2**30:.1f} GiB, "
+                f"{available / 2**30:.1f} GiB of memory are available; use save_checkpoint(directory), which writes "
+                f"tables larger than memory"
+            )
+        return torch.empty((rows, width), dtype=dtype, device="cpu")
+
+    # --- whole-set calls --------------------------------------------------------------------------------------------
+
+    def locked(self) -> Locks:
+        """Keeps other threads from all caches."""
+        return Locks(group.cache for group in self.groups)
+
+    def planning(self) -> Locks:
+        """Keeps other threads from planning; they may look up and update."""
+        return Locks((group.cache for group in self.groups), rows=False)
+
+    def updating(self) -> Locks:
+        """Keeps other threads from the rows; they may plan."""
+        return Locks((group.cache for group in self.groups), plans=False)
+
+    @contextlib.contextmanager
+    def changing(self, call: str, parts: Iterable[Part] | None = None) -> Iterator[HalfWritten]:
+        """Holds all caches for a call that replaces rows: those `parts` of them (table and "weight" or "state"), or
+        all, hot and cold. Interrupted after it `has_begun`, it leaves them in doubt, and done, it dispels doubts of
+        them."""
+        with self.locked():
+            change = HalfWritten(call, None if parts is None else frozenset(parts), replaces=parts is None)
+            for group in self.groups:
+                group.cache.check_loadable(change.parts)
+            entries = []
+            for group in self.groups:
+                entries.append(group.cache.changes.begin(change, up=3))
+            try:
+                yield change
+            except BaseException as error:
+                for group in self.groups:
+                    group.cache.changes.note(error)
+                raise
+            for group, entry in zip(self.groups, entries, strict=True):
+                group.cache.changes.end(entry)
+                group.cache.doubts.dispel(change.parts)
+
+    def flush(self) -> None:
+        """Writes all hot rows back: afterwards cold storage alone holds the truth."""
+        with contextlib.ExitStack() as all_of_them:  # one that fails keeps no other
+            for group in self.groups:
+                all_of_them.callback(group.cache.flush)
+        self.check_faults()
+
+    def move(self, device: torch.device) -> None:
+        """Moves the caches to `device` over the same cold rows. Raises `StorageError` while batches are in flight."""
+        with self.locked():
+            for group in self.groups:
+                group.cache.check_idle("move the tables")
+            config = replace(self.config, device=device)
+            self.flush()
+            counted, before = self.stats(), self.groups
+            with contextlib.ExitStack() as undo:  # tables of one width that do not fit leave the others where they are
+                groups: list[Group] = []
+                for group in before:
+                    groups.append(move_group(group, config))
+                    undo.callback(groups[-1].cache.abandon)
+                place = _Place(config, groups, make_fault_report(config), counted)
+                undo.pop_all()
+            self._placed.now = place
+            for group in before:
+                group.cache.abandon()
+
+    def close(self) -> None:
+        """Flushes and closes, then raises what a GPU has found wrong since. A second call does nothing; after a failed
+        one (a full disk) it tries again."""
+        self._placed.close()
+        self._finalizer.detach()
+        self.check_faults()
+
+    def stats(self) -> CacheStats:
+        """Totals of all groups. Synchronises with a GPU, and raises what it has found wrong since."""
+        total = sum((group.cache.stats() for group in self.groups), self._placed.now.earlier)
+        self.check_faults()
+        return total
+
+    def check_earlier(self) -> None:
+        """Before a forward: raises for an earlier batch that a GPU refused, if it is that far."""
+        if self.faults is not None:
+            self.faults.check(NOT_BEGUN)
+
+    def check_faults(self) -> None:
+        """Raises for a batch that a GPU refused, once the device has said so."""
+        if self.faults is not None:
+            self.faults.check(EARLIER)
+
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes of every allocation, for each width."""
+        return {f"width {group.space.width}": group.cache.memory_report() for group in self.groups}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles take the rows along, which only memory tiers can."""
+        with self.locked():
+            return self._copied()
+
+    def _copied(self) -> tuple[Any, ...]:
+        for group in self.groups:
+            group.cache.check_idle("copy or pickle the tables")
+            if not group.cache.cold.in_memory:
+                raise ConfigError(
+                    f"tables on the {group.cache.cold.kind} tier cannot be copied or pickled (two owners would write "
+                    f"one storage); use save_checkpoint(directory) and load_checkpoint(directory)"
+                )
+        self.flush()
+        parts = [
+            [(start, stop, g.cache.cold.weight[start:stop].copy(), g.cache.cold.state[start:stop].copy())
+             for start, stop in _used_chunks(g)]
+            for g in self.groups
+        ]  # fmt: skip
+        return _rebuild, (self.config, parts, [g.cache.cold.metadata for g in self.groups])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableSet:
+        rebuild, args = self.__reduce__()
+        copied: TableSet = rebuild(*args)
+        memo[id(self)] = copied
+        return copied
+
+
+def make_fault_report(config: TableSetConfig) -> Any:
+    """Where a GPU reports ids and offsets that are out of range; None on the CPU, which refuses them at once."""
+    if config.device.type != "cuda":
+        return None
+    from tieredemb.lookup.device_bags import FaultReport
+
+    return FaultReport([t.name for t in config.tables], [t.num_embeddings for t in config.tables])
+
+
+def _rebuild(config: TableSetConfig, parts: list[Any], metadata: list[Any]) -> TableSet:
+    tables = TableSet(config)
+    for group, rows, remembered in zip(tables.groups, parts, metadata, strict=True):
+        cold = group.cache.cold
+        for start, stop, weight, state in rows:
+            cold.weight[start:stop] = weight
+            cold.state[start:stop] = state
+        cold.metadata.__dict__.update(json.loads(json.dumps(asdict(remembered))))
+        group.adopt()
+    return tables
+
+
+def _used_chunks(group: Group) -> Iterator[tuple[int, int]]:
+    for start, stop in _chunks(group.space.rows):
+        if group.cache.cold.state[start:stop, -1].any():
+            yield start, stop
+
+
+def _chunks(rows: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + COPY_ROWS, rows)) for start in range(0, rows, COPY_ROWS))
+
+
+def _share(capacity: Capacity, space: KeySpace, config: TableSetConfig) -> Capacity:
+    """The part of a capacity that one of several widths gets: the same share of its rows as the others, but at least
+    one row."""
+    if isinstance(capacity, str):
+        each = {
+            t.embedding_dim: slot_bytes(row_layout(config, 1, t.embedding_dim), config.device) for t in config.tables
+        }
+        budget, least = parse_bytes(capacity), sum(each.values())
+        if budget < least:
+            raise ConfigError(
+                f"capacity {capacity!r} holds no row of each width; one of each takes {least} bytes in the cache"
+            )
+        total = sum(table.num_embeddings * each[table.embedding_dim] for table in config.tables)
+        return max(1, (budget - least) * space.rows // total)
+    if isinstance(capacity, int) and capacity >= 1:
+        return max(1, capacity * space.rows // sum(table.num_embeddings for table in config.tables))
+    return capacity
+
+
+def carrier_view(rows: torch.Tensor) -> Array:
+    """A contiguous CPU tensor of rows as the numpy array that carries it (`storage.base.CARRIERS`)."""
+    carriers = {torch.float16: torch.uint16, torch.bfloat16: torch.int16}
+    return rows.view(carriers[rows.dtype]).numpy() if rows.dtype in carriers else rows.numpy()
+
+
+def available_memory_bytes() -> int:
+    """Memory that can be allocated without swapping."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
