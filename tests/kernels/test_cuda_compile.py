@@ -143,7 +143,7 @@ def launches(path, names):
 def test_launches_pass_what_the_kernels_take():
     """A number in a pointer's place, or one argument too few, is not seen before a GPU runs it."""
     taken, launched = parameters(), set()
-    for path in (*PACKAGE.rglob("*.py"), *Path(__file__).parents[2].glob("[bt]e*/*.py")):
+    for path in (*PACKAGE.rglob("*.py"), *Path(__file__).parents[2].glob("[bt]e*/**/*.py")):
         for line, name, words in launches(path, taken):
             given = [word if word in SCALARS.values() else "*" for word in words]
             launched.add(name)

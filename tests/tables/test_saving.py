@@ -323,7 +323,7 @@ class SavedRun:
 
 @pytest.mark.parametrize("saves", [1, 2, 5])
 def test_killed_at_any_moment_the_last_complete_checkpoint_loads_bit_for_bit(tmp_path, saves):
-    process = run(SAVING, str(tmp_path), cwd=os.path.dirname(__file__))
+    process = run(SAVING, str(tmp_path), env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     said = [int(process.stdout.readline()) for _ in range(saves)][-1]
     time.sleep(0.0137 * saves)
     process.send_signal(signal.SIGKILL)
