@@ -25,7 +25,8 @@ from tieredemb.errors import BrokenCacheError, CheckpointError, StorageError, Ti
 
 LOAD_CONST = dis.opmap["LOAD_CONST"]
 SHUFFLES = {dis.opmap[name] for name in ("SWAP", "POP_TOP")}  # of what a block returns
-NOP = dis.opmap["NOP"]  # of `try:`; the first in a `with` block is not inside of it yet
+# of `try:`, which at the beginning of a `with` block is not inside of it yet; of `pass` at the end of an `except`
+BESIDE = {dis.opmap["NOP"], dis.opmap["POP_EXCEPT"]}
 PACKAGE = str(Path(te.__file__).parent) + os.sep
 ROWS = {"a": 60, "b": 50}
 TABLES = [
@@ -112,9 +113,10 @@ class LineInterrupts(Disturbance):
 
 def _is_out_of_reach(frame: Any) -> bool:
     """Whether no signal is handled here: at the end of a `with` block that is about to leave its context, or at a `try`
-    that begins it, where what is raised would leave a lock taken; or in a finaliser, where Python would drop it."""
+    that begins it, where what is raised would leave a lock taken; where an `except` has ended but for its exception,
+    which would stay the one that is handled; or in a finaliser, where Python would drop it."""
     code, at = frame.f_code, frame.f_lasti
-    if code.co_code[at] == NOP:
+    if code.co_code[at] in BESIDE:
         return True
     while code.co_code[at] in SHUFFLES:
         at += 2

@@ -10,6 +10,7 @@ import copy
 import random
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -231,6 +232,7 @@ def test_interrupts_that_lines_stand_for_leave_no_lock_taken():
             with contextlib.suppress(KeyboardInterrupt), interrupts.on():
                 function(3)
             assert not lock.locked(), f"{function.__name__}, line {at}"
+            assert sys.exc_info()[1] is None, f"{function.__name__}, line {at}"
         assert interrupts.count > 2
 
 
