@@ -27,9 +27,9 @@ from tieredemb.cache.plan_cpu import number
 from tieredemb.cache.policy import policy_kernels, scoring
 from tieredemb.cache.tickets import Ticket
 from tieredemb.hash.slot_map import slot_map
-from tieredemb.kernels.segments import Segments, segments_of
-from tieredemb.lookup.bags import Bags, make_bags
-from tieredemb.lookup.embedding_bag import NO_ARGMAX, NO_WEIGHTS, pool
+from tieredemb.kernels.segments_cpu import Segments, segments_of
+from tieredemb.lookup.bags_cpu import Bags, make_bags
+from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, pool
 from tieredemb.lookup.optimizer import Gradient, hyperparameters, update
 
 BATCHES = 20

@@ -16,8 +16,9 @@ import tieredemb as te
 from tieredemb.cache.policy import scoring
 from tieredemb.config import FLOAT32_MAX, MAX_BYTES, MAX_ROWS, MAX_WIDTH, parse_bytes, slots_for
 from tieredemb.errors import ConfigError, TieredEmbError, shown
-from tieredemb.modules.options import LookupOptions, table_set_config
+from tieredemb.lookup.options import LookupOptions
 from tieredemb.storage.base import RowLayout
+from tieredemb.tables.config import table_set_config
 from tieredemb.tables.group import row_layout
 
 HUGE = (2**63, 2**64, 2**70, 2**80, 10**400, 10**5000)  # the last has more digits than Python writes out

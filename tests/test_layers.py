@@ -21,7 +21,7 @@ MODULES = STEP | {"step"}
 PIPELINE = MODULES | {"modules"}
 SURFACES = PIPELINE | {"pipeline"}
 TOOLS = {"plots", "cache_hit", "doctor", "__main__"}
-OPS = {"ops"}  # operators for users, loaded on demand: they may use all that modules do, and nothing here uses them
+OPS = {"ops", "ops_cpu"}  # operators for users, loaded on demand: nothing here uses them
 SURFACE = ""  # the package's own __init__: for users, so nothing inside imports it
 MAY_IMPORT: dict[str, set[str]] = (
     dict.fromkeys(BASE, BASE)
@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = (
     | dict.fromkeys(("hash", "storage", "lookup"), BASE | {"kernels"})  # never each other
     | {"cache": CACHE}
     | {"tables": TABLES, "step": STEP | {"modules"}, "modules": MODULES, "pipeline": PIPELINE}
-    | dict.fromkeys(OPS, SURFACES)
+    | dict.fromkeys(OPS, SURFACES | OPS)
     | dict.fromkeys(TOOLS, SURFACES | TOOLS)
     | {SURFACE: SURFACES}
 )

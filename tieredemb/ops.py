@@ -14,20 +14,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tieredemb.cache.plan import DROPPED
-from tieredemb.config import MODES, Mode, TableConfig
+from tieredemb.config import MODES, Mode
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels import check_device
-from tieredemb.kernels.segments import segments_of_homes
-from tieredemb.lookup.bags import Bags, KeySpace, check_offsets
-from tieredemb.lookup.embedding_bag import NO_ARGMAX, NO_WEIGHTS, gradient_scale, has_max, pool, weights_gradient
-from tieredemb.lookup.optimizer import SGD, Gradient, Hyperparameters, update
+from tieredemb.lookup.bags import rows_space
 from tieredemb.storage.base import CARRIERS
-from tieredemb.tables.table_set import carrier_view
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.plan import Away
@@ -81,10 +76,9 @@ def _pooled_lookup(
         _check_alignment(weight)
         with torch.cuda.device(weight.device):
             return _pool_on_device(weight, _device_bags(homes, offsets, len(weight), whole=False), factors, mode)
-    bags, space, out = _host_bags(homes, offsets, len(weight)), _space(weight.shape[1], mode), _output(weight, offsets)
-    weights = None if factors is None else factors.numpy()
-    pool(carrier_view(weight.detach()), bags.keys, bags, space, weights, carrier_view(out), None)
-    return out
+    from tieredemb import ops_cpu
+
+    return ops_cpu.pooled(weight, homes, offsets, factors, mode)
 
 
 @torch.library.custom_op("tieredemb::pooled_lookup_rows_gradient", mutates_args=(), device_types=DEVICES)
@@ -99,20 +93,13 @@ def _rows_gradient(
 ) -> Tensor:
     """Gradient of the rows, (C, D) in the dtype of `grad`, (B, D). `weight`: that of the forward, for maxima alone."""
     out, factors = grad.new_zeros((rows, grad.shape[1])), _float32(per_sample_weights)
-    hot = _Rows.around(out)
     if grad.is_cuda:
         with torch.cuda.device(grad.device):
-            _add_on_device(hot, grad, weight, _device_bags(homes, offsets, rows), factors, mode)
+            _add_on_device(_Rows.around(out), grad, weight, _device_bags(homes, offsets, rows), factors, mode)
         return out
-    bags, space, argmax = _host_bags(homes, offsets, rows), _space(grad.shape[1], mode), NO_ARGMAX
-    if weight is not None and has_max(space):
-        argmax, again = np.full(grad.shape, -1, np.int32), carrier_view(_output(weight, offsets))
-        pool(carrier_view(weight.detach()), bags.keys, bags, space, None, again, argmax)
-    scale = gradient_scale(bags, space, bags.keys, None if factors is None else factors.numpy())
-    shares = Gradient(_float32(grad).numpy(), bags.sample, bags.table, NO_WEIGHTS if scale is None else scale, argmax)
-    carriers = _Rows(carrier_view(hot.weight), hot.state.numpy(), hot.dirty.numpy())
-    segments, numbers = segments_of_homes(bags.keys, rows), Hyperparameters(SGD, np.array([-1], np.float32))
-    update(carriers, segments, shares, space, numbers).run()
+    from tieredemb import ops_cpu
+
+    ops_cpu.add_gradient(out, grad, weight, homes, offsets, factors, mode)
     return out
 
 
@@ -124,16 +111,15 @@ def _weights_gradient(grad: Tensor, weight: Tensor, homes: Tensor, offsets: Tens
             lookup, there = _device_lookup(weight, "sum"), _device_bags(homes, offsets, len(weight))
             rows = lookup.gather(_Rows(weight.detach()), _nowhere(), there.homes)
             return lookup.weights_gradient(rows, there.homes, there, _float32(grad))
-    bags, space = _host_bags(homes, offsets, len(weight)), _space(weight.shape[1], "sum")
-    return torch.from_numpy(
-        weights_gradient(carrier_view(weight.detach()), bags.keys, bags, space, _float32(grad).numpy())
-    )
+    from tieredemb import ops_cpu
+
+    return ops_cpu.weights_gradient_of(grad, weight, homes, offsets)
 
 
 @_pooled_lookup.register_fake
 def _(weight: Tensor, homes: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, mode: str) -> Tensor:
     _check(weight, homes, offsets, per_sample_weights, mode)
-    return _output(weight, offsets)
+    return output_of(weight, offsets)
 
 
 _rows_gradient.register_fake(
@@ -182,7 +168,7 @@ class _Rows:
         return _Rows(weight, state, weight.new_empty(len(weight), dtype=torch.uint8))
 
 
-def _output(weight: Tensor, offsets: Tensor) -> Tensor:
+def output_of(weight: Tensor, offsets: Tensor) -> Tensor:
     return weight.new_empty((offsets.shape[0] - 1, weight.shape[1]))
 
 
@@ -224,35 +210,13 @@ def _check(weight: Tensor, homes: Tensor, offsets: Tensor, weights: Tensor | Non
             raise InvalidInputError(f"{name} is on {tensor.device}, weight is on {weight.device}; move one of them")
 
 
-@functools.cache
-def _space(width: int, mode: Any) -> KeySpace:
-    """A key space of one table, of which these kernels ask width and mode alone."""
-    return KeySpace([TableConfig(name="weight", num_embeddings=1, embedding_dim=width, mode=mode)], [0], [0])
-
-
-def _host_bags(homes: Tensor, offsets: Tensor, rows: int) -> Bags:
-    """The bags, with homes for keys. Raises `InvalidInputError` for values out of range."""
-    array, edges = homes.contiguous().numpy(), offsets.contiguous().numpy()
-    check_offsets(edges, len(array))
-    if edges[-1] != len(array):
-        raise InvalidInputError(f"the last offset is {edges[-1]}, and must be the number of homes, {len(array)}")
-    if len(array) and array.max() >= rows:
-        position = int(np.argmax(array >= rows))
-        raise InvalidInputError(
-            f"homes[{position}] = {array[position]} is out of range: the rows are 0 … {rows - 1}, and negative homes "
-            f"are padding"
-        )
-    sample = np.repeat(np.arange(len(edges) - 1, dtype=np.int32), np.diff(edges))
-    return Bags(array, edges, sample, np.zeros(len(array), np.int32), None, len(edges) - 1)
-
-
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
 def _pool_on_device(
     weight: Tensor, bags: DeviceBags, factors: Tensor | None, mode: str, argmax: Tensor | None = None
 ) -> Tensor:
-    out = _output(weight, bags.offsets)
+    out = output_of(weight, bags.offsets)
     _device_lookup(weight, mode).pool(_Rows(weight.detach()), _nowhere(), bags.homes, bags, factors, out, argmax)
     return out
 
@@ -282,7 +246,7 @@ def _kernels(device: torch.device, dtype: torch.dtype, width: int, mode: str) ->
     from tieredemb.lookup.device_lookup import DeviceLookup
 
     check_device(device)
-    return DeviceLookup(DeviceKeySpace(_space(width, mode), [-1], device), dtype, None)
+    return DeviceLookup(DeviceKeySpace(rows_space(width, mode), [-1], device), dtype, None)
 
 
 def _nowhere() -> Away:

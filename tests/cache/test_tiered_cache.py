@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracle import OracleCache
 
 from tieredemb import LFU, LRU, HostMemory
-from tieredemb.cache.host.cache import TieredCache, cache_bytes_per_slot
+from tieredemb.cache.host.cache import HostCache, cache_bytes_per_slot
 from tieredemb.cache.plan import DROPPED
 from tieredemb.cache.policy import MIN_SCORE, scoring
 from tieredemb.cache.tickets import Flight, TicketBook
@@ -27,7 +27,7 @@ ROWS, WIDTH, STATE = 64, 3, 2
 
 def make_cache(slots, *, rows=ROWS, cold=None, **keywords):
     cold = cold or HostMemory().open(RowLayout(rows=rows, width=WIDTH, state_width=STATE), name="", identity={})
-    return TieredCache(cold, slots=slots, **keywords)
+    return HostCache(cold, slots=slots, **keywords)
 
 
 def keys_of(values):
@@ -373,7 +373,7 @@ def test_callers_on_several_threads_are_serialised():
 def test_memory_report_adds_up_to_the_capacity_in_bytes():
     layout = RowLayout(rows=100_000, width=16, state_width=16)
     cold = HostMemory().open(layout, name="", identity={})
-    cache = TieredCache(cold, slots=1000)
+    cache = HostCache(cold, slots=1000)
     assert sum(cache.memory_report()["cache"].values()) == 1000 * cache_bytes_per_slot(layout)
     assert cache.memory_report()["cold"]["weight"] >= 100_000 * 64
     before = cache.memory_report()
@@ -458,9 +458,9 @@ def test_scores_of_another_policy_are_dropped_and_rows_stay_written():
     cold = cache.cold
     scores = cold.state[:, -1].copy()
     assert scores.max() > MIN_SCORE
-    TieredCache(cold, slots=2, policy=LRU())
+    HostCache(cold, slots=2, policy=LRU())
     assert np.array_equal(cold.state[:, -1], scores)
-    other = TieredCache(cold, slots=2, policy=LFU())
+    other = HostCache(cold, slots=2, policy=LFU())
     assert cold.state[:, -1].tolist() == np.minimum(scores, MIN_SCORE).tolist()
     assert whole_table(other)[0][:4] == [0.0, 1.0, 1.0, 1.0]
 

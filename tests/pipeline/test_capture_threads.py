@@ -16,7 +16,7 @@ from training import bits, table_configs
 
 import tieredemb as te
 from tieredemb.cache.base import Cache
-from tieredemb.cache.host.cache import TieredCache
+from tieredemb.cache.host.cache import HostCache
 from tieredemb.pipeline import captured, graphs
 from tieredemb.tables.group import HostGroup
 
@@ -60,8 +60,8 @@ def captures(device, monkeypatch):
     monkeypatch.setattr(captured, "DeviceGroup", HostGroup)
     monkeypatch.setattr(graphs, "_gpus", lambda forwards: [cpu for _ in forwards])
     monkeypatch.setattr(graphs, "check_capturable", lambda *_: None)
-    monkeypatch.setattr(TieredCache, "may_replay", lambda cache: not cache._book.live, raising=False)
-    monkeypatch.setattr(TieredCache, "entered", Cache.whole, raising=False)
+    monkeypatch.setattr(HostCache, "may_replay", lambda cache: not cache._book.live, raising=False)
+    monkeypatch.setattr(HostCache, "entered", Cache.whole, raising=False)
 
 
 # --- what threads do --------------------------------------------------------------------------------------------------

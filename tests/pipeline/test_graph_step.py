@@ -13,8 +13,8 @@ from training import NAMES, OPTIMIZERS, bits, random_batch, table_configs
 
 import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError, UnsupportedError
+from tieredemb.modules.forwards import heard
 from tieredemb.pipeline.buffers import Buffers
-from tieredemb.step.forwards import heard
 
 ROWS, WIDTH = 300, 4
 

@@ -19,7 +19,7 @@ from training import OPTIMIZERS, bits
 from training_scripts import Comparison, Trainee, Turn, WholeTables, assert_rows_can_leave
 
 import tieredemb as te
-from tieredemb.cache.host.cache import TieredCache
+from tieredemb.cache.host.cache import HostCache
 from tieredemb.cache.host.hot_rows import HotRows
 from tieredemb.kernels.compiler import Kernel
 from tieredemb.step.host_call import HostCall, HostGroupCall
@@ -55,7 +55,7 @@ class Delays:
         else:
             self._wait = lambda: time.sleep(self._log_uniform(1e4, 1e6) * 1e-9)
             places = [
-                (TieredCache, "plan"),
+                (HostCache, "plan"),
                 (HotRows, "__setattr__"),  # between copying rows to longer arrays and using these
                 (ColdRows, "read"),
                 (ColdRows, "write"),

@@ -17,7 +17,7 @@ import torch
 from tieredemb.cache.changes import ChangeBook, Doubts, Part
 from tieredemb.cache.locks import TriedLock
 from tieredemb.cache.policy import MIN_SCORE, scoring
-from tieredemb.cache.tickets import TicketBook
+from tieredemb.cache.tickets import Flight, TicketBook
 from tieredemb.config import LFU, Policy
 from tieredemb.errors import ConfigError, ForkedError, StorageError
 from tieredemb.stats import CacheStats
@@ -254,22 +254,29 @@ class Cache(abc.ABC):
     def _check_usable(self) -> None:
         """To be called first by every call, under the lock of plans."""
         self._check_open()
-        self._settle()
-        self.doubts.check()
+        if self.plan_changes.entries or self.changes.entries:
+            self._settle()
+        if self.doubts.found:
+            self.doubts.check()
 
-    def check_rows(self) -> None:
-        """To be called first by who looks up or updates rows in slots, under the lock of rows: hot rows may be newer
-        than cold ones from now on."""
+    def check_rows(self, *tickets: Flight) -> None:
+        """To be called first by who looks up or updates rows in slots, those of `tickets`, under the lock of rows: hot
+        rows may be newer than cold ones from now on."""
         self._check_open()
-        if self.changes.is_open:
+        if self.changes.entries:
             self.changes.settle_rows(self)
-        self.doubts.check()
-        self.cold.begin_changes()
+        if self.doubts.found:
+            self.doubts.check()
+        for ticket in tickets:
+            if ticket.failed:
+                ticket.check()
+        if not self.cold.volatile:
+            self.cold.begin_changes()
 
     def _settle(self) -> None:
         """Settles what was interrupted. Needs the lock of plans; who has the one of rows meanwhile is at work."""
         self.plan_changes.settle(self)
-        if self.changes.is_open:
+        if self.changes.entries:
             with TriedLock(self.lock) as taken:
                 if taken:
                     self.changes.settle(self)

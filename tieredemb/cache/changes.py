@@ -70,34 +70,34 @@ def interrupted(call: str, cause: str) -> str:
 
 
 class Doubts:
-    """What is in doubt in one cache. `all_parts`: of all rows, as their owner names them."""
+    """What is in doubt in one cache. `all_parts`: of all rows, as their owner names them · `found`: the doubts."""
 
     def __init__(self) -> None:
         self.all_parts: frozenset[Part] = frozenset()
-        self._found: tuple[Doubt, ...] = ()
+        self.found: tuple[Doubt, ...] = ()
 
     @property
     def reason(self) -> str:
         """Why rows are not to be trusted; "" where they are."""
-        return "; ".join(dict.fromkeys(doubt.reason for doubt in self._found))
+        return "; ".join(dict.fromkeys(doubt.reason for doubt in self.found))
 
     @property
     def parts(self) -> frozenset[Part]:
         """Those in doubt."""
-        return frozenset().union(*(self.all_parts if parts is None else parts for _, parts in self._found))
+        return frozenset().union(*(self.all_parts if parts is None else parts for _, parts in self.found))
 
     def add(self, doubt: Doubt) -> None:
-        if doubt not in self._found:
-            self._found = (*self._found, doubt)
+        if doubt not in self.found:
+            self.found = (*self.found, doubt)
 
     def dispel(self, parts: Iterable[Part] | None = None) -> None:
         """Rows were replaced: these `parts`, or all, are what they should be."""
         left = frozenset() if parts is None else self.parts - frozenset(parts)
-        self._found = (Doubt(self.reason, left),) if left else ()
+        self.found = (Doubt(self.reason, left),) if left else ()
 
     def check(self) -> None:
         """Raises `BrokenCacheError` if there are any."""
-        if self._found:
+        if self.found:
             raise BrokenCacheError(
                 f"{self.reason}, so some rows may be as before it and some as after. load_checkpoint(directory) mends "
                 f"the cache, and so does load_state_dict() of the module and of its fused_optimizer; earlier "
@@ -128,38 +128,34 @@ class UnderWay:
 
 
 class ChangeBook:
-    """The changes under way that are made under one lock of a cache, which guards the book."""
+    """The changes under way that are made under one lock of a cache, which guards the book. `entries`: those that were
+    begun and have not ended, the last one last."""
 
     def __init__(self, doubts: Doubts) -> None:
         self._doubts = doubts
-        self._entries: list[UnderWay] = []
+        self.entries: list[UnderWay] = []
 
     def begin(self, change: Change, *, up: int = 1) -> UnderWay:
         """Enters a change, before its first step. It is the caller's; of a context manager that is a generator, with
         `up=3`, that of who enters it."""
         entry = UnderWay(change, up)
-        self._entries.append(entry)
+        self.entries.append(entry)
         return entry
 
     def end(self, entry: UnderWay) -> None:
         """Strikes it out, after its last."""
-        self._entries[:] = [other for other in self._entries if other is not entry]
+        self.entries[:] = [other for other in self.entries if other is not entry]
         entry.forget()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a change is under way, or was interrupted."""
-        return bool(self._entries)
 
     def note(self, error: BaseException) -> None:
         """What is under way ends in `error`."""
-        for entry in self._entries:
+        for entry in self.entries:
             entry.change.cause = type(error).__name__
 
     def settle(self, cache: Cache) -> None:
         """Settles the changes that were interrupted, the last one first. Raises `StorageError` inside of one."""
-        while self._entries:
-            entry = self._entries[-1]
+        while self.entries:
+            entry = self.entries[-1]
             if entry.is_around():
                 raise StorageError(
                     "this cache is called amid another call of it on the same thread, as by a signal handler; let the "
@@ -168,12 +164,12 @@ class ChangeBook:
             doubt = entry.change.settle(cache)
             if doubt is not None:
                 self._doubts.add(doubt)
-            self._entries.pop().forget()
+            self.entries.pop().forget()
 
     def settle_rows(self, cache: Cache) -> None:
         """As `settle`, under the lock of rows alone: changes of all rows are left as they are, and are doubts
         already."""
-        halves = [entry for entry in self._entries if isinstance(entry.change, HalfWritten)]
+        halves = [entry for entry in self.entries if isinstance(entry.change, HalfWritten)]
         for entry in halves:
             doubt = cast("HalfWritten", entry.change).doubt(cache)
             if doubt is not None and not entry.is_around():

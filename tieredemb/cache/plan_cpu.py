@@ -1,12 +1,18 @@
-"""CPU twin of the plan."""
+"""Planning a batch on the CPU: what is resident, what is missed, which unique keys there are.
+
+Two passes. The map finds every key; `number` then numbers the unique keys in order of first occurrence, locks the
+resident ones (stamping `last_batch` before any victim can be chosen), and claims each missed key once in a table local
+to the plan.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tieredemb.cache.plan import DROPPED, Numbering
+from tieredemb.cache.plan import DROPPED
 from tieredemb.kernels.cpu import even_bounds, jit, parallel_for, prefetch
 
 if TYPE_CHECKING:
@@ -16,7 +22,23 @@ RESOLVE_GRAIN = 32768
 AHEAD = 16  # iterations whose cache lines are requested early
 
 
-def number(keys: Array, slots: Array, last_batch: Array, unique_of_slot: Array, batch: np.int32) -> Numbering:
+@dataclass(frozen=True)
+class Numbering:
+    """`inverse`: int32 (N,), position of each occurrence's key among the unique ones, −1 for padding · `unique_keys`:
+    int64 (U,) · `unique_slots`: int32 (U,), −1 for missed keys · `missed`: int32 (M,), positions of the missed keys
+    among the unique ones · `lookups`, `hits`: occurrences without padding, and those whose row was resident."""
+
+    inverse: Array
+    unique_keys: Array
+    unique_slots: Array
+    missed: Array
+    lookups: int
+    hits: int
+
+
+def number(keys: Array, slots: Array, last_batch: Array, unique_of_slot: Array, batch: int) -> Numbering:
+    """Numbers the unique keys of `keys` (int64 (N,), negative for padding), which the map has found in `slots` (int32
+    (N,)), and locks the resident ones by the stamp of `batch`."""
     inverse = np.empty(len(keys), np.int32)
     unique_keys = np.empty(len(keys), np.int64)
     unique_slots = np.empty(len(keys), np.int32)
@@ -36,6 +58,7 @@ def number(keys: Array, slots: Array, last_batch: Array, unique_of_slot: Array, 
 
 
 def resolve(inverse: Array, unique_slots: Array) -> Array:
+    """Home of every occurrence, int32 (N,): its key's slot, or `DROPPED`."""
     homes = np.empty(len(inverse), np.int32)
     parallel_for(homes_resolve, even_bounds(len(inverse), RESOLVE_GRAIN), inverse, unique_slots, homes)
     return homes
@@ -45,6 +68,7 @@ def resolve(inverse: Array, unique_slots: Array) -> Array:
 def keys_number(keys, slots, last_batch, unique_of_slot, batch, inverse, unique_keys, unique_slots, missed):
     """Numbers unique keys by first occurrence; see `plan.number`. The claim table holds at most half its cells."""
     n = keys.shape[0]
+    stamp = np.int32(batch)  # which wraps
     absent = 0
     for i in range(n):
         absent += np.int64(slots[i] < 0)
@@ -69,8 +93,8 @@ def keys_number(keys, slots, last_batch, unique_of_slot, batch, inverse, unique_
         lookups += 1
         s = slots[i]
         if s >= 0:
-            if last_batch[s] != batch:
-                last_batch[s] = batch
+            if last_batch[s] != stamp:
+                last_batch[s] = stamp
                 unique_of_slot[s] = unique
                 unique_keys[unique] = key
                 unique_slots[unique] = s

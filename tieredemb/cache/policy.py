@@ -13,17 +13,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch
 
 from tieredemb import config
-from tieredemb.kernels import twin
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
 
 MIN_SCORE = 1  # of a row that was written but never used
 MAX_SCORE = 2**32 - 1
@@ -63,22 +54,3 @@ def scoring(policy: config.Policy) -> Scoring:
     return Scoring(
         kind=kind, unit=unit, units_per_batch=units_per_batch, remember=remember, ties_by_age=remember, name=name
     )
-
-
-class PolicyKernels(Protocol):
-    """What a twin provides. Arrays over slots: `score` uint32 (C,), `last_batch` int32 (C,), `key` int64 (C,)."""
-
-    def raise_scores(self, slots: Array, score: Array, now: int, scoring: Scoring) -> None:
-        """One use of each slot in `slots` (int32 (U,), distinct) at clock `now`."""
-
-    def choose_victims(
-        self, count: int, key: Array, score: Array, last_batch: Array, oldest: np.int32, used: int, ties_by_age: bool
-    ) -> Array:
-        """Up to `count` slots below `used` (int32), those of the lowest score among the occupied ones (key ≥ 0) whose
-        last batch is before `oldest`, by signed 32-bit difference. Of equal scores the older last batch goes with
-        `ties_by_age`, any without."""
-
-
-def policy_kernels(device: torch.device) -> PolicyKernels:
-    kernels: PolicyKernels = twin(__name__, device)  # type: ignore[assignment]
-    return kernels

@@ -1,4 +1,4 @@
-"""CPU twin of the policy: scores raised over unique slots, victims chosen by a radix select that narrows as it goes."""
+"""The policy on the CPU: scores raised over unique slots, victims chosen by a radix select that narrows as it goes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ RAISE_GRAIN = 4096
 BINS = 1024
 
 
+# over slots: `score` uint32 (C,), `last_batch` int32 (C,), `key` int64 (C,)
+
+
 def raise_scores(slots: Array, score: Array, now: int, scoring: Scoring) -> None:
+    """One use of each slot in `slots` (int32 (U,), distinct) at clock `now`."""
     bounds = even_bounds(len(slots), RAISE_GRAIN)
     parallel_for(score_raise, bounds, slots, score, now, scoring.kind, scoring.unit)
 
@@ -25,6 +29,9 @@ def raise_scores(slots: Array, score: Array, now: int, scoring: Scoring) -> None
 def choose_victims(
     count: int, key: Array, score: Array, last_batch: Array, oldest: np.int32, used: int, ties_by_age: bool
 ) -> Array:
+    """Up to `count` slots below `used` (int32), those of the lowest score among the occupied ones (key ≥ 0) whose last
+    batch is before `oldest`, by signed 32-bit difference. Of equal scores the older last batch goes with `ties_by_age`,
+    any without."""
     ranks = np.empty(used, np.uint64)
     slots = np.empty(used, np.int32)
     found = candidates_collect(key, score, last_batch, oldest, used, ranks, slots)

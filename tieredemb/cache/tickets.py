@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tieredemb.errors import StorageError
-from tieredemb.kernels.segments import Segments, segments_of
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -91,25 +90,9 @@ class Ticket(Flight):
         self.inverse = inverse
         self.unique_keys = unique_keys
         self.unique_slots = unique_slots
-        self._segments: dict[int | None, Segments] = {}
 
     def size_bytes(self) -> int:
-        """Bytes of the plan's arrays, segments included."""
-        arrays = [self.homes, self.inverse, self.unique_keys, self.unique_slots]
-        for segments in self._segments.values():
-            arrays += [segments.starts, segments.order]
-        return sum(array.nbytes for array in arrays)
-
-    def segments(self, untrained_key: int | None = None) -> Segments:
-        """The occurrences sorted by unique key, in order within each; those of `untrained_key` are left out."""
-        if untrained_key not in self._segments:
-            inverse = self.inverse
-            if untrained_key is not None:
-                skipped = np.flatnonzero(self.unique_keys == untrained_key)
-                if len(skipped):
-                    inverse = np.where(inverse == skipped[0], np.int32(-1), inverse)
-            self._segments[untrained_key] = segments_of(inverse, self.unique_slots)
-        return self._segments[untrained_key]
+        return sum(array.nbytes for array in (self.homes, self.inverse, self.unique_keys, self.unique_slots))
 
 
 class TicketBook:

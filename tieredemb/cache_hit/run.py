@@ -147,13 +147,13 @@ def contenders(policies: dict[str, Policy], *, references: bool) -> list[Contend
 
 def _run_cache(workload: Workload, capacity: int, policy: Policy, advance: Advance) -> tuple[int, int, int]:
     """Hits, fetched rows and evictions of the measured batches."""
-    from tieredemb.cache.host.cache import TieredCache
+    from tieredemb.cache.host.cache import HostCache
     from tieredemb.storage.base import RowLayout
     from tieredemb.storage.host import HostMemory
 
     ids, size = workload.trace.ids, workload.batch_size
     cold = HostMemory().open(RowLayout(rows=workload.trace.rows, width=0), name="", identity={})
-    cache = TieredCache(cold, slots=capacity, policy=policy, lock_window=workload.lock_window)
+    cache = HostCache(cold, slots=capacity, policy=policy, lock_window=workload.lock_window)
     measured_from = workload.first_batch * size
     before = cache.stats()
     for start in range(0, ids.size, size):

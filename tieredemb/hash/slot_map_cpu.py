@@ -1,4 +1,4 @@
-"""CPU twin of the slot map. Erasing shifts the cells behind back instead of leaving tombstones: updates come from one
+"""The slot map on the CPU. Erasing shifts the cells behind back instead of leaving tombstones: updates come from one
 thread here, so the map never needs a rebuild."""
 
 from __future__ import annotations
@@ -18,19 +18,28 @@ FIND_GRAIN = 8192  # finds a thread is worth
 
 
 class SlotMap:
+    """A map for up to `slots` keys. Keys are int64 in [0, 2^48), slots int32 in [0, slots); no call keeps its
+    arrays."""
+
     def __init__(self, slots: int) -> None:
         self.cells: Array = np.zeros((max(2, int(slots / LOAD)), 2), np.int64)
 
-    def find(self, keys: Array, slots: Array) -> None:
+    def find(self, keys: Array) -> Array:
+        """The slot of each key, int32 (N,), or `NOT_FOUND`. Negative keys are never found."""
+        slots = np.empty(len(keys), np.int32)
         parallel_for(slot_map_find, even_bounds(len(keys), FIND_GRAIN), self.cells, keys, slots)
+        return slots
 
     def insert(self, keys: Array, slots: Array) -> None:
+        """Adds absent, distinct `keys` (M,) with their `slots` (M,)."""
         slot_map_insert(self.cells, keys, slots)
 
     def erase(self, keys: Array) -> None:
+        """Removes present, distinct `keys` (M,)."""
         slot_map_erase(self.cells, keys)
 
     def grow(self, slots: int) -> None:
+        """Makes room for `slots` keys, keeping the content."""
         old = self.cells
         if int(slots / LOAD) > len(old):
             used = old[:, 0] != EMPTY_CELL

@@ -10,9 +10,15 @@ A replayed CUDA graph runs no Python and so has no ranges: there the names of th
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -40,6 +46,22 @@ def marked(name: str) -> contextlib.AbstractContextManager[object]:
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"tieredemb.{name}")  # type: ignore[no-untyped-call]
+
+
+def ranged(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes each call of a function such a range."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **keywords: P.kwargs) -> R:
+            if not torch._C._autograd._profiler_enabled():
+                return function(*args, **keywords)
+            with torch.profiler.record_function(f"tieredemb.{name}"):  # type: ignore[no-untyped-call]
+                return function(*args, **keywords)
+
+        return call
+
+    return decorate
 
 
 def part_of(kernel: str) -> str | None:

@@ -1,7 +1,12 @@
-"""CPU twin of the segments: one pass of a counting sort, since the plan has numbered the unique keys already."""
+"""Segments on the CPU: the occurrences of a batch grouped by row, each row's in the order of the batch.
+
+The backward sums a row's gradients along its segment, so this order is what makes results independent of slots,
+threads and timing. One pass of a counting sort, since the plan has numbered the unique keys already.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,18 +17,30 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-def group(inverse: Array, segments: int) -> tuple[Array, Array]:
-    starts = np.zeros(segments + 1, np.int64)
+@dataclass(frozen=True)
+class Segments:
+    """`homes`: int32 (U,), one a segment · `starts`: int64 (U + 1,) into `order` · `order`: int32 (occurrences,)."""
+
+    homes: Array
+    starts: Array
+    order: Array
+
+
+def segments_of(inverse: Array, homes: Array) -> Segments:
+    """Groups occurrences by `inverse` (int32 (N,), −1 left out) into the U segments of `homes`; a segment may be
+    empty."""
+    starts = np.zeros(len(homes) + 1, np.int64)
     order = np.empty(len(inverse), np.int32)
     kept = occurrences_sort(inverse, starts, order)
-    return starts, order[:kept]
+    return Segments(homes, starts, order[:kept])
 
 
-def number_homes(homes: Array, slots: int) -> tuple[Array, Array]:
+def segments_of_homes(homes: Array, slots: int) -> Segments:
+    """Groups occurrences by their home (int32 (N,), negative left out, below `slots`): for several batches at once."""
     inverse = np.empty(len(homes), np.int32)
     unique = np.empty(len(homes), np.int32)
     count = homes_number(homes, np.full(slots, -1, np.int32), inverse, unique)
-    return inverse, unique[:count].copy()
+    return segments_of(inverse, unique[:count].copy())
 
 
 @jit

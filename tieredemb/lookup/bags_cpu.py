@@ -1,20 +1,101 @@
-"""CPU twin of the bags."""
+"""The bags of a batch on the CPU: ids and offsets checked, and turned into keys of one key space."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tieredemb.errors import IdOutOfRangeError, InvalidInputError
 from tieredemb.kernels.cpu import even_bounds, jit, parallel_for
+from tieredemb.lookup.bags import KeySpace, id_out_of_range, offsets_out_of_order
 
 if TYPE_CHECKING:
-    from tieredemb.lookup.bags import Bags, KeySpace
-
     Array = np.ndarray[Any, Any]
 
 BAG_GRAIN = 16384
 ALL_VALID = -1
+
+
+@dataclass(frozen=True)
+class Bags:
+    """The bags of one key space in one batch of B samples.
+
+    `keys`: int64 (N,), negative for padding · `offsets`: int64 (T·B + 1,) into `keys` · `sample`, `table`: int32 (N,),
+    the sample and the table of each occurrence · `position`: int64 (N,) of each occurrence in the ids given, or None
+    where they are the same.
+    """
+
+    keys: Array
+    offsets: Array
+    sample: Array
+    table: Array
+    position: Array | None
+    batch: int
+
+
+def checked_edges(offsets: Array, ids: int, edges: int, *, exact: bool) -> Array:
+    """Checked offsets with the end of the last bag, as an int64 array of our own: backward reads them again, and
+    loaders reuse their buffers. `edges`: how many there are to be, the last of which may be missing and is then `ids` ·
+    `exact`: whether the last must be that. Raises `InvalidInputError`."""
+    array = offsets.astype(np.int64)
+    if len(array):
+        check_offsets(array, ids)
+    if len(array) < edges:
+        array = np.append(array, ids)
+    if exact and array[-1] != ids:
+        before = int(array[-2]) if len(array) > 1 else 0
+        raise InvalidInputError(offsets_out_of_order(len(array) - 1, int(array[-1]), before, ids, len(array)))
+    return array
+
+
+def check_offsets(offsets: Array, ids: int) -> None:
+    """Raises `InvalidInputError` unless `offsets` (int64 (K,), K ≥ 1) rise from 0 to at most `ids`."""
+    wrong = np.flatnonzero(offsets[1:] < offsets[:-1]) + 1
+    first = 0 if offsets[0] != 0 else int(wrong[0]) if len(wrong) else len(offsets) - 1
+    if offsets[0] != 0 or len(wrong) or offsets[-1] > ids:
+        before = offsets[first - 1] if first else 0
+        raise InvalidInputError(offsets_out_of_order(first, int(offsets[first]), int(before), ids, len(offsets)))
+
+
+def make_bags(ids: Array, offsets: Array, space: KeySpace, batch: int, *, padding_is_dropped: bool) -> Bags:
+    """The bags of `space` among `ids` (int32 or int64 (N,)) and checked `offsets` (int64 (T·B + 1,), all tables).
+
+    Padding becomes a negative key if `padding_is_dropped`. Raises `IdOutOfRangeError` for the first id outside its
+    table.
+    """
+    local = offsets if space.covers_all else _local_offsets(offsets, space, batch)
+    n = int(local[-1])
+    bags = Bags(
+        keys=np.empty(n, np.int64),
+        offsets=local,
+        sample=np.empty(n, np.int32),
+        table=np.empty(n, np.int32),
+        position=None if space.covers_all else np.empty(n, np.int64),
+        batch=batch,
+    )
+    padding = space.padding if padding_is_dropped else np.full(len(space.tables), -1, np.int64)
+    bad = fill(ids, offsets, space, padding, bags)
+    if bad >= 0:
+        _refuse_id(ids, offsets, space, batch, bad)
+    return bags
+
+
+def _local_offsets(offsets: Array, space: KeySpace, batch: int) -> Array:
+    """The offsets of the tables of `space` alone, as if only their ids had been given."""
+    local = np.zeros(len(space.tables) * batch + 1, np.int64)
+    for j, table in enumerate(space.tables):
+        bags = offsets[table * batch : (table + 1) * batch + 1]
+        local[j * batch : (j + 1) * batch + 1] = bags - bags[0] + local[j * batch]
+    return local
+
+
+def _refuse_id(ids: Array, offsets: Array, space: KeySpace, batch: int, position: int) -> None:
+    bag = int(np.searchsorted(offsets, position, side="right")) - 1
+    j = int(np.flatnonzero(space.tables == bag // batch)[0])
+    rows = int(space.start[j + 1] - space.start[j])
+    raise IdOutOfRangeError(id_out_of_range(space.names[j], rows, int(ids[position]), position))
 
 
 def fill(ids: Array, offsets: Array, space: KeySpace, padding: Array, bags: Bags) -> int:
@@ -25,7 +106,7 @@ def fill(ids: Array, offsets: Array, space: KeySpace, padding: Array, bags: Bags
         first
         for first in parallel_for(
             bags_fill,
-            even_bounds(len(space) * bags.batch, BAG_GRAIN),
+            even_bounds(len(space.tables) * bags.batch, BAG_GRAIN),
             *(ids, offsets, bags.offsets, space.tables, space.start, padding, bags.batch, *outputs),
         )
         if first != ALL_VALID

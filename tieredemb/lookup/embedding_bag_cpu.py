@@ -1,4 +1,8 @@
-"""CPU twin of the pooled lookup."""
+"""Pooled lookup of all bags of all tables on the CPU: sum, mean, max, weighted.
+
+Rows are read where they live (their homes); sums run in float32 in the order of the ids and are rounded once, into the
+output's dtype.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tieredemb.kernels.cpu import even_bounds, fma, inline, jit, load, parallel_for, prefetch, store
-from tieredemb.lookup.bags import MAX, MEAN, Bags, KeySpace
+from tieredemb.lookup.bags import MAX, MEAN, KeySpace
+from tieredemb.lookup.bags_cpu import Bags
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 POOL_GRAIN = 65536  # row elements a thread is worth
 LINE_BYTES = 64
+NO_WEIGHTS = np.empty(0, np.float32)
+NO_ARGMAX = np.empty((0, 0), np.int32)
 
 
 def _samples(bags: Bags, width: int) -> list[int]:
@@ -23,17 +30,26 @@ def _samples(bags: Bags, width: int) -> list[int]:
 
 
 def pool(weight: Array, homes: Array, bags: Bags, space: KeySpace, weights: Array, out: Array, argmax: Array) -> None:
+    """Writes the pooled rows of `bags` to columns `space.column` of `out` (carrier (B, ΣD)).
+
+    `weight`: carrier (C, D), the hot rows · `homes`: int32 (N,) · `weights`: float32 (N,), for sums, or `NO_WEIGHTS` ·
+    `argmax`: int32 (B, ΣD), comes as −1 and takes the winning occurrence of each maximum, or `NO_ARGMAX`.
+    """
     args = (weight, homes, bags.offsets, bags.batch, space.mode, space.column, weights, out, argmax)
     parallel_for(bags_pool, _samples(bags, space.width), *args)
 
 
 def mean_scale(bags: Bags, space: KeySpace, homes: Array) -> Array:
+    """What each occurrence's share of the output's gradient is multiplied by, float32 (N,): one over the bag's size in
+    a mean."""
     scale = np.empty(len(homes), np.float32)
     bags_mean_scale(homes, bags.offsets, bags.batch, space.mode, scale)
     return scale
 
 
 def weights_gradient(weight: Array, homes: Array, bags: Bags, space: KeySpace, grad: Array) -> Array:
+    """Gradient of per-sample weights, float32 (N,): the inner product of each row (`weight`, at `homes`) with the
+    gradient of its bag (`grad`, float32 (B, ΣD)). Zero for padding."""
     gradient = np.empty(len(homes), np.float32)
     args = (weight, homes, bags.offsets, bags.batch, space.column, grad, gradient)
     parallel_for(bags_weights_gradient, _samples(bags, space.width), *args)

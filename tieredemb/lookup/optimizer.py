@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tieredemb.kernels.cpu import Pass
-    from tieredemb.kernels.segments import Segments
+    from tieredemb.kernels.segments_cpu import Segments
     from tieredemb.lookup.bags import KeySpace
 
     Array = np.ndarray[Any, Any]

@@ -13,7 +13,7 @@ from tieredemb.lookup.embedding_bag_cpu import row_prefetch
 from tieredemb.lookup.optimizer import ADAGRAD, ADAM, CHUNK, ROW_WISE_ADAGRAD, SGD, Gradient, Hyperparameters
 
 if TYPE_CHECKING:
-    from tieredemb.kernels.segments import Segments
+    from tieredemb.kernels.segments_cpu import Segments
     from tieredemb.lookup.bags import KeySpace
 
     Array = np.ndarray[Any, Any]

@@ -4,38 +4,28 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import os
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from tieredemb.errors import BackwardError, ConfigError, UnsupportedError
-from tieredemb.kernels.ranges import marked
-from tieredemb.modules.options import LookupOptions
+from tieredemb.errors import ConfigError, UnsupportedError
+from tieredemb.lookup.options import LookupOptions
+from tieredemb.modules.forwards import LISTENERS, tell
 from tieredemb.stats import CacheStats
-from tieredemb.step.call import BackwardPass, Call, Lookup, inside_backward
-from tieredemb.step.forwards import LISTENERS, tell
-from tieredemb.step.inputs import Batch
-from tieredemb.step.planned_forwards import Ahead, Lane, Planned
+from tieredemb.step.batch import Batch
+from tieredemb.step.call import inside_backward
+from tieredemb.step.engine import Engine
+from tieredemb.step.planned_forwards import PlanExecutor, Planned
 from tieredemb.storage.base import CARRIERS
+from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.fused_optimizer import FusedOptimizer
-from tieredemb.tables.group import TableSetConfig
 from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:
     from tieredemb.step.call_memory import CallMemory
-
-
-class _Accumulated:
-    """What `accumulate()` keeps for the update at its end. The context alone holds it: one that was left in whatever
-    way keeps no later backward from its update."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Call, torch.Tensor]] = []
 
 
 class TieredModule(nn.Module, abc.ABC):
@@ -43,19 +33,15 @@ class TieredModule(nn.Module, abc.ABC):
 
     def __init__(self, config: TableSetConfig, options: LookupOptions) -> None:
         super().__init__()
-        self.tables = TableSet(config)
+        self.engine = Engine(TableSet(config), config.optimizer)
         self.options = options
+        self.table_configs = config.tables
         self._frozen = False
-        self._fused = None if config.optimizer is None else FusedOptimizer(self.tables, config.optimizer)
         self._connect()
 
     def _connect(self) -> None:
-        self.backward_pass = BackwardPass(self._apply_updates)
-        self.ahead = Ahead()
-        # threads whose captured step gives it buffers, in which ids of longer batches are left
-        self.ids_may_exceed_bags: set[int] = set()
-        self._accumulates: weakref.ref[_Accumulated] | None = None
-        # a plain tensor, no Parameter: it only makes autograd ask for a gradient
+        self._context = self.engine.context(self.options)
+        # a plain tensor, no Parameter: it only makes autograd ask for a gradient, and lies where the tables are
         self._hook = self._make_hook()
 
     def _make_hook(self) -> torch.Tensor:
@@ -63,101 +49,47 @@ class TieredModule(nn.Module, abc.ABC):
             return torch.zeros(0, device=self.tables.config.device, requires_grad=not self._frozen)
 
     @property
+    def tables(self) -> TableSet:
+        """The tables, wherever their rows are."""
+        return self.engine.tables
+
+    @property
     def fused_optimizer(self) -> FusedOptimizer:
         """The optimizer that backward applies. Raises `ConfigError` where the module was built without one."""
-        if self._fused is None:
+        if self.engine.optimizer is None:
             raise ConfigError(
                 "this module has no optimizer; pass optimizer=tieredemb.Adagrad(lr=…) (or SGD, RowWiseAdagrad, Adam) "
                 "to its constructor to train it"
             )
-        return self._fused
+        return self.engine.optimizer
 
     @property
     def is_trainable(self) -> bool:
         """Whether a backward updates the rows."""
-        return self._fused is not None and not self._frozen
+        return self.engine.optimizer is not None and not self._frozen
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
     def _lookup(self, batch: Batch) -> torch.Tensor:
         """Pools a batch: (B, ΣD)."""
-        within = self.backward_pass.touch() if inside_backward() else None
-        grad, weights = torch.is_grad_enabled(), batch.weights
-        if grad and not self._frozen:
-            self._check_world_size()
-        if grad and (not self._frozen or (weights is not None and weights.requires_grad)):
-            make = functools.partial(self._begin, batch, trains=not self._frozen)
-            # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
-            # captured step to an earlier one
-            hook = self._hook if self._frozen else self._hook.detach().requires_grad_()
-            return Lookup.apply(hook, weights, make, within)  # type: ignore[no-any-return, no-untyped-call]
-        call = self._begin(batch, trains=False)
-        try:
-            with marked("lookup"):
-                return call.pool(weights, differentiable=False)
-        finally:
-            call.release()
-
-    def _begin(self, batch: Batch, *, trains: bool) -> Call:
-        """The call of a forward: planned ahead for its very tensors, or now."""
-        recomputed = inside_backward()
-        if LISTENERS and not recomputed:
-            tell(self, batch, trains=trains)
-        self.tables.check_earlier()
-        call = None if recomputed else self.ahead.take(batch.given)
-        if call is None:
-            call = batch.call(self, trains=trains)
-        try:
-            call.start()
-        except BaseException:
-            call.release()
-            raise
-        return call
-
-    def plan_ahead(
-        self, lane: Lane, *inputs: torch.Tensor, trains: bool = True, memory: CallMemory | None = None
-    ) -> Planned:
-        """Plans a forward before it comes, on `lane`, from the ids and offsets that it will be given. A forward of
-        other tensors, or of these once they were changed, plans by itself, and so does one whose plan failed; plans
-        never taken are to be dropped. `trains`: whether a backward is expected · `memory`: on a GPU, where to plan."""
-        trains = trains and not self._frozen
-        if lane.apart:
-            for group in self.tables.groups:
-                group.cache.let_go()
-        holds = [group.cache.hold() if lane.apart else None for group in self.tables.groups]
-        # before the lane's stream is used: a capture on another thread may have forked into it
-        with contextlib.nullcontext() if lane.apart else self.tables.planning():
-            planned = Planned(inputs, lane.submit(self._plan, inputs, holds, trains=trains, memory=memory))
-        self.ahead.add(planned)
-        return planned
-
-    def _plan(
-        self, inputs: tuple[torch.Tensor, ...], holds: list[Any], *, trains: bool, memory: CallMemory | None
-    ) -> Call:
-        with contextlib.ExitStack() as ahead:
-            for group, hold in zip(self.tables.groups, holds, strict=True):
-                ahead.enter_context(group.cache.ahead(inputs, hold))
-            return self._batch(*inputs).call(self, trains=trains, ahead=True, memory=memory)
+        if LISTENERS and not inside_backward():
+            tell(self, batch, trains=torch.is_grad_enabled() and not self._frozen)
+        return self.engine.lookup(batch, self._context, self._hook)
 
     @abc.abstractmethod
     def _batch(self, *inputs: Any) -> Batch:
         """The batch that a forward of `inputs` looks up. Raises `InvalidInputError`."""
 
-    def _apply_updates(self, collected: list[tuple[Call, torch.Tensor]]) -> None:
-        """Applies the calls of one backward pass in forward order, or keeps them for the end of `accumulate()`."""
-        kept = self._accumulated
-        if kept is not None:
-            kept.calls += collected
-            return
-        try:
-            with marked("update"):
-                type(collected[0][0]).apply(self, collected)
-        finally:
-            for call, _ in collected:
-                call.release()
+    def plan_ahead(
+        self, executor: PlanExecutor, *inputs: torch.Tensor, trains: bool = True, memory: CallMemory | None = None
+    ) -> Planned:
+        """Plans a forward before it comes, by `executor`, from the ids and offsets that it will be given. A forward of
+        other tensors, or of these once they were changed, plans by itself, and so does one whose plan failed; plans
+        never taken are to be dropped. `trains`: whether a backward is expected · `memory`: on a GPU, where to plan."""
+        trains = trains and not self._frozen
+        return self.engine.plan_ahead(executor, inputs, self._batch, self._context, trains=trains, memory=memory)
 
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Sums the gradients of all backward passes inside the context and applies one optimizer step at its end: the
         bits of one backward through the micro-batches as one batch, given equal gradients of the outputs.
 
@@ -169,48 +101,7 @@ class TieredModule(nn.Module, abc.ABC):
         ...     for micro_batch in torch.randint(1000, (4, 8, 3)):
         ...         (bag(micro_batch).sum() / 4).backward()
         """
-        if self._accumulated is not None:
-            raise BackwardError("accumulate() is active already; one context holds all micro-batches of a step")
-        kept = _Accumulated()
-        with self.tables.locked():  # not amid another thread's capture
-            self._accumulates = weakref.ref(kept)
-        try:
-            yield
-        except BaseException:
-            for call, _ in kept.calls:
-                call.release()
-            raise
-        finally:
-            self._accumulates = None
-        if kept.calls:
-            self._apply_updates(sorted(kept.calls, key=lambda pair: pair[0].number))
-
-    @property
-    def _accumulated(self) -> _Accumulated | None:
-        """What `accumulate()` has kept so far, while it is active."""
-        return None if self._accumulates is None else self._accumulates()
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether `accumulate()` is active."""
-        return self._accumulated is not None
-
-    def check_trainable(self) -> FusedOptimizer:
-        """The optimizer; raises `BackwardError` without one (never a silent default learning rate)."""
-        if self._fused is None:
-            raise BackwardError(
-                "backward reached a module that was built without an optimizer, so it cannot update its rows; pass "
-                "optimizer=tieredemb.Adagrad(lr=…), or call requires_grad_(False) on the module to keep it as it is"
-            )
-        return self._fused
-
-    def _check_world_size(self) -> None:
-        distributed = torch.distributed
-        if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-            raise UnsupportedError(
-                f"training in a world of {distributed.get_world_size()} processes is not supported: each would update "
-                f"its own copy of the rows and they would drift apart; train in one process, or serve under no_grad()"
-            )
+        return self.engine.accumulate()
 
     def requires_grad_(self, requires_grad: bool = True) -> TieredModule:
         """Freezes the tables (False): outputs need no gradient and rows stay; or thaws them. Call it on this module:
@@ -247,7 +138,7 @@ class TieredModule(nn.Module, abc.ABC):
         """
         from tieredemb.tables.checkpoint import save
 
-        save(self.tables, self._fused, directory, {} if extra is None else extra)
+        save(self.tables, self.engine.optimizer, directory, {} if extra is None else extra)
 
     def load_checkpoint(self, directory: str | os.PathLike[str], *, recover: bool = False) -> dict[str, Any]:
         """Replaces all rows by those of a checkpoint, at any capacity, tier and policy; returns its `extra`.
@@ -259,8 +150,8 @@ class TieredModule(nn.Module, abc.ABC):
         """
         from tieredemb.tables.checkpoint import load
 
-        self.ahead.drop_all()
-        extra: dict[str, Any] = load(self.tables, self._fused, directory, recover=recover)
+        self.engine.planned.drop_all()
+        extra: dict[str, Any] = load(self.tables, self.engine.optimizer, directory, recover=recover)
         return extra
 
     def _weight_key(self, table: int) -> str:
@@ -320,13 +211,9 @@ class TieredModule(nn.Module, abc.ABC):
         if shared.device.type == "cpu" and shared.is_shared():  # type: ignore[no-untyped-call]
             raise UnsupportedError("rows cannot be shared between processes; train in one process")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if probe.device != self.tables.config.device:
-            self.ahead.drop_all()
-            self.tables.move(probe.device)
-        if probe.device != self._hook.device:  # of an interrupted move, too
+        self.engine.move(probe.device)
+        if probe.device != self._hook.device:  # of an interrupted move, too, or one of another module on the tables
             self._hook = self._make_hook()
-        if self._fused is not None:
-            self._fused.move()
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -339,8 +226,7 @@ class TieredModule(nn.Module, abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        self.ahead.drop_all()  # the copy plans for itself, and tables are copied while no batch is in flight
-        del state["backward_pass"], state["_hook"], state["_accumulates"], state["ahead"]
+        del state["_context"], state["_hook"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

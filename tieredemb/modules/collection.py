@@ -8,11 +8,13 @@ import torch
 
 from tieredemb.config import Capacity, CheckIds, OptimizerConfig, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.base import TieredModule
-from tieredemb.modules.options import LookupOptions, table_set_config
+from tieredemb.modules.inputs import as_ids, as_offsets, check_weights
+from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
-from tieredemb.step.inputs import Batch, as_ids, as_offsets, check_weights
 from tieredemb.storage.base import Storage
+from tieredemb.tables.config import table_set_config
 
 
 class TieredEmbeddingBagCollection(TieredModule):
@@ -77,15 +79,15 @@ class TieredEmbeddingBagCollection(TieredModule):
     def _batch(
         self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
     ) -> Batch:
-        ids = as_ids("indices", indices, self)
+        ids = as_ids("indices", indices, self._hook.device)
         if indices.dim() != 1:
             raise InvalidInputError(f"indices must have one dimension, got shape {tuple(indices.shape)}")
-        configs = self.tables.config.tables
+        configs = self.table_configs
         if per_sample_weights is not None and any(table.mode != "sum" for table in configs):
             other = next(table for table in configs if table.mode != "sum")
             raise InvalidInputError(f"per_sample_weights needs mode='sum'; table {other.name!r} has {other.mode!r}")
         weights = check_weights(per_sample_weights, indices)
-        edges = as_offsets(offsets, self)
+        edges = as_offsets(offsets, self._hook.device)
         batch, rest = divmod(len(edges) - 1, len(configs))
         if len(edges) == 0 or rest:
             raise InvalidInputError(

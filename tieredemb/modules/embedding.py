@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from tieredemb.config import Capacity, CheckIds, Init, Normal, OptimizerConfig, Placement, Policy, TableConfig
+from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.base import TieredModule
-from tieredemb.modules.options import LookupOptions, table_set_config
+from tieredemb.modules.inputs import as_ids, equal_bags
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
+from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
-from tieredemb.step.inputs import Batch, as_ids, equal_bags
 from tieredemb.storage.base import Storage
+from tieredemb.tables.config import table_set_config
 
 
 class TieredEmbedding(TieredModule):
@@ -101,7 +103,7 @@ class TieredEmbedding(TieredModule):
         return self._lookup(self._batch(input)).reshape(*input.shape, self.embedding_dim)
 
     def _batch(self, input: torch.Tensor) -> Batch:
-        ids = as_ids("input", input, self)
+        ids = as_ids("input", input, self._hook.device)
         n = len(ids)
         return Batch(ids, equal_bags(n, 1, ids.device), n + 1, True, n, None, (input,))
 

@@ -8,12 +8,14 @@ import torch
 
 from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, OptimizerConfig, Placement, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.base import TieredModule
-from tieredemb.modules.options import LookupOptions, table_set_config
+from tieredemb.modules.inputs import as_ids, as_offsets, check_weights, equal_bags
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
+from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
-from tieredemb.step.inputs import Batch, as_ids, as_offsets, check_weights, equal_bags
 from tieredemb.storage.base import Storage
+from tieredemb.tables.config import table_set_config
 
 
 class TieredEmbeddingBag(TieredModule):
@@ -144,7 +146,7 @@ class TieredEmbeddingBag(TieredModule):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> Batch:
-        ids = as_ids("input", input, self)
+        ids = as_ids("input", input, self._hook.device)
         if per_sample_weights is not None and self.mode != "sum":
             raise InvalidInputError(f"per_sample_weights needs mode='sum', this module has mode={self.mode!r}")
         weights = check_weights(per_sample_weights, input)
@@ -158,7 +160,7 @@ class TieredEmbeddingBag(TieredModule):
             raise InvalidInputError(f"input must have one or two dimensions, got shape {tuple(input.shape)}")
         if offsets is None:
             raise InvalidInputError("offsets is missing: 1-D input needs the start of each bag; or pass 2-D input")
-        starts = as_offsets(offsets, self)
+        starts = as_offsets(offsets, self._hook.device)
         if self.include_last_offset and len(starts) == 0:
             raise InvalidInputError("with include_last_offset offsets has at least one element, got none")
         if len(starts) == 0:

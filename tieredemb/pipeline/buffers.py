@@ -9,8 +9,8 @@ import torch
 
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.compiler import copy_on_device
+from tieredemb.modules.forwards import Forward
 from tieredemb.pipeline.batches import Path, map_tensors, tensors_of
-from tieredemb.step.forwards import Forward
 from tieredemb.step.planned_forwards import identity
 
 

@@ -16,11 +16,11 @@ from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.captures import Capture
 from tieredemb.kernels.streams import capture_lock, on_device, side_stream
 from tieredemb.modules.base import TieredModule
+from tieredemb.modules.forwards import Forward
 from tieredemb.pipeline.batches import map_tensors
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.leaves import Leaves
 from tieredemb.pipeline.lookups import Learned, Lookup, learn
-from tieredemb.step.forwards import Forward
 from tieredemb.tables.group import DeviceGroup
 
 R = TypeVar("R")
@@ -66,7 +66,7 @@ class StepFunction(Generic[R]):
     def accumulates(self) -> bool:
         """Whether gradients are being summed around the call, which a graph knows nothing of."""
         for module in self.modules:  # noqa: SIM110 - asked of each replay, and a generator costs most of it
-            if module.accumulates:
+            if module.engine.accumulates:
                 return True
         return False
 
@@ -87,12 +87,12 @@ class StepFunction(Generic[R]):
         """Ids beyond the last bag are what is left of longer batches, and no fault."""
         thread = threading.get_ident()
         for module in self.modules:
-            module.ids_may_exceed_bags.add(thread)
+            module.engine.ids_may_exceed_bags.add(thread)
         try:
             yield
         finally:
             for module in self.modules:
-                module.ids_may_exceed_bags.discard(thread)
+                module.engine.ids_may_exceed_bags.discard(thread)
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:

@@ -21,7 +21,6 @@ from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.device.replays import NOTHING_PLANNED, DeviceTicket, Replays
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.streams import on_device
-from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
 from tieredemb.pipeline.lanes import StreamLane
@@ -30,7 +29,7 @@ from tieredemb.pipeline.uncapturable import explain
 from tieredemb.step.call import Call
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_call import DeviceCall
-from tieredemb.step.planned_forwards import Given, Planned
+from tieredemb.step.planned_forwards import Given, Planned, PlannedForwards
 
 R = TypeVar("R")
 Lookups = Callable[[Any], Sequence[Lookup]]
@@ -219,10 +218,10 @@ class _Turn(Generic[R]):
         self.buffers = buffers
         self.batch: Any = None
         self.graph: _Graph[R] | None = None
-        self._planned: list[tuple[TieredModule, Planned]] = []
-        # as they were planned last by launches, and of what; replays plan to where these are
+        self._planned: list[tuple[PlannedForwards, Planned]] = []
+        # as they were planned last by launches, of what, and among which; replays plan to where these are
         self._calls: list[DeviceCall] = []
-        self._given: list[Given] = []
+        self._given: list[tuple[PlannedForwards, Given]] = []
 
     @property
     def memories(self) -> list[CallMemory]:
@@ -249,9 +248,9 @@ class _Turn(Generic[R]):
             if lookup is not None:
                 trains = lookup.trains and step.trains
                 planned = lookup.module.plan_ahead(lane, *lookup.given, trains=trains, memory=memory)
-                self._planned.append((lookup.module, planned))
+                self._planned.append((lookup.module.engine.planned, planned))
         if not any(planned.failed for _, planned in self._planned):
-            self._calls, self._given = self.calls(), [planned.given for _, planned in self._planned]
+            self._calls, self._given = self.calls(), [(among, planned.given) for among, planned in self._planned]
 
     def check_planned(self) -> None:
         """Raises what planning has ended in."""
@@ -260,7 +259,7 @@ class _Turn(Generic[R]):
 
     def calls(self) -> list[DeviceCall]:
         """The planned forwards; none if they are not all there."""
-        if any(planned.failed or not module.ahead.holds(planned) for module, planned in self._planned):
+        if any(planned.failed or not among.holds(planned) for among, planned in self._planned):
             return []
         return [cast("DeviceCall", planned.future.result()) for _, planned in self._planned]
 
@@ -273,29 +272,29 @@ class _Turn(Generic[R]):
     def planned_again(self, offsets: list[list[int]], first: dict[DeviceCache, int]) -> None:
         """A replay has planned them, as batches at `offsets` from the `first` of each cache."""
         self._planned = []
-        for call, given, ahead in zip(self._calls, self._given, offsets, strict=True):
+        for call, (among, given), ahead in zip(self._calls, self._given, offsets, strict=True):
             batches = [first[part.group.cache] + number for part, number in zip(call.parts, ahead, strict=True)]
             planned = Planned(given, _done(call.again(batches)))
-            call.module.ahead.add(planned)
-            self._planned.append((call.module, planned))
+            among.add(planned)
+            self._planned.append((among, planned))
 
     def over(self) -> None:
         """A replay has computed the batch."""
         planned, self._planned, self.batch = self._planned, [], None
-        for module, each in planned:
-            module.ahead.drop(each)
+        for among, each in planned:
+            among.drop(each)
 
     def drop(self) -> int:
         """Gives up the plans that no forward has taken, and forgets the batch; returns how many there were. The current
         stream waits for them, as it may be about to overwrite what they read."""
         planned, self._planned, self.batch = self._planned, [], None
-        dropped = [each for module, each in planned if module.ahead.holds(each) and not each.failed]
+        dropped = [each for among, each in planned if among.holds(each) and not each.failed]
         try:
             for each in dropped:
                 cast("DeviceCall", each.future.result()).arrive()
         finally:
-            for module, each in planned:
-                module.ahead.drop(each)
+            for among, each in planned:
+                among.drop(each)
         return len(dropped)
 
 

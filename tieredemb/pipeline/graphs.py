@@ -12,13 +12,13 @@ from tieredemb.config import is_whole
 from tieredemb.errors import InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.captures import CAPTURING
 from tieredemb.kernels.streams import on_device
+from tieredemb.modules.forwards import Forward, heard
+from tieredemb.modules.inputs import MAX_IDS
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction, check_capturable, detached
 from tieredemb.pipeline.graph_ahead import StepAhead
 from tieredemb.pipeline.prefetch import running
 from tieredemb.pipeline.uncapturable import explain
-from tieredemb.step.forwards import Forward, heard
-from tieredemb.step.inputs import MAX_IDS
 
 R = TypeVar("R")
 

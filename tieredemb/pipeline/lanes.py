@@ -17,7 +17,7 @@ from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.batches import map_tensors, tensors_of
 from tieredemb.pipeline.lookups import Lookup
 from tieredemb.step.call import Call
-from tieredemb.step.planned_forwards import Lane, Planned
+from tieredemb.step.planned_forwards import PlanExecutor, Planned
 
 
 class Lanes:
@@ -26,7 +26,7 @@ class Lanes:
 
     def __init__(self, modules: Mapping[str, TieredModule]) -> None:
         kinds = dict.fromkeys(map(_kind, modules.values()))
-        self._lanes: dict[tuple[torch.device, bool], Lane] = {kind: _lane(*kind) for kind in kinds}
+        self._lanes: dict[tuple[torch.device, bool], PlanExecutor] = {kind: _lane(*kind) for kind in kinds}
         devices = {device for device, _ in kinds}
         self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
 
@@ -59,13 +59,13 @@ def _kind(module: TieredModule) -> tuple[torch.device, bool]:
     return module.tables.config.device, waits
 
 
-def _lane(device: torch.device, waits: bool) -> Lane:
+def _lane(device: torch.device, waits: bool) -> PlanExecutor:
     if device.type != "cuda":
         return ThreadLane()
     return WorkerLane(device) if waits else StreamLane(device)
 
 
-class ThreadLane(ThreadPoolExecutor, Lane):
+class ThreadLane(ThreadPoolExecutor, PlanExecutor):
     """One thread: it waits for storage and copies rows while others compute."""
 
     apart = True
@@ -76,7 +76,7 @@ class ThreadLane(ThreadPoolExecutor, Lane):
         super().__init__(1, thread_name_prefix="tieredemb-prefetch", initializer=use_own_threads)
 
 
-class StreamLane(Lane):
+class StreamLane(PlanExecutor):
     """A stream of a GPU, one for all such lanes or that which is given: plans are launched there at once, and run when
     the device gets to them."""
 

@@ -18,9 +18,9 @@ from torch import nn
 from tieredemb.config import is_whole
 from tieredemb.errors import ConfigError, shown
 from tieredemb.modules.base import TieredModule
+from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.pipeline.lanes import Lanes
 from tieredemb.pipeline.lookups import Learned, Lookup, Told, learn
-from tieredemb.step.forwards import LISTENERS, Forward
 from tieredemb.step.planned_forwards import Planned
 
 B = TypeVar("B")
@@ -116,7 +116,7 @@ class _Fetched(Generic[B]):
     def drop(self) -> int:
         """Gives up the plans that no forward took; returns how many were made in vain."""
         planned, self.planned = self.planned, []
-        return sum(module.ahead.drop(plan) and not plan.failed for module, plan in planned)
+        return sum(module.engine.planned.drop(plan) and not plan.failed for module, plan in planned)
 
 
 class Run(Generic[B]):
@@ -135,7 +135,7 @@ class Run(Generic[B]):
         self._warned = False
         modules = set(prefetch.modules.values())
         for module in modules.difference(*(run._prefetch.modules.values() for run in _RUNNING)):
-            module.ahead.drop_all()  # plans of a loop whose end was interrupted
+            module.engine.planned.drop_all()  # plans of a loop whose end was interrupted
         self._listen(told is None and prefetch.depth > 0)
         _RUNNING.append(self)
 

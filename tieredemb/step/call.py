@@ -1,4 +1,4 @@
-"""One forward of a module, and the backward pass that applies all of them together.
+"""One forward and its backward: the call that plans and pools, and the backward pass that applies all calls together.
 
 Every call plans its ids, pools, and keeps its tickets until its backward was applied or its autograd node died. All
 calls that one backward pass reaches are collected, and applied once at its end in forward order, as a dense gradient
@@ -14,21 +14,21 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from tieredemb.errors import BackwardError
-from tieredemb.kernels.ranges import marked
-from tieredemb.step.forwards import BACKWARDS
-
-if TYPE_CHECKING:
-    from tieredemb.modules.base import TieredModule
+from tieredemb.lookup.options import LookupOptions
+from tieredemb.tables.fused_optimizer import FusedOptimizer
+from tieredemb.tables.table_set import TableSet
 
 P = ParamSpec("P")
 R = TypeVar("R")
+BACKWARDS: list[Callable[[], object]] = []  # called from inside each backward that reaches a module
 _numbers = itertools.count()  # forward order of calls
 
 
@@ -51,19 +51,44 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+Collected = list[tuple["Call", torch.Tensor]]  # calls, and the gradients of their outputs, float32 (B, ΣD)
+
+
+@dataclass(frozen=True, eq=False)
+class CallContext:
+    """What a call needs of who makes it. `tables`: those it looks up in · `options`: how it treats their rows ·
+    `optimizer`: what updates them, if anything does · `backward_pass`: where its gradient is collected · `apply`: what
+    is called with all that one backward pass has collected. A call keeps it, and so the tables, alive."""
+
+    tables: TableSet
+    options: LookupOptions
+    optimizer: FusedOptimizer | None
+    backward_pass: BackwardPass
+    apply: Callable[[Collected], None]
+
+    def check_trainable(self) -> FusedOptimizer:
+        """The optimizer; raises `BackwardError` without one (never a silent default learning rate)."""
+        if self.optimizer is None:
+            raise BackwardError(
+                "backward reached a module that was built without an optimizer, so it cannot update its rows; pass "
+                "optimizer=tieredemb.Adagrad(lr=…), or call requires_grad_(False) on the module to keep it as it is"
+            )
+        return self.optimizer
+
+
 class Call(abc.ABC):
     """One forward of a module: its tickets, and what its gradient needs. It has planned when it was made, which may be
     long before the forward comes and it is started."""
 
     parts: Any  # what each group holds of it
 
-    def __init__(self, module: TieredModule, batch: int) -> None:
+    def __init__(self, context: CallContext, batch: int) -> None:
         self.number = -1  # in the order of forwards, once it has started
-        self.module = module
+        self.context = context
         self.batch = batch
         self.consumed = False
         # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
-        self.within: weakref.ref[_Collected] | None = None
+        self.within: weakref.ref[_CollectedCalls] | None = None
         self.keeps_rows = False  # whether the rows of the forward are needed for a gradient of the weights
 
     def complete(self) -> bool:
@@ -73,11 +98,12 @@ class Call(abc.ABC):
     def start(self) -> None:
         """The forward has come: numbers it, and scales its rows where they are longer than they may be."""
         self.number = next(_numbers)
-        self.limit_norms()
+        if self.context.options.max_norm is not None:
+            self.limit_norms(self.context.options.max_norm)
 
     @abc.abstractmethod
-    def limit_norms(self) -> None:
-        """Scales the rows of this forward down to the module's `max_norm`, where it has one and they are longer."""
+    def limit_norms(self, max_norm: float) -> None:
+        """Scales the rows of this forward down to `max_norm`, where they are longer."""
 
     @abc.abstractmethod
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
@@ -89,15 +115,15 @@ class Call(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def apply(module: TieredModule, collected: list[tuple[Call, torch.Tensor]]) -> None:
-        """Applies one optimizer step for the calls of one backward pass, in forward order, with their gradients."""
+    def apply(collected: Collected) -> None:
+        """Applies one optimizer step for the calls of one backward pass over one set of tables, in forward order."""
 
     def release(self) -> None:
         for part in self.parts:
             part.ticket.release()
 
 
-class Lookup(torch.autograd.Function):
+class LookupFunction(torch.autograd.Function):
     """Autograd node of one call. The table is no input; `hook` (float32 (0,)) asks for the gradient in its place."""
 
     @staticmethod
@@ -106,13 +132,10 @@ class Lookup(torch.autograd.Function):
         hook: torch.Tensor,
         weights: torch.Tensor | None,
         make: Callable[[], Call],
-        within: weakref.ref[_Collected] | None,
     ) -> torch.Tensor:
         call = make()
-        call.within = within
         call.keeps_rows = weights is not None and weights.requires_grad
-        with marked("lookup"):
-            out = call.pool(weights, differentiable=True)
+        out = call.pool(weights, differentiable=True)
         ctx.call = call
         ctx.weights_like = None if weights is None else (weights.shape, weights.dtype)
         if not ctx.needs_input_grad[0]:
@@ -122,7 +145,7 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     @untraced
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         for listener in tuple(BACKWARDS):
             listener()
         call: Call = ctx.call
@@ -134,16 +157,16 @@ class Lookup(torch.autograd.Function):
                 "run the forward again, or sum the losses and call backward once (retain_graph is not supported)"
             )
         if trains:
-            call.module.check_trainable()
+            call.context.check_trainable()
         grad = grad.detach().to(torch.float32).contiguous()
         weights_grad = None
         if ctx.needs_input_grad[1]:
             shape, dtype = ctx.weights_like
             weights_grad = call.weights_gradient(grad).to(dtype).reshape(shape)
         if trains:
-            call.module.backward_pass.add(call, grad)
+            call.context.backward_pass.add(call, grad)
             call.consumed = True
-        return None, weights_grad, None, None
+        return None, weights_grad, None
 
 
 def _backward_depth() -> int:
@@ -164,12 +187,11 @@ class BackwardPass:
     nodes of all: there a forward is recomputed inside another pass only if Python is still inside that one.
     """
 
-    def __init__(self, apply: Callable[[list[tuple[Call, torch.Tensor]]], None]) -> None:
-        self._apply = weakref.WeakMethod(apply)  # a cycle would keep a dropped module, and its file, open
-        self._of_task: weakref.WeakValueDictionary[int, _Collected] = weakref.WeakValueDictionary()
-        self._of_thread: weakref.WeakValueDictionary[int, _Collected] = weakref.WeakValueDictionary()
+    def __init__(self) -> None:
+        self._of_task: weakref.WeakValueDictionary[int, _CollectedCalls] = weakref.WeakValueDictionary()
+        self._of_thread: weakref.WeakValueDictionary[int, _CollectedCalls] = weakref.WeakValueDictionary()
 
-    def touch(self) -> weakref.ref[_Collected]:
+    def touch(self) -> weakref.ref[_CollectedCalls]:
         """To be called by every forward inside a backward pass; returns what the pass that recomputes it collects."""
         task, thread = torch._C._current_graph_task_id(), threading.get_ident()
         collected = self._of_task.get(task)
@@ -192,30 +214,26 @@ class BackwardPass:
                 collected = self._begin(task, _backward_depth())
         collected.calls.append((call, grad))
 
-    def _begin(self, task: int, depth: int) -> _Collected:
-        collected = _Collected(self._apply, depth)
+    def _begin(self, task: int, depth: int) -> _CollectedCalls:
+        collected = _CollectedCalls(depth)
         torch.autograd.Variable._execution_engine.queue_callback(collected)  # type: ignore[attr-defined]
         self._of_task[task] = collected
         return collected
 
 
-class _Collected:
+class _CollectedCalls:
     """The calls of one backward pass, and the callback that hands them over to be applied and released. Autograd alone
     holds it, and drops it with a backward that failed: its calls then update nothing, and their tickets are
     released."""
 
-    def __init__(
-        self, apply: weakref.WeakMethod[Callable[[list[tuple[Call, torch.Tensor]]], None]], depth: int
-    ) -> None:
-        self._apply = apply
+    def __init__(self, depth: int) -> None:
         self.depth = depth  # of backward passes around it on its thread
-        self.calls: list[tuple[Call, torch.Tensor]] = []
+        self.calls: Collected = []
         self.finished = False
 
     @untraced
     def __call__(self) -> None:
         self.finished = True
         calls, self.calls = self.calls, []
-        apply = self._apply()
-        if calls and apply is not None:  # calls hold their module
-            apply(sorted(calls, key=lambda pair: pair[0].number))
+        if calls:
+            calls[0][0].context.apply(sorted(calls, key=lambda pair: pair[0].number))

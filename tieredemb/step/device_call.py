@@ -13,9 +13,10 @@ import torch
 from tieredemb.cache.changes import HalfWritten
 from tieredemb.cache.device.batches import LARGE
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
+from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.streams import on_device, synchronize
 from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, tell_fault
-from tieredemb.step.call import Call
+from tieredemb.step.call import Call, CallContext, Collected
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall, shallow_copy
 from tieredemb.tables.group import DeviceGroup
@@ -23,29 +24,30 @@ from tieredemb.tables.group import DeviceGroup
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.cache.device.replays import DeviceTicket
-    from tieredemb.modules.base import TieredModule
-    from tieredemb.modules.options import LookupOptions
+    from tieredemb.tables.table_set import TableSet
 
 
 class DeviceCall(Call):
     """One forward of a module. `ids`: int32 or int64 (N,) · `edges`: of the bags of all tables, not yet checked ·
-    `trains`: whether a backward is expected to update its rows · `ahead`: whether the forward has yet to come, and a
-    fault is told when it does · `memory`: that of a call of as many ids and bags that is over, to be used again."""
+    `trains`: whether a backward is expected to update its rows · `scored`: whether it counts as a use of rows ·
+    `ahead`: whether the forward has yet to come, and a fault is told when it does · `memory`: that of a call of as many
+    ids and bags that is over, to be used again."""
 
     def __init__(
         self,
-        module: TieredModule,
+        context: CallContext,
         ids: torch.Tensor,
         edges: Edges,
         batch: int,
         *,
         trains: bool,
+        scored: bool,
         ahead: bool,
         memory: CallMemory | None = None,
     ) -> None:
-        super().__init__(module, batch)
+        super().__init__(context, batch)
         self.parts: list[DeviceGroupCall] = []
-        tables = module.tables
+        tables = context.tables
         if len(tables.config.tables) * batch > MAX_BAGS:
             raise InvalidInputError(
                 f"{len(tables.config.tables)} tables × {batch} samples are more than {MAX_BAGS} bags; split the batch"
@@ -67,13 +69,15 @@ class DeviceCall(Call):
             else:
                 self._find_bags(groups, ids, edges)
         if tables.config.check_ids == "always":
-            _check_at_once(module, ids.device)
+            _check_at_once(tables, ids.device)
         try:
             for group in groups if ahead else ():  # threads gather for one at a time
                 group.cache.complete_last()
             parts = zip(groups, self.memory.bags, self.memory.segments, self.memory.trained, strict=True)
             for group, bags, segments, trained in parts:
-                part = DeviceGroupCall(group, bags, ids, segments, trained, given=given, ahead=ahead)
+                part = DeviceGroupCall(
+                    group, bags, ids, context.options, segments, trained, scored=scored, given=given, ahead=ahead
+                )
                 self.parts.append(part)
         except BaseException:
             self.release()
@@ -86,17 +90,17 @@ class DeviceCall(Call):
             self.memory.planned(part.ticket.aside for part in self.parts)
 
     def _allocate(self, groups: list[DeviceGroup], *, trains: bool) -> CallMemory:
-        dropped = self.module.options.padding_is_dropped
+        dropped = self.context.options.padding_is_dropped
         reads_padding = [not dropped and int(group.space.padding[0]) >= 0 for group in groups]
         sorts = [trains and not reads for reads in reads_padding]  # the padding's occurrences are known afterwards
         with groups[0].cache.memory():
             return CallMemory(groups, self.ids, self.batch, sorts=sorts, masks=reads_padding)
 
     def _find_bags(self, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges) -> None:
-        memory, faults = self.memory, self.module.tables.faults
+        memory, faults = self.memory, self.context.tables.faults
         memory.words.zero_()
         report = memory.report.data_ptr() if self._tells_later else faults.address
-        dropped = self.module.options.padding_is_dropped
+        dropped = self.context.options.padding_is_dropped
         for group, bags in zip(groups, memory.bags, strict=True):
             space = group.device_space
             find_device_bags(bags, ids, edges, space, memory.fault, report, padding_is_dropped=dropped)
@@ -138,17 +142,17 @@ class DeviceCall(Call):
         super().start()
         if self._tells_later:
             with self.parts[0].group.cache.using(*self.tickets):
-                tell_fault(self.memory.report, self.module.tables.faults.address)
+                tell_fault(self.memory.report, self.context.tables.faults.address)
             self._tells_later = False
             self.memory.joined()
 
-    def limit_norms(self) -> None:
-        if self.module.options.max_norm is not None:
-            for part in self.parts:
-                part.limit_norms(self.memory.fault, self.module.options)
+    def limit_norms(self, max_norm: float) -> None:
+        for part in self.parts:
+            part.limit_norms(self.memory.fault, max_norm)
 
+    @ranged("lookup")
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
-        tables = self.module.tables
+        tables = self.context.tables
         out = torch.empty((self.batch, tables.output_width), dtype=tables.config.dtype, device=tables.config.device)
         if weights is not None:  # backward reads them again, and loaders reuse their buffers
             weights = weights.detach().to(torch.float32, copy=differentiable).contiguous()
@@ -179,16 +183,16 @@ class DeviceCall(Call):
             tensor.record_stream(torch.cuda.current_stream())
 
     @staticmethod
-    def apply(module: TieredModule, collected: list[tuple[Call, torch.Tensor]]) -> None:
-        optimizer = module.check_trainable()
+    def apply(collected: Collected) -> None:
+        tables, optimizer = collected[0][0].context.tables, collected[0][0].context.check_trainable()
         calls = [(call, grad) for call, grad in collected if isinstance(call, DeviceCall)]
-        device, samples = module.tables.config.device, sum(call.batch for call, _ in calls)
-        if len(module.tables.config.tables) * samples > MAX_BAGS:
+        device, samples = tables.config.device, sum(call.batch for call, _ in calls)
+        if len(tables.config.tables) * samples > MAX_BAGS:
             raise InvalidInputError(
                 f"one backward pass reached {len(calls)} forwards of {samples} samples in all; with "
-                f"{len(module.tables.config.tables)} tables these are more than {MAX_BAGS} bags: call backward for each"
+                f"{len(tables.config.tables)} tables these are more than {MAX_BAGS} bags: call backward for each"
             )
-        with module.tables.updating(), on_device(device), contextlib.ExitStack() as used:
+        with tables.updating(), on_device(device), contextlib.ExitStack() as used:
             for call, grad in calls:
                 call.follow(grad)
             faults = (
@@ -197,10 +201,10 @@ class DeviceCall(Call):
             grads = [grad for _, grad in calls]
             found_inf, grad_scale = optimizer.scaling(grads)
             todo = []
-            for g, group in enumerate(module.tables.groups):
+            for g, group in enumerate(tables.groups):
                 assert isinstance(group, DeviceGroup)
                 parts = [call.parts[g] for call, _ in calls]
-                batch = _Combined(parts, grads, module.options)
+                batch = _Combined(parts, grads)
                 todo.append((group, batch, optimizer.options_on(group), [part.ticket for part in parts]))
             for group, _, _, tickets in todo:
                 used.enter_context(group.cache.using(*tickets))
@@ -240,9 +244,9 @@ def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
 class _Combined:
     """The calls of one backward pass in one group, as one batch: samples and winning occurrences count on."""
 
-    def __init__(self, parts: list[DeviceGroupCall], grads: list[torch.Tensor], options: LookupOptions) -> None:
+    def __init__(self, parts: list[DeviceGroupCall], grads: list[torch.Tensor]) -> None:
         lookup = parts[0].group.lookup
-        scales = [part.scale(options) for part in parts]
+        scales = [part.scale() for part in parts]
         if len(parts) == 1:
             part = parts[0]
             self.grad, self.scale, self.argmax = grads[0], scales[0], part.argmax
@@ -267,11 +271,11 @@ class _Combined:
         self.segments = lookup.segments(homes, torch.cat(bags), samples)
 
 
-def _check_at_once(module: TieredModule, device: torch.device) -> None:
+def _check_at_once(tables: TableSet, device: torch.device) -> None:
     if torch.cuda.is_current_stream_capturing():
         raise ConfigError(
             "check_ids='always' waits for the GPU in every forward, which a CUDA graph cannot capture; build the "
             "module with check_ids='deferred'"
         )
     synchronize(device)
-    module.tables.faults.check()
+    tables.faults.check()

@@ -12,11 +12,10 @@ from tieredemb.cache.device.transfer import Beside
 from tieredemb.cache.plan import DROPPED
 from tieredemb.lookup.device_bags import DeviceBags
 from tieredemb.lookup.device_lookup import Segments, frequency_scale
-from tieredemb.step.call import inside_backward
 from tieredemb.tables.group import DeviceGroup
 
 if TYPE_CHECKING:
-    from tieredemb.modules.options import LookupOptions
+    from tieredemb.lookup.options import LookupOptions
 
 T = TypeVar("T")
 
@@ -31,21 +30,23 @@ class DeviceGroupCall:
         group: DeviceGroup,
         bags: DeviceBags,
         ids: torch.Tensor,
+        options: LookupOptions,
         segments: Segments | None,
         trained: torch.Tensor | None,
         *,
+        scored: bool,
         given: torch.cuda.Event | None,
         ahead: bool,
     ) -> None:
         self.group = group
         self.bags = bags
+        self.options = options
         self._segments = segments
         beside: Beside | None = None  # while rows are on their way
         if segments is not None:
             beside = functools.partial(group.lookup.find_segments, segments, bags.homes, bags.bag, bags.batch)
         elif trained is not None:
             beside = functools.partial(_leave_out, int(group.space.padding[0]), ids, bags.homes, trained)
-        scored = not inside_backward()
         self.ticket = group.cache.plan(bags.keys, bags.homes, score=scored, given=given, beside=beside, ahead=ahead)
         self.ticket.kept = (*vars(bags).values(), *(() if segments is None else vars(segments).values()), trained)
         # homes of the occurrences that gradients reach: padding that lookups read is left out
@@ -81,16 +82,15 @@ class DeviceGroupCall:
         call.weights = call.argmax = call.forward_rows = None
         return call
 
-    def limit_norms(self, fault: torch.Tensor, options: LookupOptions) -> None:
+    def limit_norms(self, fault: torch.Tensor, max_norm: float) -> None:
         """Scales the rows of this forward down to `max_norm`, where they are longer."""
-        assert options.max_norm is not None
         self.join()
         cache = self.group.cache
         with cache.using(self.ticket):
             # those that a plan has sorted are all of them
             segments = self._segments or self.group.lookup.segments(self.ticket.homes, self.bags.bag, self.bags.batch)
             away = cache.away([self.ticket])
-            self.group.lookup.limit_norms(cache.hot, away, segments, fault, options.max_norm, options.norm_type)
+            self.group.lookup.limit_norms(cache.hot, away, segments, fault, max_norm, self.options.norm_type)
 
     def pool(self, out: torch.Tensor, weights: torch.Tensor | None, *, keep_argmax: bool, keep_rows: bool) -> None:
         """Pools into `out` (B, ΣD); keeps what a backward will want to know of the forward."""
@@ -115,12 +115,12 @@ class DeviceGroupCall:
         else:  # what belongs to other groups has no position of its own, and a gradient of zero
             out.index_add_(0, bags.position, gradient)
 
-    def scale(self, options: LookupOptions) -> torch.Tensor | None:
+    def scale(self) -> torch.Tensor | None:
         """What each occurrence's share of the gradient is multiplied by, float32 (N,), or None for ones."""
         scale = self.weights
         if scale is None and self.group.lookup.has_mean:
             scale = self.group.lookup.mean_scale(self.ticket.homes, self.bags)
-        if options.scale_grad_by_freq:
+        if self.options.scale_grad_by_freq:
             share = frequency_scale(self.trained)
             scale = share if scale is None else scale * share
         return scale

@@ -11,26 +11,19 @@ import torch
 from tieredemb.cache.base import Cache
 from tieredemb.cache.changes import Change
 from tieredemb.cache.tickets import Ticket
-from tieredemb.kernels.segments import segments_of_homes
-from tieredemb.lookup.bags import Bags, make_bags
-from tieredemb.lookup.embedding_bag import (
-    NO_ARGMAX,
-    NO_WEIGHTS,
-    gradient_scale,
-    has_max,
-    pool,
-    weights_gradient,
-)
+from tieredemb.kernels.cpu import Pass
+from tieredemb.kernels.ranges import ranged
+from tieredemb.kernels.segments_cpu import segments_of, segments_of_homes
+from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags
+from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
 from tieredemb.lookup.optimizer import Gradient, Hyperparameters, limit_norms, update
-from tieredemb.step.call import Call, inside_backward
+from tieredemb.lookup.options import LookupOptions
+from tieredemb.step.batch import Batch
+from tieredemb.step.call import Call, CallContext, Collected
 from tieredemb.storage.base import CARRIERS
 from tieredemb.tables.group import HostGroup
-from tieredemb.tables.table_set import carrier_view
 
 if TYPE_CHECKING:
-    from tieredemb.kernels.cpu import Pass
-    from tieredemb.modules.base import TieredModule
-
     Array = np.ndarray[Any, Any]
 
 
@@ -56,7 +49,7 @@ class RowPass(Change):
 
     def count(self) -> None:
         if self._steps:
-            self.group.steps = list(self._steps)
+            self.group.cache.cold.metadata.steps = list(self._steps)
 
     def settle(self, cache: Cache) -> None:
         if self._together.begun:
@@ -68,13 +61,11 @@ def carry_out(passes: Sequence[tuple[HostGroup, Pass]], *, is_step: bool) -> Non
     """Runs passes that belong together, as one step of the optimizer or none: after an exception in between whoever
     uses the rows next ends them, if one has begun. The caller holds the locks of the groups' rows, and has checked
     them."""
-    together = _Together([rows for _, rows in passes])
-    changes = [
-        RowPass(group, rows, together, [step + 1 for step in group.steps] if is_step else ()) for group, rows in passes
-    ]
-    entries = []
-    for change in changes:
-        entries.append(change.group.cache.changes.begin(change))
+    together, changes = _Together([rows for _, rows in passes]), []
+    for group, rows in passes:
+        steps = [step + 1 for step in group.cache.cold.metadata.steps] if is_step else ()
+        changes.append(RowPass(group, rows, together, steps))
+    entries = [change.group.cache.changes.begin(change) for change in changes]
     for change in changes:
         change.rows.run()
     together.rows_are_done = True
@@ -87,34 +78,32 @@ def carry_out(passes: Sequence[tuple[HostGroup, Pass]], *, is_step: bool) -> Non
 class HostGroupCall:
     """One forward in one group: its bags, its ticket, and what its gradient needs."""
 
-    def __init__(self, group: HostGroup, bags: Bags) -> None:
+    def __init__(self, group: HostGroup, bags: Bags, options: LookupOptions, *, scored: bool) -> None:
         self.group = group
         self.bags = bags
-        self.ticket: Ticket = group.cache.plan(bags.keys, score=not inside_backward())
+        self.options = options
+        self.ticket: Ticket = group.cache.plan(bags.keys, score=scored)
         self.weights: Array = NO_WEIGHTS
         self.argmax: Array = NO_ARGMAX
         self.forward_rows: Array | None = None
 
-    def limit_norms(self, max_norm: float, norm_type: float) -> Pass:
+    def limit_norms(self, max_norm: float) -> Pass:
         """What scales the rows of this forward down to `max_norm`, where they are longer."""
-        self.group.cache.check_rows()
-        self.ticket.check()
-        return limit_norms(self.group.cache.hot, self.ticket.unique_slots, max_norm, norm_type)
+        self.group.cache.check_rows(self.ticket)
+        return limit_norms(self.group.cache.hot, self.ticket.unique_slots, max_norm, self.options.norm_type)
 
     def pool(self, out: Array, weights: Array | None, *, keep_argmax: bool, keep_rows: bool) -> None:
         """Pools into `out` (carrier (B, ΣD)); keeps what a backward will want to know of the forward."""
-        homes, space = self.ticket.homes, self.group.space
+        homes, space, cache = self.ticket.homes, self.group.space, self.group.cache
         if weights is not None:
             position = self.bags.position
             self.weights = weights[: len(self.bags.keys)] if position is None else weights[position]
-        if keep_argmax and has_max(space):
+        if keep_argmax and space.has_max:
             self.argmax = np.full(out.shape, -1, np.int32)
-        argmax = self.argmax if len(self.argmax) else None
-        with self.group.cache.lock:  # an update on another thread would be seen half
-            self.group.cache.check_rows()
-            self.ticket.check()
-            weight = self.group.cache.hot.weight
-            pool(weight, homes, self.bags, space, None if weights is None else self.weights, out, argmax)
+        with cache.lock:  # an update on another thread would be seen half
+            cache.check_rows(self.ticket)
+            weight = cache.hot.weight
+            pool(weight, homes, self.bags, space, self.weights, out, self.argmax)
             if keep_rows:
                 self.forward_rows = weight[np.maximum(homes, 0)]
 
@@ -125,61 +114,60 @@ class HostGroupCall:
         gradient = weights_gradient(self.forward_rows, homes, self.bags, self.group.space, grad)
         out[slice(len(gradient)) if self.bags.position is None else self.bags.position] = gradient
 
-    def gradient(self, grad: Array, *, scale_by_freq: bool) -> Gradient:
-        weights = self.weights if len(self.weights) else None
-        scale = gradient_scale(self.bags, self.group.space, self.ticket.homes, weights)
-        if scale_by_freq:
+    def gradient(self, grad: Array) -> Gradient:
+        """The gradient of the rows, given that of the outputs: float32 (B, ΣD)."""
+        scale = self.weights
+        if len(scale) == 0 and self.group.space.has_mean:
+            scale = mean_scale(self.bags, self.group.space, self.ticket.homes)
+        if self.options.scale_grad_by_freq:
             inverse = self.ticket.inverse
             counts = np.maximum(np.bincount(inverse[inverse >= 0], minlength=1), 1)  # padding alone has no count
             share = np.where(inverse >= 0, 1 / counts[inverse].astype(np.float32), 0).astype(np.float32)
-            scale = share if scale is None else scale * share
-        return Gradient(grad, self.bags.sample, self.bags.table, NO_WEIGHTS if scale is None else scale, self.argmax)
+            scale = share if len(scale) == 0 else scale * share
+        return Gradient(grad, self.bags.sample, self.bags.table, scale, self.argmax)
 
-    def untrained_key(self, padding_is_dropped: bool) -> int | None:
-        """Key of the padding row where lookups read it but gradients must not reach it."""
+    def is_trained(self) -> Array | None:
+        """Which occurrences a gradient may reach, bool (N,): not the padding where lookups read it. None for all."""
         padding = int(self.group.space.padding[0])
-        return None if padding_is_dropped or padding < 0 else padding
+        return None if self.options.padding_is_dropped or padding < 0 else self.bags.keys != padding
 
 
 class HostCall(Call):
-    """One forward of a module. `ids`: int32 or int64 (N,) · `offsets`: checked, int64 (T·B + 1,)."""
+    """One forward of a module. Raises `InvalidInputError` and `IdOutOfRangeError` before anything changes."""
 
-    def __init__(self, module: TieredModule, ids: Array, offsets: Array, batch: int) -> None:
-        super().__init__(module, batch)
+    def __init__(self, context: CallContext, batch: Batch, *, scored: bool) -> None:
+        super().__init__(context, batch.size)
+        ids, options, groups = batch.ids.numpy(), context.options, context.tables.placed.now.groups
         self.ids = len(ids)
         self.parts: list[HostGroupCall] = []
-        options, groups = module.options, module.tables.groups
-        # every id is checked before any group plans
-        bags = [
-            make_bags(ids, offsets, group.space, batch, padding_is_dropped=options.padding_is_dropped)
-            for group in groups
-        ]
+        edges = checked_edges(batch.offsets.numpy(), self.ids, batch.edges, exact=batch.exact)
+        bags = []
+        for group in groups:  # every id is checked before any group plans
+            dropped = options.padding_is_dropped
+            bags.append(make_bags(ids, edges, group.space, batch.size, padding_is_dropped=dropped))
         try:
             for group, its_bags in zip(groups, bags, strict=True):
                 assert isinstance(group, HostGroup)
-                self.parts.append(HostGroupCall(group, its_bags))
+                self.parts.append(HostGroupCall(group, its_bags, options, scored=scored))
         except BaseException:
             self.release()
             raise
 
-    def limit_norms(self) -> None:
-        options = self.module.options
-        if options.max_norm is not None:
-            with self.module.tables.updating():
-                passes = [(part.group, part.limit_norms(options.max_norm, options.norm_type)) for part in self.parts]
-                carry_out(passes, is_step=False)
+    def limit_norms(self, max_norm: float) -> None:
+        with self.context.tables.placed.now.rows.again():
+            carry_out([(part.group, part.limit_norms(max_norm)) for part in self.parts], is_step=False)
 
+    @ranged("lookup")
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
-        tables = self.module.tables
+        dtype, columns = self.context.tables.placed.now.config.dtype, self.context.tables.columns
         # numpy's memory comes in huge pages: faulting 27 MB in by 4 KiB pages costs as much as the lookup
-        carrier = CARRIERS[tables.config.dtype]
-        out = torch.from_numpy(np.empty((self.batch, tables.output_width), carrier)).view(tables.config.dtype)
+        out = np.empty((self.batch, int(columns[-1])), CARRIERS[dtype])
         array = None
         if weights is not None:  # backward reads them again, and loaders reuse their buffers
             array = weights.detach().to(torch.float32, copy=differentiable).contiguous().numpy()
         for part in self.parts:
-            part.pool(carrier_view(out), array, keep_argmax=differentiable, keep_rows=self.keeps_rows)
-        return out
+            part.pool(out, array, keep_argmax=differentiable, keep_rows=self.keeps_rows)
+        return torch.from_numpy(out).view(dtype)
 
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         array = np.zeros(self.ids, np.float32)
@@ -188,44 +176,42 @@ class HostCall(Call):
         return torch.from_numpy(array)
 
     @staticmethod
-    def apply(module: TieredModule, collected: list[tuple[Call, torch.Tensor]]) -> None:
-        optimizer = module.check_trainable()
+    def apply(collected: Collected) -> None:
+        place, optimizer = collected[0][0].context.tables.placed.now, collected[0][0].context.optimizer
+        assert optimizer is not None  # the backward has asked for it
         todo: list[tuple[HostGroup, Pass]] = []
-        with module.tables.updating():
-            for group in module.tables.groups:
-                group.cache.check_rows()
-            for g, group in enumerate(module.tables.groups):
+        grads = [grad for _, grad in collected]
+        with place.rows.again():
+            for g, group in enumerate(place.groups):
+                for call, _ in collected:
+                    group.cache.check_rows(call.parts[g].ticket)
+            for g, group in enumerate(place.groups):
                 assert isinstance(group, HostGroup)
-                parts = [(call.parts[g], grad) for call, grad in collected if isinstance(call, HostCall)]
-                for part, _ in parts:
-                    part.ticket.check()
-                numbers = optimizer.numbers(group, [grad for _, grad in parts])
+                numbers = optimizer.numbers(group, grads)
                 if numbers is None:
                     return
-                todo.append((group, prepare_update(group, parts, numbers, module)))
+                todo.append((group, prepare_update(group, [call.parts[g] for call, _ in collected], grads, numbers)))
             carry_out(todo, is_step=True)
 
 
 def prepare_update(
-    group: HostGroup, parts: list[tuple[HostGroupCall, torch.Tensor]], numbers: Hyperparameters, module: TieredModule
+    group: HostGroup, parts: list[HostGroupCall], grads: list[torch.Tensor], numbers: Hyperparameters
 ) -> Pass:
     """One optimizer step of a group for the calls of one backward pass, in forward order. The caller holds the lock."""
-    options = module.options
-    gradients = [part.gradient(grad.numpy(), scale_by_freq=options.scale_grad_by_freq) for part, grad in parts]
+    gradients = [part.gradient(grad.numpy()) for part, grad in zip(parts, grads, strict=True)]
     if len(parts) == 1:
-        part = parts[0][0]
-        segments = part.ticket.segments(part.untrained_key(options.padding_is_dropped))
-        gradient = gradients[0]
-    else:
-        homes = [_trained_homes(part, options.padding_is_dropped) for part, _ in parts]
-        segments = segments_of_homes(np.concatenate(homes), len(group.cache.hot))
-        gradient = _concatenate(gradients)
-    return update(group.cache.hot, segments, gradient, group.space, numbers)
+        trained, inverse = parts[0].is_trained(), parts[0].ticket.inverse
+        inverse = inverse if trained is None else np.where(trained, inverse, np.int32(-1))
+        segments = segments_of(inverse, parts[0].ticket.unique_slots)
+        return update(group.cache.hot, segments, gradients[0], group.space, numbers)
+    homes = np.concatenate([_trained_homes(part) for part in parts])
+    segments = segments_of_homes(homes, len(group.cache.hot))
+    return update(group.cache.hot, segments, _concatenate(gradients), group.space, numbers)
 
 
-def _trained_homes(part: HostGroupCall, padding_is_dropped: bool) -> Array:
-    key = part.untrained_key(padding_is_dropped)
-    return part.ticket.homes if key is None else np.where(part.bags.keys == key, np.int32(-1), part.ticket.homes)
+def _trained_homes(part: HostGroupCall) -> Array:
+    trained = part.is_trained()
+    return part.ticket.homes if trained is None else np.where(trained, part.ticket.homes, np.int32(-1))
 
 
 def _concatenate(gradients: list[Gradient]) -> Gradient:

@@ -13,7 +13,7 @@ from tieredemb.step.call import Call
 Given = tuple[torch.Tensor, ...]  # ids and offsets as a caller passed them
 
 
-class Lane(Executor):
+class PlanExecutor(Executor):
     """Where plans are made ahead, one after the other. `apart`: on a thread of its own, whenever it gets to them."""
 
     apart: bool
@@ -56,46 +56,45 @@ def _release(future: Future[Call]) -> None:
         future.result().release()
 
 
-class Ahead:
-    """The planned forwards of a module. Its calls may come from several threads."""
+class PlannedForwards:
+    """The forwards over one set of tables that were planned: those `waiting` for somebody to take them. Its calls may
+    come from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # left taken by a tracer's exception at a block's end, it stays passable
-        self._planned: list[Planned] = []
+        self.waiting: list[Planned] = []
 
     def add(self, planned: Planned) -> None:
         with self._lock:
-            self._planned.append(planned)
+            self.waiting.append(planned)
 
     def take(self, given: Given) -> Call | None:
         """The call that was planned first for these tensors, as they are now; None if there is none. Waits for it."""
-        if not self._planned:
-            return None
         key = identity(given)
         with self._lock:
-            found = next((planned for planned in self._planned if planned.key == key), None)
+            found = next((planned for planned in self.waiting if planned.key == key), None)
             if found is None:
                 return None
-            self._planned.remove(found)
+            self.waiting.remove(found)
         return found.call()
 
     def holds(self, planned: Planned) -> bool:
         """Whether no forward has taken the plan, and nobody has given it up."""
-        return planned in self._planned
+        return planned in self.waiting
 
     def drop(self, planned: Planned) -> bool:
         """Gives up a plan that no forward has taken; returns whether there was one to give up."""
         with self._lock:
-            if planned not in self._planned:
+            if planned not in self.waiting:
                 return False
-            self._planned.remove(planned)
+            self.waiting.remove(planned)
         planned.drop()
         return True
 
     def drop_all(self) -> None:
         """Gives up all plans, and waits for those that are being made."""
         with self._lock:
-            dropped, self._planned = self._planned, []
+            dropped, self.waiting = self.waiting, []
         for planned in dropped:
             planned.drop()
         for planned in dropped:

@@ -5,84 +5,27 @@ from __future__ import annotations
 import abc
 import contextlib
 import json
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tieredemb.cache.base import Cache
 from tieredemb.cache.changes import Part
-from tieredemb.cache.host.cache import TieredCache, cache_bytes_per_slot
-from tieredemb.config import (
-    CHECKS,
-    MAX_ROWS,
-    Capacity,
-    CheckIds,
-    OptimizerConfig,
-    Policy,
-    TableConfig,
-    is_whole,
-    slots_for,
-)
-from tieredemb.errors import ConfigError, StorageError, StorageFormatError, shown
-from tieredemb.kernels import check_device
+from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
+from tieredemb.config import Capacity, TableConfig, slots_for
+from tieredemb.errors import ConfigError, StorageError, StorageFormatError
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.optimizer import state_start, state_width
 from tieredemb.storage.base import ColdRows, RowLayout, Storage
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.unified import UnifiedMemory
+from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableSetConfig:
-    """All that a set of tables is built from; see the modules for the meaning of each field."""
-
-    tables: tuple[TableConfig, ...]
-    capacity: Capacity
-    policy: Policy
-    storage: Storage
-    optimizer: OptimizerConfig | None
-    seed: int
-    dtype: torch.dtype
-    device: torch.device
-    check_ids: CheckIds = "deferred"
-
-    def __post_init__(self) -> None:
-        check_device(self.device)
-        if self.check_ids not in CHECKS:
-            raise ConfigError(f"check_ids must be one of {', '.join(CHECKS)}, got {shown(self.check_ids)}")
-        if not self.tables:
-            raise ConfigError("tables is empty; give at least one TableConfig")
-        names = [table.name for table in self.tables]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ConfigError(f"table names must differ, but {', '.join(map(repr, twice))} occur more than once")
-        _check_keys(self.tables)
-        if not is_whole(self.seed) or not 0 <= self.seed < 2**64:
-            raise ConfigError(f"seed must be an integer in [0, 2^64), got {shown(self.seed)}")
-        if not isinstance(self.storage, Storage):
-            raise ConfigError(
-                f"storage must be UnifiedMemory(), HostMemory(), File(path) or Pmem(directory), got "
-                f"{shown(self.storage)}; pass an instance"
-            )
-
-
-def _check_keys(tables: Sequence[TableConfig]) -> None:
-    """Raises `ConfigError` where the tables of one width have more rows together than there are keys."""
-    rows: Counter[int] = Counter()
-    for table in tables:
-        rows[table.embedding_dim] += table.num_embeddings
-    for width, number in rows.items():
-        if number > MAX_ROWS:
-            raise ConfigError(
-                f"the tables of width {width} have {number} rows together; at most {MAX_ROWS} share a cache: lower "
-                f"num_embeddings, or give some of them to another module"
-            )
+    from tieredemb.cache.host.cache import HostCache
 
 
 class Group(abc.ABC):
@@ -178,11 +121,13 @@ def _check_steps(cold: ColdRows, tables: int) -> None:
 class HostGroup(Group):
     """A group on the CPU."""
 
-    cache: TieredCache
+    cache: HostCache
 
     def _make_cache(self, cold: ColdRows) -> None:
+        from tieredemb.cache.host.cache import HostCache
+
         initial, ranges = self._initial(), self._ranges()
-        self.cache = TieredCache(cold, slots=self.slots, policy=self.config.policy, initial=initial, resident=ranges)
+        self.cache = HostCache(cold, slots=self.slots, policy=self.config.policy, initial=initial, resident=ranges)
 
 
 class DeviceGroup(Group):

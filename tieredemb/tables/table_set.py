@@ -6,9 +6,9 @@ import contextlib
 import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from tieredemb.config import Capacity, parse_bytes
 from tieredemb.errors import ConfigError, StorageError, StorageFullError
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.stats import CacheStats
-from tieredemb.tables.group import Group, TableSetConfig, make_group, move_group, row_layout, slot_bytes
+from tieredemb.tables.config import TableSetConfig
+from tieredemb.tables.group import Group, make_group, move_group, row_layout, slot_bytes
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -31,19 +32,26 @@ EARLIER = "; this was in an earlier batch, which has updated no row"
 NOT_BEGUN = f"{EARLIER}, and this one was not begun: call it again"
 
 
-class _Place(NamedTuple):
-    """Where tables are. `earlier`: what was counted before they came there."""
+class Place:
+    """Where tables are. `groups`: by width · `faults`: where a GPU reports bad ids and offsets, None on the CPU ·
+    `earlier`: what was counted before they came there · `rows`: locks of all rows; each `with` takes `again()`."""
 
-    config: TableSetConfig
-    groups: list[Group]
-    faults: Any
-    earlier: CacheStats
+    def __init__(self, config: TableSetConfig, groups: Sequence[Group], earlier: CacheStats) -> None:
+        self.config = config
+        self.faults: Any = make_fault_report(config)
+        self.earlier = earlier
+        self.groups: list[Group] = []
+        self.add(*groups)
+
+    def add(self, *groups: Group) -> None:
+        self.groups += groups
+        self.rows = Locks((group.cache for group in self.groups), plans=False)
 
 
-class _Placed:
+class Placed:
     """A place that changes as one thing, whatever interrupts; whoever closes the tables finds them by it."""
 
-    def __init__(self, now: _Place) -> None:
+    def __init__(self, now: Place) -> None:
         self.now = now
         self._pid = os.getpid()
 
@@ -68,36 +76,37 @@ class _Placed:
 
 
 class TableSet:
-    """Opens the tables of `config`. Closes (flushes) them when it is collected or the process exits."""
+    """Opens the tables of `config`. Closes (flushes) them when it is collected or the process exits. `placed`: where
+    they are `now`, for who asks in each step."""
 
     def __init__(self, config: TableSetConfig) -> None:
-        self._placed = _Placed(_Place(config, [], make_fault_report(config), CacheStats()))
+        self.placed = Placed(Place(config, [], CacheStats()))
         self.columns = np.concatenate([[0], np.cumsum([t.embedding_dim for t in config.tables])]).astype(np.int64)
         widths = sorted({table.embedding_dim for table in config.tables})
-        self._finalizer = weakref.finalize(self, self._placed.close)
+        self._finalizer = weakref.finalize(self, self.placed.close)
         for width in widths:
             members = [t for t, table in enumerate(config.tables) if table.embedding_dim == width]
             space = KeySpace(config.tables, members, list(self.columns))
             capacity = _share(config.capacity, space, config) if len(widths) > 1 else config.capacity
             try:
-                self.groups.append(make_group(config, space, capacity, f"width{width}" if len(widths) > 1 else ""))
+                self.placed.now.add(make_group(config, space, capacity, f"width{width}" if len(widths) > 1 else ""))
             except BaseException:
-                self._placed.discard()
+                self.placed.discard()
                 self._finalizer.detach()
                 raise
 
     @property
     def config(self) -> TableSetConfig:
-        return self._placed.now.config
+        return self.placed.now.config
 
     @property
     def groups(self) -> list[Group]:
-        return self._placed.now.groups
+        return self.placed.now.groups
 
     @property
     def faults(self) -> Any:
         """Where a GPU reports bad ids and offsets; None on the CPU."""
-        return self._placed.now.faults
+        return self.placed.now.faults
 
     @property
     def output_width(self) -> int:
@@ -243,22 +252,22 @@ class TableSet:
                 for group in before:
                     groups.append(move_group(group, config))
                     undo.callback(groups[-1].cache.abandon)
-                place = _Place(config, groups, make_fault_report(config), counted)
+                place = Place(config, groups, counted)
                 undo.pop_all()
-            self._placed.now = place
+            self.placed.now = place
             for group in before:
                 group.cache.abandon()
 
     def close(self) -> None:
         """Flushes and closes, then raises what a GPU has found wrong since. A second call does nothing; after a failed
         one (a full disk) it tries again."""
-        self._placed.close()
+        self.placed.close()
         self._finalizer.detach()
         self.check_faults()
 
     def stats(self) -> CacheStats:
         """Totals of all groups. Synchronises with a GPU, and raises what it has found wrong since."""
-        total = sum((group.cache.stats() for group in self.groups), self._placed.now.earlier)
+        total = sum((group.cache.stats() for group in self.groups), self.placed.now.earlier)
         self.check_faults()
         return total
 

@@ -1,4 +1,4 @@
-"""The hot cache on a GPU over one key space: the twin of `TieredCache`. Over rows that kernels reach, the device says
+"""The hot cache on a GPU over one key space: the twin of `HostCache`. Over rows that kernels reach, the device says
 no word to the host but in whole-cache calls. How batches are planned is in `device_batches`."""
 
 from __future__ import annotations

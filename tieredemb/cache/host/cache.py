@@ -20,15 +20,17 @@ import torch
 
 from tieredemb.cache.base import Cache
 from tieredemb.cache.changes import Change
-from tieredemb.cache.host.hot_rows import HotRows, slot_bytes, stamp
-from tieredemb.cache.plan import number, resolve
-from tieredemb.cache.policy import MIN_SCORE, policy_kernels
+from tieredemb.cache.host.hot_rows import HotRows, stamp
+from tieredemb.cache.plan_cpu import Numbering, number, resolve
+from tieredemb.cache.policy import MIN_SCORE
+from tieredemb.cache.policy_cpu import choose_victims, raise_scores
 from tieredemb.cache.tickets import Ticket
 from tieredemb.config import Policy
-from tieredemb.hash.slot_map import map_bytes_per_slot, slot_map
-from tieredemb.kernels.ranges import marked
+from tieredemb.hash.slot_map import map_bytes_per_slot
+from tieredemb.hash.slot_map_cpu import SlotMap
+from tieredemb.kernels.ranges import ranged
 from tieredemb.stats import CacheStats
-from tieredemb.storage.base import ColdRows, RowLayout
+from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 
 if TYPE_CHECKING:
@@ -39,23 +41,18 @@ if TYPE_CHECKING:
 PIN_ROWS = 1 << 18  # rows of a resident table brought in at once: bounds the memory it takes
 
 
-def cache_bytes_per_slot(layout: RowLayout) -> int:
-    """Bytes that one slot costs, map included: what a capacity in bytes is divided by."""
-    return slot_bytes(layout) + map_bytes_per_slot()
-
-
 class _SlotsMove(Change):
     """Slots change hands: map and free slots may not say so yet."""
 
     def settle(self, cache: Cache) -> None:
-        assert isinstance(cache, TieredCache)
+        assert isinstance(cache, HostCache)
         cache.derive()
 
 
 SLOTS_MOVE = _SlotsMove()
 
 
-class TieredCache(Cache):
+class HostCache(Cache):
     """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, are brought in once and never leave."""
 
     def __init__(
@@ -73,8 +70,8 @@ class TieredCache(Cache):
         )
         self.plan_lock = threading.RLock()  # plans move rows that no lookup or update in flight uses, beside those
         self.hot = HotRows(cold.layout, slots)
-        self._index = slot_map(slots, self.device)
-        self._kernels = policy_kernels(self.device)
+        self._row_bytes = cold.layout.row_bytes
+        self._index = SlotMap(slots)
         self._counts: Counter[str] = Counter()
         self._resident = tuple(resident)
         self._pinned = sum(rows for _, rows in self._resident)  # slots below are theirs
@@ -83,6 +80,7 @@ class TieredCache(Cache):
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
+    @ranged("plan")
     def plan(self, keys: Array, *, score: bool = True) -> Ticket:
         """Makes the rows of `keys` (int64 (N,), in range, negative for padding) resident and locks them.
 
@@ -90,35 +88,39 @@ class TieredCache(Cache):
         recomputed. A failing storage raises its error and changes no row; the cache stays usable. Lookups and updates
         of other batches go on meanwhile.
         """
-        with self.plan_lock, marked("plan"):
+        with self.plan_lock:
             self._check_usable()
-            cold = self.cold
-            cold.begin_changes()
+            cold, hot = self.cold, self.hot
+            if not cold.volatile:
+                cold.begin_changes()
             cold.metadata.batch += 1
             batch = cold.metadata.batch
-            moving = self.plan_changes.begin(SLOTS_MOVE)
-            self._retire_transients(batch)
-            numbering = number(keys, self._index, self.hot, stamp(batch), self.device)
-            missed = numbering.missed
+            if len(hot.key) > hot.capacity:
+                self._retire_transients(batch)
+            numbering = number(keys, self._index.find(keys), hot.last_batch, hot.unique_of_slot, batch)
             unique_slots = numbering.unique_slots
-            with marked("swap"):
-                slots = self._make_room(len(missed), batch)
-                self._fill(numbering.unique_keys[missed], slots)
-            self.plan_changes.end(moving)
-            unique_slots[missed] = slots
-            self.hot.last_batch[slots] = stamp(batch)
+            if len(numbering.missed):
+                self._bring(numbering, batch)
             if score:
-                self._kernels.raise_scores(unique_slots, self.hot.score, self._scoring.now(batch), self._scoring)
-                self._count(
-                    batches=1,
-                    lookups=numbering.lookups,
-                    hits=numbering.hits,
-                    unique=len(numbering.unique_keys),
+                raise_scores(unique_slots, hot.score, self._scoring.now(batch), self._scoring)
+                self._counts.update(
+                    batches=1, lookups=numbering.lookups, hits=numbering.hits, unique=len(numbering.unique_keys)
                 )
-            homes = resolve(numbering.inverse, unique_slots, self.device)
+            homes = resolve(numbering.inverse, unique_slots)
             ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, self._book)
             self._book.open(ticket)
             return ticket
+
+    @ranged("swap")
+    def _bring(self, numbering: Numbering, batch: int) -> None:
+        """Brings the missed rows of a batch into slots, which `unique_slots` then names."""
+        missed = numbering.missed
+        moving = self.plan_changes.begin(SLOTS_MOVE)
+        slots = self._make_room(len(missed), batch)
+        self._fill(numbering.unique_keys[missed], slots)
+        numbering.unique_slots[missed] = slots
+        self.hot.last_batch[slots] = stamp(batch)
+        self.plan_changes.end(moving)
 
     def _pin(self) -> None:
         """Brings the rows of resident tables into the first slots, where no victim is looked for."""
@@ -132,18 +134,18 @@ class TieredCache(Cache):
     def derive(self) -> None:
         """Makes what follows from the slots' keys anew: the free slots and the map."""
         self.hot.derive()
-        index = slot_map(len(self.hot), self.device)
+        index = SlotMap(len(self.hot))
         slots = self.hot.occupied()
         index.insert(self.hot.key[slots], slots)
         self._index = index
 
     def _retire_transients(self, batch: int) -> None:
         """Evicts the transient rows that no ticket uses: capacity is a promise between batches."""
-        if len(self.hot) == self.hot.capacity:
-            return
+        moving = self.plan_changes.begin(SLOTS_MOVE)
         slots = self.hot.transients()
         behind = self.hot.last_batch[slots] - stamp(self._book.oldest(batch))
         self._evict(slots[behind < 0])
+        self.plan_changes.end(moving)
 
     def _make_room(self, rows: int, batch: int) -> Array:
         """Empty slots for `rows` missed rows, int32: evicts what has to go, goes beyond the capacity for the rest."""
@@ -152,7 +154,7 @@ class TieredCache(Cache):
             hot = self.hot
             oldest, used = stamp(self._oldest(batch)), min(hot.used, hot.capacity)
             key, score, last_batch = (array[self._pinned :] for array in (hot.key, hot.score, hot.last_batch))
-            victims = self._kernels.choose_victims(
+            victims = choose_victims(
                 short, key, score, last_batch, oldest, used - self._pinned, self._scoring.ties_by_age
             )
             victims += np.int32(self._pinned)
@@ -177,24 +179,25 @@ class TieredCache(Cache):
         self.cold.write(keys, slots, self.hot)
         self.hot.dirty[slots] = 0
         clean_bytes = (len(slots) - dirty) * self.hot.score.itemsize
-        self._count(rows_written_back=dirty, bytes_written_back=dirty * self.cold.layout.row_bytes + clean_bytes)
+        self._count(rows_written_back=dirty, bytes_written_back=dirty * self._row_bytes + clean_bytes)
 
     def _fill(self, keys: Array, slots: Array) -> None:
         """Brings the rows `keys` into the empty `slots` and publishes them."""
         if len(keys) == 0:
             return
         hot = self.hot
-        if len(hot) > hot.capacity:
-            self._index.grow(len(hot))
+        if len(hot.key) > hot.capacity:
+            self._index.grow(len(hot.key))
         untouched = self.cold.read(keys, slots, hot)
         fresh = slots[untouched]
         hot.dirty[slots] = 0
         hot.dirty[fresh] = 1  # until it was written once, cold storage does not know the row
-        self._generate(keys[untouched], fresh, hot.weight, hot.state, hot.state.shape[1])
+        if len(fresh):
+            self._generate(keys[untouched], fresh, hot.weight, hot.state, hot.state.shape[1])
         hot.score[slots if not self._scoring.remember else fresh] = MIN_SCORE
         hot.key[slots] = keys
         self._index.insert(keys, slots)
-        self._count(rows_filled=len(keys), bytes_filled=(len(keys) - len(fresh)) * self.cold.layout.row_bytes)
+        self._count(rows_filled=len(keys), bytes_filled=(len(keys) - len(fresh)) * self._row_bytes)
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
 
@@ -242,12 +245,12 @@ class TieredCache(Cache):
             self._check_open()
             self.check_idle("load a checkpoint")
             self.hot.reset()
-            self._index = slot_map(len(self.hot), self.device)
+            self._index = SlotMap(len(self.hot))
             self._adopt_scores()
             self._pin()
 
     def stats(self) -> CacheStats:
-        if not self.plan_changes.is_open:  # or a signal handler may ask amid a plan
+        if not self.plan_changes.entries:  # or a signal handler may ask amid a plan
             with self.whole():
                 self._settle()
         self.doubts.check()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tieredemb.hash.slot_map import map_bytes_per_slot
 from tieredemb.storage.base import RowLayout
 
 Array = np.ndarray[Any, Any]
@@ -28,6 +29,11 @@ PER_SLOT: dict[str, tuple[type[np.generic], int]] = {
 def stamp(batch: int) -> np.int32:
     """A batch number as `last_batch` holds it: it wraps, and comparisons are signed differences."""
     return np.int32((batch + 2**31) % 2**32 - 2**31)
+
+
+def cache_bytes_per_slot(layout: RowLayout) -> int:
+    """Bytes that one slot costs, map included: what a capacity in bytes is divided by."""
+    return slot_bytes(layout) + map_bytes_per_slot()
 
 
 def slot_bytes(layout: RowLayout) -> int:

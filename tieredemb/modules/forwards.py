@@ -1,5 +1,4 @@
-"""Who wants to hear of forwards, and what they hear: how `pipeline` learns what a model looks up, and who wants to
-hear that a backward has begun."""
+"""Who wants to hear of forwards, and what they hear: how `pipeline` learns what a model looks up."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ import torch
 
 if TYPE_CHECKING:
     from tieredemb.modules.base import TieredModule
-    from tieredemb.step.inputs import Batch
+    from tieredemb.step.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class Forward:
 
 
 LISTENERS: list[Callable[[Forward], object]] = []
-BACKWARDS: list[Callable[[], object]] = []  # called from inside each backward that reaches a module
 
 
 def tell(module: TieredModule, batch: Batch, *, trains: bool) -> None:

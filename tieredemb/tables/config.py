@@ -1,16 +1,18 @@
-"""What users pass to the modules' constructors: how lookups treat rows, and the defaults of everything else."""
+"""What a set of tables is built from, checked; and what it is where users say nothing."""
 
 from __future__ import annotations
 
-import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tieredemb.config import (
-    FLOAT32_MAX,
+    CHECKS,
     LFU,
     LRU,
+    MAX_ROWS,
     SGD,
     Adagrad,
     Adam,
@@ -20,34 +22,59 @@ from tieredemb.config import (
     Policy,
     RowWiseAdagrad,
     TableConfig,
-    check_finite,
-    is_number,
+    is_whole,
 )
 from tieredemb.errors import ConfigError, shown
+from tieredemb.kernels import check_device
 from tieredemb.storage.base import Storage
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.unified import UnifiedMemory
-from tieredemb.tables.group import TableSetConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookupOptions:
-    """How lookups treat rows. `max_norm`: rows are scaled down to it when looked up · `scale_grad_by_freq`: a row's
-    gradient is divided by its occurrences in the call · `padding_is_dropped`: padding adds nothing to its bag (bags),
-    rather than being read without gradient (`TieredEmbedding`)."""
+class TableSetConfig:
+    """All that a set of tables is built from; see the modules for the meaning of each field."""
 
-    max_norm: float | None = None
-    norm_type: float = 2.0
-    scale_grad_by_freq: bool = False
-    padding_is_dropped: bool = True
+    tables: tuple[TableConfig, ...]
+    capacity: Capacity
+    policy: Policy
+    storage: Storage
+    optimizer: OptimizerConfig | None
+    seed: int
+    dtype: torch.dtype
+    device: torch.device
+    check_ids: CheckIds = "deferred"
 
     def __post_init__(self) -> None:
-        if self.max_norm is not None:
-            check_finite("max_norm, where it is not None,", self.max_norm, low=0.0)
-        if not (is_number(self.norm_type) and (self.norm_type == math.inf or 0 < self.norm_type <= FLOAT32_MAX)):
+        check_device(self.device)
+        if self.check_ids not in CHECKS:
+            raise ConfigError(f"check_ids must be one of {', '.join(CHECKS)}, got {shown(self.check_ids)}")
+        if not self.tables:
+            raise ConfigError("tables is empty; give at least one TableConfig")
+        names = [table.name for table in self.tables]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ConfigError(f"table names must differ, but {', '.join(map(repr, twice))} occur more than once")
+        _check_keys(self.tables)
+        if not is_whole(self.seed) or not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed must be an integer in [0, 2^64), got {shown(self.seed)}")
+        if not isinstance(self.storage, Storage):
             raise ConfigError(
-                f"norm_type must be a number above 0 that float32 holds (2 is Euclid's norm), or math.inf, "
-                f"got {shown(self.norm_type)}"
+                f"storage must be UnifiedMemory(), HostMemory(), File(path) or Pmem(directory), got "
+                f"{shown(self.storage)}; pass an instance"
+            )
+
+
+def _check_keys(tables: Sequence[TableConfig]) -> None:
+    """Raises `ConfigError` where the tables of one width have more rows together than there are keys."""
+    rows: Counter[int] = Counter()
+    for table in tables:
+        rows[table.embedding_dim] += table.num_embeddings
+    for width, number in rows.items():
+        if number > MAX_ROWS:
+            raise ConfigError(
+                f"the tables of width {width} have {number} rows together; at most {MAX_ROWS} share a cache: lower "
+                f"num_embeddings, or give some of them to another module"
             )
 
 

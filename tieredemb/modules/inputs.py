@@ -1,0 +1,60 @@
+"""What callers pass to a forward, checked before anything changes: dtypes, shapes and devices.
+
+Values are checked by the call, on the CPU at once and on a GPU there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tieredemb.errors import InvalidInputError, UnsupportedError
+
+INTEGER_DTYPES = (torch.int32, torch.int64)
+MAX_IDS = 2**31 - 1  # of one batch: plans and gradients number its occurrences in int32
+
+
+def as_ids(name: str, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An int32 or int64 tensor on the tables' `device`, flat. Raises `InvalidInputError`."""
+    if not isinstance(value, torch.Tensor):
+        raise InvalidInputError(f"{name} must be a tensor, got {type(value).__name__}")
+    if torch._C._are_functorch_transforms_active():
+        raise UnsupportedError(
+            "a tiered table cannot run inside torch.func transforms (vmap, grad, jvp, …), which have no tensor of the "
+            "table to work on; look the rows up outside and pass them in"
+        )
+    if value.dtype not in INTEGER_DTYPES:
+        raise InvalidInputError(f"{name} must be int32 or int64, got {value.dtype}; use {name}.long()")
+    if value.device != device:
+        raise InvalidInputError(f"{name} is on {value.device}, the tables are on {device}; move one of them")
+    if value.numel() > MAX_IDS:
+        raise InvalidInputError(f"{name} has {value.numel()} elements, at most {MAX_IDS} are allowed; split the batch")
+    return value.detach().contiguous().reshape(-1)
+
+
+def as_offsets(offsets: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Offsets of the right shape and dtype. Raises `InvalidInputError`."""
+    if isinstance(offsets, torch.Tensor) and offsets.dim() != 1:
+        raise InvalidInputError(f"offsets must have one dimension, got shape {tuple(offsets.shape)}")
+    return as_ids("offsets", offsets, device)
+
+
+def equal_bags(bags: int, length: int, device: torch.device) -> torch.Tensor:
+    """Edges of `bags` bags of `length` ids each, int64 (bags + 1,)."""
+    return torch.arange(bags + 1, dtype=torch.int64, device=device) * length
+
+
+def check_weights(weights: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
+    """Per-sample weights that fit `ids`, flat. Raises `InvalidInputError`."""
+    if weights is None:
+        return None
+    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point():
+        raise InvalidInputError("per_sample_weights must be a floating-point tensor")
+    if weights.device != ids.device:
+        raise InvalidInputError(
+            f"per_sample_weights are on {weights.device}, the ids are on {ids.device}; move one of them"
+        )
+    if weights.shape != ids.shape:
+        raise InvalidInputError(
+            f"per_sample_weights must have the ids' shape {tuple(ids.shape)}, got {tuple(weights.shape)}"
+        )
+    return weights.reshape(-1)

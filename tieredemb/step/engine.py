@@ -1,0 +1,218 @@
+"""Forwards and backwards over one set of tables: what every module on them goes through.
+
+Several modules may share an engine, and so the tables: what one backward pass reaches through any of them is one
+update. A module brings how its lookups treat rows (`CallContext.options`) and whether they train (`hook`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tieredemb.config import OptimizerConfig
+from tieredemb.errors import BackwardError, UnsupportedError
+from tieredemb.kernels.ranges import ranged
+from tieredemb.lookup.options import LookupOptions
+from tieredemb.step.batch import Batch
+from tieredemb.step.call import BackwardPass, Call, CallContext, Collected, LookupFunction, inside_backward
+from tieredemb.step.planned_forwards import Given, PlanExecutor, Planned, PlannedForwards
+from tieredemb.tables.fused_optimizer import FusedOptimizer
+from tieredemb.tables.table_set import TableSet
+
+if TYPE_CHECKING:
+    from tieredemb.step.call_memory import CallMemory
+
+
+class _Accumulated:
+    """What `accumulate()` keeps for the update at its end. The context alone holds it: one that was left in whatever
+    way keeps no later backward from its update."""
+
+    def __init__(self) -> None:
+        self.calls: Collected = []
+
+
+class Engine:
+    """Looks up in `tables`, and updates their rows by `optimizer`, if there is one. `planned`: forwards that were
+    planned before they come · `ids_may_exceed_bags`: threads whose captured step gives it buffers, in which ids of
+    longer batches are left."""
+
+    def __init__(self, tables: TableSet, optimizer: OptimizerConfig | None) -> None:
+        self.tables = tables
+        self.optimizer = None if optimizer is None else FusedOptimizer(tables, optimizer)
+        self._connect()
+
+    def _connect(self) -> None:
+        self.planned = PlannedForwards()
+        self.ids_may_exceed_bags: set[int] = set()
+        self._backward_pass = BackwardPass()
+        self._accumulates: weakref.ref[_Accumulated] | None = None
+
+    def context(self, options: LookupOptions) -> CallContext:
+        """What the calls of a module need, whose lookups treat rows as `options` say."""
+        return CallContext(self.tables, options, self.optimizer, self._backward_pass, self._apply)
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def lookup(self, batch: Batch, context: CallContext, hook: torch.Tensor) -> torch.Tensor:
+        """Pools a batch: (B, ΣD). `hook`: float32 (0,), which requires a gradient where a backward is to update
+        rows."""
+        recomputed = inside_backward()
+        within = context.backward_pass.touch() if recomputed else None
+        trains, weights = hook.requires_grad, batch.weights
+        if torch.is_grad_enabled() and (trains or (weights is not None and weights.requires_grad)):
+            if trains and torch.distributed.is_available() and torch.distributed.is_initialized():
+                _check_world_size()
+            make = functools.partial(self._begin, batch, context, trains=trains, recomputed=recomputed, within=within)
+            # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
+            # captured step to an earlier one
+            leaf = hook.detach().requires_grad_() if trains else hook
+            return LookupFunction.apply(leaf, weights, make)  # type: ignore[no-any-return, no-untyped-call]
+        call = self._begin(batch, context, trains=False, recomputed=recomputed, within=within)
+        try:
+            return call.pool(weights, differentiable=False)
+        finally:
+            call.release()
+
+    def _begin(self, batch: Batch, context: CallContext, *, trains: bool, recomputed: bool, within: Any) -> Call:
+        """The call of a forward: planned ahead for its very tensors, or now."""
+        if self.tables.placed.now.faults is not None:
+            self.tables.check_earlier()
+        call = self.planned.take(batch.given) if self.planned.waiting and not recomputed else None
+        if call is None:
+            call = self._call(batch, context, trains=trains, recomputed=recomputed)
+        call.within = within
+        try:
+            call.start()
+        except BaseException:
+            call.release()
+            raise
+        return call
+
+    def _call(
+        self,
+        batch: Batch,
+        context: CallContext,
+        *,
+        trains: bool,
+        recomputed: bool = False,
+        ahead: bool = False,
+        memory: CallMemory | None = None,
+    ) -> Call:
+        """Checks the values of a batch and plans it on the tables' device. `trains`: whether a backward is expected to
+        update its rows · `recomputed`: whether the forward is one of before, that leaves no trace in scores · `ahead`:
+        whether its forward has yet to come · `memory`: on a GPU, where to plan it."""
+        if self.tables.placed.now.config.device.type == "cuda":
+            from tieredemb.lookup.device_bags import Edges
+            from tieredemb.step.device_call import DeviceCall
+
+            exact = batch.exact and threading.get_ident() not in self.ids_may_exceed_bags
+            edges = Edges(batch.offsets.detach().to(torch.int64).contiguous(), batch.edges, exact)
+            return DeviceCall(
+                context, batch.ids, edges, batch.size, trains=trains, scored=not recomputed, ahead=ahead, memory=memory
+            )
+        from tieredemb.step.host_call import HostCall
+
+        return HostCall(context, batch, scored=not recomputed)
+
+    def plan_ahead(
+        self,
+        executor: PlanExecutor,
+        given: Given,
+        make_batch: Callable[..., Batch],
+        context: CallContext,
+        *,
+        trains: bool,
+        memory: CallMemory | None = None,
+    ) -> Planned:
+        """Plans the forward of `given` before it comes, by `executor`; `make_batch` checks it and makes its batch. See
+        `TieredModule.plan_ahead`."""
+        caches = [group.cache for group in self.tables.groups]
+        if executor.apart:
+            for cache in caches:
+                cache.let_go()
+        holds = [cache.hold() if executor.apart else None for cache in caches]
+
+        def plan() -> Call:
+            with contextlib.ExitStack() as ahead:
+                for cache, hold in zip(caches, holds, strict=True):
+                    ahead.enter_context(cache.ahead(given, hold))
+                return self._call(make_batch(*given), context, trains=trains, ahead=True, memory=memory)
+
+        # before the executor's stream is used: a capture on another thread may have forked into it
+        with contextlib.nullcontext() if executor.apart else self.tables.planning():
+            planned = Planned(given, executor.submit(plan))
+        self.planned.add(planned)
+        return planned
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    @ranged("update")
+    def _apply(self, collected: Collected) -> None:
+        """Applies the calls of one backward pass in forward order, or keeps them for the end of `accumulate()`."""
+        kept = None if self._accumulates is None else self._accumulates()
+        if kept is not None:
+            kept.calls += collected
+            return
+        try:
+            type(collected[0][0]).apply(collected)
+        finally:
+            for call, _ in collected:
+                call.release()
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """See `TieredModule.accumulate`."""
+        if self.accumulates:
+            raise BackwardError("accumulate() is active already; one context holds all micro-batches of a step")
+        kept = _Accumulated()
+        with self.tables.locked():  # not amid another thread's capture
+            self._accumulates = weakref.ref(kept)
+        try:
+            yield
+        except BaseException:
+            for call, _ in kept.calls:
+                call.release()
+            raise
+        finally:
+            self._accumulates = None
+        if kept.calls:
+            self._apply(sorted(kept.calls, key=lambda pair: pair[0].number))
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether `accumulate()` is active."""
+        return self._accumulates is not None and self._accumulates() is not None
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def move(self, device: torch.device) -> None:
+        """Moves the tables to `device`, and with them what knows where they are. Raises `StorageError` while batches
+        are in flight. A second call goes on with one that was interrupted."""
+        if device != self.tables.config.device:
+            self.planned.drop_all()
+            self.tables.move(device)
+        if self.optimizer is not None:
+            self.optimizer.move()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.planned.drop_all()  # the copy plans for itself, and tables are copied while no batch is in flight
+        return {"tables": self.tables, "optimizer": self.optimizer}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._connect()
+
+
+def _check_world_size() -> None:
+    processes = torch.distributed.get_world_size()
+    if processes > 1:
+        raise UnsupportedError(
+            f"training in a world of {processes} processes is not supported: each would update its own copy "
+            f"of the rows and they would drift apart; train in one process, or serve under no_grad()"
+        )
