@@ -28,7 +28,7 @@ class Plans:
 
     def __init__(self, module, monkeypatch):
         self.found = self.missed = 0
-        take = module.ahead.take
+        take = module.engine.planned.take
 
         def counted(given):
             call = take(given)
@@ -36,4 +36,4 @@ class Plans:
             self.missed += call is None
             return call
 
-        monkeypatch.setattr(module.ahead, "take", counted)
+        monkeypatch.setattr(module.engine.planned, "take", counted)

@@ -1,5 +1,5 @@
-"""What a package's modules import, read from their source: nothing is executed, so imports under `TYPE_CHECKING` and
-inside functions count too."""
+"""What a package's modules import, read from their source: nothing is executed, so imports inside functions count too,
+and those under `TYPE_CHECKING` where they are asked for."""
 
 from __future__ import annotations
 
@@ -19,11 +19,21 @@ def modules_of(package: Path) -> dict[str, Path]:
     return {module_name(path, package.parent): path for path in sorted(package.rglob("*.py"))}
 
 
-def imports_of(name: str, path: Path) -> Iterator[tuple[int, str]]:
+def nodes_of(tree: ast.AST, *, type_checking: bool) -> Iterator[ast.AST]:
+    """All nodes below `tree`, with those under `if TYPE_CHECKING:` or without."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING" and not type_checking:
+            yield from (each for other in node.orelse for each in (other, *nodes_of(other, type_checking=False)))
+            continue
+        yield node
+        yield from nodes_of(node, type_checking=type_checking)
+
+
+def imports_of(name: str, path: Path, *, type_checking: bool = True) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything that module `name` imports. `from a import b` yields `a.b`: whether `b` is a
     module only its reader can know. `importlib.import_module` with a literal name counts too."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(ast.parse(path.read_text()), type_checking=type_checking):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -37,10 +47,10 @@ def imports_of(name: str, path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.args[0].value
 
 
-def own_imports(name: str, modules: dict[str, Path]) -> set[str]:
+def own_imports(name: str, modules: dict[str, Path], *, type_checking: bool = True) -> set[str]:
     """The modules of the same package that module `name` names in its imports."""
     found = set()
-    for _, target in imports_of(name, modules[name]):
+    for _, target in imports_of(name, modules[name], type_checking=type_checking):
         while target and target not in modules:
             target = target.rpartition(".")[0]
         found.add(target)
@@ -55,3 +65,22 @@ def import_closure(name: str, modules: dict[str, Path]) -> set[str]:
         reached |= new
         todo += new
     return reached
+
+
+def circles(modules: dict[str, Path]) -> list[list[str]]:
+    """Files that import one another in a loop, imports under `TYPE_CHECKING` left out: each loop with its files in
+    order, the first of them again at its end."""
+    imported = {name: sorted(own_imports(name, modules, type_checking=False)) for name in modules}
+    found, done = [], set[str]()
+
+    def follow(name: str, way: list[str]) -> None:
+        if name in way:
+            found.append([*way[way.index(name) :], name])
+        elif name not in done:
+            for other in imported[name]:
+                follow(other, [*way, name])
+            done.add(name)
+
+    for name in modules:
+        follow(name, [])
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from source_imports import imports_of, modules_of
+from source_imports import circles, imports_of, modules_of
 
 PACKAGE = Path(__file__).parents[1] / "tieredemb"
 
@@ -68,6 +68,10 @@ def test_imports_go_down_only():
     assert breaches(PACKAGE) == []
 
 
+def test_no_files_import_each_other_in_a_circle():
+    assert circles(modules_of(PACKAGE)) == []
+
+
 @pytest.fixture
 def tree(tmp_path):
     """A package of the same layout, without imports."""
@@ -116,6 +120,22 @@ def test_layers_planted_breach_is_found(tree, importer, source, said):
     found = breaches(tree)
     assert len(found) == 1
     assert said in found[0]
+
+
+def test_circles_are_found_wherever_the_import_stands(tree):
+    (tree / "cache" / "op.py").write_text("def late():\n    from tieredemb.cache.other import x\n")
+    (tree / "cache" / "other.py").write_text("import tieredemb.cache.third\n")
+    (tree / "cache" / "third.py").write_text("from tieredemb.cache import op\n")
+    (found,) = circles(modules_of(tree))
+    assert sorted(found[1:]) == ["tieredemb.cache.op", "tieredemb.cache.other", "tieredemb.cache.third"]
+    assert found[0] == found[-1]
+
+
+def test_circles_of_types_alone_are_none(tree):
+    late = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from tieredemb.cache.other import x\n"
+    (tree / "cache" / "op.py").write_text(late)
+    (tree / "cache" / "other.py").write_text("from tieredemb.cache import op\n")
+    assert circles(modules_of(tree)) == []
 
 
 def test_layers_new_part_needs_a_layer(tree):

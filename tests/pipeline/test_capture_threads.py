@@ -322,11 +322,11 @@ def test_ids_left_in_buffers_are_excused_on_the_thread_of_their_step_alone(devic
     table, seen = make(), []
 
     def amid():
-        threads = table.ids_may_exceed_bags
+        threads = table.engine.ids_may_exceed_bags
         seen.append((threading.get_ident() in threads, started(lambda: threading.get_ident() in threads).result(LONG)))
 
     train = te.graph_step(squares(table, amid))
     for number in range(4):
         train(batch(number))
     assert seen == [(True, False)]
-    assert not table.ids_may_exceed_bags
+    assert not table.engine.ids_may_exceed_bags

@@ -11,6 +11,7 @@ from training import NAMES, OPTIMIZERS, bits, random_batch, table_configs
 
 import tieredemb as te
 from tieredemb.errors import BackwardError
+from tieredemb.step.engine import Engine
 
 ROWS, WIDTH = 30, 4
 
@@ -122,13 +123,13 @@ def test_context_whose_end_was_interrupted_keeps_no_later_update(device, monkeyp
     bag, twin = (te.TieredEmbeddingBag(40, 4, capacity=5, optimizer=te.SGD(lr=1.0)) for _ in range(2))
     ids = torch.arange(6)[None]
 
-    def interrupt(module, name, value):
+    def interrupt(engine, name, value):
         if name == "_accumulates" and value is None:
             raise KeyboardInterrupt
-        torch.nn.Module.__setattr__(module, name, value)
+        object.__setattr__(engine, name, value)
 
     with monkeypatch.context() as patched:
-        patched.setattr(te.TieredEmbeddingBag, "__setattr__", interrupt)
+        patched.setattr(Engine, "__setattr__", interrupt, raising=False)
         with pytest.raises(KeyboardInterrupt), bag.accumulate():
             bag(ids).sum().backward()
     for module in (bag, twin):

@@ -20,7 +20,7 @@ from tieredemb.modules.forwards import Forward
 from tieredemb.pipeline.batches import map_tensors
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.leaves import Leaves
-from tieredemb.pipeline.lookups import Learned, Lookup, learn
+from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
 from tieredemb.tables.group import DeviceGroup
 
 R = TypeVar("R")
@@ -36,7 +36,7 @@ class StepFunction(Generic[R]):
         self.device = self.modules[0].tables.config.device
         self.buffers = buffers
         self.trains = any(each.trains for each in forwards)
-        self.lookups: Learned = learn(batch, [Lookup(each.module, each.given, each.trains) for each in forwards])[0]
+        self.lookups: Learned = learn(batch, [LookupSpec(each.module, each.given, each.trains) for each in forwards])[0]
         self.caches = self._caches()
         self._locks = Locks(self.caches)
         self._function = function

@@ -24,7 +24,7 @@ from tieredemb.kernels.streams import on_device
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
 from tieredemb.pipeline.lanes import StreamLane
-from tieredemb.pipeline.lookups import Lookup
+from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.pipeline.uncapturable import explain
 from tieredemb.step.call import Call
 from tieredemb.step.call_memory import CallMemory
@@ -32,7 +32,7 @@ from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.planned_forwards import Given, Planned, PlannedForwards
 
 R = TypeVar("R")
-Lookups = Callable[[Any], Sequence[Lookup]]
+Lookups = Callable[[Any], Sequence[LookupSpec]]
 
 
 class StepAhead(Generic[R]):

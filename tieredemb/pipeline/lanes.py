@@ -15,7 +15,7 @@ import torch
 from tieredemb.kernels.streams import side_stream
 from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.batches import map_tensors, tensors_of
-from tieredemb.pipeline.lookups import Lookup
+from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.step.call import Call
 from tieredemb.step.planned_forwards import PlanExecutor, Planned
 
@@ -30,7 +30,7 @@ class Lanes:
         devices = {device for device, _ in kinds}
         self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
 
-    def plan(self, lookup: Lookup) -> Planned:
+    def plan(self, lookup: LookupSpec) -> Planned:
         """Begins to plan a forward."""
         return lookup.module.plan_ahead(self._lanes[_kind(lookup.module)], *lookup.given, trains=lookup.trains)
 

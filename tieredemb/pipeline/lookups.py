@@ -14,7 +14,7 @@ from tieredemb.pipeline.batches import Path, resolve, tensors_of
 from tieredemb.step.planned_forwards import Given, identity
 
 
-class Lookup(NamedTuple):
+class LookupSpec(NamedTuple):
     """A forward that will come, by its inputs. `trains`: whether a backward is expected."""
 
     module: TieredModule
@@ -29,14 +29,14 @@ class Learned:
 
     forwards: tuple[tuple[TieredModule, tuple[Path | torch.Tensor, ...], bool], ...]
 
-    def __call__(self, batch: Any) -> list[Lookup]:
+    def __call__(self, batch: Any) -> list[LookupSpec]:
         def given(inputs: tuple[Path | torch.Tensor, ...]) -> Given:
             return tuple(part if isinstance(part, torch.Tensor) else resolve(batch, part) for part in inputs)
 
-        return [Lookup(module, given(inputs), trains) for module, inputs, trains in self.forwards]
+        return [LookupSpec(module, given(inputs), trains) for module, inputs, trains in self.forwards]
 
 
-def learn(batch: Any, seen: Sequence[Lookup]) -> tuple[Learned, list[TieredModule]]:
+def learn(batch: Any, seen: Sequence[LookupSpec]) -> tuple[Learned, list[TieredModule]]:
     """How the lookups `seen` came from `batch`, but for those of other ids (computed, or of another batch); and the
     modules whose lookups all were such."""
     paths: dict[tuple[Any, ...], Path] = {}
@@ -54,7 +54,7 @@ def learn(batch: Any, seen: Sequence[Lookup]) -> tuple[Learned, list[TieredModul
     return Learned(tuple(forwards)), unknown
 
 
-class Told:
+class NamedLookups:
     """The lookups that a user's function names: for a model of one tiered module its inputs, else a mapping from
     modules or their names to inputs. Inputs are ids, (ids, offsets), or a list of such for several forwards."""
 
@@ -62,7 +62,7 @@ class Told:
         self._modules = modules
         self._ids_of = ids_of
 
-    def __call__(self, batch: Any) -> list[Lookup]:
+    def __call__(self, batch: Any) -> list[LookupSpec]:
         told = self._ids_of(batch)
         if not isinstance(told, Mapping):
             if len(self._modules) != 1:
@@ -72,7 +72,7 @@ class Told:
                 )
             told = {next(iter(self._modules)): told}
         return [
-            Lookup(self._module(key), inputs)
+            LookupSpec(self._module(key), inputs)
             for key, value in told.items()
             for inputs in map(_inputs, value if isinstance(value, list) else [value])
         ]

@@ -20,7 +20,7 @@ from tieredemb.errors import ConfigError, shown
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.pipeline.lanes import Lanes
-from tieredemb.pipeline.lookups import Learned, Lookup, Told, learn
+from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, learn
 from tieredemb.step.planned_forwards import Planned
 
 B = TypeVar("B")
@@ -51,7 +51,7 @@ class Prefetch(Generic[B]):
                 "them with check_ids='deferred'",
                 stacklevel=3,
             )
-        self._told = None if ids_of is None else Told(self.modules, ids_of)
+        self._told = None if ids_of is None else NamedLookups(self.modules, ids_of)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ class _Fetched(Generic[B]):
 class Run(Generic[B]):
     """One loop over the batches. `told`: what a batch's forwards look up, where the user has told it."""
 
-    def __init__(self, prefetch: Prefetch[B], lanes: Lanes, told: Callable[[B], list[Lookup]] | None) -> None:
+    def __init__(self, prefetch: Prefetch[B], lanes: Lanes, told: Callable[[B], list[LookupSpec]] | None) -> None:
         self.queue: deque[_Fetched[B]] = deque()
         self.told = told
         self._prefetch = prefetch
@@ -130,7 +130,7 @@ class Run(Generic[B]):
         self._lookups = told
         self._planners: list[Callable[[], object]] = []  # give up what captured steps plan in place of this loop
         self._current: _Fetched[B] | None = None
-        self._seen: list[Lookup] = []  # forwards of the current batch, while it is to be learned from
+        self._seen: list[LookupSpec] = []  # forwards of the current batch, while it is to be learned from
         self._listens = False
         self._warned = False
         modules = set(prefetch.modules.values())
@@ -250,7 +250,7 @@ class Run(Generic[B]):
 
     def _hear(self, forward: Forward) -> None:
         if self._current is not None and any(forward.module is module for module in self._prefetch.modules.values()):
-            self._seen.append(Lookup(forward.module, forward.given, forward.trains))
+            self._seen.append(LookupSpec(forward.module, forward.given, forward.trains))
 
 
 _RUNNING: list[Run[Any]] = []

@@ -40,21 +40,17 @@ class _Together:
 
 
 class RowPass(Change):
-    """A pass over hot rows of a group; `steps`: that its tables have taken then. Interrupted, it is ended if it, or one
-    that belongs to it, has begun."""
+    """A pass over hot rows of a group; `steps`: those that its tables have taken then. Interrupted, it is ended if it,
+    or one that belongs to it, has begun."""
 
     def __init__(self, group: HostGroup, rows: Pass, together: _Together, steps: Sequence[int]) -> None:
         self.group, self.rows = group, rows
-        self._together, self._steps = together, steps
-
-    def count(self) -> None:
-        if self._steps:
-            self.group.cache.cold.metadata.steps = list(self._steps)
+        self._together, self.steps = together, list(steps)
 
     def settle(self, cache: Cache) -> None:
         if self._together.begun:
             self.rows.run()
-            self.count()
+            self.group.cache.cold.metadata.steps = self.steps
 
 
 def carry_out(passes: Sequence[tuple[HostGroup, Pass]], *, is_step: bool) -> None:
@@ -63,14 +59,16 @@ def carry_out(passes: Sequence[tuple[HostGroup, Pass]], *, is_step: bool) -> Non
     them."""
     together, changes = _Together([rows for _, rows in passes]), []
     for group, rows in passes:
-        steps = [step + 1 for step in group.cache.cold.metadata.steps] if is_step else ()
+        steps = [step + is_step for step in group.cache.cold.metadata.steps]
         changes.append(RowPass(group, rows, together, steps))
-    entries = [change.group.cache.changes.begin(change) for change in changes]
+    entries = []
+    for change in changes:  # in this very frame, which the book remembers
+        entries.append(change.group.cache.changes.begin(change))
     for change in changes:
         change.rows.run()
     together.rows_are_done = True
     for change in changes:
-        change.count()
+        change.group.cache.cold.metadata.steps = change.steps
     for change, entry in zip(changes, entries, strict=True):
         change.group.cache.changes.end(entry)
 
