@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from tieredemb.errors import BackwardError
 from tieredemb.lookup.options import LookupOptions
+from tieredemb.step.batch import Batch
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.table_set import TableSet
 
@@ -77,19 +78,34 @@ class CallContext:
 
 
 class Call(abc.ABC):
-    """One forward of a module: its tickets, and what its gradient needs. It has planned when it was made, which may be
-    long before the forward comes and it is started."""
-
-    parts: Any  # what each group holds of it
+    """One forward of a module: its tickets, and what its gradient needs. It is planned first, which may be long before
+    the forward comes and it is started. `batch`: B, its samples."""
 
     def __init__(self, context: CallContext, batch: int) -> None:
         self.number = -1  # in the order of forwards, once it has started
         self.context = context
         self.batch = batch
+        self.parts: list[Any] = []  # what each group that is planned holds of it
         self.consumed = False
         # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
         self.within: weakref.ref[_CollectedCalls] | None = None
         self.keeps_rows = False  # whether the rows of the forward are needed for a gradient of the weights
+
+    @abc.abstractmethod
+    def plan(
+        self,
+        batch: Batch,
+        *,
+        trains: bool,
+        scored: bool,
+        ahead: bool = False,
+        may_exceed_bags: bool = False,
+        memory: Any = None,
+    ) -> None:
+        """Checks the values of the batch, and plans it. `trains`: whether a backward is expected to update its rows ·
+        `scored`: whether it counts as a use of rows · `ahead`: whether the forward has yet to come · `may_exceed_bags`:
+        whether ids beyond the last bag are left of longer batches, and no fault · `memory`: on a GPU, where to plan.
+        Raises `InvalidInputError` and `IdOutOfRangeError` before anything changes."""
 
     def complete(self) -> bool:
         """Brings the plan to its end, where that was put off; returns whether it has come there, or it is given up."""

@@ -16,7 +16,8 @@ from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.streams import on_device, synchronize
 from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, tell_fault
-from tieredemb.step.call import Call, CallContext, Collected
+from tieredemb.step.batch import Batch
+from tieredemb.step.call import Call, Collected
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall, shallow_copy
 from tieredemb.tables.group import DeviceGroup
@@ -28,39 +29,38 @@ if TYPE_CHECKING:
 
 
 class DeviceCall(Call):
-    """One forward of a module. `ids`: int32 or int64 (N,) · `edges`: of the bags of all tables, not yet checked ·
-    `trains`: whether a backward is expected to update its rows · `scored`: whether it counts as a use of rows ·
-    `ahead`: whether the forward has yet to come, and a fault is told when it does · `memory`: that of a call of as many
-    ids and bags that is over, to be used again."""
+    """One forward of a module on a GPU. Planned into the `memory` of a call of as many ids and bags that is over, it
+    uses that again."""
 
-    def __init__(
+    parts: list[DeviceGroupCall]
+
+    def plan(
         self,
-        context: CallContext,
-        ids: torch.Tensor,
-        edges: Edges,
-        batch: int,
+        batch: Batch,
         *,
         trains: bool,
         scored: bool,
-        ahead: bool,
+        ahead: bool = False,
+        may_exceed_bags: bool = False,
         memory: CallMemory | None = None,
     ) -> None:
-        super().__init__(context, batch)
-        self.parts: list[DeviceGroupCall] = []
-        tables = context.tables
-        if len(tables.config.tables) * batch > MAX_BAGS:
+        tables = self.context.tables
+        if len(tables.config.tables) * self.batch > MAX_BAGS:
             raise InvalidInputError(
-                f"{len(tables.config.tables)} tables × {batch} samples are more than {MAX_BAGS} bags; split the batch"
+                f"{len(tables.config.tables)} tables × {self.batch} samples are more than {MAX_BAGS} bags; split the "
+                f"batch"
             )
         if ahead and tables.config.check_ids == "always":
             raise UnsupportedError("check_ids='always' waits for the GPU in every forward: nothing is planned ahead")
-        ids = ids.to(torch.int64)
+        exact = batch.exact and not may_exceed_bags
+        edges = Edges(batch.offsets.detach().to(torch.int64).contiguous(), batch.edges, exact)
+        ids = batch.ids.to(torch.int64)
         self.ids = ids.shape[0]
         self._tells_later = ahead
         self._told_stream: int | None = None  # the last one that the allocator was told of, see `follow`
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
         with on_device(ids.device):
-            fits = memory is not None and memory.fits(groups, self.ids, batch)
+            fits = memory is not None and memory.fits(groups, self.ids, self.batch)
             self.memory = memory if fits and memory else self._allocate(groups, trains=trains)
             given = None
             # beside the beginning of a plan, where that takes longer than to go there; events cost an eager host more
@@ -75,9 +75,8 @@ class DeviceCall(Call):
                 group.cache.complete_last()
             parts = zip(groups, self.memory.bags, self.memory.segments, self.memory.trained, strict=True)
             for group, bags, segments, trained in parts:
-                part = DeviceGroupCall(
-                    group, bags, ids, context.options, segments, trained, scored=scored, given=given, ahead=ahead
-                )
+                part = DeviceGroupCall(group, bags, self.context.options, segments, trained)
+                part.plan(ids, scored=scored, given=given, ahead=ahead)
                 self.parts.append(part)
         except BaseException:
             self.release()

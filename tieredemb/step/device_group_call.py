@@ -15,6 +15,7 @@ from tieredemb.lookup.device_lookup import Segments, frequency_scale
 from tieredemb.tables.group import DeviceGroup
 
 if TYPE_CHECKING:
+    from tieredemb.cache.device.replays import DeviceTicket
     from tieredemb.lookup.options import LookupOptions
 
 T = TypeVar("T")
@@ -22,26 +23,33 @@ T = TypeVar("T")
 
 class DeviceGroupCall:
     """One forward in one group: its bags, its ticket, and what its gradient needs. `segments`, `trained`: room for
-    them, where they are found with the plan · `given`: comes once the bags are there, if that is to be waited for ·
-    `ahead`: whether the plan may wait for `complete`."""
+    them, where they are found with the plan."""
+
+    ticket: DeviceTicket
 
     def __init__(
         self,
         group: DeviceGroup,
         bags: DeviceBags,
-        ids: torch.Tensor,
         options: LookupOptions,
         segments: Segments | None,
         trained: torch.Tensor | None,
-        *,
-        scored: bool,
-        given: torch.cuda.Event | None,
-        ahead: bool,
     ) -> None:
         self.group = group
         self.bags = bags
         self.options = options
         self._segments = segments
+        # homes of the occurrences that gradients reach: padding that lookups read is left out
+        self.trained = bags.homes if trained is None else trained
+        self.weights: torch.Tensor | None = None
+        self.argmax: torch.Tensor | None = None
+        self.forward_rows: torch.Tensor | None = None
+
+    def plan(self, ids: torch.Tensor, *, scored: bool, given: torch.cuda.Event | None, ahead: bool) -> None:
+        """Plans the bags, which were found in `ids`. `given`: comes once they are there, if that is to be waited for ·
+        `ahead`: whether the plan may wait for `complete`."""
+        group, bags, segments = self.group, self.bags, self._segments
+        trained = None if self.trained is bags.homes else self.trained
         beside: Beside | None = None  # while rows are on their way
         if segments is not None:
             beside = functools.partial(group.lookup.find_segments, segments, bags.homes, bags.bag, bags.batch)
@@ -49,12 +57,7 @@ class DeviceGroupCall:
             beside = functools.partial(_leave_out, int(group.space.padding[0]), ids, bags.homes, trained)
         self.ticket = group.cache.plan(bags.keys, bags.homes, score=scored, given=given, beside=beside, ahead=ahead)
         self.ticket.kept = (*vars(bags).values(), *(() if segments is None else vars(segments).values()), trained)
-        # homes of the occurrences that gradients reach: padding that lookups read is left out
-        self.trained = self.ticket.homes if trained is None else trained
         self._ids = None if trained is None else ids  # which may yet be read aside
-        self.weights: torch.Tensor | None = None
-        self.argmax: torch.Tensor | None = None
-        self.forward_rows: torch.Tensor | None = None
 
     def complete(self) -> bool:
         """Brings its plan to its end, if it has yet to come there; returns False if it failed. Waits as the cache's."""

@@ -104,21 +104,19 @@ class Engine:
         ahead: bool = False,
         memory: CallMemory | None = None,
     ) -> Call:
-        """Checks the values of a batch and plans it on the tables' device. `trains`: whether a backward is expected to
-        update its rows · `recomputed`: whether the forward is one of before, that leaves no trace in scores · `ahead`:
-        whether its forward has yet to come · `memory`: on a GPU, where to plan it."""
+        """A call that is planned, on the tables' device; see `Call.plan`. `recomputed`: whether the forward is one of
+        before, that leaves no trace in scores."""
         if self.tables.placed.now.config.device.type == "cuda":
-            from tieredemb.lookup.device_bags import Edges
             from tieredemb.step.device_call import DeviceCall
 
-            exact = batch.exact and threading.get_ident() not in self.ids_may_exceed_bags
-            edges = Edges(batch.offsets.detach().to(torch.int64).contiguous(), batch.edges, exact)
-            return DeviceCall(
-                context, batch.ids, edges, batch.size, trains=trains, scored=not recomputed, ahead=ahead, memory=memory
-            )
-        from tieredemb.step.host_call import HostCall
+            call: Call = DeviceCall(context, batch.size)
+        else:
+            from tieredemb.step.host_call import HostCall
 
-        return HostCall(context, batch, scored=not recomputed)
+            call = HostCall(context, batch.size)
+        may_exceed = bool(self.ids_may_exceed_bags) and threading.get_ident() in self.ids_may_exceed_bags
+        call.plan(batch, trains=trains, scored=not recomputed, ahead=ahead, may_exceed_bags=may_exceed, memory=memory)
+        return call
 
     def plan_ahead(
         self,

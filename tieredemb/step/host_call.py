@@ -19,7 +19,7 @@ from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale
 from tieredemb.lookup.optimizer import Gradient, Hyperparameters, limit_norms, update
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import Call, CallContext, Collected
+from tieredemb.step.call import Call, Collected
 from tieredemb.storage.base import CARRIERS
 from tieredemb.tables.group import HostGroup
 
@@ -76,11 +76,11 @@ def carry_out(passes: Sequence[tuple[HostGroup, Pass]], *, is_step: bool) -> Non
 class HostGroupCall:
     """One forward in one group: its bags, its ticket, and what its gradient needs."""
 
-    def __init__(self, group: HostGroup, bags: Bags, options: LookupOptions, *, scored: bool) -> None:
+    def __init__(self, group: HostGroup, bags: Bags, options: LookupOptions, ticket: Ticket) -> None:
         self.group = group
         self.bags = bags
         self.options = options
-        self.ticket: Ticket = group.cache.plan(bags.keys, score=scored)
+        self.ticket = ticket
         self.weights: Array = NO_WEIGHTS
         self.argmax: Array = NO_ARGMAX
         self.forward_rows: Array | None = None
@@ -131,22 +131,31 @@ class HostGroupCall:
 
 
 class HostCall(Call):
-    """One forward of a module. Raises `InvalidInputError` and `IdOutOfRangeError` before anything changes."""
+    """One forward of a module on the CPU."""
 
-    def __init__(self, context: CallContext, batch: Batch, *, scored: bool) -> None:
-        super().__init__(context, batch.size)
-        ids, options, groups = batch.ids.numpy(), context.options, context.tables.placed.now.groups
-        self.ids = len(ids)
-        self.parts: list[HostGroupCall] = []
-        edges = checked_edges(batch.offsets.numpy(), self.ids, batch.edges, exact=batch.exact)
-        bags = []
+    parts: list[HostGroupCall]
+
+    def plan(
+        self,
+        batch: Batch,
+        *,
+        trains: bool,
+        scored: bool,
+        ahead: bool = False,
+        may_exceed_bags: bool = False,
+        memory: Any = None,
+    ) -> None:
+        ids, options, groups = batch.ids.numpy(), self.context.options, self.context.tables.placed.now.groups
+        edges = checked_edges(batch.offsets.numpy(), len(ids), batch.edges, exact=batch.exact)
+        bags, dropped = [], options.padding_is_dropped
         for group in groups:  # every id is checked before any group plans
-            dropped = options.padding_is_dropped
             bags.append(make_bags(ids, edges, group.space, batch.size, padding_is_dropped=dropped))
+        self.ids = len(ids)
         try:
             for group, its_bags in zip(groups, bags, strict=True):
                 assert isinstance(group, HostGroup)
-                self.parts.append(HostGroupCall(group, its_bags, options, scored=scored))
+                ticket = group.cache.plan(its_bags.keys, score=scored)
+                self.parts.append(HostGroupCall(group, its_bags, options, ticket))
         except BaseException:
             self.release()
             raise
