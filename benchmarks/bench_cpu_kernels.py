@@ -22,11 +22,11 @@ from benchmarks.machine import cores
 from benchmarks.record import Record, measured, save
 from benchmarks.timing import COPY_BYTES, Quantiles, copier
 from benchmarks.workload import Size, TieredTables, Workload
-from tieredemb.cache.plan import resolve
-from tieredemb.cache.plan_cpu import number
-from tieredemb.cache.policy import policy_kernels, scoring
+from tieredemb.cache.plan_cpu import number, resolve
+from tieredemb.cache.policy import scoring
+from tieredemb.cache.policy_cpu import choose_victims, raise_scores
 from tieredemb.cache.tickets import Ticket
-from tieredemb.hash.slot_map import slot_map
+from tieredemb.hash.slot_map_cpu import SlotMap
 from tieredemb.kernels.segments_cpu import Segments, segments_of
 from tieredemb.lookup.bags_cpu import Bags, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, pool
@@ -72,7 +72,7 @@ class Recorder:
         self.cache, self.hot, self.space = self.group.cache, self.group.cache.hot, self.group.space
         self.offsets, self.grad = work.offsets.numpy(), work.gradient.numpy()
         self.numbers = hyperparameters(SGD, asdict(SGD), np.ones(size.tables, np.int64), 1.0)
-        self.map = slot_map(self.hot.capacity, CPU)  # the cache's map as it was before the recorded steps
+        self.map = SlotMap(self.hot.capacity)  # the cache's map as it was before the recorded steps
         slots = self.hot.occupied()
         self.map.insert(self.hot.key[slots], slots)
         self.row_bytes = size.width * 4
@@ -92,7 +92,8 @@ class Recorder:
         start = perf_counter()
         ticket = self.cache.plan(bags.keys)
         self.plan_seconds.append(perf_counter() - start)
-        update(hot, ticket.segments(), self.gradient(bags), self.space, self.numbers).run()
+        segments = segments_of(ticket.inverse, ticket.unique_slots)
+        update(hot, segments, self.gradient(bags), self.space, self.numbers).run()
         ticket.release()
         missed = key[ticket.unique_slots] != ticket.unique_keys
         slots = ticket.unique_slots[missed]
@@ -102,7 +103,7 @@ class Recorder:
             bags=bags,
             found=np.where(key[ticket.homes] == bags.keys, ticket.homes, np.int32(-1)),
             ticket=ticket,
-            segments=ticket.segments(),
+            segments=segments,
             missed_keys=ticket.unique_keys[missed],
             missed_slots=slots,
             victim_keys=key[victims],
@@ -122,26 +123,24 @@ class Kernel:
 
 def _pool(recorder: Recorder, step: Step) -> None:
     out = np.empty(recorder.grad.shape, np.float32)  # its pages are part of what a forward costs
-    pool(recorder.hot.weight, step.ticket.homes, step.bags, recorder.space, None, out, None)
+    pool(recorder.hot.weight, step.ticket.homes, step.bags, recorder.space, NO_WEIGHTS, out, NO_ARGMAX)
 
 
 def _choose(recorder: Recorder, step: Step) -> None:
     hot, after_all = recorder.hot, np.int32(recorder.batch + 1)  # nothing is locked
-    policy_kernels(CPU).choose_victims(
-        len(step.victim_keys), hot.key, hot.score, hot.last_batch, after_all, hot.capacity, True
-    )
+    choose_victims(len(step.victim_keys), hot.key, hot.score, hot.last_batch, after_all, hot.capacity, True)
 
 
 def _number(recorder: Recorder, step: Step) -> None:
     recorder.batch += 1
-    hot, batch = recorder.hot, np.int32(recorder.batch)
-    number(step.bags.keys, step.found, hot.last_batch, hot.unique_of_slot, batch)
+    hot = recorder.hot
+    number(step.bags.keys, step.found, hot.last_batch, hot.unique_of_slot, recorder.batch)
 
 
 def _raise(recorder: Recorder, step: Step) -> None:
     terms = scoring(recorder.cache.policy)
     slots, score = step.ticket.unique_slots, recorder.hot.score
-    policy_kernels(CPU).raise_scores(slots, score, terms.now(recorder.batch), terms)
+    raise_scores(slots, score, terms.now(recorder.batch), terms)
 
 
 def _swap_keys(recorder: Recorder, step: Step) -> None:
@@ -154,7 +153,7 @@ def _dirty_as_then(recorder: Recorder, step: Step) -> None:
 
 
 def _find(recorder: Recorder, step: Step) -> None:
-    recorder.map.find(step.bags.keys, np.empty(len(step.bags.keys), np.int32))
+    recorder.map.find(step.bags.keys)
 
 
 def _update(recorder: Recorder, step: Step) -> None:
@@ -178,7 +177,7 @@ KERNELS: dict[str, Kernel] = {
         lambda r, s: 2 * (r.row_bytes + LINE) * s.m,
     ),
     "raise scores": Kernel(_raise, lambda r, s: (4 + LINE) * s.u),
-    "resolve homes": Kernel(lambda r, s: resolve(s.ticket.inverse, s.ticket.unique_slots, CPU), lambda r, s: 12 * s.n),
+    "resolve homes": Kernel(lambda r, s: resolve(s.ticket.inverse, s.ticket.unique_slots), lambda r, s: 12 * s.n),
     "pool": Kernel(_pool, lambda r, s: r.row_bytes * (s.n + s.n / r.size.bag)),
     "segments": Kernel(
         lambda r, s: segments_of(s.ticket.inverse, s.ticket.unique_slots), lambda r, s: 16 * s.n + 24 * s.u

@@ -40,19 +40,17 @@ def _time(keys: int, ids: int, rounds: int) -> Interleaved:
     slot_map = SlotMap(keys)
     slot_map.insert(stored, np.arange(keys, dtype=np.int32))
     wanted = [(stored[rng.integers(0, keys, ids)],) for _ in range(3)]
-    slots = np.empty(ids, np.int32)
 
-    def find(threads: int, queries: Array) -> None:
+    def find(threads: int, queries: Array) -> Array:
         torch.set_num_threads(threads)
-        slot_map.find(queries, slots)
+        return slot_map.find(queries)
 
     steps = {
         SEARCH: lambda queries: np.searchsorted(ordered, queries),
         ONE: lambda queries: find(1, queries),
         TWO: lambda queries: find(2, queries),
     }
-    find(1, wanted[0][0])
-    np.testing.assert_array_equal(stored[slots], wanted[0][0])
+    np.testing.assert_array_equal(stored[find(1, wanted[0][0])], wanted[0][0])
     interleave(steps, wanted[:1])
     return interleave(steps, [wanted[i % len(wanted)] for i in range(rounds)])
 

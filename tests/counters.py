@@ -27,13 +27,21 @@ class Plans:
     """Counts the forwards that found their plan."""
 
     def __init__(self, module, monkeypatch):
-        self.found = self.missed = 0
-        take = module.engine.planned.take
+        self.found = self.forwards = 0
+        take, begin = module.engine.planned.take, module.engine._begin
 
         def counted(given):
             call = take(given)
             self.found += call is not None
-            self.missed += call is None
             return call
 
+        def begun(*args, **keywords):
+            self.forwards += 1
+            return begin(*args, **keywords)
+
         monkeypatch.setattr(module.engine.planned, "take", counted)
+        monkeypatch.setattr(module.engine, "_begin", begun)
+
+    @property
+    def missed(self):
+        return self.forwards - self.found

@@ -6,24 +6,23 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tieredemb import LFU, LRU
 from tieredemb.cache.host.hot_rows import stamp
-from tieredemb.cache.policy import MAX_SCORE, MIN_SCORE, policy_kernels, scoring
+from tieredemb.cache.policy import MAX_SCORE, MIN_SCORE, scoring
+from tieredemb.cache.policy_cpu import choose_victims, raise_scores
 from tieredemb.errors import ConfigError
 
 POLICIES = [LRU(), LFU(), LFU(half_life_batches=1), LFU(half_life_batches=1e6), LFU(half_life_batches=math.inf)]
-KERNELS = policy_kernels(torch.device("cpu"))
 
 
 def used_at(policy, batches):
     """Score of a row after uses at the given batches."""
     score, terms = np.array([MIN_SCORE], np.uint32), scoring(policy)
     for batch in batches:
-        KERNELS.raise_scores(np.array([0], np.int32), score, terms.now(batch), terms)
+        raise_scores(np.array([0], np.int32), score, terms.now(batch), terms)
     return int(score[0])
 
 
@@ -41,7 +40,7 @@ def test_policy_raises_the_score_by_every_use(policy):
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_policy_saturates_at_the_end_of_its_range(policy):
     score, terms = np.array([MAX_SCORE], np.uint32), scoring(policy)
-    KERNELS.raise_scores(np.array([0], np.int32), score, terms.now(2**31), terms)
+    raise_scores(np.array([0], np.int32), score, terms.now(2**31), terms)
     assert score[0] == MAX_SCORE or isinstance(policy, LRU)
 
 
@@ -79,7 +78,7 @@ def test_victims_are_the_lowest_unlocked_rows(slots, count, oldest):
     key = np.array([k for k, _, _ in slots], np.int64)
     score = np.array([s for _, s, _ in slots], np.uint32)
     last = np.array([b for _, _, b in slots], np.int32)
-    victims = KERNELS.choose_victims(count, key, score, last, stamp(oldest), len(key), True).tolist()
+    victims = choose_victims(count, key, score, last, stamp(oldest), len(key), True).tolist()
     candidates = [i for i in range(len(key)) if key[i] >= 0 and last[i] < oldest]
     expected = sorted(candidates, key=lambda i: (score[i], last[i]))[:count]
     assert len(set(victims)) == len(victims) == len(expected)
@@ -91,7 +90,7 @@ def test_without_ties_by_age_the_score_alone_decides():
     rng = np.random.default_rng(0)
     score, last = rng.integers(1, 6, 500).astype(np.uint32), rng.integers(1, 50, 500).astype(np.int32)
     for count in (1, 77, 499, 500, 600):
-        victims = KERNELS.choose_victims(count, np.arange(500), score, last, stamp(40), 500, False)
+        victims = choose_victims(count, np.arange(500), score, last, stamp(40), 500, False)
         expected = np.sort(score[last < 40])[:count]
         assert len(set(victims.tolist())) == len(victims)
         assert (last[victims] < 40).all()
@@ -103,7 +102,7 @@ def test_victims_are_exact_in_a_large_skewed_cache():
     n = 50_000
     score = (2.0 ** rng.uniform(0, 32, n)).astype(np.uint32)
     last = rng.integers(1, 50, n).astype(np.int32)
-    victims = KERNELS.choose_victims(12_345, np.arange(n), score, last, stamp(100), n, True)
+    victims = choose_victims(12_345, np.arange(n), score, last, stamp(100), n, True)
     expected = np.lexsort((last, score))[:12_345]
     assert np.array_equal(np.sort(victims), np.sort(expected)) or sorted(
         zip(score[victims], last[victims], strict=True)
@@ -113,7 +112,7 @@ def test_victims_are_exact_in_a_large_skewed_cache():
 def test_locks_compare_signed_when_the_batch_number_wraps():
     last = np.array([stamp(2**31 - 3), stamp(2**31 + 1)])
     oldest = stamp(2**31 - 1)
-    victims = KERNELS.choose_victims(2, np.array([1, 2]), np.array([5, 5], np.uint32), last, oldest, 2, True)
+    victims = choose_victims(2, np.array([1, 2]), np.array([5, 5], np.uint32), last, oldest, 2, True)
     assert victims.tolist() == [0]
 
 
@@ -128,6 +127,6 @@ def test_lfu_score_is_rounded_to_nearest():
     distances = np.arange(0, 3000, 7)
     for distance in distances:
         score = np.array([10_000 - distance], np.uint32)
-        KERNELS.raise_scores(np.array([0], np.int32), score, 10_000, terms)
+        raise_scores(np.array([0], np.int32), score, 10_000, terms)
         exact = 10_000 + terms.unit * math.log2(1 + 2.0 ** (-distance / terms.unit))
         assert abs(int(score[0]) - exact) <= 0.5

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from oracle import OracleCache
 
 from tieredemb import LFU, LRU, HostMemory
-from tieredemb.cache.host.cache import HostCache, cache_bytes_per_slot
+from tieredemb.cache.host.cache import HostCache
+from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
 from tieredemb.cache.plan import DROPPED
 from tieredemb.cache.policy import MIN_SCORE, scoring
 from tieredemb.cache.tickets import Flight, TicketBook
@@ -57,8 +58,7 @@ def check_consistent(cache):
     hot = cache.hot
     slots = np.flatnonzero(hot.key >= 0)
     assert len(set(hot.key[slots].tolist())) == len(slots)
-    found = np.empty(len(slots), np.int32)
-    cache._index.find(hot.key[slots], found)
+    found = cache._index.find(hot.key[slots])
     assert found.tolist() == slots.tolist()
     assert (cache._index.cells[:, 0] != 0).sum() == len(slots)
     assert hot.free == hot.capacity - (slots < hot.capacity).sum()

@@ -8,15 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredemb.hash.slot_map import NOT_FOUND, slot_map
-
-CPU = torch.device("cpu")
+from tieredemb.hash.slot_map import NOT_FOUND
+from tieredemb.hash.slot_map_cpu import SlotMap
 
 
 def find(index, keys):
-    slots = np.full(len(keys), 77, np.int32)
-    index.find(np.array(keys, np.int64), slots)
-    return slots.tolist()
+    return index.find(np.array(keys, np.int64)).tolist()
 
 
 @given(
@@ -24,7 +21,7 @@ def find(index, keys):
     st.lists(st.tuples(st.sampled_from(["insert", "erase"]), st.sets(st.integers(0, 60), min_size=1)), max_size=30),
 )
 def test_slot_map_agrees_with_a_dict_over_inserts_and_erases(slots, steps):
-    index, expected = slot_map(slots, CPU), {}
+    index, expected = SlotMap(slots), {}
     for verb, keys in steps:
         if verb == "insert":
             new = [key for key in keys if key not in expected][: slots - len(expected)]
@@ -43,14 +40,14 @@ def test_slot_map_keeps_probe_chains_that_wrap_around_the_end():
     for seed in range(50):
         rng = np.random.default_rng(seed)
         keys = rng.choice(10_000, 8, replace=False).astype(np.int64)
-        index = slot_map(8, CPU)
+        index = SlotMap(8)
         index.insert(keys, np.arange(8, dtype=np.int32))
         index.erase(keys[::2])
         assert find(index, keys) == [NOT_FOUND if i % 2 == 0 else i for i in range(8)]
 
 
 def test_slot_map_grows_with_its_content():
-    index = slot_map(2, CPU)
+    index = SlotMap(2)
     index.insert(np.array([5, 9]), np.array([0, 1], np.int32))
     index.grow(1000)
     index.insert(np.arange(100, 1000), np.arange(2, 902, dtype=np.int32))
@@ -59,7 +56,7 @@ def test_slot_map_grows_with_its_content():
 
 def test_slot_map_finds_are_the_same_on_any_number_of_threads():
     keys = np.random.default_rng(0).permutation(200_000).astype(np.int64)
-    index = slot_map(len(keys), CPU)
+    index = SlotMap(len(keys))
     index.insert(keys[:100_000], np.arange(100_000, dtype=np.int32))
     before, results = torch.get_num_threads(), []
     try:
@@ -73,6 +70,6 @@ def test_slot_map_finds_are_the_same_on_any_number_of_threads():
 
 @pytest.mark.parametrize("key", [0, 2**31, 2**40 + 1, 2**48 - 1])
 def test_slot_map_holds_large_keys(key):
-    index = slot_map(1, CPU)
+    index = SlotMap(1)
     index.insert(np.array([key]), np.array([0], np.int32))
     assert find(index, [key, key ^ 1]) == [0, NOT_FOUND]

@@ -39,7 +39,7 @@ def step(model, *ids):
 
 def everything(model):
     """All that a load could change, comparable."""
-    kept = [model.stats(), model._fused and copy.deepcopy(model._fused.options())]
+    kept = [model.stats(), model.engine.optimizer and copy.deepcopy(model.engine.optimizer.options())]
     for group in model.tables.groups:
         cold, hot = group.cache.cold, group.cache.hot
         arrays = (cold.weight, cold.state, hot.weight, hot.state, hot.score, hot.dirty, hot.key)
