@@ -22,7 +22,6 @@ html_title = f"tieredemb {release}"
 html_copy_source = False
 
 myst_heading_anchors = 3  # `page.md#heading`, as on GitHub
-suppress_warnings = ["myst.header"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # docstrings give dtypes, shapes and units, which types would only repeat
