@@ -10,8 +10,9 @@ help:
 	@echo 'make train [DATA=log.tsv] [ARGS=…]   train the example DLRM, on a generated log without DATA'
 	@echo 'make test [ARGS=…]                   run the tests'
 	@echo 'make lint                            ruff and mypy'
+	@echo 'make docs                            build the documentation into build/docs; a warning is an error'
 	@echo 'make wheel-check                     build the wheel, and use it from outside the tree'
-	@echo 'make bench [ARGS=…]                  run the benchmarks, keep the results, write the tables of the README'
+	@echo 'make bench [ARGS=…]                  run the benchmarks, keep the results, write the tables of README and docs'
 	@echo 'make clean                           remove .venv and what the tools left'
 
 train: $(INSTALLED)
@@ -24,6 +25,10 @@ lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+
+docs: $(INSTALLED)
+	$(BIN)/python -m sphinx -b html -W --keep-going -n -q docs build/docs
+	@echo 'build/docs/index.html'
 
 wheel-check: $(INSTALLED)
 	$(BIN)/python -m pytest tests/test_wheel.py
@@ -50,4 +55,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 		test -z "$$cuda" || $(PIP) install --constraint constraints.txt --no-build-isolation --editable ".[dev,cuda$$cuda]"
 	@touch $@
 
-.PHONY: help train test lint wheel-check bench clean
+.PHONY: help train test lint docs wheel-check bench clean

@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks` times everything, keeps the results and rewrites the README's tables."""
+"""Benchmarks: `python -m benchmarks` times everything, keeps the results and rewrites the tables of README and docs."""

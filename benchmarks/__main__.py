@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: runs all benchmarks, keeps their results and rewrites the README's tables.
+"""`python -m benchmarks`: runs all benchmarks, keeps their results and rewrites the pages' tables.
 
 Wants an idle machine: under load torch's threads suffer most, and comparisons with it flatter tieredemb. Further
 arguments go to pytest: `--quick` (tiny sizes, nothing kept), `-k slot_map`, `--results DIR`.
@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tables
-from benchmarks.machine import ROOT
 
 BUSY = 0.5  # load average of the last minute
 
@@ -27,7 +26,7 @@ def main(args: list[str]) -> int:
         )
     code = pytest.main([str(Path(__file__).parent), "-q", *args])
     if code == 0 and not {"--quick", "--results"} & {arg.partition("=")[0] for arg in args}:
-        return tables.main(["--readme", str(ROOT / "README.md")])
+        return tables.main([])
     return int(code)
 
 

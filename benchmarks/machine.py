@@ -63,7 +63,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Short hash of HEAD, with "-dirty" where library or benchmarks differ from it (results and README aside). Where
+    """Short hash of HEAD, with "-dirty" where library or benchmarks differ from it (results and pages aside). Where
     the sources were copied without their history, what BENCHMARK_COMMIT says."""
     given = os.environ.get("BENCHMARK_COMMIT")
     if given:

@@ -1,7 +1,8 @@
-"""Writes the results into the README: `python -m benchmarks.tables [--check] [--readme README.md]`.
+"""Writes the results into the README and the documentation: `python -m benchmarks.tables [--check] [PAGE …]`.
 
-What stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->` is generated from `results/NAME.json`; no
-figure is written by hand. Benchmarks that need a GPU may still lack their results.
+What stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->` is generated from `results/NAME.json`, and
+"headlines" and "missed" from all of them (`headlines.py`); no figure is written by hand. Benchmarks that need a GPU may
+still lack their results.
 """
 
 from __future__ import annotations
@@ -9,41 +10,48 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.headlines import ON_GPU, headlines, misses
 from benchmarks.machine import ROOT
+from benchmarks.notes import brief
 from benchmarks.record import RESULTS, Record, load
 
-ON_GPU = {
-    f"cuda-{name}": f"python -m benchmarks.cuda_{name}" for name in ("kernels", "step", "dlrm", "inference", "tiers")
-}
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+OF_ALL = ("headlines", "missed")
 BLOCK = re.compile(r"(<!-- benchmarks:([a-z0-9-]+) -->\n).*?(<!-- /benchmarks -->)", re.DOTALL)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail unless the README is in step")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail unless the pages are in step")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="default: README.md docs/benchmarks.md")
     chosen = parser.parse_args(args)
-    if not chosen.readme.exists():
-        print(f"{chosen.readme.name} is missing; nothing to write the tables into", file=sys.stderr)
+    return max(_write(page, chosen.results, check=chosen.check) for page in chosen.pages or PAGES)
+
+
+def _write(page: Path, results: Path, *, check: bool) -> int:
+    """Brings one page in step; returns what the process is to return."""
+    if not page.exists():
+        print(f"{page.name} is missing; nothing to write the tables into", file=sys.stderr)
         return 1
-    old = chosen.readme.read_text()
+    old = page.read_text()
     names = [match[2] for match in BLOCK.finditer(old)]
-    missing = [name for name in names if name not in ON_GPU and not (chosen.results / f"{name}.json").exists()]
+    optional = (*OF_ALL, *ON_GPU)
+    missing = [name for name in names if name not in optional and not (results / f"{name}.json").exists()]
     if missing:
         print(f"no results for {', '.join(missing)}; run python -m benchmarks", file=sys.stderr)
         return 1
-    new = rewrite(old, chosen.results)
-    if chosen.check and new != old:
-        print(f"{chosen.readme.name} is out of step with the results; run python -m benchmarks.tables", file=sys.stderr)
+    new = rewrite(old, results)
+    if check and new != old:
+        print(f"{page.name} is out of step with the results; run python -m benchmarks.tables", file=sys.stderr)
         return 1
     if new != old:
-        chosen.readme.write_text(new)
-    print(f"{chosen.readme.name}: {', '.join(names) or 'no table is asked for'}")
+        page.write_text(new)
+    print(f"{page.name}: {', '.join(names) or 'no table is asked for'}")
     return 0
 
 
@@ -53,19 +61,39 @@ def rewrite(text: str, results: Path) -> str:
 
 
 def _content(results: Path, name: str) -> str:
+    if name == "headlines":
+        return short_table(list(headlines(results)))
+    if name == "missed":
+        return short_table(list(misses(results)), provenances=False)
     if name in ON_GPU and not (results / f"{name}.json").exists():
-        return f"*Not measured yet: `{ON_GPU[name]}`, on a machine with a GPU.*\n"
+        return f"*Not measured yet: `python -m benchmarks.{name.replace('-', '_')}`, on a machine with a GPU.*\n"
     return table(load(results, name))
 
 
 def table(run: dict[str, Any]) -> str:
-    """One run as Markdown: what was run, the figures, and where."""
-    records: list[Record] = run["records"]
+    """One run as Markdown: what was run, the figures, what their notes mean, and where."""
+    records, legend = brief(run["records"])
     columns = [column for column in COLUMNS if any(COLUMNS[column](record) for record in records)]
     heads = ["figure" if column == "median" and "statistic" in run else column for column in columns]
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(columns)}"]
-    lines += [f"| {' | '.join(COLUMNS[column](record) for column in columns)} |" for record in records]
-    return "\n".join([run["workload"], "", *lines, "", _provenance(run), ""])
+    rows = [[COLUMNS[column](record) for column in columns] for record in records]
+    notes = f"Notes: {'; '.join(legend)}." if legend else ""
+    parts = [run["workload"], _grid(heads, rows), notes, _provenance(run)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def short_table(chosen: Sequence[tuple[str, Record, dict[str, Any]]], *, provenances: bool = True) -> str:
+    """Records of several runs, each with what was measured, and on which machines."""
+    rows = [[what, f"{_figure(record.median)} {record.unit}".strip(), _ratio(record), _bar(record)]
+            for what, record, _ in chosen]  # fmt: skip
+    machines = dict.fromkeys(_short_provenance(run) for _, _, run in chosen)
+    lines = [_grid(["work", "figure", "ratio", "bar"], rows)]
+    return "\n\n".join([*lines, *([f"*{'. '.join(machines)}.*"] if provenances else [])]) + "\n"
+
+
+def _grid(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(
+        [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}", *(f"| {' | '.join(row)} |" for row in rows)]
+    )
 
 
 def _provenance(run: dict[str, Any]) -> str:
@@ -79,6 +107,12 @@ def _provenance(run: dict[str, Any]) -> str:
     )
 
 
+def _short_provenance(run: dict[str, Any]) -> str:
+    here, versions = run["machine"], run["versions"]
+    where = "GPU: " + here["gpu"] if "gpu" in here else f"CPU: {here['cpu']}, {here['cores']} cores"
+    return f"{where}; torch {versions['torch']}; tieredemb at {run['commit']}, {run['date'][:10]}"
+
+
 def _figure(value: float) -> str:
     """Three digits, no exponent."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -87,6 +121,10 @@ def _figure(value: float) -> str:
 def _time(record: Record) -> str:
     spread = f" ({_figure(record.p20)}–{_figure(record.p80)})" if record.rounds > 1 else ""
     return f"{_figure(record.median)} {record.unit}{spread}"
+
+
+def _ratio(record: Record) -> str:
+    return "" if record.ratio is None else f"{record.ratio:.2f}{record.ratio_label}"
 
 
 def _bar(record: Record) -> str:
@@ -98,7 +136,7 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
     "provider": lambda record: record.provider,
     "median": _time,
     "peer": lambda record: record.peer,
-    "ratio": lambda record: "" if record.ratio is None else f"{record.ratio:.2f}{record.ratio_label}",
+    "ratio": _ratio,
     "bar": _bar,
     "moved": lambda record: "" if record.moved_mb is None else f"{_figure(record.moved_mb)} MB",
     "of copy bandwidth": lambda record: "" if record.share is None else f"{record.share:.0%}",

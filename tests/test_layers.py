@@ -48,7 +48,7 @@ def breaches(package: Path) -> list[str]:
     for name, path in modules.items():
         part = part_of(name)
         if part not in MAY_IMPORT:
-            found.append(f"{name}: {part!r} has no layer; give it one in MAY_IMPORT and in CONTRIBUTING.md")
+            found.append(f"{name}: {part!r} has no layer; give it one in MAY_IMPORT and in docs/design.md")
             continue
         for line, target in imports_of(name, path):
             place = f"{path.relative_to(package.parent)}:{line}"
@@ -141,5 +141,5 @@ def test_circles_of_types_alone_are_none(tree):
 def test_layers_new_part_needs_a_layer(tree):
     (tree / "sharding.py").write_text("")
     assert breaches(tree) == [
-        "tieredemb.sharding: 'sharding' has no layer; give it one in MAY_IMPORT and in CONTRIBUTING.md"
+        "tieredemb.sharding: 'sharding' has no layer; give it one in MAY_IMPORT and in docs/design.md"
     ]

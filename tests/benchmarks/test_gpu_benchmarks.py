@@ -34,7 +34,7 @@ def run(name, *args):
         ("tiers", {"W-1.2": 4, "W-1.2, building 0.0 GiB, weights set": 2}),
     ],
 )
-def test_benchmark_keeps_its_records_for_the_readme(name, ops, tmp_path):
+def test_benchmark_keeps_its_records_for_the_docs(name, ops, tmp_path):
     args = ("--directory", str(tmp_path)) if name == "tiers" else ()
     run(name, "--results", str(tmp_path / "results"), *args)
     records = load(tmp_path / "results", f"cuda-{name}")["records"]

@@ -1,4 +1,5 @@
-"""What the documentation shows works: the README's Python runs, its shell commands exist, docstring examples hold."""
+"""What the documentation shows works: its Python runs, its shell commands exist, its links lead somewhere, docstring
+examples hold."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ import tieredemb
 from tieredemb.__main__ import main
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "examples/dlrm/README.md")
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+DOCS = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").rglob("*.md"))
+PAGES = ("README.md", "CONTRIBUTING.md", "examples/dlrm/README.md", *DOCS)
+README_BYTES = 16 << 10  # what a newcomer reads in five minutes
+FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 EXAMPLE = re.compile(r"^ *>>> ", re.MULTILINE)
 TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 
@@ -58,19 +63,31 @@ def options_of(module: str, words: list[str], capsys: pytest.CaptureFixture[str]
     return capsys.readouterr().out
 
 
-# --- README -----------------------------------------------------------------------------------------------------------
+def anchors(page: Path) -> set[str]:
+    """What `page.md#anchor` may name: its headings, as GitHub and MyST spell them."""
+    headings = HEADING.findall(FENCE.sub("", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_readme_python_runs(tmp_path, monkeypatch):
-    """The blocks build on each other, so they run in one namespace, in order."""
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if list(blocks(page, "python"))])
+def test_page_python_runs(page, tmp_path, monkeypatch):
+    """The blocks of a page build on each other, so they run in one namespace, in order."""
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
-    shown = list(blocks("README.md", "python"))
-    for line, block in shown:
-        exec(
-            compile("\n" * (line - 1) + block, REPOSITORY / "README.md", "exec"), namespace
-        )  # errors name README's line
-    assert len(shown) >= 5
+    for line, block in blocks(page, "python"):
+        exec(compile("\n" * (line - 1) + block, REPOSITORY / page, "exec"), namespace)  # errors name the page's line
+
+
+def test_pages_show_python():
+    assert len(list(blocks("README.md", "python"))) >= 5
+    assert all(list(blocks(page, "python")) for page in DOCS if "/guides/" in page)
+
+
+def test_readme_is_short():
+    assert len((REPOSITORY / "README.md").read_bytes()) <= README_BYTES
 
 
 @pytest.mark.parametrize("command", [c for page in PAGES for c in commands(page)])
@@ -105,9 +122,12 @@ def test_pages_extras_exist():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_local_links_exist(page):
-    text = (REPOSITORY / page).read_text()
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-    assert [link for link in links if not (REPOSITORY / page).parent.joinpath(link).exists()] == []
+    path = REPOSITORY / page
+    for link, anchor in LINK.findall(FENCE.sub("", path.read_text())):
+        target = path.parent / link if link else path
+        if "://" not in link:
+            assert target.exists(), f"no {link}"
+            assert not anchor or anchor in anchors(target), f"no heading {anchor} in {link or page}"
 
 
 # --- docstrings -------------------------------------------------------------------------------------------------------
@@ -125,3 +145,26 @@ def test_docstring_examples_hold(name, tmp_path, monkeypatch):
     assert result.failed == 0
     if not result.attempted:
         pytest.skip("its examples are all marked +SKIP")
+
+
+@pytest.fixture
+def as_rst(monkeypatch):
+    """How the built documentation reads docstrings."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
+    return importlib.import_module("docstrings").as_rst
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("Of `x`, as `prefetch(loader)`.", "Of ``x``, as :py:obj:`prefetch(loader) <tieredemb.prefetch>`."),
+        ("As `torch.nn.EmbeddingBag.\nfrom_pretrained` does.", "As ``torch.nn.EmbeddingBag.from_pretrained`` does."),
+        ("(*input.shape, D), not `*args`", r"(\*input.shape, D), not ``*args``"),
+        ("It.\n\n`a`: int64\n(N,) · `b`, `c`: more. No.", "It.\n\n- ``a``: int64 (N,)\n- ``b``, ``c``: more\n\nNo."),
+        ("`a`: one thing. Nothing else.", "``a``: one thing. Nothing else."),
+        ("- `a`: x\n- `b`: y", "- ``a``: x\n- ``b``: y"),
+        (">>> f(`x`)\n2 * 3", ">>> f(`x`)\n2 * 3"),
+    ],
+)  # fmt: skip
+def test_docstrings_become_restructured_text(as_rst, written, shown):
+    assert as_rst(written) == shown + "\n"

@@ -1,0 +1,86 @@
+"""The tables of README and docs: in step with the results, short, and without a figure lost."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2]))  # the benchmarks are no part of the installed package
+
+from benchmarks import tables
+from benchmarks.headlines import HEADLINES, ON_CPU, ON_GPU, headlines, misses
+from benchmarks.notes import SHORTER, brief
+from benchmarks.record import RESULTS, Record, load, save
+
+NUMBER = re.compile(r"\d(?:[\d,.]*\d)?")
+RUNS = {name: load(RESULTS, name) for name in (*ON_CPU, *ON_GPU)}
+
+
+def test_pages_are_in_step_with_the_results(capsys):
+    assert tables.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_page_out_of_step_is_refused_and_mended(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- benchmarks:slot-map -->\nan old figure\n<!-- /benchmarks -->\nafter\n")
+    assert tables.main(["--check", str(page)]) == 1
+    assert "page.md is out of step" in capsys.readouterr().err
+    assert tables.main([str(page)]) == 0
+    assert tables.main(["--check", str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n<!-- benchmarks:slot-map -->\n")
+    assert text.endswith("<!-- /benchmarks -->\nafter\n")
+    assert "an old figure" not in text
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_short_notes_keep_every_figure(name):
+    before = RUNS[name]["records"]
+    after, _ = brief(before)
+    for record, short in zip(before, after, strict=True):
+        lost = set(NUMBER.findall(record.note)) ^ set(NUMBER.findall(short.note))
+        assert lost <= {"50", "99"}  # p50, p99
+        assert replace(short, note=record.note, peer=record.peer) == record
+
+
+def test_every_short_word_is_used_and_explained_once():
+    explained = [meaning for run in RUNS.values() for meaning in brief(run["records"])[1]]
+    assert {shorter.legend for shorter in SHORTER} <= set(explained)
+    for run in RUNS.values():
+        meanings = brief(run["records"])[1]
+        assert len(set(meanings)) == len(meanings)
+
+
+def test_peers_of_two_origins_keep_them():
+    some = Record(op="a", provider="tieredemb", median=1, p20=1, p80=1, rounds=1, peer="2 ms (earlier)")
+    assert [record.peer for record in brief([some, some])[0]] == ["2 ms", "2 ms"]
+    both = [some, replace(some, peer="3 ms (this run)")]
+    assert brief(both) == (both, [])
+
+
+def test_headlines_are_all_found():
+    assert len(list(headlines(RESULTS))) == len(HEADLINES)
+
+
+def test_every_missed_bar_is_told():
+    told = {(what, record.provider) for what, record, _ in misses(RESULTS)}
+    missed = [record for run in RUNS.values() for record in run["records"] if record.met is False]
+    assert {(", ".join(filter(None, (record.op, record.config))), record.provider) for record in missed} <= told
+    for page in tables.PAGES:
+        assert page.read_text().count("**missed**") >= len(missed)
+
+
+def test_slower_than_a_peer_is_told_without_a_bar(tmp_path):
+    slow = Record(
+        op="step", provider="tieredemb", median=2, p20=2, p80=2, rounds=1, ratio=2.0, ratio_label="× FBGEMM", unit="ms"
+    )
+    fast, theirs = replace(slow, config="fast", ratio=0.5), replace(slow, provider="FBGEMM")
+    save(tmp_path, "cuda-step", "a workload", [slow, fast, theirs])
+    assert [record for _, record, _ in misses(tmp_path)] == [slow]
+    assert "| step | 2 ms | 2.00× FBGEMM |  |" in tables.rewrite(
+        "<!-- benchmarks:missed -->\n<!-- /benchmarks -->", tmp_path
+    )
