@@ -20,7 +20,6 @@ from tieredemb.step.call import inside_backward
 from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned
 from tieredemb.storage.base import CARRIERS
-from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.table_set import TableSet
 
@@ -29,13 +28,14 @@ if TYPE_CHECKING:
 
 
 class TieredModule(nn.Module, abc.ABC):
-    """Base of the public modules. Its tables are no parameters: `parameters()` holds nothing of them."""
+    """Base of the public modules: a face of an `engine`, which may have others. Its tables are no parameters:
+    `parameters()` holds nothing of them."""
 
-    def __init__(self, config: TableSetConfig, options: LookupOptions) -> None:
+    def __init__(self, engine: Engine, options: LookupOptions) -> None:
         super().__init__()
-        self.engine = Engine(TableSet(config), config.optimizer)
+        self.engine = engine
         self.options = options
-        self.table_configs = config.tables
+        self.table_configs = engine.tables.config.tables
         self._frozen = False
         self._connect()
 

@@ -13,6 +13,7 @@ from tieredemb.modules.base import TieredModule
 from tieredemb.modules.inputs import as_ids, as_offsets, check_weights
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
+from tieredemb.step.engine import Engine
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import table_set_config
 
@@ -58,7 +59,7 @@ class TieredEmbeddingBagCollection(TieredModule):
             device=device, check_ids=check_ids,
         )  # fmt: skip
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
-        super().__init__(config, options)
+        super().__init__(Engine(config), options)
 
     @untraced
     def forward(

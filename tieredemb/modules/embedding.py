@@ -13,6 +13,7 @@ from tieredemb.modules.inputs import as_ids, equal_bags
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
+from tieredemb.step.engine import Engine
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import table_set_config
 
@@ -71,7 +72,7 @@ class TieredEmbedding(TieredModule):
             scale_grad_by_freq=scale_grad_by_freq,
             padding_is_dropped=False,
         )
-        super().__init__(config, options)
+        super().__init__(Engine(config), options)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = table.padding_idx

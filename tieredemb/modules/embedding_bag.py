@@ -14,6 +14,7 @@ from tieredemb.modules.inputs import as_ids, as_offsets, check_weights, equal_ba
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
+from tieredemb.step.engine import Engine
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import table_set_config
 
@@ -89,7 +90,7 @@ class TieredEmbeddingBag(TieredModule):
             device=device, check_ids=check_ids,
         )  # fmt: skip
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
-        super().__init__(config, options)
+        super().__init__(Engine(config), options)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.max_norm = max_norm

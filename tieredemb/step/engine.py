@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tieredemb.config import OptimizerConfig
 from tieredemb.errors import BackwardError, UnsupportedError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import BackwardPass, Call, CallContext, Collected, LookupFunction, inside_backward
 from tieredemb.step.planned_forwards import Given, PlanExecutor, Planned, PlannedForwards
+from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.table_set import TableSet
 
@@ -38,13 +38,15 @@ class _Accumulated:
 
 
 class Engine:
-    """Looks up in `tables`, and updates their rows by `optimizer`, if there is one. `planned`: forwards that were
-    planned before they come · `ids_may_exceed_bags`: threads whose captured step gives it buffers, in which ids of
-    longer batches are left."""
+    """Opens the tables of `config`, looks up in them, and updates their rows by its optimizer, if it has one.
 
-    def __init__(self, tables: TableSet, optimizer: OptimizerConfig | None) -> None:
-        self.tables = tables
-        self.optimizer = None if optimizer is None else FusedOptimizer(tables, optimizer)
+    `planned`: forwards that were planned before they come · `ids_may_exceed_bags`: threads whose captured step gives it
+    buffers, in which ids of longer batches are left.
+    """
+
+    def __init__(self, config: TableSetConfig) -> None:
+        self.tables = TableSet(config)
+        self.optimizer = None if config.optimizer is None else FusedOptimizer(self.tables, config.optimizer)
         self._connect()
 
     def _connect(self) -> None:
