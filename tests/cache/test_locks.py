@@ -82,7 +82,7 @@ def test_tables_of_several_widths_take_their_locks_in_the_same_order(monkeypatch
     for locks in (table.tables.locked(), Locks(reversed(caches))):
         assert taken(locks, notes) == plans + rows
     assert taken(table.tables.planning(), notes) == plans
-    assert taken(table.tables.updating(), notes) == rows
+    assert taken(table.tables.placed.now.rows.again(), notes) == rows
     monkeypatch.undo()
 
 
@@ -92,7 +92,7 @@ def test_other_threads_wait_for_what_is_locked_and_the_own_does_not():
     for locks, waits_to_plan, waits_for_rows in (
         (table.tables.locked(), True, True),
         (table.tables.planning(), True, False),
-        (table.tables.updating(), False, True),
+        (table.tables.placed.now.rows.again(), False, True),
     ):
         with locks, locks, table.tables.locked():
             pass  # whoever holds them may take them again

@@ -191,7 +191,7 @@ class DeviceCall(Call):
                 f"one backward pass reached {len(calls)} forwards of {samples} samples in all; with "
                 f"{len(tables.config.tables)} tables these are more than {MAX_BAGS} bags: call backward for each"
             )
-        with tables.updating(), on_device(device), contextlib.ExitStack() as used:
+        with tables.placed.now.rows.again(), on_device(device), contextlib.ExitStack() as used:
             for call, grad in calls:
                 call.follow(grad)
             faults = (

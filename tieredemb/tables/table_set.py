@@ -34,7 +34,8 @@ NOT_BEGUN = f"{EARLIER}, and this one was not begun: call it again"
 
 class Place:
     """Where tables are. `groups`: by width · `faults`: where a GPU reports bad ids and offsets, None on the CPU ·
-    `earlier`: what was counted before they came there · `rows`: locks of all rows; each `with` takes `again()`."""
+    `earlier`: what was counted before they came there · `rows`: keeps other threads from the rows, which may plan; for a
+    `with` of its own `again()`."""
 
     def __init__(self, config: TableSetConfig, groups: Sequence[Group], earlier: CacheStats) -> None:
         self.config = config
@@ -205,10 +206,6 @@ class TableSet:
     def planning(self) -> Locks:
         """Keeps other threads from planning; they may look up and update."""
         return Locks((group.cache for group in self.groups), rows=False)
-
-    def updating(self) -> Locks:
-        """Keeps other threads from the rows; they may plan."""
-        return Locks((group.cache for group in self.groups), plans=False)
 
     @contextlib.contextmanager
     def changing(self, call: str, parts: Iterable[Part] | None = None) -> Iterator[HalfWritten]:
