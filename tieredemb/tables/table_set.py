@@ -34,8 +34,8 @@ NOT_BEGUN = f"{EARLIER}, and this one was not begun: call it again"
 
 class Place:
     """Where tables are. `groups`: by width · `faults`: where a GPU reports bad ids and offsets, None on the CPU ·
-    `earlier`: what was counted before they came there · `rows`: keeps other threads from the rows, which may plan; for a
-    `with` of its own `again()`."""
+    `earlier`: what was counted before they came there · `rows`: keeps other threads from the rows, but not from plans;
+    each `with` takes `again()`."""
 
     def __init__(self, config: TableSetConfig, groups: Sequence[Group], earlier: CacheStats) -> None:
         self.config = config
