@@ -26,6 +26,7 @@ from training import NAMES, OPTIMIZERS, bits, random_batch, table_configs
 import tieredemb as te
 from tieredemb.cache.device import staged as staged_rows
 from tieredemb.cache.device import staging
+from tieredemb.cache.device.row_copies import RowCopies
 from tieredemb.errors import (
     BrokenCacheError,
     CheckpointError,
@@ -39,7 +40,6 @@ from tieredemb.pipeline.batches import map_tensors
 from tieredemb.storage.file.rows import FileRows
 
 ROWS, WIDTH = 40, 4
-READ = {"cpu": "read", "cuda": "gather"}  # how a cache on that device reads its storage
 
 
 @pytest.fixture(autouse=True)
@@ -236,8 +236,49 @@ def test_a_module_that_is_closed_while_rows_are_on_their_way(device, planned_her
     assert_same_bits(*(bits(staged(tmp_path, name)) for name in ("left", "plain")))
 
 
+@pytest.mark.parametrize("call", ["flush", "state_dict", "save_checkpoint", "load_checkpoint", "close"])
+def test_rows_that_are_being_written_are_there_before_the_storage_is_used_otherwise(
+    gpu, monkeypatch, planned_here, tmp_path, call
+):
+    model, being_written, used = staged(tmp_path, "rows"), [], []
+    model.save_checkpoint(str(tmp_path / "saved"))
+
+    def note(name, then):
+        function = getattr(RowCopies, name)
+
+        def noted(*arguments, **keywords):
+            function(*arguments, **keywords)
+            then()
+
+        monkeypatch.setattr(RowCopies, name, noted)
+
+    def check(name):
+        function = getattr(FileRows, name)
+
+        def checked(*arguments, **keywords):
+            used.append(name)
+            assert not being_written, name
+            return function(*arguments, **keywords)
+
+        monkeypatch.setattr(FileRows, name, checked)
+
+    note("scatter", lambda: being_written.append(True))
+    for name in ("gather", "finish"):
+        note(name, being_written.clear)
+    for name in ("copy_range", "reset", "flush", "seal", "close"):
+        check(name)
+    loop = iter(te.prefetch(ids_of_steps(9), model, 2, ids_of=lambda ids: ids))
+    for ids in itertools.islice(loop, 4):
+        trains(model, ids)
+    next(loop)
+    loop.close()
+    assert not used
+    getattr(model, call)(*([str(tmp_path / "saved")] if "checkpoint" in call else []))
+    assert used
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StorageFullError])
-@pytest.mark.parametrize("where", [(staging.Asked, "moves"), (staged_rows.Staged, "_in"), (FileRows, "reserve_dirty")])
+@pytest.mark.parametrize("where", [(staging.Asked, "moves"), (staged_rows.Staged, "_in"), (RowCopies, "reserve")])
 def test_who_interrupts_a_plan_before_rows_change_hands_loses_nothing(
     gpu, monkeypatch, planned_here, tmp_path, where, error
 ):
@@ -468,14 +509,14 @@ def test_a_failing_plan_leaves_its_error_to_the_forward(device):
 def test_a_storage_that_fails_fails_the_batch_that_needs_it(device, monkeypatch, tmp_path):
     model = staged(tmp_path, "failing")
     cold = model.tables.groups[0].cache.cold
-    read, lost = getattr(cold, READ[device]), {10, 15}
+    reserve, lost = cold.reserve_scores, {10, 15}
 
-    def failing(keys, *arguments, **keywords):
+    def failing(keys):
         if lost & set(keys.tolist()):
             raise StorageFullError(f"cannot read {sorted(keys.tolist())}")  # a GPU misses them in any order
-        return read(keys, *arguments, **keywords)
+        reserve(keys)
 
-    monkeypatch.setattr(cold, READ[device], failing)
+    monkeypatch.setattr(cold, "reserve_scores", failing)  # the first step of each read
     batches = [torch.tensor([[row, row + 1]]) for row in range(0, 20, 2)]
     expected, failed = table(), []
     for step, ids in enumerate(te.prefetch(batches, model, 2, ids_of=lambda ids: ids)):
@@ -656,14 +697,14 @@ def trained(model, ids):
 def test_a_batch_computes_while_the_next_one_waits_for_its_storage(device, monkeypatch, tmp_path):
     model, plain = staged(tmp_path, "ahead"), staged(tmp_path, "plain")
     cold = model.tables.groups[0].cache.cold
-    read, computed, waited = getattr(cold, READ[device]), threading.Semaphore(0), []
+    reserve, computed, waited = cold.reserve_scores, threading.Semaphore(0), []
 
-    def slow(*arguments, **keywords):
+    def slow(keys):
         if threading.current_thread().name.startswith("tieredemb-prefetch"):
             waited.append(computed.acquire(timeout=20))
-        return read(*arguments, **keywords)
+        reserve(keys)
 
-    monkeypatch.setattr(cold, READ[device], slow)
+    monkeypatch.setattr(cold, "reserve_scores", slow)  # the first step of each read
     monkeypatch.setattr(lanes.WorkerLane, "QUICK", 0.0)  # or a GPU's plans are made on this thread
     batches = ids_of_steps(6)
     for step, ids in enumerate(te.prefetch(batches, model, ids_of=lambda ids: ids)):
@@ -684,16 +725,16 @@ def test_a_batch_computes_while_the_next_one_waits_for_its_storage(device, monke
 def test_lookups_and_updates_go_on_while_a_plan_waits_for_the_storage(device, monkeypatch, tmp_path):
     model, plain = staged(tmp_path, "slow"), staged(tmp_path, "plain")
     cold = model.tables.groups[0].cache.cold
-    read, waits, may_go_on = getattr(cold, READ[device]), threading.Event(), threading.Event()
+    reserve, waits, may_go_on = cold.reserve_scores, threading.Event(), threading.Event()
 
-    def slow(*arguments, **keywords):
+    def slow(keys):
         waits.set()
         assert may_go_on.wait(20)
-        return read(*arguments, **keywords)
+        reserve(keys)
 
     early, late = torch.tensor([[1, 2]]), torch.tensor([[30, 31]])
     out = model(early)
-    monkeypatch.setattr(cold, READ[device], slow)
+    monkeypatch.setattr(cold, "reserve_scores", slow)
     later = threading.Thread(target=lambda: model(late).sum().backward())
     later.start()
     assert waits.wait(20)
@@ -834,15 +875,15 @@ def test_what_ids_of_returns_is_checked(told, message):
 def test_quick_plans_over_a_storage_are_made_by_who_submits_them(gpu, monkeypatch, tmp_path):
     """And in the order of the batches, whatever thread makes each."""
     model, plain = staged(tmp_path, "mixed"), staged(tmp_path, "plain")
-    cold, read, made = model.tables.groups[0].cache.cold, model.tables.groups[0].cache.cold.gather, []
+    cold, reserve, made = model.tables.groups[0].cache.cold, model.tables.groups[0].cache.cold.reserve_scores, []
 
-    def seen(keys, *arguments, **keywords):
+    def seen(keys):
         quick = not threading.current_thread().name.startswith("tieredemb-prefetch")
         made.append(quick)
         time.sleep(0.0 if len(made) in (1, 2, 5, 6, 7) else 0.05)
-        return read(keys, *arguments, **keywords)
+        reserve(keys)
 
-    monkeypatch.setattr(cold, "gather", seen)
+    monkeypatch.setattr(cold, "reserve_scores", seen)
     monkeypatch.setattr(lanes.WorkerLane, "QUICK", 0.04)
     batches = ids_of_steps(14)
     for ids in te.prefetch(batches, model, 3, ids_of=lambda ids: ids):

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 
+from tieredemb.cache.device.row_copies import RowCopies
 from tieredemb.errors import ConfigError, MissingDependencyError, StorageFullError
 from tieredemb.storage.base import CARRIERS, ColdRows, Metadata, RowLayout
 from tieredemb.storage.file.tier import File
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.pmem import Pmem
+from tieredemb.storage.system import system
 from tieredemb.storage.unified import UnifiedMemory
 
 TIERS = {
@@ -166,9 +168,10 @@ def buffers(layout: RowLayout, rows: int, seed: int = 0) -> tuple[torch.Tensor, 
 
 def write(cold, keys, weight, state, dirty=None):
     flags = torch.ones(len(keys), dtype=torch.uint8) if dirty is None else torch.tensor(dirty, dtype=torch.uint8)
-    cold.reserve_dirty(keys, flags)
-    cold.scatter(keys, weight, state, flags)
-    cold.finish()
+    copies = RowCopies(cold)
+    copies.reserve(keys, flags)
+    copies.scatter(keys, weight, state, flags)
+    copies.finish()
 
 
 def words_of(tensor: torch.Tensor) -> np.ndarray:
@@ -184,7 +187,7 @@ def test_buffers_come_back_bit_for_bit(storage, layout):
     others = np.setdiff1d(np.arange(layout.rows), keys)
     assert not cold.state[others].any()
     assert not cold.weight[others].any()
-    cold.gather(keys.flip(0), *target)
+    RowCopies(cold).gather(keys.flip(0), *target)
     for given, found in zip(source, target, strict=True):
         assert bits(words_of(given)) == bits(words_of(found.flip(0)))
     hot = hot_rows(layout, len(keys))
@@ -199,10 +202,10 @@ def test_gather_knows_rows_that_were_never_written_by_their_score(opened):
     written = buffers(opened.layout, 2)
     write(opened, torch.tensor([3, 4999]), *written)
     weight, state = buffers(opened.layout, 4, seed=1)
-    opened.gather(torch.tensor([4, 3, 5, 4999]), weight, state)
+    RowCopies(opened).gather(torch.tensor([4, 3, 5, 4999]), weight, state)
     assert (state[:, -1] != 0).tolist() == [False, True, False, True]
     assert weight[1::2].view(torch.int32).tolist() == written[0].view(torch.int32).tolist()
-    opened.gather(torch.tensor([6, 7]), weight[:2], state[:2])
+    RowCopies(opened).gather(torch.tensor([6, 7]), weight[:2], state[:2])
     assert state[:2, -1].tolist() == [0, 0]
 
 
@@ -214,7 +217,7 @@ def test_gather_does_not_read_what_was_never_written(tmp_path):
         cold = File(os.path.join(directory, "rows")).open(layout, name="", identity={})
         write(cold, torch.tensor([7]), *buffers(layout, 1))
         before = os.stat(cold.path).st_blocks
-        cold.gather(torch.arange(4000), *buffers(layout, 4000))
+        RowCopies(cold).gather(torch.arange(4000), *buffers(layout, 4000))
         taken = (os.stat(cold.path).st_blocks - before) * 512
         cold.close()
     assert taken <= layout.state_bytes + 4096
@@ -234,30 +237,33 @@ def test_scatter_moves_only_the_score_of_a_clean_row(opened):
 
 
 @pytest.mark.parametrize("call", ["reset", "close"])
-def test_rows_being_written_are_there_before_others_use_the_storage(tmp_path, monkeypatch, call):
+def test_storage_may_be_used_otherwise_once_copies_are_finished(tmp_path, call):
+    """That a cache finishes them first is in test_prefetch.py."""
     for tier in ("file", "pmem"):
         cold = open_rows(TIERS[tier](tmp_path), RowLayout(rows=5000, width=12))
-        keys, dirty = torch.arange(5000), torch.ones(5000, dtype=torch.uint8)
-        cold.reserve_dirty(keys, dirty)
-        cold.scatter(keys, *buffers(cold.layout, 5000), dirty)
-        finish, finished = cold.finish, []
-
-        def seen(finish=finish, finished=finished, cold=cold):
-            finish()
-            finished.append(bool(cold.state.all()))
-
-        monkeypatch.setattr(cold, "finish", seen)
+        keys, dirty, copies = torch.arange(5000), torch.ones(5000, dtype=torch.uint8), RowCopies(cold)
+        copies.reserve(keys, dirty)
+        copies.scatter(keys, *buffers(cold.layout, 5000), dirty)
+        copies.finish()
+        assert cold.state.all()
         getattr(cold, call)()
-        assert finished[0]
         assert call == "close" or not cold.state.any()
         cold.close()
+
+
+def test_scores_that_are_reserved_need_no_more_space(opened, monkeypatch):
+    """Rows may then be read before it is known which."""
+    opened.reserve_scores(np.arange(5000))
+    assert opened.has_all_scores_reserved
+    monkeypatch.setattr(system, "fallocate", pytest.fail)
+    opened.read(np.array([3, 4999]), np.array([0, 1], np.int32), hot_rows(opened.layout, 2))
 
 
 def test_space_is_reserved_for_dirty_rows_alone(opened, monkeypatch):
     asked = []
     monkeypatch.setattr(opened, "reserve", lambda keys: asked.append(keys.tolist()))
     for dirty in ([1, 1, 1], [0, 1, 255], [0, 0, 0]):
-        opened.reserve_dirty(torch.tensor([1, 2, 3]), torch.tensor(dirty, dtype=torch.uint8))
+        RowCopies(opened).reserve(torch.tensor([1, 2, 3]), torch.tensor(dirty, dtype=torch.uint8))
     assert asked == [[1, 2, 3], [2, 3], []]
 
 

@@ -186,7 +186,7 @@ class Cache(abc.ABC):
         if os.getpid() != self._pid:  # a forked child, in which the lock may be held for ever
             return
         with self.whole():
-            if self._closed or self.cold.ended:
+            if self._closed or self.cold.released:
                 return
             self.check_loadable()
             if not self.cold.volatile and not self.doubts.reason:
@@ -201,7 +201,7 @@ class Cache(abc.ABC):
         with self.whole():
             if self._closed:
                 return
-            if not self.cold.ended:
+            if not self.cold.released:
                 self._release()
             self.cold.close()
             self._closed = True
@@ -287,5 +287,5 @@ class Cache(abc.ABC):
                 "this cache belongs to the parent process; build the module in the child, or start the process with "
                 "the 'spawn' method (a DataLoader's workers must not touch the module)"
             )
-        if self._closed or self.cold.ended:
+        if self._closed or self.cold.released:
             raise StorageError("this cache was closed; build a new module over the same storage to go on")

@@ -3,7 +3,8 @@
 A tier is a frozen config (`HostMemory`, `UnifiedMemory`, `File`, `Pmem`) whose `open` returns a `ColdRows`. Rows are
 two arrays, so that weights stay aligned: `weight (rows, D)` in the dtype's carrier and `state (rows, S + 1)` in 32-bit
 words, of which the last is the row's score. A row whose score is zero was never written: its content is whatever the
-table's initialiser generates. A storage moves rows; it knows neither map nor policy.
+table's initialiser generates. A storage knows neither map nor policy, and no threads: who lets rows
+travel beside other work keeps to the contract of `ColdRows`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import abc
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,9 +21,6 @@ import torch
 from tieredemb.config import MAX_BYTES, MAX_ROWS
 from tieredemb.errors import ConfigError, shown
 from tieredemb.storage.stored_json import fields_of, integer_of, list_of, text_of
-
-if TYPE_CHECKING:
-    from tieredemb.storage.movers import Job
 
 # numba has neither half nor bfloat16: such rows travel as the 16-bit integers that carry their bits. The two carriers
 # differ, so that a kernel can tell the formats apart by type.
@@ -137,40 +135,22 @@ class HotArrays(Protocol):
     dirty: np.ndarray[Any, Any]
 
 
-TOLD_NUMBER, TOLD_WORDS = 3, 4  # of the words before the keys the one that is written last, and how many they are
-
-
-class Told(NamedTuple):
-    """What a GPU is about to tell the host of rows that it misses. `words`, int64 in pinned memory: how many they are,
-    two words more, then `number`, which is written last and was never there before; and their keys · `event`: comes
-    after that."""
-
-    words: torch.Tensor
-    number: int
-    event: torch.cuda.Event
-
-    def keys(self, rows: int) -> torch.Tensor:
-        """Where up to that many keys will be."""
-        return self.words[TOLD_WORDS : TOLD_WORDS + rows]
-
-
 _ROWS_PER_THREAD = 1024  # fewer are moved sooner than a second thread has started (256-byte rows: 30 microseconds)
 
 
 class ColdRows(abc.ABC):
-    """An open tier. `weight`: carrier (rows, D); `state`: uint32 (rows, S + 1), both readable in place, once what
-    `scatter` has begun is over (`finish`).
+    """An open tier. `weight`: carrier (rows, D); `state`: uint32 (rows, S + 1), both readable and writable in place.
 
-    The caller serialises calls, passes keys in range, and writes a key only after `reserve(keys)` succeeded. Rows are
-    moved between hot arrays of the CPU by `read` and `write`, between buffers of a GPU by `gather` and `scatter`.
-    Calls but `scatter` and `gather_when_told` are synchronous.
+    The caller serialises calls and passes keys in range. `read` and `write` move rows between the arrays and the hot
+    arrays of a CPU. A caller that copies rows itself does what they do first: `reserve_scores` before it reads rows,
+    and `reserve` before it writes them. Copies that it lets run beside other work have to be over before it calls
+    `read`, `write`, `copy_range`, `reset`, `flush`, `seal` or `close`. All calls are synchronous.
     """
 
     kind: str  # the tier's name in reports: "host", "unified", "file", "pmem"
     in_memory: bool  # whether deepcopy and pickling may copy it
     volatile: bool  # whether it dies with the process, so that closing needs no flush
-    ended: bool = False  # whether closing has got as far as giving rows up: only `close` may be called
-    _is_moving: bool = False  # whether rows may yet be being written, or read
+    released: bool = False  # whether `close` has begun to give the rows up: nothing but `close` may be called then
     device_readable: bool = False  # whether GPU kernels read and write `weight` and `state` at the arrays' addresses
 
     def __init__(self, layout: RowLayout, weight: np.ndarray[Any, Any], state: np.ndarray[Any, Any]) -> None:
@@ -192,7 +172,6 @@ class ColdRows(abc.ABC):
     def copy_range(self, start: int, stop: int, weight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Copies the rows start … stop − 1 as they lie here: `weight`, carrier (K, D) or without columns, is filled;
         the states are returned, uint32 (K, S + 1). The tier does not grow by it."""
-        self.finish()
         weight[:] = self.weight[start:stop, : weight.shape[1]]
         return self.state[start:stop].copy()
 
@@ -201,10 +180,21 @@ class ColdRows(abc.ABC):
 
     def reserve(self, keys: np.ndarray[Any, Any]) -> None:  # noqa: B027 - memory needs no reservation
         """Makes sure that writing the rows `keys` (int64 (K,), any order, duplicates allowed) cannot fail for want
-        of space. Raises `StorageFullError` and leaves every row as it was."""
+        of space; without keys, that scores alone may be written. Raises `StorageFullError` and leaves every row as it
+        was."""
 
     def reserve_range(self, start: int, stop: int) -> None:  # noqa: B027
         """`reserve` for the rows start … stop - 1."""
+
+    def reserve_scores(self, keys: np.ndarray[Any, Any]) -> None:  # noqa: B027
+        """Before the rows `keys` (int64 (K,)) are read: makes sure that their scores can be written back, even those of
+        rows that stay clean. Raises `StorageFullError` and leaves every row as it was."""
+
+    @property
+    def has_all_scores_reserved(self) -> bool:
+        """Whether `reserve_scores` has nothing left to do for any row: rows may be read whose keys are not known
+        yet."""
+        return True
 
     def read(
         self, keys: np.ndarray[Any, Any], slots: np.ndarray[Any, Any], hot: HotArrays
@@ -218,6 +208,7 @@ class ColdRows(abc.ABC):
         from tieredemb.kernels.cpu import even_bounds, parallel_for
         from tieredemb.storage.rows_cpu import rows_read
 
+        self.reserve_scores(keys)
         untouched = np.empty(len(keys), np.bool_)
         cold, home = (self.weight, self.state), (hot.weight, hot.state, hot.score)
         parallel_for(rows_read, even_bounds(len(keys), _ROWS_PER_THREAD), keys, slots, *cold, *home, untouched)
@@ -239,57 +230,6 @@ class ColdRows(abc.ABC):
         cold, home = (self.weight, self.state), (hot.weight, hot.state, hot.score)
         bounds = even_bounds(len(keys), _ROWS_PER_THREAD)
         parallel_for(rows_write, bounds, keys, slots, hot.dirty, *cold, *home)
-
-    def gather(
-        self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, *, begun: Job | None = None
-    ) -> None:
-        """Fills `weight` (rows' dtype (K, D)) and `state` (int32 (K, S + 1)) with the rows `keys` (int64 (K,)) as they
-        lie here; all of them contiguous CPU tensors. Of rows never written, whose score is zero, the weights are left
-        as they were. `begun`: what `gather_when_told` has returned for these very rows, of which as many fit. Raises as
-        `read` does."""
-        from tieredemb.storage.movers import Job, movers
-
-        self._is_moving = True
-        if begun is not None:
-            movers().finish()
-        if begun is None or not begun.done:
-            movers().begin(Job(keys, self.weight, self.state, weight, state))
-            movers().finish()
-
-    def gather_when_told(self, told: Told, weight: torch.Tensor, state: torch.Tensor) -> Job | None:
-        """Begins, beside what follows, to gather the rows that a GPU is about to tell of, as soon as it has told, if
-        they all fit into `weight` and `state`; `gather` then waits until they are there. Until it, or `finish`, these
-        are not to be used, nor `told.words` changed, nor the rows written. None where it cannot: nothing is begun."""
-        from tieredemb.storage.movers import Job, movers
-
-        job = Job(told.keys(len(weight)), self.weight, self.state, weight, state, told=told)
-        self._is_moving = True
-        return job if movers().begin_when_told(job) else None
-
-    def reserve_dirty(self, keys: torch.Tensor, dirty: torch.Tensor) -> None:
-        """`reserve` for those of `keys` (int64 (K,)) whose rows are `dirty` (uint8 (K,)), CPU tensors."""
-        # numpy, and not torch: that would wake its own threads for it, which then keep all cores from others
-        chosen, moved = keys.numpy(), dirty.numpy()
-        self.reserve(chosen if moved.all() else chosen[moved != 0])
-
-    def scatter(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, dirty: torch.Tensor) -> None:
-        """Begins to write `weight` and `state`, which lie as `gather` gives them, back to the rows `keys` (int64 (K,),
-        distinct): where `dirty` (uint8 (K,)) is not zero a whole row, which was reserved, else its score. The next
-        `gather` and `scatter`, and `finish`, wait until all is written. The tensors are not to be changed until
-        then."""
-        from tieredemb.storage.movers import Job, movers
-
-        self._is_moving = True
-        movers().begin(Job(keys, self.weight, self.state, weight, state, dirty))
-
-    def finish(self) -> None:
-        """Returns once all is written that `scatter` was given, and what `gather_when_told` has begun is over or given
-        up; to be called before rows are used but by `gather`."""
-        if self._is_moving:
-            from tieredemb.storage.movers import movers
-
-            movers().finish()
-            self._is_moving = False
 
     def used_ranges(self) -> Iterator[tuple[int, int]]:
         """Ranges (start, stop) of rows outside which no row was ever written."""

@@ -156,7 +156,7 @@ class HostRows(ColdRows):
 
     def close(self) -> None:
         """Releases the memory as soon as nobody else holds the arrays."""
-        self.ended = True
+        self.released = True
         self._maps.clear()
         self.weight, self.state = self.weight[:0].copy(), self.state[:0].copy()
 

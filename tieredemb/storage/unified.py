@@ -118,7 +118,7 @@ class UnifiedRows(ColdRows):
 
     def close(self) -> None:
         """Frees the memory as soon as nobody else holds the arrays."""
-        self.ended = True
+        self.released = True
         self.weight, self.state = self.weight[:0].copy(), self.state[:0].copy()
 
     def size_bytes(self) -> dict[str, int]:

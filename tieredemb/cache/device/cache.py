@@ -17,7 +17,6 @@ from tieredemb.cache.device.in_place import InPlace
 from tieredemb.cache.device.plan import DevicePlan, Missed
 from tieredemb.cache.device.replays import DeviceTicket
 from tieredemb.cache.device.rows import DeviceRows
-from tieredemb.cache.device.staged import Staged
 from tieredemb.cache.device.stream_order import StreamOrder
 from tieredemb.cache.device.transfer import Transfer
 from tieredemb.cache.host.hot_rows import NO_KEY
@@ -67,10 +66,18 @@ class DeviceCache(DeviceBatches):
             self.hot = DeviceRows(cold.layout, self._cached, pinned, device)
             cold.attach(device)
             self._plan = DevicePlan(self.hot, self._scoring, device)
-            kind = InPlace if cold.device_readable else Staged
+            kind: type[Transfer] = InPlace
+            if not cold.device_readable:
+                from tieredemb.cache.device.staged import Staged  # numba takes a second to import
+
+                kind = Staged
             self._transfer: Transfer = kind(cold, self.hot, initial, self._plan, self._grow_beside, self.plan_changes)
-            self._adopt_scores()
-            self._restart(fresh=cold.volatile)
+            try:
+                self._adopt_scores()
+                self._restart(fresh=cold.volatile)
+            except BaseException:
+                self._transfer.finish()  # who has opened the storage closes it now
+                raise
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -164,6 +171,7 @@ class DeviceCache(DeviceBatches):
     def check_loadable(self, parts: Iterable[Part] | None = None) -> None:
         self.complete_last()  # of a batch that was given up: its victims are not to be written behind the call
         super().check_loadable(parts)
+        self._transfer.finish()  # the rows of the storage may be about to be replaced
 
     def _begin_call(self) -> None:
         self.complete_last()

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from tieredemb.cache.device.plan import Away, DevicePlan, Missed
+from tieredemb.cache.device.row_copies import RowCopies
 from tieredemb.cache.device.rows import DeviceRows
-from tieredemb.cache.device.staging import Asked, PinnedRows, ToldMoves
+from tieredemb.cache.device.staging import Asked, MissReports, PinnedRows
 from tieredemb.cache.device.transfer import MOVE, MOVE_BLOCKS, MOVE_THREADS, Beside, Transfer
 from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.kernels.compiler import blocks_for, kernel
@@ -36,10 +37,11 @@ class Staged(Transfer):
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan, *apart: Any) -> None:
         super().__init__(cold, hot, initial, plan, *apart)
         self._tell = kernel(MOVE, "missed_tell", "p p p p n p p p u8 p p n p", *self._flags)
+        self._copies = RowCopies(cold)
         self._coming, self._leaving = PinnedRows(cold.layout), PinnedRows(cold.layout)
         # those of the plan before, which may yet be being copied to the device, or written
         self._copied, self._written = PinnedRows(cold.layout), PinnedRows(cold.layout)
-        self._told = ToldMoves()
+        self._reports = MissReports()
         self._gathers = False  # what a plan was told of, and has not taken yet
         self.restart()
 
@@ -60,7 +62,7 @@ class Staged(Transfer):
     # --- a plan -----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        self.cold.finish()
+        self._copies.finish()
 
     def retire(self, lag: int) -> None:
         if self._slotless == 0:
@@ -79,21 +81,21 @@ class Staged(Transfer):
         plan.choose(missed)
         plan.settle(homes, missed, self.away(slotless), commit=False)
         if self._gathers:  # for a plan that has failed, by keys that are about to be overwritten
-            self.cold.finish()
-        asked = self._told.expect(missed.n)
-        told = asked.told
+            self._copies.finish()
+        asked = self._reports.expect(missed.n)
+        report = asked.report
         self._tell(
             blocks_for(missed.n, 256, MOVE_BLOCKS), 256, plan.missed, plan.room, plan.needed, plan.selection, missed.n,
-            missed.keys, missed.victims, missed.slots, self.hot.dirty, told.words.data_ptr(), asked.flags.data_ptr(),
-            told.number, plan.arrivals,
+            missed.keys, missed.victims, missed.slots, self.hot.dirty, report.words.data_ptr(), asked.flags.data_ptr(),
+            report.number, plan.arrivals,
         )  # fmt: skip
-        told.event.record()
+        report.event.record()
         self._send(missed)
         asked.sent.record()
         self._gathers = ahead
         if ahead:
             asked.gathered = rows = self._free_rows(0)
-            asked.gathers = self.cold.gather_when_told(told, rows.weight, rows.state)
+            asked.gathers = self._copies.gather_when_reported(report, rows.weight, rows.state)
         return asked
 
     def bring(
@@ -113,7 +115,7 @@ class Staged(Transfer):
             self._make_room(moves.with_slots)
             self._send(missed)
             asked.sent.record()
-        self.cold.reserve_dirty(moves.leaving, moves.dirty)
+        self._copies.reserve(moves.leaving, moves.dirty)
         weight, state = self._in(moves.keys, asked)
         count = len(moves.keys)
         new = count - moves.with_slots
@@ -136,7 +138,7 @@ class Staged(Transfer):
             asked.sent.synchronize()
             if len(moves.leaving):
                 keys = torch.from_numpy(moves.leaving.numpy().copy())  # the next plan tells others there
-                self.cold.scatter(keys, *self._leaving.part(moves.room, moves.with_slots))
+                self._copies.scatter(keys, *self._leaving.part(moves.room, moves.with_slots))
                 self._leaving, self._written = self._written, self._leaving
         if beside:
             beside()
@@ -171,7 +173,7 @@ class Staged(Transfer):
             gathered, begun = self._free_rows(len(keys)), None
         weight, state, _ = gathered.part(0, len(keys))
         self._gathers = True
-        self.cold.gather(keys, weight, state, begun=begun)
+        self._copies.gather(keys, weight, state, begun=begun)
         self._gathers = False
         staged = weight.to(self.device, non_blocking=True), state.to(self.device, non_blocking=True)
         gathered.copied.record()
@@ -195,11 +197,11 @@ class Staged(Transfer):
     def _write(self, keys: torch.Tensor, rows: int) -> None:
         """Writes what leaves to storage: the rows of `keys`, which come from the device behind them."""
         host, leaving = keys.cpu(), self._leaving.part(0, rows)
-        self.cold.reserve_dirty(host, leaving[2])
+        self._copies.reserve(host, leaving[2])
         try:
-            self.cold.scatter(host, *leaving)
+            self._copies.scatter(host, *leaving)
         finally:
-            self.cold.finish()
+            self._copies.finish()
 
     def _make_room(self, rows: int) -> None:
         """Room for rows that leave. What is there is lost."""
@@ -270,5 +272,5 @@ class Staged(Transfer):
 
     def size_bytes(self) -> dict[str, int]:
         rows = (self._coming, self._copied, self._leaving, self._written)
-        staging = sum(each.size_bytes() for each in rows) + self._told.size_bytes()
+        staging = sum(each.size_bytes() for each in rows) + self._reports.size_bytes()
         return {"staging": staging, "away": self._weight.nbytes + self._state.nbytes}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from tieredemb.storage.base import TOLD_NUMBER, TOLD_WORDS, RowLayout, Told
-
-if TYPE_CHECKING:
-    from tieredemb.storage.movers import Job
+from tieredemb.cache.device.copy_threads import CopyJob, MissReport
+from tieredemb.cache.device.copy_threads_cpu import REPORT_NUMBER, REPORT_WORDS
+from tieredemb.storage.base import RowLayout
 
 
 class PinnedRows:
@@ -48,7 +47,7 @@ class Moves(NamedTuple):
         return self.room + len(self.leaving)
 
 
-class ToldMoves:
+class MissReports:
     """What plans tell the host that they move, one at a time (`missed_tell`): words in pinned memory."""
 
     def __init__(self) -> None:
@@ -57,18 +56,18 @@ class ToldMoves:
 
     def expect(self, n: int) -> Asked:
         """Room for what a plan of n ids will tell; what the one before has told is lost."""
-        words, flags = TOLD_WORDS + 2 * n, -(-n // 8)
+        words, flags = REPORT_WORDS + 2 * n, -(-n // 8)
         if len(self._words) < words + flags:
             self._make_room(2 * (words + flags))
         self._number += 1
         told, sent = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        return Asked(n, Told(self._words, self._number, told), self._words[words : words + flags], sent)
+        return Asked(n, MissReport(self._words, self._number, told), self._words[words : words + flags], sent)
 
     def _make_room(self, words: int) -> None:
         torch.cuda.current_stream().synchronize()  # a plan that was interrupted may tell yet
         with torch.inference_mode(False):
-            self._words = torch.empty(TOLD_WORDS + words, dtype=torch.int64, device="cpu", pin_memory=True)
-        self._words[TOLD_NUMBER] = 0  # and no number that is expected
+            self._words = torch.empty(REPORT_WORDS + words, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._words[REPORT_NUMBER] = 0  # and no number that is expected
 
     def size_bytes(self) -> int:
         return self._words.nbytes
@@ -76,22 +75,22 @@ class ToldMoves:
 
 @dataclass
 class Asked:
-    """What a plan of `n` ids was asked. `told`: the words about it · `flags`: uint8 (n,) in them, whether what leaves
+    """What a plan of `n` ids was asked. `report`: of what it misses · `flags`: uint8 (n,) in them, whether what leaves
     is dirty · `sent`: comes once the victims' rows are with the host · `gathers`: what gathers the missed rows, if that
     has begun, and `gathered`, where."""
 
     n: int
-    told: Told
+    report: MissReport
     flags: torch.Tensor
     sent: torch.cuda.Event
-    gathers: Job | None = None
+    gathers: CopyJob | None = None
     gathered: PinnedRows | None = None
 
     def moves(self) -> Moves:
         """Waits for the device to tell."""
-        n, words = self.n, self.told.words
-        self.told.event.synchronize()
+        n, words = self.n, self.report.words
+        self.report.event.synchronize()
         count, room, leaving = words[:3].tolist()
-        victims = words[TOLD_WORDS + n + room : TOLD_WORDS + n + room + leaving]
+        victims = words[REPORT_WORDS + n + room : REPORT_WORDS + n + room + leaving]
         dirty = self.flags.view(torch.uint8)[room : room + leaving]
-        return Moves(words[TOLD_WORDS : TOLD_WORDS + count], room, victims, dirty)
+        return Moves(words[REPORT_WORDS : REPORT_WORDS + count], room, victims, dirty)

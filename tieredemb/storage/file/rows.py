@@ -7,21 +7,17 @@ import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 
 from tieredemb.errors import ForkedError, StorageError
-from tieredemb.storage.base import STATE_DTYPE, ColdRows, HotArrays, RowLayout, Told
+from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout
 from tieredemb.storage.file.header import REGION_BYTES, Header, HeaderSlots, plain_metadata
 from tieredemb.storage.file.io import FULL, Descriptor, pread_into, storage_errors
 from tieredemb.storage.file.lock import FileLock
 from tieredemb.storage.file.pages import PageMap
 from tieredemb.storage.system import system
-
-if TYPE_CHECKING:
-    from tieredemb.storage.movers import Job
 
 
 def regions(layout: RowLayout, header_bytes: int) -> tuple[int, int, int]:
@@ -86,7 +82,7 @@ class FileRows(ColdRows):
         return np.frombuffer(self._map, np.uint8, size_bytes, offset) if size_bytes else np.empty(0, np.uint8)
 
     def _check_usable(self) -> None:
-        if self.ended:
+        if self.released:
             raise StorageError(f"{self.path!r} is closed; open it again")
         if os.getpid() != self._pid:
             raise ForkedError(
@@ -122,36 +118,20 @@ class FileRows(ColdRows):
             self._weight_pages.reserve_range(start, stop)
             self._state_pages.reserve_range(start, stop)
 
-    def read(
-        self, keys: np.ndarray[Any, Any], slots: np.ndarray[Any, Any], hot: HotArrays
-    ) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """As every tier. Takes space for the scores first, which come back even from a row that stays clean;
-        on tmpfs merely reading a hole takes a page."""
-        self._reserve_scores(keys)
-        return super().read(keys, slots, hot)
-
-    def gather(
-        self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, *, begun: Job | None = None
-    ) -> None:
-        """As every tier; takes space as `read`."""
-        self._reserve_scores(keys.numpy())
-        super().gather(keys, weight, state, begun=begun)
-
-    def gather_when_told(self, told: Told, weight: torch.Tensor, state: torch.Tensor) -> Job | None:
-        """As every tier, once all scores have their space: nobody else takes it for them."""
-        self.begin_changes()
-        return super().gather_when_told(told, weight, state) if self._state_pages.is_whole else None
-
-    def _reserve_scores(self, keys: np.ndarray[Any, Any]) -> None:
+    def reserve_scores(self, keys: np.ndarray[Any, Any]) -> None:
+        """As every tier. On tmpfs merely to read a hole takes a page."""
         self.begin_changes()
         with storage_errors(self.path, "taking space for scores of"):
             self._state_pages.reserve(keys)
+
+    @property
+    def has_all_scores_reserved(self) -> bool:
+        return self._state_pages.is_whole
 
     def copy_range(self, start: int, stop: int, weight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """As every tier, but through reads: through the mapping tmpfs would give each hole a page, or a signal where it
         has none left."""
         self._check_usable()
-        self.finish()
         states = np.empty((stop - start, self.layout.state_width + 1), STATE_DTYPE)
         with storage_errors(self.path, "reading rows of"):
             if weight.nbytes:
@@ -198,7 +178,6 @@ class FileRows(ColdRows):
     def reset(self) -> None:
         """Punches the rows out of the file, whose space returns to the filesystem; the arrays stay valid."""
         self.begin_changes()
-        self.finish()
         with storage_errors(self.path, "discarding the rows of"):
             _punch(self._map, self._file.fd, self._slots.region_bytes)
         self._weight_pages.clear()
@@ -236,7 +215,6 @@ class FileRows(ColdRows):
     def _sync(self, *, clean: bool) -> None:
         if self._failure:
             raise StorageError(self._failure)
-        self.finish()
         metadata = plain_metadata(self.metadata)
         with storage_errors(self.path, "flushing"):
             if self._writes_again:
@@ -267,9 +245,7 @@ class FileRows(ColdRows):
         """Gives the file back. In a forked child it only lets go: the file is the parent's."""
         if self._closed:
             return
-        self.ended = True
-        if os.getpid() == self._pid:
-            self.finish()
+        self.released = True
         for name in ("weight", "state", "_weight_bytes", "_state_bytes"):
             setattr(self, name, getattr(self, name)[:0].copy())
         self.__dict__.pop("_map", None)  # unmapped when nobody holds the arrays any more

@@ -1,4 +1,4 @@
-"""CPU kernels of the threads that move rows (`movers`): the board that a job is put on, and what they do with it."""
+"""CPU kernels of the copy threads (`copy_threads`): the board that a job is put on, and what threads do with it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from tieredemb.kernels.native import (
     sleep_microseconds,
     yield_core,
 )
-from tieredemb.storage.base import TOLD_NUMBER
 
-# Byte offsets on the board. Counters have cache lines of their own: rows claimed, threads that are at the job, whether
-# there is one, whether one is waited for, whether in vain. Then the words of the job (`Job.words`), and what threads
-# sleep on.
+# Of the int64 words of a miss report (`MissReport`): how many come before the keys, and which of them the GPU writes
+# last. Word 0 is the number of missed keys. `missed_tell` of transfer.cu writes them.
+REPORT_WORDS, REPORT_NUMBER = 4, 3
+# Byte offsets on the board. Counters have cache lines of their own: rows claimed, threads at work on the job, whether
+# there is a job, whether one waits for a report, whether that wait was given up. Then the words of the job
+# (`CopyJob.words`), and the semaphores that threads sleep on.
 NEXT, AT_IT, OPEN, AWAITED, GIVEN_UP, JOB, SLEEP, WATCH = 0, 64, 128, 192, 256, 320, 448, 512
 END = WATCH + SEMAPHORE_BYTES
 JOB_WORDS = 12
 CHUNK = 64  # rows claimed at once: some 10 microseconds
 ALONE = 512  # rows that one thread has moved before another has woken up
 AHEAD = 8  # rows asked for before they are moved
-LOOKS, NAP = 64, 20  # that a GPU's word is looked for at once, and microseconds between others
+LOOKS, NAP = 64, 20  # how often a thread looks for a report without a break, and microseconds between further looks
 LINE = 64
 
 
@@ -86,7 +88,7 @@ def rows_scatter(
 
 @jit
 def job_work(board: int) -> None:
-    """Moves what is left of the job."""
+    """Copies the rows of the job that no thread has claimed yet."""
     job = board + JOB
     n, keys, weights, states = load_long(job), load_long(job + 8), load_long(job + 16), load_long(job + 24)
     row, state, rows, row_states = load_long(job + 32), load_long(job + 40), load_long(job + 48), load_long(job + 56)
@@ -104,7 +106,7 @@ def job_work(board: int) -> None:
 
 @jit
 def jobs_serve(board: int) -> None:
-    """Helps with one job after another, for ever. A thread that wakes up too late for one may find the next."""
+    """Works on one job after another, for ever. A thread that wakes up too late for a job may find the next one."""
     while True:
         semaphore_wait(board + SLEEP)  # a signal may end it early: then there is no job
         atomic_add(board + AT_IT, 1)
@@ -115,7 +117,7 @@ def jobs_serve(board: int) -> None:
 
 @jit
 def job_begin(board: int, helpers: int) -> None:
-    """Lets that many threads go at the job on the board."""
+    """Opens the job on the board, and wakes up `helpers` threads for it."""
     atomic_add(board + NEXT, -atomic_load(board + NEXT))
     atomic_add(board + OPEN, 1)
     for _ in range(helpers):
@@ -124,7 +126,7 @@ def job_begin(board: int, helpers: int) -> None:
 
 @jit
 def job_await(board: int) -> None:
-    """Wakes up who waits for a GPU to tell of the job on the board."""
+    """Wakes up the thread that waits for the report of the job on the board."""
     atomic_add(board + GIVEN_UP, -atomic_load(board + GIVEN_UP))
     atomic_add(board + AWAITED, 1)
     semaphore_post(board + WATCH)
@@ -132,24 +134,24 @@ def job_await(board: int) -> None:
 
 @jit
 def job_give_up(board: int) -> None:
-    """Nobody need wait for a GPU's word any more."""
+    """Ends the wait for the report."""
     atomic_add(board + GIVEN_UP, 1)
 
 
 @jit
 def jobs_watch(board: int) -> None:
-    """Waits for one GPU after the other to tell what is to be gathered, for ever, and lets the threads go at it."""
+    """Waits for one report after the other, for ever, and opens the job that each report belongs to."""
     while True:
         semaphore_wait(board + WATCH)
         if atomic_load(board + AWAITED) == 0:  # a signal has ended it early
             continue
         job, looks = board + JOB, 0
-        rows, told, number, helpers = load_long(job), load_long(job + 72), load_long(job + 80), load_long(job + 88)
-        while atomic_load(told + 8 * TOLD_NUMBER) < number and atomic_load(board + GIVEN_UP) == 0:
+        rows, report, number, helpers = load_long(job), load_long(job + 72), load_long(job + 80), load_long(job + 88)
+        while atomic_load(report + 8 * REPORT_NUMBER) < number and atomic_load(board + GIVEN_UP) == 0:
             looks += 1
             if looks > LOOKS:
                 sleep_microseconds(NAP)
-        count = load_long(told)
+        count = load_long(report)
         if atomic_load(board + GIVEN_UP) == 0 and count <= rows:
             atomic_add(job, count - rows)
             job_begin(board, min(helpers, count // CHUNK))
@@ -158,9 +160,10 @@ def jobs_watch(board: int) -> None:
 
 @jit
 def job_finish(board: int) -> bool:
-    """Helps with the job, if one was begun, until all of it is done; returns whether there was one. Who has come to it
-    has left it then, with all rows that it claimed moved; who comes late finds none."""
-    while atomic_load(board + AWAITED) != 0:  # the word is there, or none will come
+    """Works on the job, if one is open, until all of it is done, and closes it; returns whether one was open. Every
+    thread that had come to the job has then copied the rows that it claimed, and left; a thread that comes late finds
+    no job."""
+    while atomic_load(board + AWAITED) != 0:  # the report is there, or the wait was given up
         yield_core()
     if atomic_load(board + OPEN) == 0:
         return False

@@ -1,7 +1,7 @@
-"""Threads that move rows between cold storage and buffers, and never return to the interpreter.
+"""Threads that copy rows between cold storage and buffers, and never return to the interpreter.
 
 A row is 500 random bytes in a page of its own: many threads are wanted for some tenths of a millisecond, again and
-again, while other threads hold the interpreter. To hand ranges to Python's threads took longer than to move the rows;
+again, while other threads hold the interpreter. To hand ranges to Python's threads took longer than to copy the rows;
 here a job costs one system call a thread, and rows are claimed in chunks, so that nobody waits long for a thread that
 lost its core.
 """
@@ -15,20 +15,19 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from tieredemb.kernels.cpu import num_threads
-from tieredemb.storage.base import Told
-from tieredemb.storage.movers_cpu import (
+from tieredemb.cache.device.copy_threads_cpu import (
     ALONE,
     CHUNK,
     END,
     JOB,
     JOB_WORDS,
     LINE,
+    REPORT_WORDS,
     SLEEP,
     WATCH,
     job_await,
@@ -38,18 +37,35 @@ from tieredemb.storage.movers_cpu import (
     jobs_serve,
     jobs_watch,
 )
+from tieredemb.kernels.cpu import num_threads
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
+class MissReport(NamedTuple):
+    """What a GPU reports to the host of the rows that a plan misses. `words`: int64 in pinned memory, the number of
+    missed rows, two words more, then `number`, and then the missed keys; the GPU writes `number` last, and it differs
+    from that of every earlier report · `event`: comes after the report."""
+
+    words: torch.Tensor
+    number: int
+    event: torch.cuda.Event
+
+    def keys(self, rows: int) -> torch.Tensor:
+        """The places of up to `rows` keys."""
+        return self.words[REPORT_WORDS : REPORT_WORDS + rows]
+
+
 @dataclass(eq=False)
-class Job:
-    """Rows that are to be moved between cold storage, `weights` (rows, D) and `states` (rows, S + 1), and the buffers
-    `weight` (K, D) and `state` (K, S + 1): the rows `keys`, int64 (K,). To the buffers without `dirty`, uint8 (K,);
-    with it from there. See `ColdRows.gather` and `scatter`; all of it contiguous, in host memory. `told`: who will have
-    told the first of the keys, and how many; the job is to begin then, and nothing is moved if there are more · `done`:
-    whether all was moved that there was to be."""
+class CopyJob:
+    """Rows to be copied between cold storage, `weights` (rows, D) and `states` (rows, S + 1), and the buffers `weight`
+    (K, D) and `state` (K, S + 1): the rows `keys`, int64 (K,). Without `dirty` they are gathered into the buffers; with
+    `dirty`, uint8 (K,), they are scattered to cold storage. All of it is contiguous and in host memory; see
+    `RowCopies`.
+
+    `report`: names the first of the keys, and how many they are; the job begins when the report is there, and copies
+    nothing if there are more than K · `is_done`: whether all of its rows were copied."""
 
     keys: torch.Tensor
     weights: Array
@@ -57,48 +73,49 @@ class Job:
     weight: torch.Tensor
     state: torch.Tensor
     dirty: torch.Tensor | None = None
-    told: Told | None = None
-    done: bool = False
+    report: MissReport | None = None
+    is_done: bool = False
 
     def words(self, helpers: int) -> tuple[int, ...]:
-        """As `job_work` and `jobs_watch` read them. `helpers`: threads that may be woken up for it."""
+        """The job as `job_work` and `jobs_watch` read it. `helpers`: threads that may be woken up for it."""
         sizes = (self.weights.shape[1] * self.weights.itemsize, self.states.shape[1] * self.states.itemsize)
         buffers = (self.weight.data_ptr(), self.state.data_ptr(), 0 if self.dirty is None else self.dirty.data_ptr())
         cold = (self.weights.ctypes.data, self.states.ctypes.data)
-        told = (0, 0) if self.told is None else (self.told.words.data_ptr(), self.told.number)
-        return len(self.keys), self.keys.data_ptr(), *cold, *sizes, *buffers, *told, helpers
+        report = (0, 0) if self.report is None else (self.report.words.data_ptr(), self.report.number)
+        return len(self.keys), self.keys.data_ptr(), *cold, *sizes, *buffers, *report, helpers
 
 
 class _Beginning:
     """Lives as long as the call that puts a job on the board, however that ends."""
 
 
-class Movers:
-    """The threads of a process that move rows, one job at a time."""
+class CopyThreads:
+    """The threads of a process that copy rows, one job at a time. With `alone` there are none: the calling thread
+    copies all rows."""
 
     def __init__(self, *, alone: bool = False) -> None:
         self._lock = threading.RLock()
         self._beginning: weakref.ref[_Beginning] | None = None
         self._helpers = 0
-        self._job: Job | None = None  # the one under way: what it reads and writes is not to be freed
-        self._watches = False  # whether there is a thread that waits for GPUs
+        self._job: CopyJob | None = None  # the one under way: what it reads and writes is not to be freed
+        self._watches = False  # whether there is a thread that waits for reports
         self._memory = np.zeros((END + LINE) // 8, np.int64)
         if not alone:  # threads sleep there until the process ends, when Python has freed what it knows of
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self._board = -(-self._memory.ctypes.data // LINE) * LINE
         first = (self._board + JOB - self._memory.ctypes.data) // 8
         self._words = self._memory[first : first + JOB_WORDS]
-        # without semaphores that lie in memory (macOS) one thread moves all
+        # without semaphores that lie in memory (macOS) one thread copies all
         init = ctypes.CDLL(None).sem_init
         sleeps = all([init(ctypes.c_void_p(self._board + place), 0, 0) == 0 for place in (SLEEP, WATCH)])  # noqa: C419
         self._most = sys.maxsize if sleeps and not alone else 0
 
-    def begin(self, job: Job) -> None:
-        """Returns once others are at the job, or at once with all of it done; the next job waits until it is, as
-        `finish` does."""
+    def begin(self, job: CopyJob) -> None:
+        """Starts a job, after the one before has finished. Returns once other threads work on it, or with all of it
+        done; `finish` waits for the rest."""
         with self._lock:
             if self._is_beginning:  # the garbage collector runs a finaliser in the middle of it, on the same thread
-                other = Movers(alone=True)
+                other = CopyThreads(alone=True)
                 other.begin(job)
                 return
             self._finish()
@@ -111,9 +128,10 @@ class Movers:
             if helpers == 0:
                 self._finish()
 
-    def begin_when_told(self, job: Job) -> bool:
-        """Returns at once; others will be at the job as soon as a GPU has told of it, unless the next job comes before.
-        False, with nothing begun, where none can wait for that, or one that a GPU has yet to tell of is under way."""
+    def begin_when_reported(self, job: CopyJob) -> bool:
+        """Returns at once. Other threads start the job as soon as its report is there, unless another job is begun
+        before. False, with nothing begun, where no thread can wait for a report, or a job is under way whose report has
+        yet to come."""
         with self._lock:
             if self._is_beginning or _is_awaited(self._job) or not self._may_watch():
                 return False
@@ -129,9 +147,9 @@ class Movers:
             return True
 
     def finish(self) -> None:
-        """Returns once nothing is under way."""
+        """Returns once no job is under way. A job whose report has yet to come is given up."""
         with self._lock:
-            if not self._is_beginning:  # or a finaliser asks in the middle of it, whose own rows are moved at once
+            if not self._is_beginning:  # or a finaliser asks in the middle of it, whose own rows are copied at once
                 self._finish()
 
     @property
@@ -140,18 +158,19 @@ class Movers:
         return self._beginning is not None and self._beginning() is not None
 
     def _finish(self) -> None:
-        """Ends the job under way. One that a GPU has yet to tell of is given up: who asks next waits for no GPU."""
+        """Ends the job under way. One whose report has yet to come is given up: the next caller waits for no GPU."""
         job = self._job
         if job is None:
             return
         if _is_awaited(job):
             job_give_up(self._board)
         done = job_finish(self._board)
-        job.done = job.done or done  # a finaliser in the middle of it may have ended it, with jobs of its own behind
+        # a finaliser in the middle of it may have ended it, with jobs of its own behind
+        job.is_done = job.is_done or done
         if self._job is job:
             self._job = None
 
-    def _put_up(self, job: Job) -> int:
+    def _put_up(self, job: CopyJob) -> int:
         """Puts a job on the board; returns how many threads were woken up for it."""
         n = len(job.keys)
         if n == 0:
@@ -163,7 +182,7 @@ class Movers:
         return helpers
 
     def _may_watch(self) -> bool:
-        """Whether there is a thread that waits for GPUs, or could be started."""
+        """Whether there is a thread that waits for reports, or could be started."""
         if not self._watches and self._most and threading.main_thread().is_alive():
             with contextlib.suppress(RuntimeError):
                 self._start(jobs_watch, "tieredemb-watch")
@@ -179,25 +198,25 @@ class Movers:
         if wanted > self._helpers and threading.main_thread().is_alive():  # no new threads once the interpreter ends
             with contextlib.suppress(RuntimeError):  # no more threads: those that there are do it, or this one
                 while self._helpers < wanted:
-                    self._start(jobs_serve, "tieredemb-mover")
+                    self._start(jobs_serve, "tieredemb-copy")
                     self._helpers += 1
         return min(wanted, self._helpers)
 
 
-def _is_awaited(job: Job | None) -> bool:
-    """Whether a GPU has yet to tell of it; one that has failed never will."""
-    if job is None or job.told is None:
+def _is_awaited(job: CopyJob | None) -> bool:
+    """Whether the job's report has yet to come. That of a GPU that has failed never will."""
+    if job is None or job.report is None:
         return False
     try:
-        return not job.told.event.query()  # type: ignore[no-untyped-call]
+        return not job.report.event.query()  # type: ignore[no-untyped-call]
     except RuntimeError:
         return True
 
 
-_MOVERS: dict[int, Movers] = {}  # by process: a fork leaves the threads behind
+_THREADS: dict[int, CopyThreads] = {}  # by process: a fork leaves the threads behind
 
 
-def movers() -> Movers:
+def copy_threads() -> CopyThreads:
     """Those of this process."""
-    found = _MOVERS.get(os.getpid())
-    return _MOVERS.setdefault(os.getpid(), Movers()) if found is None else found
+    found = _THREADS.get(os.getpid())
+    return _THREADS.setdefault(os.getpid(), CopyThreads()) if found is None else found
