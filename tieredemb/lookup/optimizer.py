@@ -16,14 +16,9 @@ import torch
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import ConfigError
-from tieredemb.kernels import twin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from tieredemb.kernels.cpu import Pass
-    from tieredemb.kernels.segments_cpu import Segments
-    from tieredemb.lookup.bags import KeySpace
 
     Array = np.ndarray[Any, Any]
 
@@ -107,34 +102,3 @@ def hyperparameters(
     hyper = named_numbers(type(optimizer), group)
     rate = optimizer.rate(hyper, steps.astype(np.float64)).astype(np.float32)
     return Hyperparameters(type(optimizer), rate, tuple(optimizer.numbers(hyper).values()), scale)
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """The upstream gradient of a batch and how occurrences share in it.
-
-    `grad`: float32 (B, ΣD) · `sample`, `table`: int32 (N,), row of `grad` and table of each occurrence · `scale`:
-    float32 (N,) or empty for ones · `argmax`: int32 (B, ΣD), the winning occurrence of each maximum, or empty.
-    """
-
-    grad: Array
-    sample: Array
-    table: Array
-    scale: Array
-    argmax: Array
-
-
-def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, hyper: Hyperparameters) -> Pass:
-    """One optimizer step of the rows of `segments` in `hot` (`weight`, `state`, `dirty`), which its `run` applies and
-    marks dirty. A segment without occurrences changes nothing."""
-    kernels: Any = twin(__name__, torch.device("cpu"))
-    step: Pass = kernels.update(hot, segments, gradient, space, hyper)
-    return step
-
-
-def limit_norms(hot: Any, slots: Array, max_norm: float, norm_type: float) -> Pass:
-    """Its `run` scales every row in `slots` (int32 (U,), distinct) whose norm exceeds `max_norm` down to it, as
-    `torch.embedding_renorm_` does, and marks it dirty."""
-    kernels: Any = twin(__name__, torch.device("cpu"))
-    scaling: Pass = kernels.limit_norms(hot, slots, max_norm, norm_type)
-    return scaling

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from tieredemb.config import OptimizerConfig
 from tieredemb.kernels import twin
 from tieredemb.kernels.cpu import Pass, even_bounds, fma, inline, jit, load, prefetch, store
 from tieredemb.lookup.bags import MAX
 from tieredemb.lookup.embedding_bag_cpu import row_prefetch
-from tieredemb.lookup.optimizer import CHUNK, Gradient, Hyperparameters
+from tieredemb.lookup.optimizer import CHUNK, Hyperparameters
 
 if TYPE_CHECKING:
     from tieredemb.kernels.segments_cpu import Segments
@@ -25,10 +28,29 @@ AHEAD = 4  # segments whose rows are requested early
 F = np.float32
 
 
+@dataclass(frozen=True)
+class Gradient:
+    """The upstream gradient of a batch and how occurrences share in it.
+
+    `grad`: float32 (B, ΣD) · `sample`, `table`: int32 (N,), row of `grad` and table of each occurrence · `scale`:
+    float32 (N,) or empty for ones · `argmax`: int32 (B, ΣD), the winning occurrence of each maximum, or empty.
+    """
+
+    grad: Array
+    sample: Array
+    table: Array
+    scale: Array
+    argmax: Array
+
+
+@functools.cache
+def _kernel(recipe: type[OptimizerConfig]) -> Any:
+    return twin(recipe.__module__, torch.device("cpu")).segments_update
+
+
 def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, hyper: Hyperparameters) -> Pass:
-    parts = len(even_bounds(len(segments.order) * space.width, UPDATE_GRAIN)) - 1
-    cuts = np.searchsorted(segments.starts, [len(segments.order) * part // parts for part in range(1, parts)])
-    bounds = [0, *(int(cut) for cut in cuts), len(segments.homes)]
+    """One optimizer step of the rows of `segments` in `hot` (`weight`, `state`, `dirty`), which its `run` applies and
+    marks dirty. A segment without occurrences changes nothing."""
     batch = (
         segments.homes,
         segments.starts,
@@ -41,13 +63,17 @@ def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, hy
         gradient.scale,
         gradient.argmax,
     )
-    recipe = twin(hyper.recipe.__module__, torch.device("cpu"))
-    numbers = tuple(F(number) for number in hyper.numbers)
     rows = (hot.weight, hot.state.view(F), hot.dirty)
-    return Pass(recipe.segments_update, bounds, batch, rows, hyper.rate, numbers, F(hyper.scale))
+    args = (batch, rows, hyper.rate, tuple(map(F, hyper.numbers)), F(hyper.scale))
+    occurrences = len(segments.order)
+    parts = len(even_bounds(occurrences * space.width, UPDATE_GRAIN)) - 1
+    cuts = np.searchsorted(segments.starts, occurrences * np.arange(1, parts) // parts)
+    return Pass(_kernel(hyper.recipe), [0, *cuts.tolist(), len(segments.homes)], *args)
 
 
 def limit_norms(hot: Any, slots: Array, max_norm: float, norm_type: float) -> Pass:
+    """Its `run` scales every row in `slots` (int32 (U,), distinct) whose norm exceeds `max_norm` down to it, as
+    `torch.embedding_renorm_` does, and marks it dirty."""
     return Pass(rows_limit_norm, even_bounds(len(slots), 512), slots, hot.weight, hot.dirty, max_norm, norm_type)
 
 
