@@ -6,6 +6,7 @@ from tieredemb.lookup.optimizers.adagrad import Adagrad
 from tieredemb.lookup.optimizers.adam import Adam
 from tieredemb.lookup.optimizers.row_wise_adagrad import RowWiseAdagrad
 from tieredemb.lookup.optimizers.sgd import SGD
+from tieredemb.lookup.optimizers.sparse_lion import SparseLion
 from tieredemb.modules.collection import TieredEmbeddingBagCollection
 from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag
@@ -32,6 +33,7 @@ __all__ = [
     "Normal",
     "Pmem",
     "RowWiseAdagrad",
+    "SparseLion",
     "TableConfig",
     "TieredEmbError",
     "TieredEmbedding",

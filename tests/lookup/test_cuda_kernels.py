@@ -278,6 +278,12 @@ def test_update_equals_the_formula_and_repeats_its_bits(optimizer, width):
         step = g / ((old + g * g).sqrt() + optimizer.eps)
     elif isinstance(optimizer, te.RowWiseAdagrad):
         step = g / ((old[:, :1] + (g * g).mean(1, keepdim=True)).sqrt() + optimizer.eps)
+    elif isinstance(optimizer, te.SparseLion):
+        beta1, beta2 = optimizer.betas
+        c = beta1 * old + (1 - beta1) * g
+        step = torch.where(c.abs() > 1e-5, c.sign(), (before.double() - weight.double()) / 0.1)  # what rounding decides
+        step = step + optimizer.weight_decay * before.double() * (c.abs() > 1e-5)
+        torch.testing.assert_close(state[used], (beta2 * old + (1 - beta2) * g)[used].float(), rtol=1e-4, atol=1e-4)
     else:
         beta1, beta2 = optimizer.betas
         step = (old + (g - old) * (1 - beta1)) / ((old + (g * g - old) * (1 - beta2)).sqrt() + optimizer.eps)
