@@ -30,7 +30,8 @@ from tieredemb.hash.slot_map_cpu import SlotMap
 from tieredemb.kernels.segments_cpu import Segments, segments_of
 from tieredemb.lookup.bags_cpu import Bags, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, pool
-from tieredemb.lookup.optimizer import Gradient, hyperparameters, update
+from tieredemb.lookup.optimizer import hyperparameters
+from tieredemb.lookup.optimizer_cpu import Gradient, update
 
 BATCHES = 20
 LINE = 64

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import tieredemb
 from benchmarks.cuda_swap import swap_records
 from benchmarks.cuda_timing import timed, zeros
 from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
 from benchmarks.timing import Quantiles
 from tieredemb.kernels.compiler import Kernel, blocks_for, meeting_blocks, options
-from tieredemb.lookup.optimizer import CHUNK
+from tieredemb.lookup.optimizer import CHUNK, recipe_file, recipe_flags
 
 TABLES, ROWS, BATCH, WIDTH, ALPHA = 26, 1_000_000, 65_536, 128, 1.05
 FINDS = 1 << 24
@@ -130,15 +131,17 @@ def lookup_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
 
 def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> list[Record]:
     """Sorting, finding segments, and backward with row-wise Adagrad."""
-    n, flags = len(homes), options(torch.float32, WIDTH)
-    segments = Kernel("lookup/optimizer.cu", "segments_find", "i32 i i64 i32 i32 i any any any", flags)
+    optimizer = tieredemb.RowWiseAdagrad()
+    n, file = len(homes), recipe_file(optimizer)
+    flags = (*options(torch.float32, WIDTH), *recipe_flags(optimizer, WIDTH))
+    segments = Kernel(file, "segments_find", "i32 i i64 i32 i32 i any any any", flags)
     short = Kernel(
-        "lookup/optimizer.cu",
+        file,
         "segments_update",
         "any any i i32 i i64 f32 n p p p p any f32 p p p u8 f32 any f32",
         flags,
     )
-    long = Kernel("lookup/optimizer.cu", "long_segments_update", "any any f32 any f32 p p p u8 f32 any", flags)
+    long = Kernel(file, "long_segments_update", "any any f32 any f32 p p p u8 f32 any", flags)
     bag, bags, grad = (
         torch.arange(n, dtype=torch.int32, device="cuda"),
         zeros(n),
@@ -148,7 +151,7 @@ def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
     work, items, longs = zeros(4), zeros(n, 4), zeros(n // CHUNK + 1, 4)
     parts, state = torch.empty(2 * (n // CHUNK + 1), WIDTH, device="cuda"), torch.zeros(len(weight), 1, device="cuda")
     dirty, rates = zeros(len(weight), dtype=torch.uint8), torch.full((TABLES,), 0.01, device="cuda")
-    numbers = torch.tensor([1e-8, 0.0, 0.0, 1.0], device="cuda")
+    numbers = torch.tensor([1e-8, 1.0], device="cuda")
     order = torch.sort(homes, stable=True)
 
     def find() -> None:

@@ -87,6 +87,31 @@ class RowWiseAdagradReference(torch.optim.Optimizer):
                 param -= group["lr"] * grad / (total.sqrt() + group["eps"])
 
 
+class SparseLionReference(torch.optim.Optimizer):
+    """Lion on the rows of sparse gradients, as its paper writes it."""
+
+    def __init__(self, params, lr: float, betas: tuple[float, float], weight_decay: float) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                grad = param.grad.coalesce()
+                rows, g = grad.indices()[0], grad.values()
+                momentum = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                m, w = momentum[rows], param[rows]
+                c = beta1 * m + (1 - beta1) * g
+                param[rows] = w - group["lr"] * (c.sign() + group["weight_decay"] * w)
+                momentum[rows] = beta2 * m + (1 - beta2) * g
+
+
+NEEDS_SPARSE_GRADIENTS = (te.Adam, te.SparseLion)  # they move the rows of the batch alone
+
+
 def torch_optimizer(config: te.config.OptimizerConfig, params) -> torch.optim.Optimizer:  # type: ignore[no-untyped-def]
     """The torch optimizer that a config stands for."""
     if isinstance(config, te.SGD):
@@ -101,6 +126,8 @@ def torch_optimizer(config: te.config.OptimizerConfig, params) -> torch.optim.Op
         )
     if isinstance(config, te.RowWiseAdagrad):
         return RowWiseAdagradReference(params, lr=config.lr, eps=config.eps)
+    if isinstance(config, te.SparseLion):
+        return SparseLionReference(params, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
     return torch.optim.SparseAdam(params, lr=config.lr, betas=config.betas, eps=config.eps)
 
 

@@ -1,7 +1,12 @@
 """Embedding tables larger than memory, behind a hot cache: bit for bit the results of a table held whole."""
 
-from tieredemb.config import LFU, LRU, SGD, Adagrad, Adam, Normal, RowWiseAdagrad, TableConfig, Uniform
+from tieredemb.config import LFU, LRU, Normal, TableConfig, Uniform
 from tieredemb.errors import TieredEmbError
+from tieredemb.lookup.optimizers.adagrad import Adagrad
+from tieredemb.lookup.optimizers.adam import Adam
+from tieredemb.lookup.optimizers.row_wise_adagrad import RowWiseAdagrad
+from tieredemb.lookup.optimizers.sgd import SGD
+from tieredemb.lookup.optimizers.sparse_lion import SparseLion
 from tieredemb.modules.collection import TieredEmbeddingBagCollection
 from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag
@@ -28,6 +33,7 @@ __all__ = [
     "Normal",
     "Pmem",
     "RowWiseAdagrad",
+    "SparseLion",
     "TableConfig",
     "TieredEmbError",
     "TieredEmbedding",

@@ -1,16 +1,23 @@
 """Frozen configs of tables, initial values, policies and optimizers, checked where they are made.
 
-One class per choice, never a string that selects an algorithm. Storage configs live with their tiers in `storage/`.
+One class per choice, never a string that selects an algorithm. Storage configs live with their tiers in `storage/`,
+optimizers with their recipes in `lookup/optimizers/`.
 """
 
 from __future__ import annotations
 
+import abc
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
 
 from tieredemb.errors import ConfigError, shown
+
+Array = np.ndarray[Any, Any]
 
 Mode = Literal["sum", "mean", "max"]
 MODES: tuple[Mode, ...] = ("sum", "mean", "max")
@@ -176,63 +183,72 @@ Policy = LFU | LRU
 # --- optimizers -----------------------------------------------------------------------------------------------------
 
 
+class StateTensor(NamedTuple):
+    """One tensor of an optimizer's state, named as torch names it: (rows, D), or with `row_wise` (rows, 1)."""
+
+    name: str
+    row_wise: bool = False
+
+    def width(self, row_width: int) -> int:
+        """32-bit words of it in a row of `row_width` weights."""
+        return 1 if self.row_wise else row_width
+
+
 @dataclass(frozen=True, kw_only=True)
-class SGD:
-    """`torch.optim.SGD`: w ← w - lr · g. No state."""
+class OptimizerConfig(abc.ABC):
+    """An optimizer of the tables' rows, applied in backward. Its subclasses are the optimizers that there are, and each
+    is a recipe from which all else follows: the config is `lookup/optimizers/<name>.py`, and its row update lies in
+    `<name>_cpu.py` and `<name>.cu` beside it.
+
+    The fields are the hyperparameters, numbers and pairs of numbers: what a param group holds. A pair `betas` is
+    `beta1` and `beta2` to the methods below, which are given the param group's numbers as they are at a step.
+
+    Rows outside a batch stay as they are. An optimizer that moves every row will need one part more, which none has
+    yet: beside its row update, in either language, what brings a row from the step it was last at (a row-wise state
+    tensor) to the current one, called before a row is read. It has to be a pure function of the row and of per-step
+    numbers.
+    """
 
     lr: float
 
-    def __post_init__(self) -> None:
-        check_finite("lr", self.lr, low=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adagrad:
-    """`torch.optim.Adagrad`: state D words a row (sum of squared gradients)."""
-
-    lr: float = 0.01
-    lr_decay: float = 0.0
-    initial_accumulator_value: float = 0.0
-    eps: float = 1e-10
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "lr_decay", "initial_accumulator_value", "eps"):
-            check_finite(name, getattr(self, name), low=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowWiseAdagrad:
-    """Adagrad with one accumulator a row, the mean of the squared gradients over the row (as FBGEMM's): 1 word."""
-
-    lr: float = 0.01
-    initial_accumulator_value: float = 0.0
-    eps: float = 1e-8
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "initial_accumulator_value", "eps"):
-            check_finite(name, getattr(self, name), low=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adam:
-    """`torch.optim.SparseAdam`: only rows in the batch move; one step counter a table; state 2 D words a row."""
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    state: ClassVar[tuple[StateTensor, ...]] = ()  # what a row keeps, in the order in which it lies there
 
     def __post_init__(self) -> None:
         check_finite("lr", self.lr, low=0.0)
-        check_finite("eps", self.eps, low=0.0, open_low=True)
-        if not isinstance(self.betas, tuple) or len(self.betas) != 2:
-            raise ConfigError(f"betas must be a pair of numbers, got {shown(self.betas)}")
-        for beta in self.betas:
-            check_finite("betas", beta, low=0.0)
-            if beta >= 1:
-                raise ConfigError(f"betas must lie in [0, 1), got {shown(self.betas)}")
+
+    @property
+    def state_start(self) -> float:
+        """What every word of state starts as."""
+        return 0.0
+
+    @staticmethod
+    def rate(hyper: Mapping[str, float], step: Array) -> Array:
+        """Step sizes, float64 (T,), of tables that take their `step`-th step (float64 (T,), from 1). The CUDA recipe
+        spells it too, as a GPU counts steps itself."""
+        return np.full(len(step), hyper["lr"])
+
+    @staticmethod
+    @abc.abstractmethod
+    def numbers(hyper: Mapping[str, float]) -> dict[str, float]:
+        """What the row update takes beside the rate, rounded to float32, in this order: by name in CUDA, unpacked on
+        the CPU."""
+
+    @staticmethod
+    def known() -> dict[str, type[OptimizerConfig]]:
+        """The optimizers that there are, by name."""
+        return {
+            each.__name__: each for each in sorted(OptimizerConfig.__subclasses__(), key=lambda each: each.__name__)
+        }
 
 
-OptimizerConfig = SGD | Adagrad | RowWiseAdagrad | Adam
+def check_betas(betas: tuple[float, float]) -> None:
+    """Raises `ConfigError` unless `betas` is a pair of numbers in [0, 1)."""
+    if not isinstance(betas, tuple) or len(betas) != 2:
+        raise ConfigError(f"betas must be a pair of numbers, got {shown(betas)}")
+    for beta in betas:
+        check_finite("betas", beta, low=0.0)
+        if beta >= 1:
+            raise ConfigError(f"betas must lie in [0, 1), got {shown(betas)}")
 
 
 # --- capacity -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from tieredemb.kernels.segments_cpu import segments_of_homes
 from tieredemb.lookup.bags import rows_space
 from tieredemb.lookup.bags_cpu import Bags, check_offsets
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
-from tieredemb.lookup.optimizer import SGD, Gradient, Hyperparameters, update
+from tieredemb.lookup.optimizer import Hyperparameters
+from tieredemb.lookup.optimizer_cpu import Gradient, update
+from tieredemb.lookup.optimizers.sgd import SGD
 from tieredemb.tables.table_set import carrier_view
 
 if TYPE_CHECKING:

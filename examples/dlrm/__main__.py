@@ -16,13 +16,13 @@ from examples.dlrm.criteo import CriteoFile, Log, LogError
 from examples.dlrm.optional import require
 from examples.dlrm.profile import StepProfile
 from examples.dlrm.trainer import Trainer
-from tieredemb import LFU, LRU, SGD, Adagrad, Adam, File, HostMemory, Pmem, RowWiseAdagrad, UnifiedMemory
-from tieredemb.config import Capacity
+from tieredemb import LFU, LRU, File, HostMemory, Pmem, UnifiedMemory
+from tieredemb.config import Capacity, OptimizerConfig
 from tieredemb.errors import ConfigError, TieredEmbError
 from tieredemb.kernels import check_device
 from tieredemb.storage.base import Storage
 
-_OPTIMIZERS = {"sgd": SGD, "adagrad": Adagrad, "rowwise-adagrad": RowWiseAdagrad, "adam": Adam}
+_OPTIMIZERS = {name.lower(): kind for name, kind in OptimizerConfig.known().items()}
 _TIERS = ("unified", "host", "file", "pmem")
 _GENERATED_ROWS = 200_000  # under a minute of training on two cores
 
@@ -39,6 +39,11 @@ def _capacity(text: str) -> Capacity:
 
 def _widths(text: str) -> tuple[int, ...]:
     return tuple(int(width) for width in text.split(",") if width)
+
+
+def _name(text: str) -> str:
+    """An optimizer's name, with hyphens ("row-wise-adagrad") or without."""
+    return text.replace("-", "").lower()
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -79,7 +84,9 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--top", type=_widths, default="64", help="hidden widths of the top MLP")
     group.add_argument("--batch-size", type=int, default=128, help="samples a batch")
     group.add_argument("--epochs", type=int, default=1, help="passes over the training rows")
-    group.add_argument("--optimizer", choices=_OPTIMIZERS, default="adagrad", help="optimizer of the tables")
+    group.add_argument(
+        "--optimizer", type=_name, choices=_OPTIMIZERS, default="adagrad", help="optimizer of the tables"
+    )
     group.add_argument("--lr", type=float, default=0.02, help="learning rate of the tables")
     group.add_argument("--dense-lr", type=float, default=0.01, help="learning rate of the dense layers' Adagrad")
     group.add_argument("--reference", action="store_true", help="train plain nn.EmbeddingBag tables instead")

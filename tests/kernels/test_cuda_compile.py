@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import training
 
 from tieredemb.kernels.compiler import PACKAGE, Kernel, options, source
+from tieredemb.lookup.optimizer import recipe_file, recipe_flags
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
 PLAIN = ("hash/slot_map.cu", "cache/policy.cu", "cache/plan.cu", "lookup/bags.cu")
@@ -22,8 +24,8 @@ BY_ROW = (
     "storage/initial.cu",
     "cache/device/transfer.cu",
     "lookup/embedding_bag.cu",
-    "lookup/optimizer.cu",
 )
+OPTIMIZERS = {recipe_file(optimizer): optimizer for optimizer in training.OPTIMIZERS}
 FLOAT, HALF, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 ROWS = [(FLOAT, 1), (FLOAT, 6), (FLOAT, 128), (FLOAT, 300), (HALF, 6), (HALF, 64), (BFLOAT16, 100), (BFLOAT16, 128)]
 
@@ -66,7 +68,7 @@ def compile_for(file: str, architecture: str, flags: tuple[str, ...]) -> str:
 
 def test_every_cuda_file_is_compiled_here():
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.cu")}
-    assert found == {*PLAIN, *BY_ROW}
+    assert found == {*PLAIN, *BY_ROW, *OPTIMIZERS}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -75,24 +77,24 @@ def test_kernel_compiles_without_a_warning(file, architecture):
     assert compile_for(file, architecture, options()) == ""
 
 
+def row_flags(file, dtype, width):
+    """What the files are compiled with for rows; an optimizer's with the names of its numbers, too."""
+    if file in PLAIN:
+        return options()
+    return (*options(dtype, width), *(recipe_flags(OPTIMIZERS[file], width) if file in OPTIMIZERS else ()))
+
+
 @pytest.mark.parametrize(("dtype", "width"), ROWS)
-@pytest.mark.parametrize("file", BY_ROW)
+@pytest.mark.parametrize("file", [*BY_ROW, *OPTIMIZERS])
 def test_row_kernel_compiles_for_every_format_and_width(file, dtype, width):
     for architecture in ARCHITECTURES if (width, dtype) == (128, torch.float32) else ("sm_80",):
-        assert compile_for(file, architecture, options(dtype, width)) == ""
-
-
-@pytest.mark.parametrize(("kind", "state"), [(0, 0), (1, 64), (2, 1), (3, 128)])
-def test_optimizer_kernel_compiles_for_every_optimizer(kind, state):
-    flags = (*options(torch.float32, 64), f"-DKIND={kind}", f"-DSTATE={state}")
-    assert compile_for("lookup/optimizer.cu", "sm_90", flags) == ""
+        assert compile_for(file, architecture, row_flags(file, dtype, width)) == ""
 
 
 @pytest.mark.parametrize("flags", [("-DSLOTLESS",), ("-DHAS_MAX",), ("-DUNALIGNED",), ("-DSLOTLESS", "-DHAS_MAX")])
-@pytest.mark.parametrize("file", ["cache/plan.cu", "lookup/embedding_bag.cu", "lookup/optimizer.cu"])
+@pytest.mark.parametrize("file", ["cache/plan.cu", "lookup/embedding_bag.cu", *OPTIMIZERS])
 def test_kernel_compiles_with_what_batches_ask_for(file, flags):
-    row = options() if file in PLAIN else options(torch.bfloat16, 12)
-    assert compile_for(file, "sm_90", (*row, *flags)) == ""
+    assert compile_for(file, "sm_90", (*row_flags(file, torch.bfloat16, 12), *flags)) == ""
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
@@ -113,7 +115,7 @@ def kernels(file):
 def parameters():
     """The parameters of every kernel, by name: `*` for a pointer, else the word that launches give it."""
     found = {}
-    for file in (*PLAIN, *BY_ROW):
+    for file in (*PLAIN, *BY_ROW, *OPTIMIZERS):
         for name, given, _ in kernels(file):
             words = ["*" if "*" in one else SCALARS[one.split()[-2]] for one in given.split(",")]
             found.setdefault(name, []).append(words)
@@ -151,16 +153,16 @@ def test_launches_pass_what_the_kernels_take():
     assert launched == set(taken)
 
 
-@pytest.mark.parametrize("file", [*PLAIN, *BY_ROW])
+@pytest.mark.parametrize("file", [*PLAIN, *BY_ROW, *OPTIMIZERS])
 def test_kernel_waits_for_the_one_before_it_first(file):
     """A launch may begin before that has ended: without the wait a GPU reads old numbers, now and then."""
     for name, _, first in kernels(file):
         assert first == "wait_for_prior_kernel();", name
 
 
-@pytest.mark.parametrize("file", [*PLAIN, *BY_ROW])
+@pytest.mark.parametrize("file", [*PLAIN, *BY_ROW, *OPTIMIZERS])
 def test_compiler_moves_no_access_to_memory_before_the_wait(file):
-    flags = options() if file in PLAIN else options(torch.float32, 128)
+    flags = row_flags(file, torch.float32, 128)
     bodies = compiled(file, "sm_90", flags)[1].split(".entry")[1:]
     assert len(bodies) == len(kernels(file))
     for body in bodies:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 from devices import require_gpu
+from training import NAMES, OPTIMIZERS
 
+import tieredemb as te
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.config import LFU, LRU, Uniform
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.compiler import Kernel, blocks_for, options
-from tieredemb.lookup.optimizer import CHUNK
+from tieredemb.lookup.optimizer import CHUNK, named_numbers, recipe_file, recipe_flags, state_width
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.unified import UnifiedMemory
@@ -223,10 +226,10 @@ def test_pooled_lookup_equals_torch(width, dtype):
 
 
 @pytest.mark.parametrize("width", [1, 12, 64, 128])
-@pytest.mark.parametrize("kind", [0, 1, 2, 3])
-def test_update_equals_the_formula_and_repeats_its_bits(kind, width):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
+def test_update_equals_the_formula_and_repeats_its_bits(optimizer, width):
     batch, tables, rows = 3000, 2, 700
-    state_width = {0: 0, 1: width, 2: 1, 3: 2 * width}[kind]
+    words = state_width(optimizer, width)
     n = batch * tables
     bag = torch.arange(n, dtype=torch.int32, device=GPU)
     own = rows // tables  # rows of a table; its first ones have thousands of occurrences
@@ -234,15 +237,16 @@ def test_update_equals_the_formula_and_repeats_its_bits(kind, width):
     grad = torch.randn(batch, tables * width, device=GPU)
     column = torch.arange(tables, device=GPU) * width
     rate = torch.tensor([0.1, 0.1], device=GPU)
-    numbers = torch.tensor([1e-8, 0.1, 0.01, 0.5], device=GPU)
+    hyper = named_numbers(type(optimizer), asdict(optimizer))
+    numbers = torch.tensor([*optimizer.numbers(hyper).values(), 0.5], device=GPU)
     before = torch.randn(rows, width, device=GPU)
-    flags = (*options(torch.float32, width), f"-DKIND={kind}", f"-DSTATE={max(1, state_width)}")
+    flags = (*options(torch.float32, width), *recipe_flags(optimizer, width))
 
     def kernel(name, signature):
-        return Kernel("lookup/optimizer.cu", name, signature, flags)
+        return Kernel(recipe_file(optimizer), name, signature, flags)
 
     def run():
-        weight, state = before.clone(), torch.full((rows, max(1, state_width)), 0.25, device=GPU)
+        weight, state = before.clone(), torch.full((rows, words), 0.25, device=GPU)
         dirty, work = zeros(rows, dtype=torch.uint8), zeros(4)
         order = torch.sort(homes, stable=True)
         bags, items, longs = zeros(n), zeros(n, 4), zeros(n // CHUNK + 1, 4)
@@ -250,8 +254,7 @@ def test_update_equals_the_formula_and_repeats_its_bits(kind, width):
         kernel("segments_find", "i32 i i64 i32 i32 i any any any")(
             blocks_for(n, 256), 256, order.values, n, order.indices, bag, bags, batch, work, items, longs
         )
-        words = "any any i i32 i i64 f32 n p i64 p p any f32 p p p u8 f32 any f32"
-        kernel("segments_update", words)(
+        kernel("segments_update", "any any i i32 i i64 f32 n p i64 p p any f32 p p p u8 f32 any f32")(
             64, 256, work, items, n, bags, batch, column, grad, tables * width, 0, order.indices, 0, 0, weight, state,
             0, 0, 0, dirty, rate, numbers, parts,
         )  # fmt: skip
@@ -269,14 +272,21 @@ def test_update_equals_the_formula_and_repeats_its_bits(kind, width):
     used = torch.bincount(homes.long(), minlength=rows) > 0
     assert torch.equal(dirty.bool(), used)
     old = torch.full_like(g, 0.25)
-    if kind == 0:
+    if isinstance(optimizer, te.SGD):
         step = g
-    elif kind == 1:
-        step = g / ((old + g * g).sqrt() + 1e-8)
-    elif kind == 2:
-        step = g / ((old[:, :1] + (g * g).mean(1, keepdim=True)).sqrt() + 1e-8)
+    elif isinstance(optimizer, te.Adagrad):
+        step = g / ((old + g * g).sqrt() + optimizer.eps)
+    elif isinstance(optimizer, te.RowWiseAdagrad):
+        step = g / ((old[:, :1] + (g * g).mean(1, keepdim=True)).sqrt() + optimizer.eps)
+    elif isinstance(optimizer, te.SparseLion):
+        beta1, beta2 = optimizer.betas
+        c = beta1 * old + (1 - beta1) * g
+        step = torch.where(c.abs() > 1e-5, c.sign(), (before.double() - weight.double()) / 0.1)  # what rounding decides
+        step = step + optimizer.weight_decay * before.double() * (c.abs() > 1e-5)
+        torch.testing.assert_close(state[used], (beta2 * old + (1 - beta2) * g)[used].float(), rtol=1e-4, atol=1e-4)
     else:
-        step = (old + (g - old) * 0.1) / ((old + (g * g - old) * 0.01).sqrt() + 1e-8)
+        beta1, beta2 = optimizer.betas
+        step = (old + (g - old) * (1 - beta1)) / ((old + (g * g - old) * (1 - beta2)).sqrt() + optimizer.eps)
     expected = torch.where(used[:, None], before.double() - 0.1 * step, before.double())
     torch.testing.assert_close(weight.double(), expected, rtol=1e-4, atol=1e-4)
 

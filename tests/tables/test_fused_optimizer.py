@@ -14,7 +14,7 @@ import tieredemb as te
 from tieredemb.errors import ConfigError, InvalidInputError
 
 ROWS, WIDTH = 12, 4
-OPTIMIZERS = [te.SGD(lr=0.1), te.Adagrad(lr=0.1), te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.1)]
+OPTIMIZERS = [te.SGD(lr=0.1), te.Adagrad(lr=0.1), te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.1), te.SparseLion(lr=0.1)]
 NAMES = [type(optimizer).__name__ for optimizer in OPTIMIZERS]
 
 
@@ -97,6 +97,10 @@ def test_a_learning_rate_that_is_none_updates_nothing(device, lr):
         lambda: te.Adam(betas=0.9),
         lambda: te.Adam(eps=0.0),
         lambda: te.RowWiseAdagrad(initial_accumulator_value=-1),
+        lambda: te.SparseLion(lr=0.1, betas=(-0.1, 0.9)),
+        lambda: te.SparseLion(lr=0.1, betas=(0.9, 0.99, 0.999)),
+        lambda: te.SparseLion(lr=0.1, weight_decay=-1),
+        lambda: te.SparseLion(lr=-1),
     ],
 )
 def test_configs_refuse_numbers_that_are_none(make_config):
@@ -118,7 +122,7 @@ def test_state_dict_continues_in_another_module(device, config):
     assert equal(weight(first), weight(second))
 
 
-@pytest.mark.parametrize("config", [OPTIMIZERS[1], OPTIMIZERS[3]], ids=["Adagrad", "Adam"])
+@pytest.mark.parametrize("config", [OPTIMIZERS[1], *OPTIMIZERS[3:]], ids=["Adagrad", "Adam", "SparseLion"])
 def test_state_dict_of_torch_continues_here_and_back(device, config):
     bag, reference = make(config)
     theirs = torch_optimizer(config, reference.parameters())

@@ -35,6 +35,8 @@ CONFIG = struct.Struct("@7I2PI4x")  # CUlaunchConfig: blocks, threads, shared by
 ATTRIBUTE = struct.Struct("@i4xi60x")  # CUlaunchAttribute: which, and its value
 
 HEADERS = {  # those that include others first
+    "recipe.cuh": "lookup/recipe.cuh",
+    "optimizer.cuh": "lookup/optimizer.cuh",
     "common.cuh": "kernels/common.cuh",
     "slot_map.cuh": "hash/slot_map.cuh",
     "policy.cuh": "cache/policy.cuh",

@@ -5,18 +5,20 @@ Nothing here waits for the device. Rows are read and updated where they live: in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from tieredemb import config
+from tieredemb.config import OptimizerConfig
 from tieredemb.kernels.compiler import Kernel, blocks_for, kernel, options
 from tieredemb.lookup.bags import MAX, MEAN
 from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace
-from tieredemb.lookup.optimizer import CHUNK, KINDS, SGD, state_width
+from tieredemb.lookup.optimizer import CHUNK, MOST_NUMBERS, device_numbers, recipe_file, recipe_flags
+from tieredemb.lookup.optimizers.sgd import SGD
 
-BAG, OPTIMIZER = "lookup/embedding_bag.cu", "lookup/optimizer.cu"
+BAG = "lookup/embedding_bag.cu"
 THREADS = 256
 MOST_BLOCKS = 4224
 UPDATE_BLOCKS = 8448  # 64 a multiprocessor of an H200: items differ in length, so a block is worth little
@@ -61,15 +63,16 @@ class Segments:
 class DeviceLookup:
     """The kernels of one key space, compiled for its rows and optimizer."""
 
-    def __init__(self, space: DeviceKeySpace, dtype: torch.dtype, optimizer: config.OptimizerConfig | None) -> None:
+    def __init__(self, space: DeviceKeySpace, dtype: torch.dtype, optimizer: OptimizerConfig | None) -> None:
         self.space = space
         width = space.space.width
         self.has_max = bool((space.space.mode == MAX).any())
         self.has_mean = bool((space.space.mode == MEAN).any())
-        kind = SGD if optimizer is None else KINDS[type(optimizer)]
+        self._optimizer = optimizer or SGD(lr=0.0)  # sums gradients along segments for those without one, too
+        self._recipe = recipe_file(self._optimizer)
         most = ("-DHAS_MAX",) if self.has_max else ()
         self._rows = (*options(dtype, width), *most)
-        self._update = (*self._rows, f"-DKIND={kind}", f"-DSTATE={state_width(optimizer, width)}")
+        self._update = (*self._rows, *recipe_flags(self._optimizer, width))
         self._lanes = _lanes(dtype, width)
         self._vector = _vector(dtype, width)
         self._columns_fit = not (space.space.column % self._vector).any()
@@ -149,7 +152,7 @@ class DeviceLookup:
         n = homes.shape[0]
         segments.work.zero_()
         torch.sort(homes, stable=True, out=(segments.homes, segments.order))
-        find = self._kernel(OPTIMIZER, "segments_find", "i32 i i64 i32 i32 i any any any", *self._update)
+        find = self._kernel(self._recipe, "segments_find", "i32 i i64 i32 i32 i any any any", *self._update)
         find(
             blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.homes, n, segments.order, bag, segments.sorted_bag,
             max(1, batch), segments.work, segments.items, segments.longs,
@@ -173,17 +176,17 @@ class DeviceLookup:
     ) -> None:
         """Applies one optimizer step to the rows of `segments` and marks hot ones dirty. `grad`: float32 (B, ΣD) ·
         `scale`: float32 (N,), what each occurrence's share is multiplied by · `argmax`: int32 (B, ΣD) · `rate`, float32
-        (T,), and `numbers`, float32 (4,): as `begin` made them."""
+        (T,), and `numbers`, float32: as `begin` made them."""
         n = segments.order.shape[0]
         sorted_scale = None
         if scale is not None:
             sorted_scale = torch.empty(n, dtype=torch.float32, device=grad.device)
-            gather = self._kernel(OPTIMIZER, "scale_gather", "i64 i f32 f32", *self._update)
+            gather = self._kernel(self._recipe, "scale_gather", "i64 i f32 f32", *self._update)
             gather(blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.order, n, scale, sorted_scale)
         parts = torch.empty((2 * segments.longs.shape[0], hot.weight.shape[1]), dtype=torch.float32, device=grad.device)
         rows = (hot.weight, hot.state, away.weight, away.state, _address(away.records), hot.dirty)
         short = self._kernel(
-            OPTIMIZER, "segments_update", "any any i i32 i i64 f32 n p i64 p i32 any f32 p p p u8 f32 f32 f32",
+            self._recipe, "segments_update", "any any i i32 i i64 f32 n p i64 p i32 any f32 p p p u8 f32 f32 f32",
             *self._update, *away.flags, *self._alignment(grad),
         )  # fmt: skip
         short(
@@ -192,7 +195,7 @@ class DeviceLookup:
             segments.order, _address(argmax), self.space.mode, *rows, rate, numbers, parts,
         )  # fmt: skip
         long = self._kernel(
-            OPTIMIZER, "long_segments_update", "any any f32 any f32 p p p u8 f32 f32", *self._update, *away.flags
+            self._recipe, "long_segments_update", "any any f32 any f32 p p p u8 f32 f32", *self._update, *away.flags
         )
         long(
             blocks_for(segments.longs.shape[0] * self._lanes, THREADS, 132), THREADS, segments.work, segments.longs,
@@ -210,24 +213,23 @@ class DeviceLookup:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts an update: counts `steps` (int64 (T,)) on; returns the tables' rates and the other numbers.
 
-        `options`: float64 (5,), see `set_options` · `faults`: int64 (3 K,), the marks of the calls · `found_inf`,
-        `grad_scale`: float32 (), of a scaler. After a mark or an infinity no `work` is left and no step counted.
+        `options`: float64 (`MOST_NUMBERS`,), see `set_options` · `faults`: int64 (3 K,), the marks of the calls ·
+        `found_inf`, `grad_scale`: float32 (), of a scaler. After a mark or an infinity no `work` is left and no step
+        counted.
         """
         rate = torch.empty(steps.shape[0], dtype=torch.float32, device=steps.device)
-        numbers = torch.empty(4, dtype=torch.float32, device=steps.device)
-        begin = self._kernel(OPTIMIZER, "step_begin", "any i64 i i64 i p p f32 f32 i32", *self._update)
+        numbers = torch.empty(MOST_NUMBERS, dtype=torch.float32, device=steps.device)
+        begin = self._kernel(self._recipe, "step_begin", "any i64 i i64 i p p f32 f32 i32", *self._update)
         begin(
             1, THREADS, options, steps, steps.shape[0], faults, faults.shape[0] // 3, _address(found_inf),
             _address(grad_scale), rate, numbers, work,
         )  # fmt: skip
         return rate, numbers
 
-    def set_options(self, target: torch.Tensor, group: dict[str, Any]) -> None:
-        """Writes lr, lr_decay, betas and eps of a param group to `target`, float64 (5,)."""
-        beta1, beta2 = group.get("betas", (0.0, 0.0))
-        numbers = (group["lr"], group.get("lr_decay", 0.0), beta1, beta2, group.get("eps", 0.0))
-        setting = self._kernel(OPTIMIZER, "options_set", "any d d d d d", *self._update)
-        setting(1, 1, target, *(float(number) for number in numbers))
+    def set_options(self, target: torch.Tensor, group: Mapping[str, Any]) -> None:
+        """Writes the numbers of a param group to `target`, float64 (`MOST_NUMBERS`,)."""
+        setting = self._kernel(self._recipe, "options_set", "any d d d d d d d d d d d d", *self._update)
+        setting(1, 1, target, *device_numbers(self._optimizer, group))
 
     def limit_norms(
         self,
@@ -241,7 +243,7 @@ class DeviceLookup:
         """Scales every row of `segments` whose norm exceeds `max_norm` down to it, as `torch.embedding_renorm_` does,
         and marks it dirty; none after a fault."""
         limit = self._kernel(
-            OPTIMIZER, "segments_limit_norm", "any any any i64 d d any f32 p p p u8", *self._update, *away.flags
+            self._recipe, "segments_limit_norm", "any any any i64 d d any f32 p p p u8", *self._update, *away.flags
         )
         limit(
             blocks_for(segments.order.shape[0] * self._lanes, THREADS, MOST_BLOCKS), THREADS, segments.work,

@@ -1,16 +1,21 @@
-"""CPU twin of the fused backward and update."""
+"""CPU twin of the fused backward and update. A recipe's kernel is this loop around its row update, compiled as one."""
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from tieredemb.config import OptimizerConfig
+from tieredemb.kernels import twin
 from tieredemb.kernels.cpu import Pass, even_bounds, fma, inline, jit, load, prefetch, store
 from tieredemb.lookup.bags import MAX
 from tieredemb.lookup.embedding_bag_cpu import row_prefetch
-from tieredemb.lookup.optimizer import ADAGRAD, ADAM, CHUNK, ROW_WISE_ADAGRAD, SGD, Gradient, Hyperparameters
+from tieredemb.lookup.optimizer import CHUNK, Hyperparameters
 
 if TYPE_CHECKING:
     from tieredemb.kernels.segments_cpu import Segments
@@ -23,14 +28,30 @@ AHEAD = 4  # segments whose rows are requested early
 F = np.float32
 
 
-def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, numbers: Hyperparameters) -> Pass:
-    parts = len(even_bounds(len(segments.order) * space.width, UPDATE_GRAIN)) - 1
-    cuts = np.searchsorted(segments.starts, [len(segments.order) * part // parts for part in range(1, parts)])
-    bounds = [0, *(int(cut) for cut in cuts), len(segments.homes)]
-    hyper = np.array([numbers.eps, 1 - numbers.beta1, 1 - numbers.beta2, numbers.scale], np.float64).astype(F)
-    return Pass(
-        segments_update,
-        bounds,
+@dataclass(frozen=True)
+class Gradient:
+    """The upstream gradient of a batch and how occurrences share in it.
+
+    `grad`: float32 (B, ΣD) · `sample`, `table`: int32 (N,), row of `grad` and table of each occurrence · `scale`:
+    float32 (N,) or empty for ones · `argmax`: int32 (B, ΣD), the winning occurrence of each maximum, or empty.
+    """
+
+    grad: Array
+    sample: Array
+    table: Array
+    scale: Array
+    argmax: Array
+
+
+@functools.cache
+def _kernel(recipe: type[OptimizerConfig]) -> Any:
+    return twin(recipe.__module__, torch.device("cpu")).segments_update
+
+
+def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, hyper: Hyperparameters) -> Pass:
+    """One optimizer step of the rows of `segments` in `hot` (`weight`, `state`, `dirty`), which its `run` applies and
+    marks dirty. A segment without occurrences changes nothing."""
+    batch = (
         segments.homes,
         segments.starts,
         segments.order,
@@ -41,16 +62,18 @@ def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, nu
         gradient.table,
         gradient.scale,
         gradient.argmax,
-        hot.weight,
-        hot.state.view(F),
-        hot.dirty,
-        numbers.kind,
-        numbers.rate,
-        hyper,
     )
+    rows = (hot.weight, hot.state.view(F), hot.dirty)
+    args = (batch, rows, hyper.rate, tuple(map(F, hyper.numbers)), F(hyper.scale))
+    occurrences = len(segments.order)
+    parts = len(even_bounds(occurrences * space.width, UPDATE_GRAIN)) - 1
+    cuts = np.searchsorted(segments.starts, occurrences * np.arange(1, parts) // parts)
+    return Pass(_kernel(hyper.recipe), [0, *cuts.tolist(), len(segments.homes)], *args)
 
 
 def limit_norms(hot: Any, slots: Array, max_norm: float, norm_type: float) -> Pass:
+    """Its `run` scales every row in `slots` (int32 (U,), distinct) whose norm exceeds `max_norm` down to it, as
+    `torch.embedding_renorm_` does, and marks it dirty."""
     return Pass(rows_limit_norm, even_bounds(len(slots), 512), slots, hot.weight, hot.dirty, max_norm, norm_type)
 
 
@@ -79,44 +102,16 @@ def occurrences_add(acc, order, lo, hi, grad, sample, scale, argmax, first, is_m
 
 
 @inline
-def row_update(weight, state, home, g, kind, rate, hyper):
-    """One optimizer step of the row at `home` with gradient `g` (float32 (D,)); weights are rounded once."""
-    width = g.shape[0]
-    eps = hyper[0]
-    if kind == SGD:
-        for d in range(width):
-            store(weight, home, d, fma(-rate, g[d], load(weight, home, d)))
-    elif kind == ADAGRAD:
-        for d in range(width):
-            total = fma(g[d], g[d], load(state, home, d))
-            store(state, home, d, total)
-            store(weight, home, d, fma(-rate, g[d] / (np.sqrt(total) + eps), load(weight, home, d)))
-    elif kind == ROW_WISE_ADAGRAD:
-        squares = F(0.0)
-        for d in range(width):
-            squares = fma(g[d], g[d], squares)
-        total = state[home, 0] + squares / F(width)
-        state[home, 0] = total
-        step = rate / (np.sqrt(total) + eps)
-        for d in range(width):
-            store(weight, home, d, fma(-step, g[d], load(weight, home, d)))
-    elif kind == ADAM:
-        for d in range(width):
-            m = load(state, home, d)
-            v = load(state, home, width + d)
-            m = fma(g[d] - m, hyper[1], m)
-            v = fma(fma(g[d], g[d], -v), hyper[2], v)
-            store(state, home, d, m)
-            store(state, home, width + d, v)
-            store(weight, home, d, fma(-rate, m / (np.sqrt(v) + eps), load(weight, home, d)))
+def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, done):
+    """Segments lo … hi − 1 of a batch: what a recipe's kernel does. Moves 4 D bytes an occurrence, and row and state of
+    a segment once each way.
 
-
-@jit
-def segments_update(
-    lo, hi, homes, starts, order, mode, column, grad, sample, tables, scale, argmax, weight, state, dirty, kind, rate,
-    hyper, done,
-):  # fmt: skip
-    """Segments lo … hi − 1. Moves 4 D bytes an occurrence, and row and state of a segment once each way."""
+    `row_update(weight, state, home, g, rate, numbers)` is the recipe's: one optimizer step of the row at `home`, whose
+    summed gradient is `g`, float32 (D,). `rate`: float32, of its table · `numbers`: tuple of float32, as the config
+    derives them. It rounds weights once.
+    """
+    homes, starts, order, mode, column, grad, sample, tables, scale, argmax = batch
+    weight, state, dirty = rows
     width = weight.shape[1]
     acc = np.empty(width, np.float32)
     part = np.empty(width, np.float32)
@@ -139,10 +134,10 @@ def segments_update(
             occurrences_add(part, order, chunk, end, grad, sample, scale, argmax, first, is_max)
             for d in range(width):
                 acc[d] = part[d] if chunk == start else acc[d] + part[d]
-        if hyper[3] != F(1.0):
+        if grad_scale != F(1.0):
             for d in range(width):
-                acc[d] *= hyper[3]
-        row_update(weight, state, homes[u], acc, kind, rate[table], hyper)
+                acc[d] *= grad_scale
+        row_update(weight, state, homes[u], acc, rate[table], numbers)
         dirty[homes[u]] = 1
     done[lo] = 1
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tieredemb.config import OptimizerConfig
 from tieredemb.errors import ConfigError, UnsupportedError
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.forwards import LISTENERS, tell
@@ -58,8 +59,8 @@ class TieredModule(nn.Module, abc.ABC):
         """The optimizer that backward applies. Raises `ConfigError` where the module was built without one."""
         if self.engine.optimizer is None:
             raise ConfigError(
-                "this module has no optimizer; pass optimizer=tieredemb.Adagrad(lr=…) (or SGD, RowWiseAdagrad, Adam) "
-                "to its constructor to train it"
+                "this module has no optimizer; pass optimizer=tieredemb.Adagrad(lr=…), or another one "
+                f"({', '.join(OptimizerConfig.known())}), to its constructor to train it"
             )
         return self.engine.optimizer
 

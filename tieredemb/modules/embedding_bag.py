@@ -29,8 +29,8 @@ class TieredEmbeddingBag(TieredModule):
     - `policy`: `LFU(half_life_batches=300)` or `LRU()`.
     - `storage`: `HostMemory()` (the default on the CPU), `UnifiedMemory()` (the default on a GPU), `File(path)` or
       `Pmem(directory)`.
-    - `optimizer`: `SGD(lr=…)`, `Adagrad(…)`, `RowWiseAdagrad(…)` or `Adam(…)`, applied in backward. Without one the
-      module serves, and a backward through it raises `BackwardError`.
+    - `optimizer`: `Adagrad(lr=…)` or another of the library's optimizers, applied in backward. Without one the module
+      serves, and a backward through it raises `BackwardError`.
     - `seed`, `init`: what the rows start as; a row is generated when it is first used.
     - `placement`: whether all rows stay in the hot cache (`"resident"`), come and go (`"cached"`), or as suits the
       capacity (`"auto"`).

@@ -16,7 +16,8 @@ from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.segments_cpu import segments_of, segments_of_homes
 from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
-from tieredemb.lookup.optimizer import Gradient, Hyperparameters, limit_norms, update
+from tieredemb.lookup.optimizer import Hyperparameters
+from tieredemb.lookup.optimizer_cpu import Gradient, limit_norms, update
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, Collected

@@ -13,14 +13,10 @@ from tieredemb.config import (
     LFU,
     LRU,
     MAX_ROWS,
-    SGD,
-    Adagrad,
-    Adam,
     Capacity,
     CheckIds,
     OptimizerConfig,
     Policy,
-    RowWiseAdagrad,
     TableConfig,
     is_whole,
 )
@@ -93,9 +89,9 @@ def table_set_config(
     """Fills in the defaults: `LFU()`, torch's default dtype and device, `HostMemory()`, on a GPU `UnifiedMemory()`."""
     if policy is not None and not isinstance(policy, (LFU, LRU)):
         raise ConfigError(f"policy must be LFU(…) or LRU(), got {shown(policy)}")
-    if optimizer is not None and not isinstance(optimizer, (SGD, Adagrad, RowWiseAdagrad, Adam)):
+    if optimizer is not None and not isinstance(optimizer, OptimizerConfig):
         raise ConfigError(
-            f"optimizer must be one of tieredemb.SGD, Adagrad, RowWiseAdagrad, Adam (it is fused into backward; "
+            f"optimizer must be one of tieredemb's {', '.join(OptimizerConfig.known())} (it is fused into backward; "
             f"torch.optim instances cannot reach the rows), got {shown(optimizer)}"
         )
     place = torch.get_default_device() if device is None else torch.device(device)

@@ -12,7 +12,7 @@ import torch
 from tieredemb.config import OptimizerConfig, check_finite, is_number
 from tieredemb.errors import ConfigError, InvalidInputError, shown
 from tieredemb.kernels.streams import outside_capture
-from tieredemb.lookup.optimizer import Hyperparameters, check_rate, hyperparameters, state_names, state_start
+from tieredemb.lookup.optimizer import MOST_NUMBERS, Hyperparameters, check_rate, hyperparameters
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.table_set import TableSet
 
@@ -103,10 +103,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _make_options(self) -> torch.Tensor | None:
         """Made with the optimizer: memory taken while a step is captured would belong to the graph."""
         device = self._tables.config.device
-        return torch.zeros(5, dtype=torch.float64, device=device) if device.type == "cuda" else None
+        return torch.zeros(MOST_NUMBERS, dtype=torch.float64, device=device) if device.type == "cuda" else None
 
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
-        """The param group as the GPU of `group` knows it, float64 (5,): lr, lr_decay, beta1, beta2, eps."""
+        """The param group as the GPU of `group` knows it, float64 (`MOST_NUMBERS`,); see `device_numbers`."""
         self.upload()
         assert self._options is not None
         return self._options
@@ -136,10 +136,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         for table in range(len(self._tables.config.tables)):
             group, position, _ = self._tables.locate(table)
             entry = {"step": torch.tensor(float(group.steps[position]), dtype=torch.float32, device="cpu")}
-            names = state_names(self._config)
-            if names:
-                words = self._tables.state(table)
-                entry |= {name: part.clone() for name, part in zip(names, words.chunk(len(names), 1), strict=True)}
+            if shapes := self._state_shapes(table):
+                parts = torch.split(self._tables.state(table), [width for _, width in shapes.values()], dim=1)
+                entry |= {name: part.clone() for name, part in zip(shapes, parts, strict=True)}
             state[table] = entry
         return {"state": state, "param_groups": [self.options() | {"params": list(state)}]}
 
@@ -156,9 +155,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         for table, key in enumerate(groups[0]["params"]):
             entry = state_dict["state"].get(key, {})
             words = self._words(table, entry)
-            if words is None and state_names(self._config):  # torch's optimizers have no state before their first step
+            if words is None and self._config.state:  # torch's optimizers have no state before their first step
                 shape = (tables[table].num_embeddings, self._tables.locate(table)[0].cache.cold.layout.state_width)
-                words = torch.full((1, 1), state_start(self._config), device="cpu").expand(shape)
+                words = torch.full((1, 1), self._config.state_start, device="cpu").expand(shape)
             loaded[table] = int(entry.get("step", 0)), words
         self._tables.set_states(loaded, lambda: self.set_options(groups[0]))
 
@@ -175,9 +174,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         names = [each.name for each in fields(self._config)]
         if missing := [name for name in names if name not in options]:
             raise ConfigError(f"the param group of {kind} lacks {', '.join(missing)}; it needs {', '.join(names)}")
-        own = {name: options[name] for name in names}
-        if isinstance(own.get("betas"), list):  # as JSON keeps a pair
-            own["betas"] = tuple(own["betas"])
+        own: dict[str, Any] = {name: options[name] for name in names}
+        # as JSON keeps a pair
+        own |= {name: tuple(value) for name, value in own.items() if isinstance(value, list)}
         replace(self._config, **own)
         if "initial_lr" in options:
             check_finite("initial_lr of the param group", options["initial_lr"], low=0.0)
@@ -192,20 +191,21 @@ class FusedOptimizer(torch.optim.Optimizer):
             if name in known:
                 self.param_groups[0][name] = tuple(value) if isinstance(value, list) else value
 
-    def _words(self, table: int, entry: dict[str, Any]) -> torch.Tensor | None:
-        names = [name for name in state_names(self._config) if name in entry]
-        if not names:
-            return None
+    def _state_shapes(self, table: int) -> dict[str, tuple[int, int]]:
+        """Shapes of a table's state tensors by name, in the order in which a row holds them."""
         config = self._tables.config.tables[table]
-        group, _, _ = self._tables.locate(table)
-        width = group.cache.cold.layout.state_width // len(state_names(self._config))
-        for name in state_names(self._config):
+        return {t.name: (config.num_embeddings, t.width(config.embedding_dim)) for t in self._config.state}
+
+    def _words(self, table: int, entry: dict[str, Any]) -> torch.Tensor | None:
+        shapes = self._state_shapes(table)
+        if shapes.keys().isdisjoint(entry):
+            return None
+        for name, wanted in shapes.items():
             shape = tuple(entry[name].shape) if name in entry else None
-            if shape != (config.num_embeddings, width):
-                raise InvalidInputError(
-                    f"{name!r} of table {config.name!r} must have shape {(config.num_embeddings, width)}, got {shape}"
-                )
-        return torch.cat([entry[name].to(torch.float32) for name in names], dim=1)
+            if shape != wanted:
+                table_name = self._tables.config.tables[table].name
+                raise InvalidInputError(f"{name!r} of table {table_name!r} must have shape {wanted}, got {shape}")
+        return torch.cat([entry[name].to(torch.float32) for name in shapes], dim=1)
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"_tables": self._tables, "_config": self._config, "_scaler": None, "found_inf": self.found_inf}

@@ -4,17 +4,11 @@
 // counted from the segment's start, so that sums depend on nothing but the row's own occurrences. Short ones stand at the
 // front of the list and chunks, which take longest and so are begun first, at its end. `segments_update`
 // sums an item and updates the row, or stores a chunk's sum; `long_segments_update` adds those in order.
-#include "common.cuh"
+//
+// The row update itself is the file's that includes this one, `optimizers/<name>.cu`: its `Recipe` (recipe.cuh).
+#pragma once
 
-#ifndef STATE
-#define STATE 1
-#endif
-#ifndef KIND
-#define KIND 2  // SGD 0, Adagrad 1, row-wise Adagrad 2, Adam 3
-#endif
 constexpr int CHUNK = 64;
-constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : UNITS > 2 ? 4 : UNITS;
-constexpr int STEPS = (UNITS + LANES - 1) / LANES;
 #ifndef AHEAD
 #define AHEAD 4  // gradient rows in flight
 #endif
@@ -95,18 +89,6 @@ extern "C" __global__ void segments_find(const int *homes, int n, const i64 *ord
     }
 }
 
-struct Numbers {
-    float eps, one_less_beta1, one_less_beta2, scale;
-};
-
-// Sum of a lane's squares over the lanes of the row, the same on every lane: a fixed tree.
-__device__ __forceinline__ float lanes_sum(float value) {
-#pragma unroll
-    for (int step = LANES / 2; step > 0; step /= 2)
-        value = __fadd_rn(value, __shfl_xor_sync(group_mask(LANES), value, step, LANES));
-    return value;
-}
-
 // Where rows live: in slots, or with -DSLOTLESS away from them, where a state ends with the row's score.
 struct Rows {
     row_t *weight;
@@ -132,32 +114,21 @@ __device__ __forceinline__ Place place_of(const Rows &rows, int home) {
 // What an update reads of a row besides its gradient; asked for early, as it does not depend on it.
 struct Row {
     row_vector weight[STEPS];
-    float accumulator;
+    Recipe::Whole whole;
 };
 __device__ __forceinline__ Row row_read(const Place &place, int lane) {
     Row row;
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
         if (s * LANES + lane < UNITS) row.weight[s] = load_row(place.weight, 0, s * LANES + lane);
-    row.accumulator = KIND == 2 ? *place.state : 0.0f;
+    row.whole = Recipe::whole_of(place.state);
     return row;
 }
 
 // One optimizer step of a row; weights are rounded once. The only update routine: hot, cold, long, short.
 __device__ __forceinline__ void row_update(const Place &place, Row row, float (*g)[VECTOR], int lane, float rate,
                                            const Numbers &numbers) {
-    float step_size = rate;
-    if (KIND == 2) {
-        float squares = 0.0f;
-#pragma unroll
-        for (int s = 0; s < STEPS; s++)
-#pragma unroll
-            for (int k = 0; k < VECTOR; k++)
-                if (s * LANES + lane < UNITS) squares = __fmaf_rn(g[s][k], g[s][k], squares);
-        float total = __fadd_rn(row.accumulator, __fdiv_rn(lanes_sum(squares), (float)WIDTH));
-        if (lane == 0) *place.state = total;
-        step_size = __fdiv_rn(rate, __fadd_rn(__fsqrt_rn(total), numbers.eps));
-    }
+    const float row_rate = Recipe::row_rate(row.whole, place.state, g, lane, rate, numbers);
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
         const int unit = s * LANES + lane;
@@ -165,23 +136,8 @@ __device__ __forceinline__ void row_update(const Place &place, Row row, float (*
         row_vector value = row.weight[s];
 #pragma unroll
         for (int k = 0; k < VECTOR; k++) {
-            float w = to_float(value.v[k]), d = g[s][k];
-            if (KIND == 0 || KIND == 2) {
-                w = __fmaf_rn(-step_size, d, w);
-            } else if (KIND == 1) {
-                float *sum = place.state + unit * VECTOR + k;
-                float total = __fmaf_rn(d, d, *sum);
-                *sum = total;
-                w = __fmaf_rn(-rate, __fdiv_rn(d, __fadd_rn(__fsqrt_rn(total), numbers.eps)), w);
-            } else {
-                float *m_at = place.state + unit * VECTOR + k, *v_at = m_at + WIDTH;
-                float m = __fmaf_rn(__fsub_rn(d, *m_at), numbers.one_less_beta1, *m_at);
-                float v = __fmaf_rn(__fmaf_rn(d, d, -*v_at), numbers.one_less_beta2, *v_at);
-                *m_at = m;
-                *v_at = v;
-                w = __fmaf_rn(-rate, __fdiv_rn(m, __fadd_rn(__fsqrt_rn(v), numbers.eps)), w);
-            }
-            value.v[k] = from_float(w);
+            float *state = place.state + unit * VECTOR + k;
+            value.v[k] = from_float(Recipe::element(to_float(value.v[k]), g[s][k], state, row_rate, numbers));
         }
         store_row(place.weight, 0, unit, value);
     }
@@ -376,14 +332,16 @@ extern "C" __global__ void __launch_bounds__(256) segments_limit_norm(
         row_limit_norm(rows, longs[w].home, lane, max_norm, norm_type, dirty);
 }
 
-// What the host sets: changed by schedulers, seldom.
+// What the host sets, changed by schedulers, seldom: the optimizer's `Hyper`, and behind it all `Numbers` but the scale.
+constexpr int HYPERS = sizeof(Hyper) / sizeof(double), CONSTANTS = sizeof(Numbers) / sizeof(float) - 1;
 struct Options {
-    double lr, lr_decay, beta1, beta2, eps;
+    double v[12];
 };
-extern "C" __global__ void options_set(Options *options, double lr, double lr_decay, double beta1, double beta2,
-                                       double eps) {
+static_assert(HYPERS + CONSTANTS <= 12, "more numbers than the host sets");
+extern "C" __global__ void options_set(Options *options, double v0, double v1, double v2, double v3, double v4,
+                                       double v5, double v6, double v7, double v8, double v9, double v10, double v11) {
     wait_for_prior_kernel();
-    *options = Options{lr, lr_decay, beta1, beta2, eps};
+    *options = Options{v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11};
 }
 
 // Numbers of an update, from the host's options and the steps each table has taken. A batch that was refused, and one
@@ -398,15 +356,13 @@ extern "C" __global__ void step_begin(const Options *options, i64 *steps, int n_
         if (threadIdx.x == 0) work->items = work->parts = work->longs = 0;
         return;
     }
-    const Options given = *options;
-    for (int t = threadIdx.x; t < n_tables; t += blockDim.x) {
-        const double step = (double)(steps[t] += 1);
-        double value = given.lr;
-        if (KIND == 1) value = given.lr / (1.0 + (step - 1.0) * given.lr_decay);
-        if (KIND == 3) value = given.lr * sqrt(1.0 - pow(given.beta2, step)) / (1.0 - pow(given.beta1, step));
-        rate[t] = (float)value;
+    const Hyper hyper = *reinterpret_cast<const Hyper *>(options);
+    for (int t = threadIdx.x; t < n_tables; t += blockDim.x)
+        rate[t] = (float)Recipe::rate(hyper, (double)(steps[t] += 1));
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int k = 0; k < CONSTANTS; k++)
+            reinterpret_cast<float *>(numbers)[k] = (float)options->v[HYPERS + k];
+        numbers->scale = grad_scale ? (float)(1.0 / (double)*grad_scale) : 1.0f;
     }
-    if (threadIdx.x == 0)
-        *numbers = Numbers{(float)given.eps, (float)(1.0 - given.beta1), (float)(1.0 - given.beta2),
-                           grad_scale ? (float)(1.0 / (double)*grad_scale) : 1.0f};
 }

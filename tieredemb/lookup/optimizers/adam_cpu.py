@@ -1,0 +1,28 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-check-untyped-defs
+"""CPU twin of Adam."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tieredemb.kernels.cpu import fma, inline, jit, load, store
+from tieredemb.lookup.optimizer_cpu import segments_walk
+
+
+@inline
+def row_update(weight, state, home, g, rate, numbers):
+    eps, one_less_beta1, one_less_beta2 = numbers
+    width = g.shape[0]
+    for d in range(width):
+        m = load(state, home, d)
+        v = load(state, home, width + d)
+        m = fma(g[d] - m, one_less_beta1, m)
+        v = fma(fma(g[d], g[d], -v), one_less_beta2, v)
+        store(state, home, d, m)
+        store(state, home, width + d, v)
+        store(weight, home, d, fma(-rate, m / (np.sqrt(v) + eps), load(weight, home, d)))
+
+
+@jit
+def segments_update(lo, hi, batch, rows, rate, numbers, scale, done):
+    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, done)

@@ -1,0 +1,18 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-check-untyped-defs
+"""CPU twin of SGD."""
+
+from __future__ import annotations
+
+from tieredemb.kernels.cpu import fma, inline, jit, load, store
+from tieredemb.lookup.optimizer_cpu import segments_walk
+
+
+@inline
+def row_update(weight, state, home, g, rate, numbers):
+    for d in range(g.shape[0]):
+        store(weight, home, d, fma(-rate, g[d], load(weight, home, d)))
+
+
+@jit
+def segments_update(lo, hi, batch, rows, rate, numbers, scale, done):
+    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, done)
