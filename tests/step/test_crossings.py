@@ -51,10 +51,14 @@ def batch(seed):
     return torch.randint(ROWS, (3 * IDS,), generator=random), torch.arange(3 * IDS + 1)
 
 
-@pytest.fixture(params=["host", "file"])
+MARKS = {"host": 0, "file": 2}  # a file is told of changes, in a plan and in an update
+
+
+@pytest.fixture(params=MARKS)
 def warm(request, tmp_path):
     """Rows of four batches have been used, and are hot."""
     module = collection(te.File(str(tmp_path / "rows")) if request.param == "file" else None)
+    module.marks = MARKS[request.param]
     for seed in (0, 1, 2, 3, 0, 1):
         module(*batch(seed)).sum().backward()
     with torch.autograd.set_multithreading_enabled(False):  # backward on this thread, whose calls are seen
@@ -71,14 +75,14 @@ def test_warm_step_stays_in_few_files(warm):
     with torch.no_grad(), Calls() as lookup:
         warm(*batch(3))
     assert 10 <= forward.crossings <= 40
-    assert 5 <= backward.crossings <= 20
+    assert 5 <= backward.crossings <= 20 + warm.marks
     assert 10 <= lookup.crossings <= 40
 
 
 def test_step_that_brings_rows_stays_in_few_files(warm):
     with Calls() as forward:
         warm(*batch(4)).sum().backward()
-    assert forward.crossings <= 85
+    assert forward.crossings <= 80
 
 
 def test_prefetched_step_stays_in_few_files(warm):
@@ -94,5 +98,5 @@ def test_prefetched_step_stays_in_few_files(warm):
         loss.backward()
     assert following.crossings <= 25  # the plan itself is another thread's
     assert forward.crossings <= 20
-    assert backward.crossings <= 20
+    assert backward.crossings <= 20 + warm.marks
     steps.close()
