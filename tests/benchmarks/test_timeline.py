@@ -126,7 +126,7 @@ def test_group_times_are_sums(steps: list[Step]) -> None:
 def test_every_kernel_of_the_library_has_a_part() -> None:
     names = {
         name
-        for path in PACKAGE.rglob("*.cu")
+        for path in PACKAGE.rglob("*.cu*")
         if path.parent.name != "doctor"
         for name in re.findall(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(", path.read_text())
     }
