@@ -20,7 +20,8 @@ from benchmarks.cuda_swap import swap_records
 from benchmarks.cuda_timing import timed, zeros
 from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
 from benchmarks.timing import Quantiles
-from tieredemb.kernels.compiler import Kernel, blocks_for, meeting_blocks, options
+from tieredemb.kernels.compiler import OPTIONS, Kernel, blocks_for, meeting_blocks, options
+from tieredemb.kernels.row_format import RowFormat
 from tieredemb.lookup.optimizer import CHUNK, recipe_file, recipe_flags
 
 TABLES, ROWS, BATCH, WIDTH, ALPHA = 26, 1_000_000, 65_536, 128, 1.05
@@ -133,7 +134,7 @@ def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
     """Sorting, finding segments, and backward with row-wise Adagrad."""
     optimizer = tieredemb.RowWiseAdagrad()
     n, file = len(homes), recipe_file(optimizer)
-    flags = (*options(torch.float32, WIDTH), *recipe_flags(optimizer, WIDTH))
+    flags = (*OPTIONS, *RowFormat(width=WIDTH, state_width=1).flags, *recipe_flags(optimizer))
     segments = Kernel(file, "segments_find", "i32 i i64 i32 i32 i any any any", flags)
     short = Kernel(
         file,

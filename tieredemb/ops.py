@@ -21,8 +21,8 @@ from tieredemb.cache.plan import DROPPED
 from tieredemb.config import MODES, Mode
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels import check_device
+from tieredemb.kernels.row_format import CARRIERS, RowFormat
 from tieredemb.lookup.bags import rows_space
-from tieredemb.storage.base import CARRIERS
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.plan import Away
@@ -246,7 +246,8 @@ def _kernels(device: torch.device, dtype: torch.dtype, width: int, mode: str) ->
     from tieredemb.lookup.device_lookup import DeviceLookup
 
     check_device(device)
-    return DeviceLookup(DeviceKeySpace(rows_space(width, mode), [-1], device), dtype, None)
+    space = DeviceKeySpace(rows_space(width, mode), [-1], device)
+    return DeviceLookup(space, RowFormat(width=width, dtype=dtype), None)
 
 
 def _nowhere() -> Away:

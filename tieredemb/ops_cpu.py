@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tieredemb.errors import InvalidInputError
+from tieredemb.kernels.row_format import carrier_view
 from tieredemb.kernels.segments_cpu import segments_of_homes
 from tieredemb.lookup.bags import rows_space
 from tieredemb.lookup.bags_cpu import Bags, check_offsets
@@ -17,7 +18,6 @@ from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale
 from tieredemb.lookup.optimizer import Hyperparameters
 from tieredemb.lookup.optimizer_cpu import Gradient, update
 from tieredemb.lookup.optimizers.sgd import SGD
-from tieredemb.tables.table_set import carrier_view
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]

@@ -14,8 +14,9 @@ import pytest
 import torch
 import training
 
-from tieredemb.kernels.compiler import PACKAGE, Kernel, options, source
-from tieredemb.lookup.optimizer import recipe_file, recipe_flags
+from tieredemb.kernels.compiler import OPTIONS, PACKAGE, Kernel, options, source
+from tieredemb.kernels.row_format import RowFormat
+from tieredemb.lookup.optimizer import recipe_file, recipe_flags, state_width
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
 PLAIN = ("hash/slot_map.cu", "cache/policy.cu", "cache/plan.cu", "lookup/bags.cu")
@@ -81,7 +82,11 @@ def row_flags(file, dtype, width):
     """What the files are compiled with for rows; an optimizer's with the names of its numbers, too."""
     if file in PLAIN:
         return options()
-    return (*options(dtype, width), *(recipe_flags(OPTIMIZERS[file], width) if file in OPTIMIZERS else ()))
+    if file not in OPTIMIZERS:
+        return options(dtype, width)
+    optimizer = OPTIMIZERS[file]
+    row = RowFormat(width=width, dtype=dtype, state_width=state_width(optimizer, width))
+    return (*OPTIONS, *row.flags, *recipe_flags(optimizer))
 
 
 @pytest.mark.parametrize(("dtype", "width"), ROWS)
@@ -95,6 +100,13 @@ def test_row_kernel_compiles_for_every_format_and_width(file, dtype, width):
 @pytest.mark.parametrize("file", ["cache/plan.cu", "lookup/embedding_bag.cu", *OPTIMIZERS])
 def test_kernel_compiles_with_what_batches_ask_for(file, flags):
     assert compile_for(file, "sm_90", (*row_flags(file, torch.bfloat16, 12), *flags)) == ""
+
+
+@pytest.mark.parametrize("output", ["-DOUT_FLOAT", "-DOUT_HALF", "-DOUT_BFLOAT16"])
+@pytest.mark.parametrize(("dtype", "width"), ROWS)
+def test_lookup_compiles_for_outputs_of_another_dtype(dtype, width, output):
+    for more in ((), ("-DUNALIGNED", "-DHAS_MAX")):
+        assert compile_for("lookup/embedding_bag.cu", "sm_90", (*options(dtype, width), output, *more)) == ""
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ import tieredemb as te
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.config import LFU, LRU, Uniform
 from tieredemb.errors import InvalidInputError
-from tieredemb.kernels.compiler import Kernel, blocks_for, options
+from tieredemb.kernels.compiler import OPTIONS, Kernel, blocks_for, options
+from tieredemb.kernels.row_format import RowFormat
 from tieredemb.lookup.optimizer import CHUNK, named_numbers, recipe_file, recipe_flags, state_width
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
@@ -240,7 +241,7 @@ def test_update_equals_the_formula_and_repeats_its_bits(optimizer, width):
     hyper = named_numbers(type(optimizer), asdict(optimizer))
     numbers = torch.tensor([*optimizer.numbers(hyper).values(), 0.5], device=GPU)
     before = torch.randn(rows, width, device=GPU)
-    flags = (*options(torch.float32, width), *recipe_flags(optimizer, width))
+    flags = (*OPTIONS, *RowFormat(width=width, state_width=words).flags, *recipe_flags(optimizer))
 
     def kernel(name, signature):
         return Kernel(recipe_file(optimizer), name, signature, flags)

@@ -77,7 +77,7 @@ def test_a_recipe_has_a_row_update_in_either_language(kind):
 @pytest.mark.parametrize("optimizer", training.OPTIMIZERS, ids=training.NAMES)
 def test_a_gpu_is_told_the_numbers_in_the_order_of_the_structs(optimizer):
     group = asdict(optimizer)
-    flags = dict(flag.removeprefix("-D").split("=") for flag in recipe_flags(optimizer, 6))
+    flags = dict(flag.removeprefix("-D").split("=") for flag in recipe_flags(optimizer))
     hyper, numbers = flags["HYPER"].split(","), flags["NUMBERS"].split(",")
     assert numbers[-1] == "scale"
     told = device_numbers(optimizer, group)

@@ -83,6 +83,17 @@ __device__ __forceinline__ i64 away_row(const Record *records, int home) {
 
 __device__ __forceinline__ float bits_float(u32 bits) { return __uint_as_float(bits); }
 
+__device__ __forceinline__ u16 half_of(float f) {
+    u16 v;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(f));
+    return v;
+}
+__device__ __forceinline__ u16 bfloat16_of(float f) {  // to nearest even; a NaN stays a NaN
+    u32 bits = __float_as_uint(f);
+    u32 rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return (u16)((bits & 0x7FFFFFFFu) > 0x7F800000u ? (bits >> 16) | 0x40u : rounded);
+}
+
 #if defined(ROW_HALF)
 typedef u16 row_t;
 __device__ __forceinline__ float to_float(row_t v) {
@@ -90,23 +101,30 @@ __device__ __forceinline__ float to_float(row_t v) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
     return f;
 }
-__device__ __forceinline__ row_t from_float(float f) {
-    u16 v;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(f));
-    return v;
-}
+__device__ __forceinline__ row_t from_float(float f) { return half_of(f); }
 #elif defined(ROW_BFLOAT16)
 typedef u16 row_t;
 __device__ __forceinline__ float to_float(row_t v) { return __uint_as_float((u32)v << 16); }
-__device__ __forceinline__ row_t from_float(float f) {  // to nearest even; a NaN stays a NaN
-    u32 bits = __float_as_uint(f);
-    u32 rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-    return (u16)((bits & 0x7FFFFFFFu) > 0x7F800000u ? (bits >> 16) | 0x40u : rounded);
-}
+__device__ __forceinline__ row_t from_float(float f) { return bfloat16_of(f); }
 #else
 typedef float row_t;
 __device__ __forceinline__ float to_float(row_t v) { return v; }
 __device__ __forceinline__ row_t from_float(float f) { return f; }
+#endif
+
+// Outputs have the dtype of the rows, or the one that -DOUT_FLOAT, -DOUT_HALF or -DOUT_BFLOAT16 says.
+#if defined(OUT_FLOAT)
+typedef float out_t;
+__device__ __forceinline__ out_t output_of(float f) { return f; }
+#elif defined(OUT_HALF)
+typedef u16 out_t;
+__device__ __forceinline__ out_t output_of(float f) { return half_of(f); }
+#elif defined(OUT_BFLOAT16)
+typedef u16 out_t;
+__device__ __forceinline__ out_t output_of(float f) { return bfloat16_of(f); }
+#else
+typedef row_t out_t;
+__device__ __forceinline__ out_t output_of(float f) { return from_float(f); }
 #endif
 
 #ifdef WIDTH
@@ -124,6 +142,9 @@ struct alignas(VECTOR * sizeof(row_t)) row_vector {
 };
 struct alignas(VECTOR * 4 > 16 ? 16 : VECTOR * 4) float_vector {
     float v[VECTOR];
+};
+struct alignas(VECTOR * sizeof(out_t) > 16 ? 16 : VECTOR * sizeof(out_t)) out_vector {
+    out_t v[VECTOR];
 };
 
 __device__ __forceinline__ row_vector load_row(const row_t *rows, i64 row, int unit) {
@@ -152,16 +173,18 @@ __device__ __forceinline__ float_vector load_floats(const float *at) {
 #endif
 }
 // Stores past the caches what is not read again soon.
-__device__ __forceinline__ void store_streaming(row_t *at, row_vector value) {
+__device__ __forceinline__ void store_streaming(out_t *at, out_vector value) {
 #ifdef UNALIGNED
 #pragma unroll
     for (int k = 0; k < VECTOR; k++) at[k] = value.v[k];
     return;
 #endif
-    if (sizeof(row_vector) == 16) {
-        __stcs(reinterpret_cast<int4 *>(at), *reinterpret_cast<int4 *>(&value));
+    if (sizeof(out_vector) % 16 == 0) {
+#pragma unroll
+        for (int part = 0; part < (int)sizeof(out_vector) / 16; part++)
+            __stcs(reinterpret_cast<int4 *>(at) + part, reinterpret_cast<int4 *>(&value)[part]);
         return;
     }
-    *reinterpret_cast<row_vector *>(at) = value;
+    *reinterpret_cast<out_vector *>(at) = value;
 }
 #endif

@@ -23,11 +23,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from tieredemb.errors import InvalidInputError, MissingDependencyError
+from tieredemb.kernels.row_format import RowFormat
 
 PACKAGE = Path(__file__).resolve().parents[1]
 OPTIONS = ("--std=c++17", "--fmad=false")  # no contraction but where the source says so
 PACKED = {"n": "q", "p": "q", "i": "i", "x": "f", "d": "d"}  # numbers as `struct` packs them
-ROW_FLAGS = {torch.float32: "-DROW_FLOAT", torch.float16: "-DROW_HALF", torch.bfloat16: "-DROW_BFLOAT16"}
 CHECKED = os.environ.get("TIEREDEMB_CHECK_LAUNCHES", "0") not in ("", "0")  # some microseconds a launch
 
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
@@ -55,9 +55,11 @@ def source(file: str) -> str:
 
 
 def options(dtype: torch.dtype | None = None, width: int | None = None) -> tuple[str, ...]:
-    """Compiler options for rows of `width` elements of `dtype`."""
-    flags = () if dtype is None else (ROW_FLAGS[dtype],)
-    return (*OPTIONS, *flags, *(() if width is None else (f"-DWIDTH={width}",)))
+    """Compiler options for rows of `width` elements of `dtype`, whatever their state."""
+    if dtype is None:
+        return OPTIONS
+    flag, its_width, _ = RowFormat(width=width or 0, dtype=dtype).flags
+    return (*OPTIONS, flag) if width is None else (*OPTIONS, flag, its_width)
 
 
 @functools.cache

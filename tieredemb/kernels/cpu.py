@@ -23,6 +23,9 @@ import torch
 from llvmlite import ir
 from numba.core import event, types
 from numba.extending import overload
+from numba.np.numpy_support import as_dtype
+
+from tieredemb.kernels.row_format import codec_of
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -268,7 +271,7 @@ def bits_float(typingctx, value):
 
 
 def load(array: Any, row: int, column: int) -> float:
-    """`array[row, column]` as float32, whatever carries it (`storage.base.CARRIERS`). Inside kernels only.
+    """Weight `column` of a row as float32, whatever carries it (`row_format`). Inside kernels only.
 
     Indices are taken as unsigned, here and in `store`: numba tests every signed one for being negative, counted from
     the end, and that keeps loops from being vectorised (a pooled lookup took four times as long).
@@ -282,11 +285,14 @@ def _load(array, row, column):
         return lambda array, row, column: array[np.uint64(row), np.uint64(column)]
     if array.dtype == types.uint16:
         return lambda array, row, column: _half_to_float(array[np.uint64(row), np.uint64(column)])
-    return lambda array, row, column: _bfloat16_to_float(array[np.uint64(row), np.uint64(column)])
+    if array.dtype == types.int16:
+        return lambda array, row, column: _bfloat16_to_float(array[np.uint64(row), np.uint64(column)])
+    return _codec(array)[1].load
 
 
 def store(array: Any, row: int, column: int, value: float) -> None:
-    """Rounds the float32 `value` to nearest even into `array[row, column]`. Inside kernels only."""
+    """Rounds the float32 `value` to nearest even into `array[row, column]`, of rows that are direct. Inside kernels
+    only."""
     raise RuntimeError("a kernel function")
 
 
@@ -323,3 +329,104 @@ def _store(array, row, column, value):
         array[np.uint64(row), np.uint64(column)] = _bfloat16_bits(value)
 
     return store_bfloat16
+
+
+# --- rows that are not an element a weight ----------------------------------------------------------------------------
+
+_DIRECT = (types.float32, types.uint16, types.int16)
+
+
+def _codec(array: Any) -> Any:
+    """Encoding and codec of the rows of an array type that is not direct."""
+    return codec_of(as_dtype(array.dtype))
+
+
+def is_direct(array: Any) -> bool:
+    """Whether an element of the rows in `array` is a weight, so that `store` may write it alone: a constant to the
+    compiler. Inside kernels only."""
+    raise RuntimeError("a kernel function")
+
+
+@overload(is_direct, inline="always")
+def _is_direct(array):
+    return (lambda array: True) if array.dtype in _DIRECT else (lambda array: False)
+
+
+def row_width(array: Any) -> int:
+    """Weights of a row in `array`; 0 where it has no columns. Inside kernels only."""
+    raise RuntimeError("a kernel function")
+
+
+@overload(row_width, inline="always")
+def _row_width(array):
+    if array.dtype in _DIRECT:
+        return lambda array: array.shape[1]
+    head = _codec(array)[0].head
+    return lambda array: max(0, array.shape[1] - head)
+
+
+def row_store(array: Any, row: int, values: Any) -> None:
+    """Rounds float32 `values` (1, D) into a row as a whole. Inside kernels only."""
+    raise RuntimeError("a kernel function")
+
+
+@overload(row_store)
+def _row_store(array, row, values):
+    if array.dtype in _DIRECT:
+
+        def row_store_direct(array, row, values):
+            for d in range(values.shape[1]):
+                store(array, row, d, values[0, d])
+
+        return row_store_direct
+    return _codec(array)[1].row_store
+
+
+def weight_copy(out: Any, row: int, column: int, array: Any, home: int, d: int) -> None:
+    """Copies weight `d` of a row to an element of `out`, bit by bit where both have one dtype. Inside kernels only."""
+    raise RuntimeError("a kernel function")
+
+
+@overload(weight_copy, inline="always")
+def _weight_copy(out, row, column, array, home, d):
+    if out.dtype == array.dtype and array.dtype in _DIRECT:
+
+        def copy_bits(out, row, column, array, home, d):
+            out[np.uint64(row), np.uint64(column)] = array[np.uint64(home), np.uint64(d)]
+
+        return copy_bits
+
+    def copy_value(out, row, column, array, home, d):
+        store(out, row, column, load(array, home, d))
+
+    return copy_value
+
+
+@inline
+def row_load(array, row, values):
+    """Reads a row as a whole into float32 `values` (1, D)."""
+    for d in range(values.shape[1]):
+        values[0, d] = load(array, row, d)
+
+
+@jit
+def _rows_decode(lo, hi, rows, values):
+    for row in range(lo, hi):
+        for d in range(values.shape[1]):
+            values[row, d] = load(rows, row, d)
+
+
+@jit
+def _rows_encode(lo, hi, values, rows):
+    for row in range(lo, hi):
+        row_store(rows, row, values[row : row + 1])
+
+
+def rows_decode(rows: Any, values: Any) -> None:
+    """Writes `rows`, as they are carried, to `values`, float32 (K, D)."""
+    parallel_for(_rows_decode, even_bounds(len(rows), 1024), rows, values)
+
+
+def rows_encode(values: Any, rows: Any) -> None:
+    """Writes `values`, float32 (K, D), to `rows`, as they are carried."""
+    parallel_for(_rows_encode, even_bounds(len(rows), 1024), values, rows)

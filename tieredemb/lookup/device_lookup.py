@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 
 from tieredemb.config import OptimizerConfig
-from tieredemb.kernels.compiler import Kernel, blocks_for, kernel, options
+from tieredemb.kernels.compiler import OPTIONS, Kernel, blocks_for, kernel
+from tieredemb.kernels.row_format import RowFormat
 from tieredemb.lookup.bags import MAX, MEAN
 from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace
 from tieredemb.lookup.optimizer import CHUNK, MOST_NUMBERS, device_numbers, recipe_file, recipe_flags
@@ -63,18 +64,26 @@ class Segments:
 class DeviceLookup:
     """The kernels of one key space, compiled for its rows and optimizer."""
 
-    def __init__(self, space: DeviceKeySpace, dtype: torch.dtype, optimizer: OptimizerConfig | None) -> None:
+    def __init__(
+        self,
+        space: DeviceKeySpace,
+        row: RowFormat,
+        optimizer: OptimizerConfig | None,
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`output_dtype`: of pooled rows; that of the rows unless it is given."""
         self.space = space
-        width = space.space.width
         self.has_max = bool((space.space.mode == MAX).any())
         self.has_mean = bool((space.space.mode == MEAN).any())
         self._optimizer = optimizer or SGD(lr=0.0)  # sums gradients along segments for those without one, too
         self._recipe = recipe_file(self._optimizer)
         most = ("-DHAS_MAX",) if self.has_max else ()
-        self._rows = (*options(dtype, width), *most)
-        self._update = (*self._rows, *recipe_flags(self._optimizer, width))
-        self._lanes = _lanes(dtype, width)
-        self._vector = _vector(dtype, width)
+        self._rows = (*OPTIONS, *row.flags, *most)
+        self._output: tuple[str, ...] = ()
+        if output_dtype is not None and output_dtype != row.device_dtype:
+            self._output = (RowFormat(width=row.width, dtype=output_dtype).flags[0].replace("ROW", "OUT"),)
+        self._update = (*self._rows, *recipe_flags(self._optimizer))
+        self._lanes, self._vector = row.lanes, row.vector
         self._columns_fit = not (space.space.column % self._vector).any()
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -93,7 +102,7 @@ class DeviceLookup:
         sums · `argmax`: int32 (B, ΣD), takes the winning occurrence of each maximum, −1 for an empty bag."""
         count = len(self.space) * bags.batch
         each = BAGS_OF_ONE if homes.shape[0] <= 2 * count else LONG_BAGS
-        flags = (*self._rows, *away.flags, f"-DBAGS={each}", *self._alignment(out))
+        flags = (*self._rows, *self._output, *away.flags, f"-DBAGS={each}", *self._alignment(out))
         pool = self._kernel(BAG, "bags_pool", "any p p i32 i64 n n i32 i64 p any n p", *flags)
         groups = len(self.space) * ((bags.batch + each - 1) // each)
         pool(
@@ -269,17 +278,3 @@ def frequency_scale(homes: torch.Tensor) -> torch.Tensor:
 
 def _address(tensor: torch.Tensor | None) -> torch.Tensor | int:
     return 0 if tensor is None else tensor
-
-
-def _vector(dtype: torch.dtype, width: int) -> int:
-    """Elements that a thread reads at once, as VECTOR of the kernels."""
-    vector = 16 // dtype.itemsize
-    while width % vector:
-        vector //= 2
-    return vector
-
-
-def _lanes(dtype: torch.dtype, width: int) -> int:
-    """Lanes that share a row, as LANES of the kernels."""
-    units = width // _vector(dtype, width)
-    return next((lanes for most, lanes in ((1, 1), (2, 2), (4, 4), (8, 8), (16, 16)) if units <= most), 32)

@@ -24,7 +24,7 @@ __device__ __forceinline__ void add_row(float *acc, row_vector row, float weight
 // out (B, total): columns column[t] … of row b take bag t · B + b. Moves D · itemsize bytes an occurrence and a bag.
 extern "C" __global__ void __launch_bounds__(256) bags_pool(
     const row_t *weight, const row_t *away, const Record *records, const int *homes, const i64 *offsets, i64 batch,
-    i64 bags, const int *mode, const i64 *column, const float *sample_weights, row_t *out, i64 total, int *argmax) {
+    i64 bags, const int *mode, const i64 *column, const float *sample_weights, out_t *out, i64 total, int *argmax) {
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES;
@@ -76,10 +76,10 @@ extern "C" __global__ void __launch_bounds__(256) bags_pool(
                 }
                 count++;
             }
-            row_vector result;
+            out_vector result;
 #pragma unroll
             for (int k = 0; k < VECTOR; k++)
-                result.v[k] = from_float(kind == MEAN && count > 1 ? __fdiv_rn(acc[k], (float)count) : acc[k]);
+                result.v[k] = output_of(kind == MEAN && count > 1 ? __fdiv_rn(acc[k], (float)count) : acc[k]);
             i64 at = (first + b) * total + column[table] + unit * VECTOR;
             store_streaming(out + at, result);  // read by other kernels, later: the cache is for rows
             if (MAXIMA && argmax && kind == MAX) {

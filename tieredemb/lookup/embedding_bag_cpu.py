@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tieredemb.kernels.cpu import even_bounds, fma, inline, jit, load, parallel_for, prefetch, store
+from tieredemb.kernels.cpu import (
+    even_bounds,
+    fma,
+    inline,
+    jit,
+    load,
+    parallel_for,
+    prefetch,
+    row_width,
+    store,
+    weight_copy,
+)
 from tieredemb.lookup.bags import MAX, MEAN, KeySpace
 from tieredemb.lookup.bags_cpu import Bags
 
@@ -30,7 +41,7 @@ def _samples(bags: Bags, width: int) -> list[int]:
 
 
 def pool(weight: Array, homes: Array, bags: Bags, space: KeySpace, weights: Array, out: Array, argmax: Array) -> None:
-    """Writes the pooled rows of `bags` to columns `space.column` of `out` (carrier (B, ΣD)).
+    """Writes the pooled rows of `bags` to columns `space.column` of `out`, (B, ΣD) in its own dtype's carrier.
 
     `weight`: carrier (C, D), the hot rows · `homes`: int32 (N,) · `weights`: float32 (N,), for sums, or `NO_WEIGHTS` ·
     `argmax`: int32 (B, ΣD), comes as −1 and takes the winning occurrence of each maximum, or `NO_ARGMAX`.
@@ -88,7 +99,7 @@ def row_maximum(acc, weight, home, occurrence, is_first, winners, row, first):
 def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out, argmax):
     """All bags of samples lo … hi − 1, sample by sample: the outputs of one lie together, those of a table a page
     apart. Moves D · itemsize bytes an occurrence, at random, and as many a bag, in order. `argmax` comes as −1."""
-    width = weight.shape[1]
+    width = row_width(weight)
     weighted = weights.shape[0] > 0
     acc = np.empty(width, np.float32)
     for b in range(lo, hi):
@@ -103,7 +114,7 @@ def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out,
             if stop - start == 1 and not weighted and kind != MAX and homes[start] >= 0:
                 home = homes[start]
                 for d in range(width):
-                    out[np.uint64(b), np.uint64(first + d)] = weight[np.uint64(home), np.uint64(d)]
+                    weight_copy(out, b, first + d, weight, home, d)
                 continue
             for d in range(width):
                 acc[d] = np.float32(0.0)
@@ -144,7 +155,7 @@ def bags_mean_scale(homes, offsets, batch, mode, scale):
 @jit
 def bags_weights_gradient(lo, hi, weight, homes, offsets, batch, column, grad, gradient):
     """Occurrences of samples lo … hi − 1."""
-    width = weight.shape[1]
+    width = row_width(weight)
     for b in range(lo, hi):
         for table in range(column.shape[0]):
             bag = table * batch + b

@@ -54,12 +54,12 @@ def recipe_file(optimizer: OptimizerConfig) -> str:
     return "/".join(type(optimizer).__module__.split(".")[1:]) + ".cu"
 
 
-def recipe_flags(optimizer: OptimizerConfig, width: int) -> tuple[str, ...]:
-    """What the file is compiled with for rows of `width` weights: the words of state, and the names of the numbers that
-    it is given, in the order in which `device_numbers` packs them."""
+def recipe_flags(optimizer: OptimizerConfig) -> tuple[str, ...]:
+    """What the file is compiled with beside the row's format: the names of the numbers that it is given, in the order
+    in which `device_numbers` packs them."""
     hyper = named_numbers(type(optimizer), asdict(optimizer))
     numbers = (*optimizer.numbers(hyper), "scale")
-    return f"-DSTATE={state_width(optimizer, width)}", f"-DHYPER={','.join(hyper)}", f"-DNUMBERS={','.join(numbers)}"
+    return f"-DHYPER={','.join(hyper)}", f"-DNUMBERS={','.join(numbers)}"
 
 
 def device_numbers(optimizer: OptimizerConfig, group: Mapping[str, Any]) -> list[float]:

@@ -12,7 +12,20 @@ import torch
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.kernels import twin
-from tieredemb.kernels.cpu import Pass, even_bounds, fma, inline, jit, load, prefetch, store
+from tieredemb.kernels.cpu import (
+    Pass,
+    even_bounds,
+    fma,
+    inline,
+    is_direct,
+    jit,
+    load,
+    prefetch,
+    row_load,
+    row_store,
+    row_width,
+    store,
+)
 from tieredemb.lookup.bags import MAX
 from tieredemb.lookup.embedding_bag_cpu import row_prefetch
 from tieredemb.lookup.optimizer import CHUNK, Hyperparameters
@@ -106,13 +119,14 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, do
     """Segments lo … hi − 1 of a batch: what a recipe's kernel does. Moves 4 D bytes an occurrence, and row and state of
     a segment once each way.
 
-    `row_update(weight, state, home, g, rate, numbers)` is the recipe's: one optimizer step of the row at `home`, whose
-    summed gradient is `g`, float32 (D,). `rate`: float32, of its table · `numbers`: tuple of float32, as the config
-    derives them. It rounds weights once.
+    `row_update(weight, row, state, home, g, rate, numbers)` is the recipe's: one optimizer step of the weights in row
+    `row` and the state in row `home`, given the summed gradient `g`, float32 (D,). `rate`: float32, of its table ·
+    `numbers`: tuple of float32, as the config derives them. It rounds weights once.
     """
     homes, starts, order, mode, column, grad, sample, tables, scale, argmax = batch
     weight, state, dirty = rows
-    width = weight.shape[1]
+    width = row_width(weight)
+    values = np.empty((1, 0 if is_direct(weight) else width), np.float32)
     acc = np.empty(width, np.float32)
     part = np.empty(width, np.float32)
     for u in range(lo, hi):
@@ -137,17 +151,30 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, do
         if grad_scale != F(1.0):
             for d in range(width):
                 acc[d] *= grad_scale
-        row_update(weight, state, homes[u], acc, rate[table], numbers)
+        if is_direct(weight):
+            row_update(weight, homes[u], state, homes[u], acc, rate[table], numbers)
+        else:
+            row_load(weight, homes[u], values)
+            row_update(values, np.int32(0), state, homes[u], acc, rate[table], numbers)
+            row_store(weight, homes[u], values)
         dirty[homes[u]] = 1
     done[lo] = 1
 
 
+@inline
+def row_scale(weight, row, width, factor):
+    for d in range(width):
+        store(weight, row, d, load(weight, row, d) * factor)
+
+
 @jit
 def rows_limit_norm(lo, hi, slots, weight, dirty, max_norm, norm_type, done):
+    width = row_width(weight)
+    values = np.empty((1, 0 if is_direct(weight) else width), np.float32)
     for i in range(lo, hi):
         s = slots[i]
         norm = 0.0
-        for d in range(weight.shape[1]):
+        for d in range(width):
             size = abs(np.float64(load(weight, s, d)))
             if norm_type == 2.0:
                 norm += size * size
@@ -161,7 +188,11 @@ def rows_limit_norm(lo, hi, slots, weight, dirty, max_norm, norm_type, done):
             norm = norm ** (1.0 / norm_type)
         if norm > max_norm:
             factor = F(max_norm / (norm + 1e-7))
-            for d in range(weight.shape[1]):
-                store(weight, s, d, load(weight, s, d) * factor)
+            if is_direct(weight):
+                row_scale(weight, s, width, factor)
+            else:
+                row_load(weight, s, values)
+                row_scale(values, np.int32(0), width, factor)
+                row_store(weight, s, values)
             dirty[s] = 1
     done[lo] = 1

@@ -151,8 +151,8 @@ class DeviceCall(Call):
 
     @ranged("lookup")
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
-        tables = self.context.tables
-        out = torch.empty((self.batch, tables.output_width), dtype=tables.config.dtype, device=tables.config.device)
+        width, config = self.context.tables.output_width, self.context.tables.config
+        out = torch.empty((self.batch, width), dtype=config.output_dtype, device=config.device)
         if weights is not None:  # backward reads them again, and loaders reuse their buffers
             weights = weights.detach().to(torch.float32, copy=differentiable).contiguous()
         for part in self.parts:

@@ -13,6 +13,7 @@ from tieredemb.cache.changes import Change
 from tieredemb.cache.tickets import Ticket
 from tieredemb.kernels.cpu import Pass
 from tieredemb.kernels.ranges import ranged
+from tieredemb.kernels.row_format import CARRIERS
 from tieredemb.kernels.segments_cpu import segments_of, segments_of_homes
 from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
@@ -21,7 +22,6 @@ from tieredemb.lookup.optimizer_cpu import Gradient, limit_norms, update
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, Collected
-from tieredemb.storage.base import CARRIERS
 from tieredemb.tables.group import HostGroup
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class HostCall(Call):
 
     @ranged("lookup")
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
-        dtype, columns = self.context.tables.placed.now.config.dtype, self.context.tables.columns
+        dtype, columns = self.context.tables.placed.now.config.output_dtype, self.context.tables.columns
         # numpy's memory comes in huge pages: faulting 27 MB in by 4 KiB pages costs as much as the lookup
         out = np.empty((self.batch, int(columns[-1])), CARRIERS[dtype])
         array = None

@@ -20,16 +20,11 @@ import torch
 
 from tieredemb.config import MAX_BYTES, MAX_ROWS
 from tieredemb.errors import ConfigError, shown
+from tieredemb.kernels.row_format import CARRIERS as CARRIERS
+from tieredemb.kernels.row_format import STATE_DTYPE as STATE_DTYPE
+from tieredemb.kernels.row_format import RowFormat
 from tieredemb.storage.stored_json import fields_of, integer_of, list_of, text_of
 
-# numba has neither half nor bfloat16: such rows travel as the 16-bit integers that carry their bits. The two carriers
-# differ, so that a kernel can tell the formats apart by type.
-CARRIERS: dict[torch.dtype, np.dtype[Any]] = {
-    torch.float32: np.dtype(np.float32),
-    torch.float16: np.dtype(np.uint16),
-    torch.bfloat16: np.dtype(np.int16),
-}
-STATE_DTYPE = np.dtype(np.uint32)
 # "", or a word and what tells it apart: "clock", "aged:300.0". Which there are is the cache's to know: it starts the
 # scores of another policy anew
 _POLICY = re.compile(r"(?:[a-z]+(?::[!-~]{1,64})?)?")
@@ -37,21 +32,14 @@ _MOST_COUNTED = 2**62  # batches and steps are counted on from there, in int64
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowLayout:
-    """Shape of a key space. `rows`: rows of all its tables; `width`: D; `state_width`: S, 32-bit words of optimizer
-    state a row, without the score."""
+class RowLayout(RowFormat):
+    """Shape of a key space: `rows`, those of all its tables, of one format."""
 
     rows: int
-    width: int
-    dtype: torch.dtype = torch.float32
-    state_width: int = 0
 
     def __post_init__(self) -> None:
-        if self.dtype not in CARRIERS:
-            raise ConfigError(
-                f"dtype {self.dtype} is not supported for rows; use one of {', '.join(map(str, CARRIERS))}"
-            )
-        if self.rows < 0 or self.width < 0 or self.state_width < 0:
+        super().__post_init__()
+        if self.rows < 0:
             raise ConfigError(f"a row layout needs sizes of 0 or more, got {self}")
         if self.rows > MAX_ROWS or self.rows * self.row_bytes > MAX_BYTES:
             raise ConfigError(
@@ -60,23 +48,19 @@ class RowLayout:
             )
 
     @property
-    def carrier(self) -> np.dtype[Any]:
-        return CARRIERS[self.dtype]
+    def format(self) -> RowFormat:
+        """That of a row, however many there are."""
+        return RowFormat(width=self.width, dtype=self.dtype, state_width=self.state_width)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights."""
-        return self.rows * self.width * self.carrier.itemsize
+        return self.rows * self.columns * self.carrier.itemsize
 
     @property
     def state_bytes(self) -> int:
         """Bytes of all row states, scores included."""
         return self.rows * (self.state_width + 1) * STATE_DTYPE.itemsize
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one cold row: weights, state and score."""
-        return self.width * self.carrier.itemsize + (self.state_width + 1) * STATE_DTYPE.itemsize
 
 
 class Storage(abc.ABC):

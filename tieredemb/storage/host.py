@@ -112,7 +112,7 @@ class HostRows(ColdRows):
     def __init__(self, layout: RowLayout) -> None:
         self._maps: list[_Mapping] = []
         self._device: torch.device | None = None
-        weight = self._map(layout.weight_bytes).view(layout.carrier).reshape(layout.rows, layout.width)
+        weight = self._map(layout.weight_bytes).view(layout.carrier).reshape(layout.rows, layout.columns)
         state = self._map(layout.state_bytes).view(STATE_DTYPE).reshape(layout.rows, layout.state_width + 1)
         super().__init__(layout, weight, state)
 

@@ -6,7 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tieredemb.kernels.cpu import bits_float, even_bounds, float_bits, fma, inline, jit, parallel_for, store
+from tieredemb.kernels.cpu import (
+    bits_float,
+    even_bounds,
+    float_bits,
+    fma,
+    inline,
+    is_direct,
+    jit,
+    parallel_for,
+    row_store,
+    row_width,
+    store,
+)
 from tieredemb.storage.initial import NORMAL
 
 if TYPE_CHECKING:
@@ -106,33 +118,49 @@ def value_of(bits, kind, a, b):
     return fma(F(bits >> np.uint32(8)) * F(2.0**-24), b - a, a)
 
 
+@inline
+def row_generate(weight, row, width, local, number, seed, kind, a, b):
+    """The values of id `local` (uint64) of a table, four of a Philox block at a time."""
+    low = np.uint32(local & np.uint64(0xFFFFFFFF))
+    high = np.uint32(local >> np.uint64(32))
+    for j in range(0, width, 4):
+        r0, r1, r2, r3 = philox(low, high, np.uint32(j // 4), number, seed[0], seed[1])
+        store(weight, row, j, value_of(r0, kind, a, b))
+        if j + 1 < width:
+            store(weight, row, j + 1, value_of(r1, kind, a, b))
+        if j + 2 < width:
+            store(weight, row, j + 2, value_of(r2, kind, a, b))
+        if j + 3 < width:
+            store(weight, row, j + 3, value_of(r3, kind, a, b))
+
+
 @jit
 def rows_generate(
     lo, hi, keys, rows, weight, state, state_width, state_word, seed, start, number, kind, params, padding_key
 ):
-    width = weight.shape[1]
+    width = row_width(weight)
+    values = np.zeros((1, 0 if is_direct(weight) else width), np.float32)
     for i in range(lo, hi):
         key = keys[i]
         row = rows[i]
         for j in range(state_width):
             state[row, j] = state_word
+        if width == 0:
+            continue
         table = np.searchsorted(start, key, side="right") - 1
         if key == padding_key[table]:
-            for j in range(width):
-                store(weight, row, j, F(0.0))
+            if is_direct(weight):
+                for j in range(width):
+                    store(weight, row, j, F(0.0))
+            else:
+                values[:] = F(0.0)
+                row_store(weight, row, values)
             continue
         local = np.uint64(key - start[table])
-        low = np.uint32(local & np.uint64(0xFFFFFFFF))
-        high = np.uint32(local >> np.uint64(32))
         a = params[table, 0]
         b = params[table, 1]
-        k = kind[table]
-        for j in range(0, width, 4):
-            r0, r1, r2, r3 = philox(low, high, np.uint32(j // 4), number[table], seed[0], seed[1])
-            store(weight, row, j, value_of(r0, k, a, b))
-            if j + 1 < width:
-                store(weight, row, j + 1, value_of(r1, k, a, b))
-            if j + 2 < width:
-                store(weight, row, j + 2, value_of(r2, k, a, b))
-            if j + 3 < width:
-                store(weight, row, j + 3, value_of(r3, k, a, b))
+        if is_direct(weight):
+            row_generate(weight, row, width, local, number[table], seed, kind[table], a, b)
+        else:
+            row_generate(values, 0, width, local, number[table], seed, kind[table], a, b)
+            row_store(weight, row, values)

@@ -162,7 +162,7 @@ class PmemRows(ColdRows):
     volatile = True
 
     def __init__(self, layout: RowLayout, heap: _Heap) -> None:
-        weight = heap.weights(layout.weight_bytes).view(layout.carrier).reshape(layout.rows, layout.width)
+        weight = heap.weights(layout.weight_bytes).view(layout.carrier).reshape(layout.rows, layout.columns)
         state = heap.zeros(layout.state_bytes).view(STATE_DTYPE)
         super().__init__(layout, weight, state.reshape(layout.rows, layout.state_width + 1))
 

@@ -92,7 +92,7 @@ class UnifiedRows(ColdRows):
         self._devices = [device]
         super().__init__(
             layout,
-            weight.view(layout.carrier).reshape(layout.rows, layout.width),
+            weight.view(layout.carrier).reshape(layout.rows, layout.columns),
             state.view(STATE_DTYPE).reshape(layout.rows, layout.state_width + 1),
         )
 

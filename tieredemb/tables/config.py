@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from tieredemb.config import (
 )
 from tieredemb.errors import ConfigError, shown
 from tieredemb.kernels import check_device
+from tieredemb.kernels.row_format import Encoding, encoding_of
 from tieredemb.storage.base import Storage
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.unified import UnifiedMemory
@@ -37,9 +39,15 @@ class TableSetConfig:
     storage: Storage
     optimizer: OptimizerConfig | None
     seed: int
-    dtype: torch.dtype
+    dtype: torch.dtype | Encoding
     device: torch.device
     check_ids: CheckIds = "deferred"
+    outputs: torch.dtype | None = None
+
+    @functools.cached_property
+    def output_dtype(self) -> torch.dtype:
+        """Of pooled rows: `outputs`, or that of the rows."""
+        return self.outputs or encoding_of(self.dtype).dtype
 
     def __post_init__(self) -> None:
         check_device(self.device)
@@ -82,7 +90,7 @@ def table_set_config(
     storage: Storage | None,
     optimizer: OptimizerConfig | None,
     seed: int,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | Encoding | None,
     device: torch.device | str | None,
     check_ids: CheckIds,
 ) -> TableSetConfig:

@@ -156,7 +156,7 @@ class DeviceGroup(Group):
             first_slots[j] = slot
             slot += rows
         self.device_space = DeviceKeySpace(self.space, first_slots, config.device)
-        self.lookup = DeviceLookup(self.device_space, config.dtype, config.optimizer)
+        self.lookup = DeviceLookup(self.device_space, cold.layout.format, config.optimizer, config.output_dtype)
         self.device_steps = torch.tensor(cold.metadata.steps, dtype=torch.int64, device=config.device)
         steps = self.device_steps  # and not the group, which would keep the cache alive that holds this
         self.cache.on_flush.append(lambda: cold.metadata.__dict__.update(steps=steps.tolist()))

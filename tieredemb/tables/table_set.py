@@ -17,6 +17,7 @@ from tieredemb.cache.changes import HalfWritten, Part
 from tieredemb.cache.locks import Locks
 from tieredemb.config import Capacity, parse_bytes
 from tieredemb.errors import ConfigError, StorageError, StorageFullError
+from tieredemb.kernels.row_format import RowFormat, carrier_view
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.stats import CacheStats
 from tieredemb.tables.config import TableSetConfig
@@ -127,11 +128,12 @@ class TableSet:
     def weight(self, table: int) -> torch.Tensor:
         """A copy of a table's weights (rows, D). Raises `StorageFullError` where memory cannot hold it."""
         config = self.config.tables[table]
-        out = self._empty(table, config.embedding_dim, self.config.dtype)
         group, _, first = self.locate(table)
+        row = group.cache.cold.layout.format
+        out = self._empty(table, config.embedding_dim, row.encoding.dtype)
         for start, stop in _chunks(config.num_embeddings):
-            rows = carrier_view(out[start:stop])
-            group.cache.export_rows(first + start, first + stop, rows, np.empty((stop - start, 0), np.uint32))
+            with carried(out[start:stop], row) as rows:
+                group.cache.export_rows(first + start, first + stop, rows, np.empty((stop - start, 0), np.uint32))
         self.check_faults()
         return out
 
@@ -153,8 +155,8 @@ class TableSet:
     def _write_weight(self, table: int, weight: torch.Tensor) -> None:
         group, _, first = self.locate(table)
         for start, stop in _chunks(len(weight)):
-            rows = weight[start:stop].detach().to(device="cpu", dtype=self.config.dtype).contiguous()
-            group.cache.import_rows(first + start, carrier_view(rows), None)
+            rows = encoded(weight[start:stop].detach().to(device="cpu"), group.cache.cold.layout.format)
+            group.cache.import_rows(first + start, rows, None)
 
     def state(self, table: int) -> torch.Tensor:
         """A copy of a table's optimizer state, float32 (rows, S)."""
@@ -360,10 +362,30 @@ def _share(capacity: Capacity, space: KeySpace, config: TableSetConfig) -> Capac
     return capacity
 
 
-def carrier_view(rows: torch.Tensor) -> Array:
-    """A contiguous CPU tensor of rows as the numpy array that carries it (`storage.base.CARRIERS`)."""
-    carriers = {torch.float16: torch.uint16, torch.bfloat16: torch.int16}
-    return rows.view(carriers[rows.dtype]).numpy() if rows.dtype in carriers else rows.numpy()
+def encoded(values: torch.Tensor, row: RowFormat) -> Array:
+    """CPU values (K, D) as rows, as they are carried."""
+    if row.encoding.is_direct:
+        return carrier_view(values.to(row.encoding.dtype).contiguous())
+    from tieredemb.kernels.cpu import rows_encode
+
+    rows = np.empty((len(values), row.columns), row.carrier)
+    rows_encode(values.to(torch.float32).contiguous().numpy(), rows)
+    return rows
+
+
+@contextlib.contextmanager
+def carried(out: torch.Tensor, row: RowFormat) -> Iterator[Array]:
+    """Where rows are to be put, as they are carried, whose values `out`, a CPU tensor (K, D), then has."""
+    if row.encoding.is_direct:
+        yield carrier_view(out)
+        return
+    from tieredemb.kernels.cpu import rows_decode
+
+    rows = np.empty((len(out), row.columns), row.carrier)
+    yield rows
+    values = np.empty(out.shape, np.float32)
+    rows_decode(rows, values)
+    out.copy_(torch.from_numpy(values))
 
 
 def available_memory_bytes() -> int:

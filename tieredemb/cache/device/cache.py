@@ -166,7 +166,7 @@ class DeviceCache(DeviceBatches):
         order = torch.argsort(keys)
         carrier = self.cold.layout.carrier
         bits = weight[order].contiguous().view(torch.uint8).numpy().view(carrier)
-        return keys[order].numpy(), bits.reshape(-1, self.cold.layout.width), state[order].numpy().view(np.uint32)
+        return keys[order].numpy(), bits.reshape(-1, self.cold.layout.columns), state[order].numpy().view(np.uint32)
 
     def check_loadable(self, parts: Iterable[Part] | None = None) -> None:
         self.complete_last()  # of a batch that was given up: its victims are not to be written behind the call

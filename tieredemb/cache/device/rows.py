@@ -19,8 +19,7 @@ EVERY_BYTES = 4 + 1  # score and dirty bit
 
 def device_slot_bytes(layout: RowLayout) -> int:
     """Bytes of device memory that one slot costs, map included."""
-    row = layout.width * layout.carrier.itemsize + layout.state_width * 4
-    return row + EVERY_BYTES + CACHED_BYTES + map_bytes_per_slot()
+    return layout.hot_bytes + EVERY_BYTES + CACHED_BYTES + map_bytes_per_slot()
 
 
 class DeviceRows:
@@ -36,7 +35,7 @@ class DeviceRows:
         self.layout = layout
         rows = slots + resident
         try:
-            self.weight = torch.empty((rows, layout.width), dtype=layout.dtype, device=device)
+            self.weight = torch.empty((rows, layout.columns), dtype=layout.device_dtype, device=device)
             self.state = torch.empty((rows, layout.state_width), dtype=torch.float32, device=device)
             self.score = torch.zeros(rows, dtype=torch.int32, device=device)
             self.dirty = torch.zeros(rows, dtype=torch.uint8, device=device)

@@ -49,7 +49,7 @@ class Staged(Transfer):
         layout = self.cold.layout
         self._grown: torch.cuda.Event | None = None  # comes once rows without a slot have moved to larger arrays
         self._slotless = 0  # rows without a slot
-        self._weight = torch.empty((0, layout.width), dtype=layout.dtype, device=self.device)
+        self._weight = torch.empty((0, layout.columns), dtype=layout.device_dtype, device=self.device)
         self._state = torch.empty((0, layout.state_width + 1), dtype=torch.int32, device=self.device)
 
     def away(self, slotless: bool) -> Away:

@@ -21,7 +21,7 @@ class PinnedRows:
         self.rows = rows
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.inference_mode(False):  # they are changed in place when that is over
-            self.weight = torch.empty((rows, layout.width), dtype=layout.dtype, device="cpu", pin_memory=True)
+            self.weight = torch.empty((rows, layout.columns), dtype=layout.device_dtype, device="cpu", pin_memory=True)
             self.state = torch.empty((rows, layout.state_width + 1), dtype=torch.int32, device="cpu", pin_memory=True)
             self.dirty = torch.empty(rows, dtype=torch.uint8, device="cpu", pin_memory=True)
 

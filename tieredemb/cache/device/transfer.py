@@ -17,7 +17,7 @@ from tieredemb.cache.changes import Change, ChangeBook, Doubt, interrupted
 from tieredemb.cache.device.plan import Away, DevicePlan, Missed
 from tieredemb.cache.device.rows import DeviceRows
 from tieredemb.cache.policy import MIN_SCORE
-from tieredemb.kernels.compiler import blocks_for, kernel, options
+from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 
@@ -63,7 +63,7 @@ class Transfer(abc.ABC):
         self.plan = plan
         self.device = hot.weight.device
         self._initial = initial
-        self._flags = flags = (*options(cold.layout.dtype, cold.layout.width), f"-DSTATE={cold.layout.state_width}")
+        self._flags = flags = (*OPTIONS, *cold.layout.flags)
         self._swap = kernel(MOVE, "rows_swap", "p p p p p i any f32 i32 u8 p p p p p p i x i i", *flags)
         self._write_back = kernel(MOVE, "rows_write_back", "p n n n p p any f32 i32 u8 p p p p", *flags)
         self._side: torch.cuda.Stream | None = None
@@ -71,7 +71,7 @@ class Transfer(abc.ABC):
         # at exit is too late to compile, and between the slots' change of hands and their rows' arrival too
         self._write_back.load(self.device.index)
         self._swap.load(self.device.index)
-        initial.on_device().load_missed(self.device, cold.layout.dtype, cold.layout.width)
+        initial.on_device().load_missed(self.device, cold.layout.device_dtype, cold.layout.width)
 
     def finish(self) -> None:  # noqa: B027 - rows moved in place are moved
         """Before cold storage is used by others: waits for rows that are being written there."""

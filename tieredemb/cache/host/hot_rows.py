@@ -39,7 +39,7 @@ def cache_bytes_per_slot(layout: RowLayout) -> int:
 def slot_bytes(layout: RowLayout) -> int:
     """Bytes of hot rows that one slot costs."""
     per_slot = sum(np.dtype(dtype).itemsize for dtype, _ in PER_SLOT.values())
-    return layout.width * layout.carrier.itemsize + layout.state_width * 4 + per_slot
+    return layout.hot_bytes + per_slot
 
 
 class HotRows:
@@ -57,7 +57,7 @@ class HotRows:
     def __init__(self, layout: RowLayout, capacity: int) -> None:
         self.layout = layout
         self.capacity = capacity
-        self.weight = np.zeros((capacity, layout.width), layout.carrier)
+        self.weight = np.zeros((capacity, layout.columns), layout.carrier)
         self.state = np.zeros((capacity, layout.state_width), np.uint32)
         for name, (dtype, fill) in PER_SLOT.items():
             setattr(self, name, np.full(capacity, fill, dtype))

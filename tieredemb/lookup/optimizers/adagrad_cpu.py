@@ -10,12 +10,12 @@ from tieredemb.lookup.optimizer_cpu import segments_walk
 
 
 @inline
-def row_update(weight, state, home, g, rate, numbers):
+def row_update(weight, row, state, home, g, rate, numbers):
     (eps,) = numbers
     for d in range(g.shape[0]):
         total = fma(g[d], g[d], load(state, home, d))
         store(state, home, d, total)
-        store(weight, home, d, fma(-rate, g[d] / (np.sqrt(total) + eps), load(weight, home, d)))
+        store(weight, row, d, fma(-rate, g[d] / (np.sqrt(total) + eps), load(weight, row, d)))
 
 
 @jit

@@ -10,7 +10,7 @@ from tieredemb.lookup.optimizer_cpu import segments_walk
 
 
 @inline
-def row_update(weight, state, home, g, rate, numbers):
+def row_update(weight, row, state, home, g, rate, numbers):
     eps, one_less_beta1, one_less_beta2 = numbers
     width = g.shape[0]
     for d in range(width):
@@ -20,7 +20,7 @@ def row_update(weight, state, home, g, rate, numbers):
         v = fma(fma(g[d], g[d], -v), one_less_beta2, v)
         store(state, home, d, m)
         store(state, home, width + d, v)
-        store(weight, home, d, fma(-rate, m / (np.sqrt(v) + eps), load(weight, home, d)))
+        store(weight, row, d, fma(-rate, m / (np.sqrt(v) + eps), load(weight, row, d)))
 
 
 @jit

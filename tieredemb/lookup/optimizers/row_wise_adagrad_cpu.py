@@ -12,7 +12,7 @@ F = np.float32
 
 
 @inline
-def row_update(weight, state, home, g, rate, numbers):
+def row_update(weight, row, state, home, g, rate, numbers):
     (eps,) = numbers
     width = g.shape[0]
     squares = F(0.0)
@@ -22,7 +22,7 @@ def row_update(weight, state, home, g, rate, numbers):
     state[home, 0] = total
     step = rate / (np.sqrt(total) + eps)
     for d in range(width):
-        store(weight, home, d, fma(-step, g[d], load(weight, home, d)))
+        store(weight, row, d, fma(-step, g[d], load(weight, row, d)))
 
 
 @jit

@@ -8,9 +8,9 @@ from tieredemb.lookup.optimizer_cpu import segments_walk
 
 
 @inline
-def row_update(weight, state, home, g, rate, numbers):
+def row_update(weight, row, state, home, g, rate, numbers):
     for d in range(g.shape[0]):
-        store(weight, home, d, fma(-rate, g[d], load(weight, home, d)))
+        store(weight, row, d, fma(-rate, g[d], load(weight, row, d)))
 
 
 @jit

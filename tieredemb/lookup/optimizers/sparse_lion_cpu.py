@@ -12,15 +12,15 @@ F = np.float32
 
 
 @inline
-def row_update(weight, state, home, g, rate, numbers):
+def row_update(weight, row, state, home, g, rate, numbers):
     beta1, one_less_beta1, beta2, one_less_beta2, weight_decay = numbers
     for d in range(g.shape[0]):
         m = load(state, home, d)
         c = fma(one_less_beta1, g[d], beta1 * m)
         sign = F(1.0) if c > F(0.0) else F(-1.0) if c < F(0.0) else c  # a NaN stays one
         store(state, home, d, fma(one_less_beta2, g[d], beta2 * m))
-        w = load(weight, home, d)
-        store(weight, home, d, fma(-rate, fma(weight_decay, w, sign), w))
+        w = load(weight, row, d)
+        store(weight, row, d, fma(-rate, fma(weight_decay, w, sign), w))
 
 
 @jit

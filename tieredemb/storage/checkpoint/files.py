@@ -147,11 +147,11 @@ class RowFile:
                     "differs; use another checkpoint"
                 )
             weights_at = chunk.rows * _KEY_BYTES
-            state_at = weights_at + chunk.rows * layout.width * layout.carrier.itemsize
+            state_at = weights_at + chunk.rows * layout.columns * layout.carrier.itemsize
             yield (
                 np.frombuffer(data, np.int64, chunk.rows),
-                np.frombuffer(data, layout.carrier, chunk.rows * layout.width, weights_at).reshape(
-                    chunk.rows, layout.width
+                np.frombuffer(data, layout.carrier, chunk.rows * layout.columns, weights_at).reshape(
+                    chunk.rows, layout.columns
                 ),
                 np.frombuffer(data, STATE_DTYPE, offset=state_at).reshape(chunk.rows, -1),
             )

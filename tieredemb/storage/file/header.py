@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tieredemb.errors import ConfigError, StorageError, StorageFormatError, shown
-from tieredemb.storage.base import CARRIERS, Metadata, RowLayout
+from tieredemb.kernels.row_format import encodings
+from tieredemb.storage.base import Metadata, RowLayout
 from tieredemb.storage.file.io import pread_all, pwrite_all
 from tieredemb.storage.stored_json import (
     MAX_GIVEN_DEPTH,
@@ -56,19 +57,19 @@ def plain_metadata(metadata: Metadata) -> Metadata:
 def layout_fields(layout: RowLayout) -> dict[str, Any]:
     """The layout as it is stored and compared."""
     fields = {"rows": layout.rows, "width": layout.width, "state_width": layout.state_width}
-    return fields | {"dtype": str(layout.dtype).removeprefix("torch."), "byteorder": sys.byteorder}
+    return fields | {"dtype": layout.encoding.name, "byteorder": sys.byteorder}
 
 
 def layout_of(value: Any, name: str) -> RowLayout:
     """The layout of such fields. Raises `ValueError` for what are none."""
     sizes = ("rows", "width", "state_width")
     fields = fields_of(value, name, (*sizes, "dtype", "byteorder"))
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in CARRIERS}
-    for key, allowed in (("dtype", list(dtypes)), ("byteorder", ["little", "big"])):
+    known = encodings()
+    for key, allowed in (("dtype", list(known)), ("byteorder", ["little", "big"])):
         if text_of(fields[key], f"{name}.{key}") not in allowed:
             raise ValueError(f"{name}.{key} is {shown(fields[key])} and must be one of {', '.join(allowed)}")
     rows, width, state_width = (integer_of(fields[key], f"{name}.{key}") for key in sizes)
-    return RowLayout(rows=rows, width=width, state_width=state_width, dtype=dtypes[fields["dtype"]])
+    return RowLayout(rows=rows, width=width, state_width=state_width, dtype=known[fields["dtype"]])
 
 
 def jsonable(value: Any, what: str) -> Any:

@@ -70,11 +70,11 @@ class FileRows(ColdRows):
         self._state_bytes = self._view(self._state_at, layout.state_bytes)
         super().__init__(
             layout,
-            self._weight_bytes.view(layout.carrier).reshape(layout.rows, layout.width),
+            self._weight_bytes.view(layout.carrier).reshape(layout.rows, layout.columns),
             self._state_bytes.view(STATE_DTYPE).reshape(layout.rows, layout.state_width + 1),
         )
         self.metadata = plain_metadata(header.metadata)
-        width_bytes = layout.width * layout.carrier.itemsize
+        width_bytes = layout.columns * layout.carrier.itemsize
         self._weight_pages = PageMap(file.fd, weight_at, layout.weight_bytes, width_bytes)
         self._state_pages = PageMap(file.fd, self._state_at, layout.state_bytes, layout.row_bytes - width_bytes)
 
@@ -135,7 +135,7 @@ class FileRows(ColdRows):
         states = np.empty((stop - start, self.layout.state_width + 1), STATE_DTYPE)
         with storage_errors(self.path, "reading rows of"):
             if weight.nbytes:
-                at = self._slots.region_bytes + start * self.layout.width * weight.itemsize
+                at = self._slots.region_bytes + start * self.layout.columns * weight.itemsize
                 pread_into(self._file.fd, weight, at)
             if states.nbytes:
                 pread_into(self._file.fd, states, self._state_at + start * states[0].nbytes)

@@ -1,0 +1,170 @@
+"""How a row lies in memory: all that storage, swap, lookup and update know of it.
+
+A row has D weights and S words of optimizer state, both in every home alike. How the weights lie is an `Encoding`:
+an element a weight in the three that there are, or what a codec makes of them, scaled integers for one. Outputs have a
+dtype of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from tieredemb.errors import ConfigError, UnsupportedError
+
+STATE_DTYPE = np.dtype(np.uint32)
+VECTOR_BYTES = 16  # that a thread of a GPU reads at once, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """How the weights of a row lie in memory.
+
+    `name`: what files call it · `dtype`: of weights as tensors, which outputs have unless they are given another ·
+    `carrier`: the type of a row's elements to numpy, and to no other encoding's, as kernels tell them apart by it ·
+    `flag`: what CUDA kernels are compiled with; None where they cannot read it · `head`: elements of a row before those
+    of its weights · `codec`: for rows that are not an element a weight, the module that reads and writes them.
+
+    A codec has two device functions, which kernels compile in: `load(array, row, column)`, a weight as float32, and
+    `row_store(array, row, values)`, which rounds float32 `values` (1, D) into a row as a whole.
+    """
+
+    name: str
+    dtype: torch.dtype
+    carrier: np.dtype[Any]
+    flag: str | None = None
+    head: int = 0
+    codec: str = ""
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether an element is a weight."""
+        return not self.codec
+
+
+_ENCODINGS: dict[str, Encoding] = {}
+
+
+def register(encoding: Encoding) -> Encoding:
+    """Makes an encoding known: to kernels by its carrier, to files by its name. Raises `ConfigError` where another has
+    either."""
+    for other in _ENCODINGS.values():
+        if other != encoding and (other.name == encoding.name or other.carrier == encoding.carrier):
+            raise ConfigError(f"rows of {encoding.name} share a name or a carrier with those of {other.name}")
+    return _ENCODINGS.setdefault(encoding.name, encoding)
+
+
+def encodings() -> dict[str, Encoding]:
+    """All encodings by name."""
+    return dict(_ENCODINGS)
+
+
+# numba has neither half nor bfloat16: such rows travel as the 16-bit integers that carry their bits
+_PLAIN = {
+    encoding.dtype: register(encoding)
+    for encoding in (
+        Encoding(name="float32", dtype=torch.float32, carrier=np.dtype(np.float32), flag="-DROW_FLOAT"),
+        Encoding(name="float16", dtype=torch.float16, carrier=np.dtype(np.uint16), flag="-DROW_HALF"),
+        Encoding(name="bfloat16", dtype=torch.bfloat16, carrier=np.dtype(np.int16), flag="-DROW_BFLOAT16"),
+    )
+}
+CARRIERS: dict[torch.dtype, np.dtype[Any]] = {dtype: encoding.carrier for dtype, encoding in _PLAIN.items()}
+
+
+def encoding_of(dtype: torch.dtype | Encoding) -> Encoding:
+    """The encoding that a dtype of rows stands for. Raises `ConfigError` for one of which there are no rows."""
+    if isinstance(dtype, Encoding):
+        return register(dtype)
+    if dtype not in _PLAIN:
+        raise ConfigError(f"dtype {dtype} is not supported for rows; use one of {', '.join(map(str, _PLAIN))}")
+    return _PLAIN[dtype]
+
+
+def codec_of(carrier: np.dtype[Any]) -> tuple[Encoding, ModuleType]:
+    """The encoding whose rows an array of that type holds, and its codec: for kernels that are being compiled."""
+    found = next((each for each in _ENCODINGS.values() if each.carrier == carrier and each.codec), None)
+    if found is None:
+        raise TypeError(f"no rows are carried by {carrier}")
+    return found, importlib.import_module(found.codec)
+
+
+def carrier_view(values: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A contiguous CPU tensor of a rows' dtype as the numpy array that carries it."""
+    carriers = {torch.float16: torch.uint16, torch.bfloat16: torch.int16}
+    return values.view(carriers[values.dtype]).numpy() if values.dtype in carriers else values.numpy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFormat:
+    """A row: D = `width` weights, as `dtype` says or an `Encoding`, and S = `state_width` 32-bit words of state."""
+
+    width: int
+    dtype: torch.dtype | Encoding = torch.float32
+    state_width: int = 0
+
+    def __post_init__(self) -> None:
+        encoding = encoding_of(self.dtype)
+        if _PLAIN.get(encoding.dtype) is encoding:  # one way to say it
+            object.__setattr__(self, "dtype", encoding.dtype)
+        if self.width < 0 or self.state_width < 0:
+            raise ConfigError(f"a row needs sizes of 0 or more, got {self}")
+
+    @property
+    def encoding(self) -> Encoding:
+        return encoding_of(self.dtype)
+
+    @property
+    def carrier(self) -> np.dtype[Any]:
+        return self.encoding.carrier
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row's weights as they lie."""
+        return self.encoding.head + self.width
+
+    @property
+    def hot_bytes(self) -> int:
+        """Bytes of weights and state."""
+        return self.columns * self.carrier.itemsize + self.state_width * STATE_DTYPE.itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one cold row: weights, state and score."""
+        return self.hot_bytes + STATE_DTYPE.itemsize
+
+    # --- on a GPU ---------------------------------------------------------------------------------------------------
+
+    @property
+    def device_dtype(self) -> torch.dtype:
+        """dtype of the tensors that hold rows on a GPU. Raises `UnsupportedError` where no kernel reads them."""
+        return self._on_device()[0]
+
+    def _on_device(self) -> tuple[torch.dtype, str]:
+        encoding = self.encoding
+        if encoding.flag is None:
+            raise UnsupportedError(f"rows of {encoding.name} have no CUDA kernels; use device='cpu'")
+        return encoding.dtype, encoding.flag
+
+    @property
+    def vector(self) -> int:
+        """Weights that a thread reads at once, as VECTOR of the kernels."""
+        vector = VECTOR_BYTES // self.device_dtype.itemsize
+        while self.width % vector:
+            vector //= 2
+        return vector
+
+    @property
+    def lanes(self) -> int:
+        """Threads that share a row, as LANES of the kernels."""
+        units = self.width // self.vector
+        return next((lanes for lanes in (1, 2, 4, 8, 16) if units <= lanes), 32)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What CUDA kernels are compiled with for such rows."""
+        return self._on_device()[1], f"-DWIDTH={self.width}", f"-DSTATE={self.state_width}"
