@@ -4,16 +4,16 @@ its wheel, called directly."""
 from __future__ import annotations
 
 import ast
-import ctypes
-import functools
 import itertools
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from nvrtc import compiled
 
-from tieredemb.kernels.compiler import PACKAGE, Kernel, options, source
+from tieredemb.kernels.compiler import Kernel, options
+from tieredemb.kernels.source import PACKAGE, text
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
 PLAIN = ("hash/slot_map.cu", "cache/policy.cu", "cache/plan.cu", "lookup/bags.cu")
@@ -26,38 +26,6 @@ BY_ROW = (
 )
 FLOAT, HALF, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 ROWS = [(FLOAT, 1), (FLOAT, 6), (FLOAT, 128), (FLOAT, 300), (HALF, 6), (HALF, 64), (BFLOAT16, 100), (BFLOAT16, 128)]
-
-
-@functools.cache
-def nvrtc() -> ctypes.CDLL:
-    package = pytest.importorskip("nvidia", reason="NVRTC's wheel is missing: pip install tieredemb[dev]")
-    found = sorted(path for root in package.__path__ for path in Path(root).rglob("libnvrtc.so.*"))
-    if not found:
-        pytest.skip("NVRTC's wheel is missing: pip install tieredemb[dev]")
-    for builtins in found[-1].parent.glob("libnvrtc-builtins.so.*"):
-        ctypes.CDLL(str(builtins))  # NVRTC opens it by name alone, which its own folder does not answer to
-    return ctypes.CDLL(str(found[-1]))
-
-
-def compiled(file: str, architecture: str, flags: tuple[str, ...]) -> tuple[str, str]:
-    """The compiler's log, empty where it had nothing to say, and PTX. Fails the test on an error."""
-    library, program = nvrtc(), ctypes.c_void_p()
-    code = source(file).encode()
-    library.nvrtcCreateProgram(ctypes.byref(program), code, file.encode(), 0, None, None)
-    given = [flag.encode() for flag in (*flags, f"--gpu-architecture={architecture}")]
-    result = library.nvrtcCompileProgram(program, len(given), (ctypes.c_char_p * len(given))(*given))
-    log, ptx = (text_of(program, what) for what in ("ProgramLog", "PTX"))
-    library.nvrtcDestroyProgram(ctypes.byref(program))
-    assert result == 0, log
-    return log, ptx
-
-
-def text_of(program: ctypes.c_void_p, what: str) -> str:
-    size = ctypes.c_size_t()
-    getattr(nvrtc(), f"nvrtcGet{what}Size")(program, ctypes.byref(size))
-    text = ctypes.create_string_buffer(size.value)
-    getattr(nvrtc(), f"nvrtcGet{what}")(program, text)
-    return text.value.decode()
 
 
 def compile_for(file: str, architecture: str, flags: tuple[str, ...]) -> str:
@@ -104,9 +72,9 @@ KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\)
 
 def kernels(file):
     """Name, parameters and first statement of every kernel of a file."""
-    text = re.sub("//[^\n]*", "", source(file))
-    found = KERNEL.findall(text)
-    assert len(found) == text.count("__global__")
+    code = re.sub("//[^\n]*", "", text(file))
+    found = KERNEL.findall(code)
+    assert len(found) == code.count("__global__")
     return found
 
 

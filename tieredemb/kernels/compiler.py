@@ -17,14 +17,13 @@ import os
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from tieredemb.errors import InvalidInputError, MissingDependencyError
+from tieredemb.kernels import source
 
-PACKAGE = Path(__file__).resolve().parents[1]
 OPTIONS = ("--std=c++17", "--fmad=false")  # no contraction but where the source says so
 PACKED = {"n": "q", "p": "q", "i": "i", "x": "f", "d": "d"}  # numbers as `struct` packs them
 ROW_FLAGS = {torch.float32: "-DROW_FLOAT", torch.float16: "-DROW_HALF", torch.bfloat16: "-DROW_BFLOAT16"}
@@ -33,23 +32,6 @@ CHECKED = os.environ.get("TIEREDEMB_CHECK_LAUNCHES", "0") not in ("", "0")  # so
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 CONFIG = struct.Struct("@7I2PI4x")  # CUlaunchConfig: blocks, threads, shared bytes; stream; attributes, how many
 ATTRIBUTE = struct.Struct("@i4xi60x")  # CUlaunchAttribute: which, and its value
-
-HEADERS = {  # those that include others first
-    "common.cuh": "kernels/common.cuh",
-    "slot_map.cuh": "hash/slot_map.cuh",
-    "policy.cuh": "cache/policy.cuh",
-    "plan.cuh": "cache/plan.cuh",
-    "score.cuh": "kernels/score.cuh",
-}
-
-
-def source(file: str) -> str:
-    """Text of a `.cu` file, given its path inside the package, with its headers put in: CuPy's cache of compiled code
-    looks at the text alone, and would not notice a changed include."""
-    text = (PACKAGE / file).read_text()
-    for name, header in HEADERS.items():
-        text = text.replace(f'#include "{name}"', (PACKAGE / header).read_text().replace("#pragma once", ""))
-    return text
 
 
 def options(dtype: torch.dtype | None = None, width: int | None = None) -> tuple[str, ...]:
@@ -74,7 +56,7 @@ def cupy() -> Any:
 @functools.cache
 def _module(file: str, flags: tuple[str, ...], device: int) -> Any:
     with cupy().cuda.Device(device):
-        return cupy().RawModule(code=source(file), options=flags, backend="nvrtc")
+        return cupy().RawModule(code=source.text(file), options=flags, backend="nvrtc")
 
 
 @functools.cache
