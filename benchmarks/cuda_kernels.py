@@ -55,8 +55,8 @@ def map_records(slots: int, bars: dict[str, float]) -> list[Record]:
     """Finds and inserts of a map of `slots` keys, in 10⁹ keys a second."""
     cells, keys = zeros(2 * slots, 2, dtype=torch.int64), torch.randperm(3 * slots, device="cuda")[:slots].contiguous()
     homes, count = torch.arange(slots, dtype=torch.int32, device="cuda"), torch.tensor([slots], device="cuda").int()
-    insert = Kernel("hash/slot_map.cu", "slot_map_insert", "any n i64 i32 i32")
-    find = Kernel("hash/slot_map.cu", "slot_map_find", "any n i64 n i32")
+    insert = Kernel("hash/slot_map.cu", "slot_map_insert")
+    find = Kernel("hash/slot_map.cu", "slot_map_find")
     empty = timed(cells.zero_)
 
     def fill() -> None:
@@ -95,8 +95,7 @@ def victim_records(rate: float) -> list[Record]:
     selection, victims, counts = zeros(4 + 3 * 2048), zeros(slots), zeros(28)
     counts[0], counts[2] = needed, slots  # missed, used
     clock = torch.tensor([300, 1000, (290 << 32) | 300], device="cuda")
-    words = "any i32 any i32 i32 i x i i32"
-    select = Kernel("cache/policy.cu", "victims_select", words, options(), cooperative=True)
+    select = Kernel("cache/policy.cu", "victims_select", options(), cooperative=True)
     blocks = meeting_blocks(torch.cuda.current_device())
 
     def choose() -> None:
@@ -112,7 +111,7 @@ def victim_records(rate: float) -> list[Record]:
 def lookup_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> list[Record]:
     """The pooled lookup of all tables."""
     flags = options(torch.float32, WIDTH)
-    pool = Kernel("lookup/embedding_bag.cu", "bags_pool", "any p p i32 i64 n n i32 i64 p any n p", flags)
+    pool = Kernel("lookup/embedding_bag.cu", "bags_pool", flags)
     offsets, mode = torch.arange(len(homes) + 1, device="cuda"), zeros(TABLES)
     column, out = torch.arange(TABLES, device="cuda") * WIDTH, torch.empty(BATCH, TABLES * WIDTH, device="cuda")
     blocks = blocks_for(TABLES * ((BATCH + 3) // 4) * 32, 256)
@@ -131,14 +130,13 @@ def lookup_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
 def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> list[Record]:
     """Sorting, finding segments, and backward with row-wise Adagrad."""
     n, flags = len(homes), options(torch.float32, WIDTH)
-    segments = Kernel("lookup/optimizer.cu", "segments_find", "i32 i i64 i32 i32 i any any any", flags)
+    segments = Kernel("lookup/optimizer.cu", "segments_find", flags)
     short = Kernel(
         "lookup/optimizer.cu",
         "segments_update",
-        "any any i i32 i i64 f32 n p p p p any f32 p p p u8 f32 any f32",
         flags,
     )
-    long = Kernel("lookup/optimizer.cu", "long_segments_update", "any any f32 any f32 p p p u8 f32 any", flags)
+    long = Kernel("lookup/optimizer.cu", "long_segments_update", flags)
     bag, bags, grad = (
         torch.arange(n, dtype=torch.int32, device="cuda"),
         zeros(n),

@@ -82,7 +82,7 @@ extern "C" __global__ void records_index(Record *records, int n_records, Cell *m
 extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *keys, i64 n, const Clock *clock,
                                      int *last_batch, u32 *score, int kind, float unit, int scored, Claim *claims,
                                      i64 n_claims, int *homes, i64 *missed_keys, Record *records, int n_records,
-                                     const Cell *map, i64 n_map, u32 *away_state, i64 away_stride, int away_by_key,
+                                     const Cell *map, i64 n_map, word_t *away_state, i64 away_stride, int away_by_key,
                                      Counts *counts) {
     wait_for_prior_kernel();
     __shared__ int block_lookups, block_hits, block_unique, block_overflow;

@@ -8,6 +8,7 @@ typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned int u32;
 typedef unsigned short u16;
+typedef u32 word_t;  // of a row's state: a float's bits, or beside a cold row its score
 
 [[maybe_unused]] constexpr int DROPPED = -2147483647 - 1;  // home of an occurrence that takes no part: padding
 [[maybe_unused]] constexpr u32 FULL_WARP = 0xffffffffu;

@@ -207,6 +207,16 @@ class Source:
                 for leaf in self.leaves(field.type.name):
                     yield leaf._replace(offset=field.offset + leaf.offset)
 
+    def size(self, type: Type, place: str) -> tuple[int, int]:
+        """Size and alignment of a type, in bytes."""
+        if type.pointer:
+            return POINTER_BYTES, POINTER_BYTES
+        self._refuse_conditional(type.name, place)
+        name = self.resolve(type, place)
+        if name not in self._structs:
+            return SIZES[name], SIZES[name]
+        return self.layout(name).size, self.layout(name).alignment
+
     def resolve(self, type: Type, place: str) -> str:
         """The name of the type behind a typedef's. Refuses one that is declared nowhere."""
         name = type.name
@@ -230,22 +240,12 @@ class Source:
         fields: list[Field] = []
         end, alignment = 0, self._value(struct.alignment, name) if struct.alignment else 1
         for token, type, dimensions in struct.fields:
-            each, its_alignment = self._size(type, token.place)
+            each, its_alignment = self.size(type, token.place)
             counts = tuple(self._value(dimension, token.place) for dimension in dimensions)
             start = -(-end // its_alignment) * its_alignment
             fields.append(Field(token.text, type, counts, start, each * math.prod(counts)))
             end, alignment = start + fields[-1].size, max(alignment, its_alignment)
         return Layout(name, tuple(fields), -(-end // alignment) * alignment, alignment)
-
-    def _size(self, type: Type, place: str) -> tuple[int, int]:
-        """Size and alignment."""
-        if type.pointer:
-            return POINTER_BYTES, POINTER_BYTES
-        self._refuse_conditional(type.name, place)
-        name = self.resolve(type, place)
-        if name not in self._structs:
-            return SIZES[name], SIZES[name]
-        return self.layout(name).size, self.layout(name).alignment
 
     def _value(self, tokens: list[Token], place: str) -> int:
         """The value of an expression of integers and names."""

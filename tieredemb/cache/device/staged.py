@@ -35,7 +35,7 @@ class Staged(Transfer):
 
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan, *apart: Any) -> None:
         super().__init__(cold, hot, initial, plan, *apart)
-        self._tell = kernel(MOVE, "missed_tell", "p p p p n p p p u8 p p n p", *self._flags)
+        self._tell = kernel(MOVE, "missed_tell", *self._flags)
         self._coming, self._leaving = PinnedRows(cold.layout), PinnedRows(cold.layout)
         # those of the plan before, which may yet be being copied to the device, or written
         self._copied, self._written = PinnedRows(cold.layout), PinnedRows(cold.layout)

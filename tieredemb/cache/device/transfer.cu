@@ -29,8 +29,8 @@ struct Moved {
 // has those of the victims, which are counted alone; without victim_keys nobody leaves.
 extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     const int *count, const i64 *missed_keys, const int *missed_slots, const i64 *victim_keys, const int *n_victims,
-    int swap_blocks, row_t *hot_weight, u32 *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight,
-    u32 *cold_state, unsigned char *untouched, int *n_untouched, Moved *moved, const Clock *clock, int kind,
+    int swap_blocks, row_t *hot_weight, word_t *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight,
+    word_t *cold_state, unsigned char *untouched, int *n_untouched, Moved *moved, const Clock *clock, int kind,
     float unit, int remember, int scored) {
     wait_for_prior_kernel();
     __shared__ int written, clean, fresh, blank;
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
 // takes the i-th; it takes the dirty flags, and those of the slots stay. Without `moved` nothing is counted.
 extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
     const int *count, i64 n, i64 first_slot, i64 first_key, const int *slots, const i64 *keys, const row_t *hot_weight,
-    const u32 *hot_state, const u32 *score, unsigned char *dirty, row_t *cold_weight, u32 *cold_state,
+    const word_t *hot_state, const u32 *score, unsigned char *dirty, row_t *cold_weight, word_t *cold_state,
     unsigned char *was_dirty, Moved *moved) {
     wait_for_prior_kernel();
     __shared__ int written, clean;

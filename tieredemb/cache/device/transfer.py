@@ -64,8 +64,8 @@ class Transfer(abc.ABC):
         self.device = hot.weight.device
         self._initial = initial
         self._flags = flags = (*options(cold.layout.dtype, cold.layout.width), f"-DSTATE={cold.layout.state_width}")
-        self._swap = kernel(MOVE, "rows_swap", "p p p p p i any f32 i32 u8 p p p p p p i x i i", *flags)
-        self._write_back = kernel(MOVE, "rows_write_back", "p n n n p p any f32 i32 u8 p p p p", *flags)
+        self._swap = kernel(MOVE, "rows_swap", *flags)
+        self._write_back = kernel(MOVE, "rows_write_back", *flags)
         self._side: torch.cuda.Stream | None = None
         self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # at exit is too late to compile, and between the slots' change of hands and their rows' arrival too
