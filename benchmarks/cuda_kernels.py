@@ -20,7 +20,7 @@ from benchmarks.cuda_timing import timed, zeros
 from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
 from benchmarks.timing import Quantiles
 from tieredemb.kernels.compiler import Kernel, blocks_for, meeting_blocks, options
-from tieredemb.lookup.optimizer import CHUNK
+from tieredemb.kernels.constants import CHUNK
 
 TABLES, ROWS, BATCH, WIDTH, ALPHA = 26, 1_000_000, 65_536, 128, 1.05
 FINDS = 1 << 24

@@ -10,10 +10,10 @@ from devices import require_gpu
 
 from tieredemb.cache.device.plan import COUNTS, SELECTION, TOTALS, Away, DevicePlan, Missed
 from tieredemb.cache.device.rows import DeviceRows
-from tieredemb.cache.plan import DROPPED
 from tieredemb.cache.policy import scoring
 from tieredemb.config import LFU
 from tieredemb.kernels.compiler import Kernel, blocks_for
+from tieredemb.kernels.constants import DROPPED
 from tieredemb.storage.base import RowLayout
 
 BEGUN = 1_000_000  # batches before the first: rows may have been used that long ago

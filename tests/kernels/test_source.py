@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 import torch
 from nvrtc import compiled
 
+from tieredemb.kernels import constants
 from tieredemb.kernels.compiler import options
 from tieredemb.kernels.source import PACKAGE, SourceError, Type, read, text
 
@@ -163,3 +165,21 @@ def test_kernel_of_an_unknown_type_is_refused(source):
 def test_what_is_not_there_is_refused(source, ask):
     with pytest.raises(SourceError, match=r"no (kernel|struct|field) x"):
         ask(source("struct A { int a; };"))
+
+
+# --- numbers of both sides --------------------------------------------------------------------------------------------
+
+
+def test_constants_have_their_values_in_c():
+    numbers = {name: value for name, value in vars(constants).items() if name.isupper() and name != "MODES"}
+    assert len(numbers) > 10
+    claims = "".join(f'static_assert({name} == {value}ll, "");\n' for name, value in numbers.items())
+    compiled("hash/slot_map.cu", "sm_90", options(), claims)
+
+
+def test_constant_is_written_once():
+    """None is declared in a CUDA file again, in another scope say."""
+    names = [name for name in vars(constants) if name.isupper()]
+    again = re.compile(rf"(?:constexpr|const|#define)\b[^;\n]*\b({'|'.join(names)})\b\s*(?:=|\d)")
+    for path in (*PACKAGE.rglob("*.cu"), *PACKAGE.rglob("*.cuh")):
+        assert again.findall(path.read_text()) == [], path.name

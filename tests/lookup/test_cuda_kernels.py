@@ -12,7 +12,7 @@ from devices import require_gpu
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.config import LFU, LRU, Uniform
 from tieredemb.kernels.compiler import Kernel, blocks_for, options
-from tieredemb.lookup.optimizer import CHUNK
+from tieredemb.kernels.constants import CHUNK
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.unified import UnifiedMemory

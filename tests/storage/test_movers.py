@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from tieredemb.kernels.constants import TOLD_NUMBER, TOLD_WORDS
 from tieredemb.storage import movers
-from tieredemb.storage.base import TOLD_NUMBER, TOLD_WORDS, RowLayout, Told
+from tieredemb.storage.base import RowLayout, Told
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.movers_cpu import ALONE, CHUNK
 

@@ -4,6 +4,8 @@ The source is where these are written; the host asks here and repeats none of it
 all else is a `SourceError` with file and line, never a guess. No flag is known here, so what stands under a condition
 (a row's type, all that depends on a width) has a name and no size. `tests/kernels/test_source.py` compares what is
 found with the compiler.
+
+Numbers that both sides know go the other way: `constants.cuh` is made of `constants.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from tieredemb.errors import TieredEmbError
+from tieredemb.kernels import constants
 
 PACKAGE = Path(__file__).resolve().parents[1]
 POINTER_BYTES = 8
+CONSTANTS = "constants.cuh"  # a header that lies nowhere
 
 TOKEN = re.compile(
     r"""(?P<space>\s+|//[^\n]*|/\*.*?\*/)
@@ -111,8 +115,8 @@ class _Kernel(NamedTuple):
 @functools.cache
 def headers() -> dict[str, str]:
     """The paths of our headers inside the package, by the names that they are included by."""
-    paths = sorted(PACKAGE.rglob("*.cuh"))
-    return {path.name: path.relative_to(PACKAGE).as_posix() for path in paths}
+    paths = {path.name: path.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.rglob("*.cuh"))}
+    return paths | {CONSTANTS: CONSTANTS}
 
 
 def header(name: str, place: str) -> str:
@@ -120,6 +124,22 @@ def header(name: str, place: str) -> str:
     if name not in headers():
         raise SourceError(f"{place}: there is no header {name!r}; there are {', '.join(headers())}")
     return headers()[name]
+
+
+@functools.cache
+def constants_header() -> str:
+    """The numbers of `constants.py`, as C knows them: an int where it can be one."""
+    lines = []
+    for name, value in vars(constants).items():
+        if name.isupper() and isinstance(value, int):
+            type = "int" if value < 2**31 else "unsigned int"
+            text = f"{value + 1} - 1" if value < 0 else f"{value}{'u' * (value >= 2**31)}"  # C has no literal of −2³¹
+            lines.append(f"[[maybe_unused]] constexpr {type} {name} = {text};\n")
+    return "".join(lines)
+
+
+def _own_text(file: str) -> str:
+    return constants_header() if file == CONSTANTS else (PACKAGE / file).read_text()
 
 
 def text(file: str) -> str:
@@ -132,15 +152,15 @@ def text(file: str) -> str:
         if path in seen:
             return ""
         seen.add(path)
-        return INCLUDE.sub(put_in, (PACKAGE / path).read_text().replace("#pragma once", ""))
+        return INCLUDE.sub(put_in, _own_text(path).replace("#pragma once", ""))
 
-    return INCLUDE.sub(put_in, (PACKAGE / file).read_text())
+    return INCLUDE.sub(put_in, _own_text(file))
 
 
 @functools.cache
 def _tokens(file: str) -> list[Token]:
-    text, found, line = (PACKAGE / file).read_text(), [], 1
-    for match in TOKEN.finditer(text):
+    found, line = [], 1
+    for match in TOKEN.finditer(_own_text(file)):
         if match.lastgroup != "space":
             found.append(Token(str(match.lastgroup), match[0], f"{file}:{line}"))
         line += match[0].count("\n")

@@ -14,12 +14,12 @@ import torch
 
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
 from tieredemb.kernels.compiler import blocks_for, kernel
+from tieredemb.kernels.constants import BAD_ID, FILL_THREADS
 from tieredemb.lookup.bags import KeySpace, id_out_of_range, offsets_out_of_order
 
 FILE = "lookup/bags.cu"
 THREADS = 256
 MOST_BLOCKS = 4224
-BAD_ID = 1
 MAX_BAGS = 2**31 - 1
 
 
@@ -118,9 +118,10 @@ def find_device_bags(
     )  # fmt: skip
     fill = kernel(FILE, "bags_fill")
     fill(
-        max(1, blocks_for(n, THREADS, MOST_BLOCKS)), THREADS, ids, edges.offsets, given, n, bags.offsets, batch, tables,
-        len(space), space.start, space.padding if padding_is_dropped else space.no_padding, space.resident, bags.keys,
-        bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count, fault, report,
+        max(1, blocks_for(n, FILL_THREADS, MOST_BLOCKS)), FILL_THREADS, ids, edges.offsets, given, n, bags.offsets,
+        batch, tables, len(space), space.start, space.padding if padding_is_dropped else space.no_padding,
+        space.resident, bags.keys, bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count,
+        fault, report,
     )  # fmt: skip
 
 

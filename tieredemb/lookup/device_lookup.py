@@ -12,9 +12,9 @@ import torch
 
 from tieredemb import config
 from tieredemb.kernels.compiler import blocks_for, kernel, options
-from tieredemb.lookup.bags import MAX, MEAN
+from tieredemb.kernels.constants import CHUNK, MAX, MEAN
 from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace
-from tieredemb.lookup.optimizer import CHUNK, KINDS, SGD, state_width
+from tieredemb.lookup.optimizer import KINDS, SGD, state_width
 
 BAG, OPTIMIZER = "lookup/embedding_bag.cu", "lookup/optimizer.cu"
 THREADS = 256

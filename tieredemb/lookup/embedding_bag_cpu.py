@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tieredemb.kernels.constants import MAX, MEAN
 from tieredemb.kernels.cpu import even_bounds, fma, inline, jit, load, parallel_for, prefetch, store
-from tieredemb.lookup.bags import MAX, MEAN, KeySpace
+from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.bags_cpu import Bags
 
 if TYPE_CHECKING:

@@ -12,14 +12,10 @@
 #ifndef KIND
 #define KIND 2  // SGD 0, Adagrad 1, row-wise Adagrad 2, Adam 3
 #endif
-constexpr int CHUNK = 64;
 constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : UNITS > 2 ? 4 : UNITS;
 constexpr int STEPS = (UNITS + LANES - 1) / LANES;
 #ifndef AHEAD
 #define AHEAD 4  // gradient rows in flight
-#endif
-#ifdef HAS_MAX
-constexpr int MAX = 2;  // the mode of a table whose gradients go to the winners alone
 #endif
 
 struct Work {

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-CHUNK = 64  # occurrences summed at the first level: a table of three rows in a batch of 65,536 has 340 chunks a row
 KINDS: dict[type, int] = {config.SGD: 0, config.Adagrad: 1, config.RowWiseAdagrad: 2, config.Adam: 3}
 SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM = KINDS.values()
 

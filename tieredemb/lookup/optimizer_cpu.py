@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tieredemb.kernels.constants import CHUNK, MAX
 from tieredemb.kernels.cpu import Pass, even_bounds, fma, inline, jit, load, prefetch, store
-from tieredemb.lookup.bags import MAX
 from tieredemb.lookup.embedding_bag_cpu import row_prefetch
-from tieredemb.lookup.optimizer import ADAGRAD, ADAM, CHUNK, ROW_WISE_ADAGRAD, SGD, Gradient, Hyperparameters
+from tieredemb.lookup.optimizer import ADAGRAD, ADAM, ROW_WISE_ADAGRAD, SGD, Gradient, Hyperparameters
 
 if TYPE_CHECKING:
     from tieredemb.kernels.segments_cpu import Segments

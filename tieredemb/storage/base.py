@@ -19,6 +19,7 @@ import torch
 
 from tieredemb.config import MAX_BYTES, MAX_ROWS
 from tieredemb.errors import ConfigError, shown
+from tieredemb.kernels.constants import TOLD_WORDS
 from tieredemb.storage.stored_json import fields_of, integer_of, list_of, text_of
 
 if TYPE_CHECKING:
@@ -135,9 +136,6 @@ class HotArrays(Protocol):
     state: np.ndarray[Any, Any]
     score: np.ndarray[Any, Any]
     dirty: np.ndarray[Any, Any]
-
-
-TOLD_NUMBER, TOLD_WORDS = 3, 4  # of the words before the keys the one that is written last, and how many they are
 
 
 class Told(NamedTuple):

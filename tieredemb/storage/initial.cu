@@ -4,7 +4,6 @@
 // takes a row, four columns a lane and Philox block. Writes D · itemsize + 4 S bytes a row and reads next to nothing.
 #include "common.cuh"
 
-constexpr int NORMAL = 0;  // `initial.NORMAL`
 constexpr int QUADS = (WIDTH + 3) / 4;
 static_assert(UNITS * VECTOR == WIDTH, "rows of another width");
 constexpr int LANES = QUADS > 16 ? 32 : QUADS > 8 ? 16 : QUADS > 4 ? 8 : QUADS > 2 ? 4 : QUADS > 1 ? 2 : 1;

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tieredemb.kernels.constants import NORMAL
 from tieredemb.kernels.cpu import bits_float, even_bounds, float_bits, fma, inline, jit, parallel_for, store
-from tieredemb.storage.initial import NORMAL
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tieredemb.kernels.constants import TOLD_NUMBER
 from tieredemb.kernels.cpu import jit
 from tieredemb.kernels.native import (
     SEMAPHORE_BYTES,
@@ -19,7 +20,6 @@ from tieredemb.kernels.native import (
     sleep_microseconds,
     yield_core,
 )
-from tieredemb.storage.base import TOLD_NUMBER
 
 # Byte offsets on the board. Counters have cache lines of their own: rows claimed, threads that are at the job, whether
 # there is one, whether one is waited for, whether in vain. Then the words of the job (`Job.words`), and what threads

@@ -10,8 +10,8 @@ from tieredemb.cache.device.plan import Away, DevicePlan, Missed
 from tieredemb.cache.device.rows import DeviceRows
 from tieredemb.cache.device.staging import Asked, PinnedRows, ToldMoves
 from tieredemb.cache.device.transfer import MOVE, MOVE_BLOCKS, MOVE_THREADS, Beside, Transfer
-from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.kernels.compiler import blocks_for, kernel
+from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 

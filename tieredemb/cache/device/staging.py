@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from tieredemb.storage.base import TOLD_NUMBER, TOLD_WORDS, RowLayout, Told
+from tieredemb.kernels.constants import TOLD_NUMBER, TOLD_WORDS
+from tieredemb.storage.base import RowLayout, Told
 
 if TYPE_CHECKING:
     from tieredemb.storage.movers import Job

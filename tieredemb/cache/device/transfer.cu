@@ -185,8 +185,8 @@ extern "C" __global__ void missed_tell(const int *missed, const int *room, const
     wait_for_prior_kernel();
     const int m = *missed, leaving = *needed < *chosen ? *needed : *chosen;
     for (i64 i = thread_index(); i < m; i += thread_count()) {
-        told[4 + i] = missed_keys[i];
-        told[4 + n + i] = victim_keys[i];
+        told[TOLD_WORDS + i] = missed_keys[i];
+        told[TOLD_WORDS + n + i] = victim_keys[i];
         told_dirty[i] = missed_slots[i] >= 0 && dirty[missed_slots[i]];
     }
     if (thread_index() == 0) told[0] = m, told[1] = *room, told[2] = leaving;
@@ -195,5 +195,5 @@ extern "C" __global__ void missed_tell(const int *missed, const int *room, const
     if (threadIdx.x != 0 || atomicAdd(finished, 1u) != gridDim.x - 1) return;
     *finished = 0;
     __threadfence_system();
-    *(volatile i64 *)(told + 3) = number;
+    *(volatile i64 *)(told + TOLD_NUMBER) = number;
 }

@@ -16,8 +16,8 @@ import torch
 from tieredemb.cache.changes import Change, ChangeBook, Doubt, interrupted
 from tieredemb.cache.device.plan import Away, DevicePlan, Missed
 from tieredemb.cache.device.rows import DeviceRows
-from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.kernels.compiler import blocks_for, kernel, options
+from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 
