@@ -21,8 +21,9 @@ from benchmarks.cuda_timing import timed, zeros
 from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
 from benchmarks.timing import Quantiles
 from tieredemb.kernels.compiler import OPTIONS, Kernel, blocks_for, meeting_blocks, options
+from tieredemb.kernels.constants import CHUNK
 from tieredemb.kernels.row_format import RowFormat
-from tieredemb.lookup.optimizer import CHUNK, recipe_file, recipe_flags
+from tieredemb.lookup.optimizer import recipe_file, recipe_flags
 
 TABLES, ROWS, BATCH, WIDTH, ALPHA = 26, 1_000_000, 65_536, 128, 1.05
 FINDS = 1 << 24
@@ -57,8 +58,8 @@ def map_records(slots: int, bars: dict[str, float]) -> list[Record]:
     """Finds and inserts of a map of `slots` keys, in 10⁹ keys a second."""
     cells, keys = zeros(2 * slots, 2, dtype=torch.int64), torch.randperm(3 * slots, device="cuda")[:slots].contiguous()
     homes, count = torch.arange(slots, dtype=torch.int32, device="cuda"), torch.tensor([slots], device="cuda").int()
-    insert = Kernel("hash/slot_map.cu", "slot_map_insert", "any n i64 i32 i32")
-    find = Kernel("hash/slot_map.cu", "slot_map_find", "any n i64 n i32")
+    insert = Kernel("hash/slot_map.cu", "slot_map_insert")
+    find = Kernel("hash/slot_map.cu", "slot_map_find")
     empty = timed(cells.zero_)
 
     def fill() -> None:
@@ -97,8 +98,7 @@ def victim_records(rate: float) -> list[Record]:
     selection, victims, counts = zeros(4 + 3 * 2048), zeros(slots), zeros(28)
     counts[0], counts[2] = needed, slots  # missed, used
     clock = torch.tensor([300, 1000, (290 << 32) | 300], device="cuda")
-    words = "any i32 any i32 i32 i x i i32"
-    select = Kernel("cache/policy.cu", "victims_select", words, options(), cooperative=True)
+    select = Kernel("cache/policy.cu", "victims_select", options(), cooperative=True)
     blocks = meeting_blocks(torch.cuda.current_device())
 
     def choose() -> None:
@@ -114,7 +114,7 @@ def victim_records(rate: float) -> list[Record]:
 def lookup_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> list[Record]:
     """The pooled lookup of all tables."""
     flags = options(torch.float32, WIDTH)
-    pool = Kernel("lookup/embedding_bag.cu", "bags_pool", "any p p i32 i64 n n i32 i64 p any n p", flags)
+    pool = Kernel("lookup/embedding_bag.cu", "bags_pool", flags)
     offsets, mode = torch.arange(len(homes) + 1, device="cuda"), zeros(TABLES)
     column, out = torch.arange(TABLES, device="cuda") * WIDTH, torch.empty(BATCH, TABLES * WIDTH, device="cuda")
     blocks = blocks_for(TABLES * ((BATCH + 3) // 4) * 32, 256)
@@ -135,14 +135,13 @@ def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
     optimizer = tieredemb.RowWiseAdagrad()
     n, file = len(homes), recipe_file(optimizer)
     flags = (*OPTIONS, *RowFormat(width=WIDTH, state_width=1).flags, *recipe_flags(optimizer))
-    segments = Kernel(file, "segments_find", "i32 i i64 i32 i32 i any any any", flags)
+    segments = Kernel(file, "segments_find", flags)
     short = Kernel(
         file,
         "segments_update",
-        "any any i i32 i i64 f32 n p p p p any f32 p p p u8 f32 any f32",
         flags,
     )
-    long = Kernel(file, "long_segments_update", "any any f32 any f32 p p p u8 f32 any", flags)
+    long = Kernel(file, "long_segments_update", flags)
     bag, bags, grad = (
         torch.arange(n, dtype=torch.int32, device="cuda"),
         zeros(n),

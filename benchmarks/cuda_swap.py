@@ -43,7 +43,6 @@ class Swap:
         self._kernel = Kernel(
             "cache/device/transfer.cu",
             "rows_swap",
-            "any i64 i32 i64 any i any i32 i32 u8 p p u8 p any p i x i i",
             (*options(torch.float32, WIDTH), "-DSTATE=1"),
         )
 

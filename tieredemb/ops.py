@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from tieredemb.cache.plan import DROPPED
 from tieredemb.config import MODES, Mode
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels import check_device
+from tieredemb.kernels.constants import DROPPED
 from tieredemb.kernels.row_format import CARRIERS, RowFormat
 from tieredemb.lookup.bags import rows_space
 

@@ -15,8 +15,9 @@ import torch
 
 from tieredemb.cache.device import copy_threads
 from tieredemb.cache.device.copy_threads import MissReport
-from tieredemb.cache.device.copy_threads_cpu import ALONE, CHUNK, REPORT_NUMBER, REPORT_WORDS
+from tieredemb.cache.device.copy_threads_cpu import ALONE, CHUNK
 from tieredemb.cache.device.row_copies import RowCopies
+from tieredemb.kernels.constants import REPORT_NUMBER, REPORT_WORDS
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.host import HostMemory
 

@@ -10,10 +10,10 @@ from devices import require_gpu
 
 from tieredemb.cache.device.plan import COUNTS, SELECTION, TOTALS, Away, DevicePlan, Missed
 from tieredemb.cache.device.rows import DeviceRows
-from tieredemb.cache.plan import DROPPED
 from tieredemb.cache.policy import scoring
 from tieredemb.config import LFU
 from tieredemb.kernels.compiler import Kernel, blocks_for
+from tieredemb.kernels.constants import DROPPED
 from tieredemb.storage.base import RowLayout
 
 BEGUN = 1_000_000  # batches before the first: rows may have been used that long ago
@@ -45,7 +45,7 @@ class Plans:
             self.plan.records.reserve(min((lag + 1) * n, layout.rows))
         self.state = torch.zeros(layout.rows, 2, dtype=torch.int32, device=device)  # of rows without a slot
         self.away = Away(self.slotless, 0, self.state.data_ptr(), self.plan.records.table)
-        self._find = Kernel("hash/slot_map.cu", "slot_map_find", "any n i64 n i32")
+        self._find = Kernel("hash/slot_map.cu", "slot_map_find")
 
     def find(self, keys):
         """Begins a plan for `keys` (int64 (N,)), negative where there is nothing to look up."""

@@ -16,10 +16,10 @@ from oracle import OracleCache
 from tieredemb import LFU, LRU, HostMemory
 from tieredemb.cache.host.cache import HostCache
 from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
-from tieredemb.cache.plan import DROPPED
-from tieredemb.cache.policy import MIN_SCORE, scoring
+from tieredemb.cache.policy import scoring
 from tieredemb.cache.tickets import Flight, TicketBook
 from tieredemb.errors import ConfigError, ForkedError, StorageError, StorageFullError
+from tieredemb.kernels.constants import DROPPED, MIN_SCORE
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.host import HostRows
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from tieredemb import LFU, LRU
 from tieredemb.cache.host.hot_rows import stamp
-from tieredemb.cache.policy import MAX_SCORE, MIN_SCORE, scoring
+from tieredemb.cache.policy import scoring
 from tieredemb.cache.policy_cpu import choose_victims, raise_scores
 from tieredemb.errors import ConfigError
+from tieredemb.kernels.constants import MAX_SCORE, MIN_SCORE
 
 POLICIES = [LRU(), LFU(), LFU(half_life_batches=1), LFU(half_life_batches=1e6), LFU(half_life_batches=math.inf)]
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tieredemb.hash.slot_map import NOT_FOUND
 from tieredemb.hash.slot_map_cpu import SlotMap
+from tieredemb.kernels.constants import NOT_FOUND
 
 
 def find(index, keys):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tieredemb.kernels import compiler
+from tieredemb.kernels import compiler, source
 from tieredemb.kernels.compiler import ATTRIBUTE, CONFIG, NO_CONTEXT, Kernel
 
 FUNCTION, STREAM = 2**47 + 5, 2**46 + 3
@@ -77,8 +77,11 @@ class Driver:
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """A stand-in for the GPU: an H200 with a new driver, unless a test says otherwise."""
+def machine(monkeypatch, tmp_path):
+    """A stand-in for the GPU: an H200 with a new driver, unless a test says otherwise; and a kernel that nothing
+    compiles."""
+    (tmp_path / "no.cu").write_text('extern "C" __global__ void rows_scale(float *rows, int count, double rate) {}')
+    monkeypatch.setattr(source, "PACKAGE", tmp_path)
     machine = SimpleNamespace(driver=Driver(), capability=(9, 0), made_current=[])
 
     def device(index):
@@ -98,7 +101,7 @@ def machine(monkeypatch):
 
 
 def launch(*, cooperative=False):
-    Kernel("no.cu", "rows_scale", "p i d", cooperative=cooperative)(7, 96, 2**40, -3, 0.5)
+    Kernel("no.cu", "rows_scale", cooperative=cooperative)(7, 96, 2**40, -3, 0.5)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -179,7 +182,7 @@ def test_refused_call_is_told(machine, call, codes):
 
 
 def test_nothing_is_launched_or_copied_of_nothing(machine):
-    Kernel("no.cu", "rows_scale", "p i d")(0, 96, 0, 0, 0.0)
+    Kernel("no.cu", "rows_scale")(0, 96, 0, 0, 0.0)
     compiler.copy_on_device(torch.zeros(0), torch.zeros(0))
     assert machine.driver.calls == []
 

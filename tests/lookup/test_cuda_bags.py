@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tieredemb as te
-from tieredemb.cache.plan import DROPPED
+from tieredemb.kernels.constants import DROPPED
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.bags_cpu import make_bags
 from tieredemb.lookup.device_bags import (

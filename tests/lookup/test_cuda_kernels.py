@@ -14,10 +14,10 @@ from training import NAMES, OPTIMIZERS
 import tieredemb as te
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.config import LFU, LRU, Uniform
-from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.compiler import OPTIONS, Kernel, blocks_for, options
+from tieredemb.kernels.constants import CHUNK
 from tieredemb.kernels.row_format import RowFormat
-from tieredemb.lookup.optimizer import CHUNK, named_numbers, recipe_file, recipe_flags, state_width
+from tieredemb.lookup.optimizer import named_numbers, recipe_file, recipe_flags, state_width
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.unified import UnifiedMemory
@@ -47,10 +47,10 @@ class DeviceMap:
     def __init__(self, slots):
         self.n = max(2, 2 * slots)
         self.cells = zeros(self.n, 2, dtype=torch.int64)
-        self._find = Kernel("hash/slot_map.cu", "slot_map_find", "any n i64 n i32")
-        self._insert = Kernel("hash/slot_map.cu", "slot_map_insert", "any n i64 i32 i32")
-        self._erase = Kernel("hash/slot_map.cu", "slot_map_erase", "any n i64 i32 i32")
-        self._rebuild = Kernel("hash/slot_map.cu", "slot_map_rebuild", "any n i64 n")
+        self._find = Kernel("hash/slot_map.cu", "slot_map_find")
+        self._insert = Kernel("hash/slot_map.cu", "slot_map_insert")
+        self._erase = Kernel("hash/slot_map.cu", "slot_map_erase")
+        self._rebuild = Kernel("hash/slot_map.cu", "slot_map_rebuild")
         self.tombstones = zeros(1)
 
     def find(self, keys):
@@ -107,8 +107,7 @@ def choose_victims(score, last, needed, *, batch, oldest, unit=1024.0, now=None)
     selection, victims, counts = zeros(4 + 3 * 2048), zeros(slots), zeros(28)
     counts[0], counts[2] = needed, slots  # missed, used
     clock = torch.tensor([batch, batch if now is None else now, (oldest << 32) | batch], device=GPU)
-    words = "any i32 any i32 i32 i x i i32"
-    select = Kernel("cache/policy.cu", "victims_select", words, options(), cooperative=True)
+    select = Kernel("cache/policy.cu", "victims_select", options(), cooperative=True)
     select(16, 1024, selection, counts, clock, score, last, slots, unit, 1, victims)
     assert counts[1].item() == needed
     return victims[: selection[0].item()].long()
@@ -205,9 +204,8 @@ def test_pooled_lookup_equals_torch(width, dtype):
     argmax = torch.zeros(batch, tables * width, dtype=torch.int32, device=GPU)
     lanes = 32
     groups = tables * ((batch + 3) // 4)
-    words = "any p p i32 i64 n n i32 i64 p any n i32"
     flags = (*options(dtype, width), "-DHAS_MAX")
-    Kernel("lookup/embedding_bag.cu", "bags_pool", words, flags)(
+    Kernel("lookup/embedding_bag.cu", "bags_pool", flags)(
         blocks_for(groups * lanes, 256), 256, weight, 0, 0, homes, offsets, batch, tables * batch, mode, column, 0, out,
         tables * width, argmax,
     )  # fmt: skip
@@ -243,8 +241,8 @@ def test_update_equals_the_formula_and_repeats_its_bits(optimizer, width):
     before = torch.randn(rows, width, device=GPU)
     flags = (*OPTIONS, *RowFormat(width=width, state_width=words).flags, *recipe_flags(optimizer))
 
-    def kernel(name, signature):
-        return Kernel(recipe_file(optimizer), name, signature, flags)
+    def kernel(name):
+        return Kernel(recipe_file(optimizer), name, flags)
 
     def run():
         weight, state = before.clone(), torch.full((rows, words), 0.25, device=GPU)
@@ -252,16 +250,14 @@ def test_update_equals_the_formula_and_repeats_its_bits(optimizer, width):
         order = torch.sort(homes, stable=True)
         bags, items, longs = zeros(n), zeros(n, 4), zeros(n // CHUNK + 1, 4)
         parts = torch.empty(2 * (n // CHUNK + 1), width, device=GPU)
-        kernel("segments_find", "i32 i i64 i32 i32 i any any any")(
+        kernel("segments_find")(
             blocks_for(n, 256), 256, order.values, n, order.indices, bag, bags, batch, work, items, longs
         )
-        kernel("segments_update", "any any i i32 i i64 f32 n p i64 p p any f32 p p p u8 f32 any f32")(
+        kernel("segments_update")(
             64, 256, work, items, n, bags, batch, column, grad, tables * width, 0, order.indices, 0, 0, weight, state,
             0, 0, 0, dirty, rate, numbers, parts,
         )  # fmt: skip
-        kernel("long_segments_update", "any any f32 any f32 p p p u8 f32 any")(
-            8, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rate, numbers
-        )
+        kernel("long_segments_update")(8, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rate, numbers)
         return weight, state, dirty
 
     weight, state, dirty = run()
@@ -290,13 +286,3 @@ def test_update_equals_the_formula_and_repeats_its_bits(optimizer, width):
         step = (old + (g - old) * (1 - beta1)) / ((old + (g * g - old) * (1 - beta2)).sqrt() + optimizer.eps)
     expected = torch.where(used[:, None], before.double() - 0.1 * step, before.double())
     torch.testing.assert_close(weight.double(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_launch_refuses_arguments_that_do_not_fit():
-    find = Kernel("hash/slot_map.cu", "slot_map_find", "any n i64 n i32")
-    cells, keys, slots = zeros(4, 2, dtype=torch.int64), zeros(3, dtype=torch.int64), zeros(3)
-    for bad in (keys.int(), keys.cpu(), zeros(3, 2, dtype=torch.int64)[:, 0], np.zeros(3)):
-        with pytest.raises(InvalidInputError, match="argument 2 of slot_map_find"):
-            find(1, 32, cells, 4, bad, 3, slots)
-    with pytest.raises(InvalidInputError, match="takes 5 arguments"):
-        find(1, 32, cells)

@@ -16,7 +16,8 @@ from devices import assert_same_bits, equal
 
 import tieredemb as te
 from tieredemb.config import OptimizerConfig
-from tieredemb.kernels.compiler import PACKAGE, source
+from tieredemb.kernels.source import PACKAGE
+from tieredemb.kernels.source import text as source
 from tieredemb.lookup.optimizer import (
     MOST_NUMBERS,
     device_numbers,

@@ -49,7 +49,7 @@ def cold(request, gpu):
 def gather(cold, keys):
     """Rows of `cold` as a kernel reads them."""
     keys, out = torch.as_tensor(keys, device=GPU), torch.zeros(len(keys), cold.layout.width, device=GPU)
-    kernel = Kernel("doctor/probe.cu", "rows_gather", "i64 n p any", options(torch.float32, cold.layout.width))
+    kernel = Kernel("doctor/probe.cu", "rows_gather", options(torch.float32, cold.layout.width))
     kernel(8, 1024, keys, len(keys), cold.weight.ctypes.data, out)
     return out
 
@@ -57,7 +57,7 @@ def gather(cold, keys):
 def scatter(cold, keys, rows):
     """Writes rows of `cold` by a kernel, and waits for it."""
     keys = torch.as_tensor(keys, device=GPU)
-    kernel = Kernel("doctor/probe.cu", "rows_scatter", "i64 n p any", options(torch.float32, cold.layout.width))
+    kernel = Kernel("doctor/probe.cu", "rows_scatter", options(torch.float32, cold.layout.width))
     kernel(8, 1024, keys, len(keys), cold.weight.ctypes.data, rows)
     torch.cuda.synchronize()
 
@@ -67,7 +67,7 @@ def states_seen_by_the_gpu(cold):
     words = cold.layout.state_width + 1
     keys = torch.arange(cold.layout.rows * words, device=GPU)
     out = torch.zeros(len(keys), 1, device=GPU)
-    kernel = Kernel("doctor/probe.cu", "rows_gather", "i64 n p any", options(torch.float32, 1))
+    kernel = Kernel("doctor/probe.cu", "rows_gather", options(torch.float32, 1))
     kernel(8, 1024, keys, len(keys), cold.state.ctypes.data, out)
     return out.view(torch.int32).view(cold.layout.rows, words)
 
@@ -118,7 +118,7 @@ def test_reset_zeroes_the_states_on_both_sides(cold):
 def test_reset_waits_for_the_kernels_that_write(cold):
     states = torch.full((1 << 15, cold.layout.state_width + 1), 9.0, device=GPU)
     keys = torch.arange(len(states), device=GPU)
-    kernel = Kernel("doctor/probe.cu", "rows_scatter", "i64 n p any", options(torch.float32, 2))
+    kernel = Kernel("doctor/probe.cu", "rows_scatter", options(torch.float32, 2))
     kernel(1, 32, keys, len(keys), cold.state.ctypes.data, states)  # compiles
     torch.cuda._sleep(200_000_000)  # 0.1 s
     kernel(1, 32, keys, len(keys), cold.state.ctypes.data, states)

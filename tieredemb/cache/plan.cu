@@ -82,7 +82,7 @@ extern "C" __global__ void records_index(Record *records, int n_records, Cell *m
 extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *keys, i64 n, const Clock *clock,
                                      int *last_batch, u32 *score, int kind, float unit, int scored, Claim *claims,
                                      i64 n_claims, int *homes, i64 *missed_keys, Record *records, int n_records,
-                                     const Cell *map, i64 n_map, u32 *away_state, i64 away_stride, int away_by_key,
+                                     const Cell *map, i64 n_map, word_t *away_state, i64 away_stride, int away_by_key,
                                      Counts *counts) {
     wait_for_prior_kernel();
     __shared__ int block_lookups, block_hits, block_unique, block_overflow;
@@ -121,9 +121,9 @@ extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *
                     at = (i64)(((u64)key * 0x9E3779B97F4A7C15ull) >> 32) & (n_claims - 1);
                     while (true) {
                         i64 seen = __ldcg(&claims[at].key);
-                        if (seen == EMPTY) {
-                            seen = (i64)atomicCAS(reinterpret_cast<u64 *>(&claims[at].key), (u64)EMPTY, (u64)(key + 1));
-                            won = seen == EMPTY;
+                        if (seen == EMPTY_CELL) {
+                            seen = (i64)atomicCAS(reinterpret_cast<u64 *>(&claims[at].key), (u64)EMPTY_CELL, (u64)(key + 1));
+                            won = seen == EMPTY_CELL;
                             if (won) break;
                         }
                         if (seen == key + 1) break;
@@ -277,7 +277,7 @@ __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &sl
 
 // Ends a plan whose victims `victims_select` has chosen. Without `commit` it only pairs missed keys with slots. All
 // blocks resident at once, each on a multiprocessor of its own: registers for two would spill.
-extern "C" __global__ void __launch_bounds__(1024, 1)
+extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
     missed_settle(Counts *counts, const int *victims, const int *chosen, const i64 *missed_keys, Cell *cells,
                   i64 n_cells, i64 *slot_keys, int *last_batch, const Clock *clock, int *missed_slots,
                   i64 *victim_keys, int *homes, i64 n, const Claim *claims, i64 n_claims, Record *records,
@@ -293,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
 
 // Ends a plan in one launch where no row has to leave before its slot passes over: chooses victims as `victims_select`
 // does, and goes on as `missed_settle`. 1,024 threads a block, all blocks resident at once. `selection` comes as zeros.
-extern "C" __global__ void __launch_bounds__(1024, 1)
+extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
     missed_place(Selection *selection, Counts *counts, const Clock *clock, const u32 *score, int *last_batch,
                  int capacity, float unit, int by_age, int *victims, const i64 *missed_keys, Cell *cells, i64 n_cells,
                  i64 *slot_keys, int *missed_slots, i64 *victim_keys, int *homes, i64 n, const Claim *claims,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tieredemb.cache.plan import DROPPED
+from tieredemb.kernels.constants import DROPPED
 from tieredemb.kernels.cpu import even_bounds, jit, parallel_for, prefetch
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@
 
 // Makes room for what a plan has missed: as many victims as the slots never used leave wanting. 1,024 threads a block,
 // all blocks resident at once. `selection` comes as zeros.
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(TOGETHER)
     victims_select(Selection *selection, Counts *counts, const Clock *clock, const u32 *score, const int *last_batch,
                    int capacity, float unit, int by_age, int *victims) {
     wait_for_prior_kernel();

@@ -10,6 +10,7 @@
 
 constexpr int DIGIT_BITS = 11;
 constexpr int BINS = 1 << DIGIT_BITS;
+static_assert(BINS == 2 * TOGETHER, "a thread looks at two bins");
 constexpr int PER_THREAD = 4;  // slots read in one load
 
 struct Selection {

@@ -15,10 +15,7 @@ import math
 from dataclasses import dataclass
 
 from tieredemb import config
-
-MIN_SCORE = 1  # of a row that was written but never used
-MAX_SCORE = 2**32 - 1
-AGED, COUNT, CLOCK = 0, 1, 2  # how a use changes a score: LRFU, exact LFU, LRU
+from tieredemb.kernels.constants import AGED, CLOCK, COUNT, MAX_SCORE, MIN_SCORE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tieredemb.cache.policy import AGED, CLOCK, MAX_SCORE, MIN_SCORE, Scoring
+from tieredemb.cache.policy import Scoring
+from tieredemb.kernels.constants import AGED, CLOCK, MAX_SCORE, MIN_SCORE
 from tieredemb.kernels.cpu import even_bounds, jit, parallel_for, prefetch
 
 if TYPE_CHECKING:

@@ -116,8 +116,8 @@ def _measure(cold: ColdRows, device: torch.device) -> Rates:
 
     rows, width = cold.layout.rows, cold.layout.width
     flags = options(torch.float32, width)
-    gather = Kernel("doctor/probe.cu", "rows_gather", "i64 n p any", flags)
-    scatter = Kernel("doctor/probe.cu", "rows_scatter", "i64 n p any", flags)
+    gather = Kernel("doctor/probe.cu", "rows_gather", flags)
+    scatter = Kernel("doctor/probe.cu", "rows_scatter", flags)
     try:
         cold.attach(device)
         address = cold.weight.ctypes.data

@@ -10,9 +10,8 @@ struct alignas(16) Cell {
     int slot;
     int spare;
 };
-[[maybe_unused]] constexpr i64 EMPTY = 0;
+static_assert(sizeof(Cell) == CELL_BYTES, "the host makes room for cells");
 [[maybe_unused]] constexpr i64 TOMBSTONE = -1;
-[[maybe_unused]] constexpr int NOT_FOUND = -1;
 
 // Slot of a key, or NOT_FOUND.
 __device__ __forceinline__ int find_slot(const Cell *cells, i64 n_cells, i64 key) {
@@ -21,7 +20,7 @@ __device__ __forceinline__ int find_slot(const Cell *cells, i64 n_cells, i64 key
         int4 raw = *reinterpret_cast<const int4 *>(cells + at);
         i64 found = (i64)((u64)(u32)raw.x | ((u64)(u32)raw.y << 32));
         if (found == key + 1) return raw.z;
-        if (found == EMPTY) return NOT_FOUND;
+        if (found == EMPTY_CELL) return NOT_FOUND;
         at = at + 1 == n_cells ? 0 : at + 1;
     }
 }
@@ -32,7 +31,7 @@ __device__ __forceinline__ void insert_slot(Cell *cells, i64 n_cells, i64 key, i
     i64 at = first_cell(key, n_cells);
     while (true) {
         i64 seen = __ldcg(&cells[at].key);
-        if (seen == EMPTY || seen == TOMBSTONE) {
+        if (seen == EMPTY_CELL || seen == TOMBSTONE) {
             i64 before = (i64)atomicCAS(reinterpret_cast<u64 *>(&cells[at].key), (u64)seen, (u64)wanted);
             if (before == seen) {
                 cells[at].slot = slot;

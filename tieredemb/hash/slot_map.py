@@ -7,10 +7,9 @@ CPU. See cuCollections `static_map` for the verbs.
 
 from __future__ import annotations
 
+from tieredemb.kernels.constants import CELL_BYTES
+
 LOAD = 0.5  # cells = slots / LOAD; at 0.8 finds take twice as long
-CELL_BYTES = 16
-EMPTY_CELL = 0  # a cell stores key + 1, so that a map of untouched zero pages is empty
-NOT_FOUND = -1
 
 
 def map_bytes_per_slot() -> int:

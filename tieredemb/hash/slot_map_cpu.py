@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tieredemb.hash.slot_map import EMPTY_CELL, LOAD, NOT_FOUND
+from tieredemb.hash.slot_map import LOAD
+from tieredemb.kernels.constants import EMPTY_CELL, NOT_FOUND
 from tieredemb.kernels.cpu import even_bounds, inline, jit, parallel_for, prefetch
 
 if TYPE_CHECKING:

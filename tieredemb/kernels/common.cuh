@@ -2,14 +2,17 @@
 //
 // A module is compiled for one row format: -DROW_FLOAT, -DROW_HALF or -DROW_BFLOAT16, and one width, -DWIDTH=D. Rows
 // are read in units of VECTOR elements, up to 16 bytes. No header is included, so that no CUDA toolkit is needed.
+//
+// Numbers that the host knows too (DROPPED, MIN_SCORE, MEAN, …) are those of constants.py, which make constants.cuh.
 #pragma once
+#include "constants.cuh"
 
 typedef long long i64;
 typedef unsigned long long u64;
 typedef unsigned int u32;
 typedef unsigned short u16;
+typedef u32 word_t;  // of a row's state: a float's bits, or beside a cold row its score
 
-[[maybe_unused]] constexpr int DROPPED = -2147483647 - 1;  // home of an occurrence that takes no part: padding
 [[maybe_unused]] constexpr u32 FULL_WARP = 0xffffffffu;
 
 __device__ __forceinline__ i64 thread_index() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }

@@ -1,8 +1,8 @@
 """The only place that compiles and launches CUDA: `.cu` files by NVRTC at run time, through CuPy, cached on disk.
 
-A file is compiled for one row format and width (`common.cuh`), so that kernels know their sizes. Kernels take numbers
-and torch tensors, whose dtype, device and contiguity are checked against the kernel's signature where
-TIEREDEMB_CHECK_LAUNCHES=1 asks for it, as all tests do: what users pass was checked before.
+A file is compiled for one row format and width (`common.cuh`), so that kernels know their sizes. Kernels take numbers,
+torch tensors and structs (`arguments.py`). dtype, device and contiguity are checked against the kernel's parameters
+where TIEREDEMB_CHECK_LAUNCHES=1 asks for it, as all tests do: what users pass was checked before.
 
 From compute capability 9.0 on a launch may begin as the kernel before it on its stream ends, and each kernel waits for
 that first of all (`wait_for_prior_kernel`): 0.5 to 0.7 µs less a kernel on an H200. See "programmatic dependent launch"
@@ -17,41 +17,21 @@ import os
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tieredemb.errors import InvalidInputError, MissingDependencyError
+from tieredemb.kernels import source
+from tieredemb.kernels.arguments import Signature, signature
 from tieredemb.kernels.row_format import RowFormat
 
-PACKAGE = Path(__file__).resolve().parents[1]
 OPTIONS = ("--std=c++17", "--fmad=false")  # no contraction but where the source says so
-PACKED = {"n": "q", "p": "q", "i": "i", "x": "f", "d": "d"}  # numbers as `struct` packs them
 CHECKED = os.environ.get("TIEREDEMB_CHECK_LAUNCHES", "0") not in ("", "0")  # some microseconds a launch
 
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 CONFIG = struct.Struct("@7I2PI4x")  # CUlaunchConfig: blocks, threads, shared bytes; stream; attributes, how many
 ATTRIBUTE = struct.Struct("@i4xi60x")  # CUlaunchAttribute: which, and its value
-
-HEADERS = {  # those that include others first
-    "recipe.cuh": "lookup/recipe.cuh",
-    "optimizer.cuh": "lookup/optimizer.cuh",
-    "common.cuh": "kernels/common.cuh",
-    "slot_map.cuh": "hash/slot_map.cuh",
-    "policy.cuh": "cache/policy.cuh",
-    "plan.cuh": "cache/plan.cuh",
-    "score.cuh": "kernels/score.cuh",
-}
-
-
-def source(file: str) -> str:
-    """Text of a `.cu` file, given its path inside the package, with its headers put in: CuPy's cache of compiled code
-    looks at the text alone, and would not notice a changed include."""
-    text = (PACKAGE / file).read_text()
-    for name, header in HEADERS.items():
-        text = text.replace(f'#include "{name}"', (PACKAGE / header).read_text().replace("#pragma once", ""))
-    return text
 
 
 def options(dtype: torch.dtype | None = None, width: int | None = None) -> tuple[str, ...]:
@@ -78,7 +58,7 @@ def cupy() -> Any:
 @functools.cache
 def _module(file: str, flags: tuple[str, ...], device: int) -> Any:
     with cupy().cuda.Device(device):
-        return cupy().RawModule(code=source(file), options=flags, backend="nvrtc")
+        return cupy().RawModule(code=source.text(file), options=flags, backend="nvrtc")
 
 
 @functools.cache
@@ -155,16 +135,15 @@ class _Arguments:
         self.size = ctypes.c_size_t()
         # 1: here is the buffer, 2: and here its size, 0: the end
         self.extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self.buffer), 2, ctypes.addressof(self.size), 0)
-        self._pointers: dict[str, Any] = {}
+        self._pointers: dict[Signature, Any] = {}
 
-    def pointers(self, format: str) -> Any:
-        """Addresses of the arguments that `format` packs one by one."""
-        found = self._pointers.get(format)
+    def pointers(self, signature: Signature) -> Any:
+        """Addresses of the arguments, packed as `signature` says, one by one."""
+        found = self._pointers.get(signature)
         if found is None:
-            # what precedes an argument, padded to where it may start
-            starts = [struct.calcsize(format[:end] + "0" + format[end]) for end in range(1, len(format))]
             base = ctypes.addressof(self.buffer)
-            found = self._pointers[format] = (ctypes.c_void_p * len(starts))(*(base + start for start in starts))
+            starts = [base + start for start in signature.starts]
+            found = self._pointers[signature] = (ctypes.c_void_p * len(starts))(*starts)
         return found
 
 
@@ -174,45 +153,33 @@ _SPARE: deque[_Arguments] = deque()
 
 
 class Kernel:
-    """One kernel of a `.cu` file.
-
-    `signature`: a word for each argument: a dtype for a tensor (`i64`, `i32`, `f32`, `u8`; `any` for rows), `n` for an
-    int64, `i` for an int32, `x` for a float32, `d` for a float64, `p` for an address (an int, 0 for none, or a tensor
-    of any dtype). A `cooperative` kernel's blocks are all resident at once, and may wait for each other.
+    """One kernel of a `.cu` file, which says what it takes. A `cooperative` kernel's blocks are all resident at once,
+    and may wait for each other.
 
     Any other may begin before the kernel before it on its stream has ended: it counts on its own first statement, and
     on that of all kernels here, `wait_for_prior_kernel()`. Kernels of others, before or after it, need none.
     """
 
-    DTYPES: ClassVar = {
-        "i64": torch.int64,
-        "i32": torch.int32,
-        "f32": torch.float32,
-        "u8": torch.uint8,
-        "any": None,
-    }
-
-    def __init__(
-        self, file: str, name: str, signature: str, flags: Sequence[str] = OPTIONS, *, cooperative: bool = False
-    ) -> None:
+    def __init__(self, file: str, name: str, flags: Sequence[str] = OPTIONS, *, cooperative: bool = False) -> None:
+        if isinstance(flags, str) or any(not flag.startswith("-") for flag in flags):
+            raise InvalidInputError(f"flags of the compiler begin with a dash; {name} was given {flags!r}")
         self.file = file
         self.cooperative = cooperative
         self.name = name
         self.flags = tuple(flags)
-        words = signature.split()
-        self._words = [(word, self.DTYPES.get(word), word in ("any", "p")) for word in words]
-        self._packing = struct.Struct("@" + "".join(PACKED.get(word, "q") for word in words))
+        self.signature = signature(file, name)
+        self._n_arguments, self._packing = len(self.signature), self.signature.packing
         self._loaded: dict[int, _Loaded] = {}
 
     def __call__(self, blocks: int, threads: int, *args: Any) -> None:
         """Launches on torch's current stream. Does not synchronise. No blocks, no launch."""
         if blocks == 0:
             return
-        if len(args) != len(self._words):
-            raise InvalidInputError(f"{self.name} takes {len(self._words)} arguments, got {len(args)}")
+        if len(args) != self._n_arguments:
+            raise InvalidInputError(f"{self.name} takes {self._n_arguments} arguments, got {len(args)}")
         device = torch._C._cuda_getDevice()
         if CHECKED:
-            self._check(args, device)
+            self.signature.check(args, device)
         values = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
         _, function, attributes, n_attributes = self.load(device)
         stream = torch._C._cuda_getCurrentRawStream(device)
@@ -225,7 +192,7 @@ class Kernel:
         CONFIG.pack_into(packed.config, 0, blocks, 1, 1, threads, 1, 1, 0, stream, attributes, n_attributes)
         launch = _driver().cuLaunchKernelEx
         if self.cooperative:  # a capture refuses its arguments in a buffer
-            code = _code(launch, device, packed.config, function, packed.pointers(self._packing.format), None)
+            code = _code(launch, device, packed.config, function, packed.pointers(self.signature), None)
         else:
             code = _code(launch, device, packed.config, function, None, packed.extra)
         _SPARE.append(packed)
@@ -242,29 +209,17 @@ class Kernel:
             loaded = self._loaded[device] = _Loaded(function, function.ptr, *attributes)
         return loaded
 
-    def _check(self, args: Sequence[Any], device: int) -> None:
-        for position, (arg, (word, dtype, any_dtype)) in enumerate(zip(args, self._words, strict=True)):
-            if isinstance(arg, torch.Tensor):
-                good = (any_dtype or arg.dtype is dtype) and arg.get_device() == device and arg.is_contiguous()
-            else:
-                good = word in PACKED
-            if not good:
-                raise InvalidInputError(
-                    f"argument {position} of {self.name} must be a contiguous {word} tensor on cuda:{device}, got "
-                    f"{arg.dtype if isinstance(arg, torch.Tensor) else type(arg).__name__}"
-                )
-
 
 @functools.cache
-def kernel(file: str, name: str, signature: str, *flags: str) -> Kernel:
+def kernel(file: str, name: str, *flags: str) -> Kernel:
     """The kernel of that name, made once: its compiled code is shared by all that use it."""
-    return Kernel(file, name, signature, flags or OPTIONS)
+    return Kernel(file, name, flags or OPTIONS)
 
 
 @functools.cache
-def cooperative_kernel(file: str, name: str, signature: str, *flags: str) -> Kernel:
+def cooperative_kernel(file: str, name: str, *flags: str) -> Kernel:
     """The cooperative kernel of that name, made once."""
-    return Kernel(file, name, signature, flags or OPTIONS, cooperative=True)
+    return Kernel(file, name, flags or OPTIONS, cooperative=True)
 
 
 @functools.cache

@@ -8,9 +8,6 @@ struct Clock {
     int oldest;  // slots used at or after this batch are locked
 };
 
-[[maybe_unused]] constexpr u32 MIN_SCORE = 1u, MAX_SCORE = 0xffffffffu;
-[[maybe_unused]] constexpr int AGED = 0, CLOCK = 2;  // else an exact count
-
 // Score of a row after one more use at clock `now`: LRFU in forward-decay form (cache/policy.py).
 __device__ __forceinline__ u32 raised(u32 score, i64 now, int kind, float unit) {
     i64 old = score, next;
@@ -22,7 +19,7 @@ __device__ __forceinline__ u32 raised(u32 score, i64 now, int kind, float unit) 
         }
     } else if (kind == CLOCK) {
         next = now;
-    } else {
+    } else {  // COUNT
         next = (old > MIN_SCORE ? old : MIN_SCORE) + 1;
     }
     return (u32)(next < (i64)MAX_SCORE ? next : (i64)MAX_SCORE);

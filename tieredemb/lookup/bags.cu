@@ -5,7 +5,6 @@
 #include "common.cuh"
 
 constexpr i64 FAR = 1ll << 62;  // a fault at position p is marked as FAR − p, so that the largest is the first
-constexpr int BAD_ID = 1, BAD_OFFSET = 2;
 
 struct Fault {
     u64 id, offset;
@@ -49,7 +48,6 @@ extern "C" __global__ void offsets_check(const i64 *offsets, i64 given, i64 n_id
     }
 }
 
-constexpr int FILL_THREADS = 256;  // of a block of `bags_fill`
 constexpr int STAGED = 512;        // edges that it takes into shared memory: all among its ids, if no bag is empty
 constexpr int NEAR = 32;           // tables likewise
 
@@ -134,7 +132,7 @@ __device__ __forceinline__ u32 bag_of(const i64 *local, u32 bags, i64 probed, i6
 //
 // A small batch takes as long as the loads that wait for each other. So a block looks for its first bag in 256 places
 // at once, then takes edges and tables from there on into shared memory, where each id finds its own.
-extern "C" __global__ void __launch_bounds__(256) bags_fill(
+extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
     const i64 *ids, const i64 *offsets, i64 given, i64 n_ids, i64 *local, i64 batch, const i64 *tables,
     int n_tables, const i64 *start, const i64 *padding, const i64 *resident, i64 *keys, int *homes, int *bag,
     i64 *position, i64 n_edges, Fault *fault, Report *report) {

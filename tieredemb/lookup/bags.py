@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tieredemb.config import MODES, TableConfig
+from tieredemb.kernels.constants import MAX, MEAN
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
-
-SUM, MEAN, MAX = range(len(MODES))
 
 
 class KeySpace:

@@ -14,12 +14,12 @@ import torch
 
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
 from tieredemb.kernels.compiler import blocks_for, kernel
+from tieredemb.kernels.constants import BAD_ID, FILL_THREADS
 from tieredemb.lookup.bags import KeySpace, id_out_of_range, offsets_out_of_order
 
 FILE = "lookup/bags.cu"
 THREADS = 256
 MOST_BLOCKS = 4224
-BAD_ID = 1
 MAX_BAGS = 2**31 - 1
 
 
@@ -81,7 +81,7 @@ def new_fault(device: torch.device) -> torch.Tensor:
 
 def tell_fault(report: torch.Tensor, address: int) -> None:
     """Tells the host, by the words at `address`, of the fault that `report` holds, if any. Does not synchronise."""
-    kernel(FILE, "fault_tell", "i64 p")(1, 32, report, address)
+    kernel(FILE, "fault_tell")(1, 32, report, address)
 
 
 def new_device_bags(n: int, space: DeviceKeySpace, batch: int) -> DeviceBags:
@@ -111,16 +111,17 @@ def find_device_bags(
     at 0, fall, or leave the ids, leave a mark in `fault` and are reported to the words at `report`."""
     n, given, batch = ids.shape[0], edges.offsets.shape[0], bags.batch
     tables = 0 if space.tables is None else space.tables
-    check = kernel(FILE, "offsets_check", "i64 n n n i n p i i64 i64")
+    check = kernel(FILE, "offsets_check")
     check(
         blocks_for(edges.count, THREADS, MOST_BLOCKS), THREADS, edges.offsets, given, n, edges.count, edges.exact,
         batch, tables, len(space), fault, bags.offsets,
     )  # fmt: skip
-    fill = kernel(FILE, "bags_fill", "i64 i64 n n i64 n p i i64 i64 i64 i64 i32 i32 p n i64 p")
+    fill = kernel(FILE, "bags_fill")
     fill(
-        max(1, blocks_for(n, THREADS, MOST_BLOCKS)), THREADS, ids, edges.offsets, given, n, bags.offsets, batch, tables,
-        len(space), space.start, space.padding if padding_is_dropped else space.no_padding, space.resident, bags.keys,
-        bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count, fault, report,
+        max(1, blocks_for(n, FILL_THREADS, MOST_BLOCKS)), FILL_THREADS, ids, edges.offsets, given, n, bags.offsets,
+        batch, tables, len(space), space.start, space.padding if padding_is_dropped else space.no_padding,
+        space.resident, bags.keys, bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count,
+        fault, report,
     )  # fmt: skip
 
 

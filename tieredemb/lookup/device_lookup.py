@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 
 from tieredemb.config import OptimizerConfig
-from tieredemb.kernels.compiler import OPTIONS, Kernel, blocks_for, kernel
+from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
+from tieredemb.kernels.constants import CHUNK, MAX, MEAN
 from tieredemb.kernels.row_format import RowFormat
-from tieredemb.lookup.bags import MAX, MEAN
 from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace
-from tieredemb.lookup.optimizer import CHUNK, MOST_NUMBERS, device_numbers, recipe_file, recipe_flags
+from tieredemb.lookup.optimizer import MOST_NUMBERS, device_numbers, recipe_file, recipe_flags
 from tieredemb.lookup.optimizers.sgd import SGD
 
 BAG = "lookup/embedding_bag.cu"
@@ -103,7 +103,7 @@ class DeviceLookup:
         count = len(self.space) * bags.batch
         each = BAGS_OF_ONE if homes.shape[0] <= 2 * count else LONG_BAGS
         flags = (*self._rows, *self._output, *away.flags, f"-DBAGS={each}", *self._alignment(out))
-        pool = self._kernel(BAG, "bags_pool", "any p p i32 i64 n n i32 i64 p any n p", *flags)
+        pool = kernel(BAG, "bags_pool", *flags)
         groups = len(self.space) * ((bags.batch + each - 1) // each)
         pool(
             blocks_for(groups * self._lanes, THREADS), THREADS, hot.weight, away.weight, _address(away.records), homes,
@@ -114,7 +114,7 @@ class DeviceLookup:
     def gather(self, hot: HotTensors, away: Away, homes: torch.Tensor) -> torch.Tensor:
         """The rows of `homes`, (N, D); zeros for padding."""
         rows = torch.empty((homes.shape[0], hot.weight.shape[1]), dtype=hot.weight.dtype, device=hot.weight.device)
-        gather = self._kernel(BAG, "rows_gather", "any p p i32 n any", *self._rows, *away.flags)
+        gather = kernel(BAG, "rows_gather", *self._rows, *away.flags)
         blocks = blocks_for(homes.shape[0] * self._lanes, THREADS, MOST_BLOCKS)
         gather(blocks, THREADS, hot.weight, away.weight, _address(away.records), homes, homes.shape[0], rows)
         return rows
@@ -127,7 +127,7 @@ class DeviceLookup:
         """Gradient of per-sample weights, float32 (N,): the inner product of each of the `rows` (N, D) with the
         gradient of its bag (`grad`, float32 (B, ΣD)). Zero for padding."""
         gradient = torch.zeros(homes.shape[0], dtype=torch.float32, device=grad.device)
-        product = self._kernel(BAG, "weights_gradient", "any i32 i32 n i i64 f32 n f32", *self._rows)
+        product = kernel(BAG, "weights_gradient", *self._rows)
         product(
             blocks_for(homes.shape[0] * self._lanes, THREADS, MOST_BLOCKS), THREADS, rows, homes, bags.bag,
             homes.shape[0], bags.batch, self.space.column, grad, grad.shape[1], gradient,
@@ -138,7 +138,7 @@ class DeviceLookup:
         """One over the size of each occurrence's bag where its table takes means, else 1: float32 (N,)."""
         scale = torch.ones(homes.shape[0], dtype=torch.float32, device=homes.device)
         count = len(self.space) * bags.batch
-        mean = self._kernel(BAG, "bags_mean_scale", "i32 i64 n n i32 f32", *self._rows)
+        mean = kernel(BAG, "bags_mean_scale", *self._rows)
         blocks = blocks_for(count * 32, THREADS, MOST_BLOCKS)
         mean(blocks, THREADS, homes, bags.offsets, bags.batch, count, self.space.mode, scale)
         return scale
@@ -161,7 +161,7 @@ class DeviceLookup:
         n = homes.shape[0]
         segments.work.zero_()
         torch.sort(homes, stable=True, out=(segments.homes, segments.order))
-        find = self._kernel(self._recipe, "segments_find", "i32 i i64 i32 i32 i any any any", *self._update)
+        find = kernel(self._recipe, "segments_find", *self._update)
         find(
             blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.homes, n, segments.order, bag, segments.sorted_bag,
             max(1, batch), segments.work, segments.items, segments.longs,
@@ -190,12 +190,12 @@ class DeviceLookup:
         sorted_scale = None
         if scale is not None:
             sorted_scale = torch.empty(n, dtype=torch.float32, device=grad.device)
-            gather = self._kernel(self._recipe, "scale_gather", "i64 i f32 f32", *self._update)
+            gather = kernel(self._recipe, "scale_gather", *self._update)
             gather(blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.order, n, scale, sorted_scale)
         parts = torch.empty((2 * segments.longs.shape[0], hot.weight.shape[1]), dtype=torch.float32, device=grad.device)
         rows = (hot.weight, hot.state, away.weight, away.state, _address(away.records), hot.dirty)
-        short = self._kernel(
-            self._recipe, "segments_update", "any any i i32 i i64 f32 n p i64 p i32 any f32 p p p u8 f32 f32 f32",
+        short = kernel(
+            self._recipe, "segments_update",
             *self._update, *away.flags, *self._alignment(grad),
         )  # fmt: skip
         short(
@@ -203,9 +203,7 @@ class DeviceLookup:
             segments.sorted_bag, max(1, grad.shape[0]), self.space.column, grad, grad.shape[1], _address(sorted_scale),
             segments.order, _address(argmax), self.space.mode, *rows, rate, numbers, parts,
         )  # fmt: skip
-        long = self._kernel(
-            self._recipe, "long_segments_update", "any any f32 any f32 p p p u8 f32 f32", *self._update, *away.flags
-        )
+        long = kernel(self._recipe, "long_segments_update", *self._update, *away.flags)
         long(
             blocks_for(segments.longs.shape[0] * self._lanes, THREADS, 132), THREADS, segments.work, segments.longs,
             parts, *rows, rate, numbers,
@@ -228,7 +226,7 @@ class DeviceLookup:
         """
         rate = torch.empty(steps.shape[0], dtype=torch.float32, device=steps.device)
         numbers = torch.empty(MOST_NUMBERS, dtype=torch.float32, device=steps.device)
-        begin = self._kernel(self._recipe, "step_begin", "any i64 i i64 i p p f32 f32 i32", *self._update)
+        begin = kernel(self._recipe, "step_begin", *self._update)
         begin(
             1, THREADS, options, steps, steps.shape[0], faults, faults.shape[0] // 3, _address(found_inf),
             _address(grad_scale), rate, numbers, work,
@@ -237,7 +235,7 @@ class DeviceLookup:
 
     def set_options(self, target: torch.Tensor, group: Mapping[str, Any]) -> None:
         """Writes the numbers of a param group to `target`, float64 (`MOST_NUMBERS`,)."""
-        setting = self._kernel(self._recipe, "options_set", "any d d d d d d d d d d d d", *self._update)
+        setting = kernel(self._recipe, "options_set", *self._update)
         setting(1, 1, target, *device_numbers(self._optimizer, group))
 
     def limit_norms(
@@ -251,9 +249,7 @@ class DeviceLookup:
     ) -> None:
         """Scales every row of `segments` whose norm exceeds `max_norm` down to it, as `torch.embedding_renorm_` does,
         and marks it dirty; none after a fault."""
-        limit = self._kernel(
-            self._recipe, "segments_limit_norm", "any any any i64 d d any f32 p p p u8", *self._update, *away.flags
-        )
+        limit = kernel(self._recipe, "segments_limit_norm", *self._update, *away.flags)
         limit(
             blocks_for(segments.order.shape[0] * self._lanes, THREADS, MOST_BLOCKS), THREADS, segments.work,
             segments.items, segments.longs, fault, max_norm, norm_type, hot.weight, hot.state, away.weight, away.state,
@@ -264,9 +260,6 @@ class DeviceLookup:
         """What kernels are compiled with to read or write `outputs` (B, ΣD) in vectors, or where those do not fit."""
         fits = self._columns_fit and outputs.shape[1] % self._vector == 0 and outputs.data_ptr() % 16 == 0
         return () if fits else ("-DUNALIGNED",)
-
-    def _kernel(self, file: str, name: str, words: str, *flags: str) -> Kernel:
-        return kernel(file, name, words, *flags)
 
 
 def frequency_scale(homes: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ constexpr int STEPS = (UNITS + LANES - 1) / LANES;
 #ifndef BAGS
 #define BAGS 4
 #endif
-constexpr int MEAN = 1, MAX = 2;
 #ifdef HAS_MAX  // without it no table takes maxima: fewer registers, so more rows in flight
 constexpr bool MAXIMA = true;
 #else

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tieredemb.kernels.constants import MAX, MEAN
 from tieredemb.kernels.cpu import (
     even_bounds,
     fma,
@@ -22,7 +23,7 @@ from tieredemb.kernels.cpu import (
     store,
     weight_copy,
 )
-from tieredemb.lookup.bags import MAX, MEAN, KeySpace
+from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.bags_cpu import Bags
 
 if TYPE_CHECKING:

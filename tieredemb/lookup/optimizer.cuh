@@ -8,12 +8,8 @@
 // The row update itself is the file's that includes this one, `optimizers/<name>.cu`: its `Recipe` (recipe.cuh).
 #pragma once
 
-constexpr int CHUNK = 64;
 #ifndef AHEAD
 #define AHEAD 4  // gradient rows in flight
-#endif
-#ifdef HAS_MAX
-constexpr int MAX = 2;  // the mode of a table whose gradients go to the winners alone
 #endif
 
 struct Work {

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-CHUNK = 64  # occurrences summed at the first level: a table of three rows in a batch of 65,536 has 340 chunks a row
 MOST_NUMBERS = 12  # hyperparameters and what follows from them: what a GPU is told of a param group (optimizer.cuh)
 
 

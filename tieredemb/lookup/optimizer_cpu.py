@@ -12,6 +12,7 @@ import torch
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.kernels import twin
+from tieredemb.kernels.constants import CHUNK, MAX
 from tieredemb.kernels.cpu import (
     Pass,
     even_bounds,
@@ -26,9 +27,8 @@ from tieredemb.kernels.cpu import (
     row_width,
     store,
 )
-from tieredemb.lookup.bags import MAX
 from tieredemb.lookup.embedding_bag_cpu import row_prefetch
-from tieredemb.lookup.optimizer import CHUNK, Hyperparameters
+from tieredemb.lookup.optimizer import Hyperparameters
 
 if TYPE_CHECKING:
     from tieredemb.kernels.segments_cpu import Segments

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from tieredemb.cache.device.transfer import Beside
-from tieredemb.cache.plan import DROPPED
+from tieredemb.kernels.constants import DROPPED
 from tieredemb.lookup.device_bags import DeviceBags
 from tieredemb.lookup.device_lookup import Segments, frequency_scale
 from tieredemb.tables.group import DeviceGroup

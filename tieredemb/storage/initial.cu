@@ -4,7 +4,6 @@
 // takes a row, four columns a lane and Philox block. Writes D · itemsize + 4 S bytes a row and reads next to nothing.
 #include "common.cuh"
 
-constexpr int NORMAL = 0;  // `initial.NORMAL`
 constexpr int QUADS = (WIDTH + 3) / 4;
 static_assert(UNITS * VECTOR == WIDTH, "rows of another width");
 constexpr int LANES = QUADS > 16 ? 32 : QUADS > 8 ? 16 : QUADS > 4 ? 8 : QUADS > 2 ? 4 : QUADS > 1 ? 2 : 1;
@@ -150,7 +149,7 @@ __device__ __forceinline__ void row_generate(i64 key, row_t *weight, u32 *state,
 // state word, the score, is left alone. Where `some` is given and zero there are none.
 extern "C" __global__ void __launch_bounds__(256) rows_generate(
     const int *count, const int *some, const i64 *keys, const int *slots, const unsigned char *untouched,
-    row_t *hot_weight, u32 *hot_state, row_t *cold_weight, u32 *cold_state, int by_key, int state_words,
+    row_t *hot_weight, word_t *hot_state, row_t *cold_weight, word_t *cold_state, int by_key, int state_words,
     u32 state_word, u32 seed_low, u32 seed_high, int n_tables, const i64 *start, const u32 *number, const int *kind,
     const float *params, const i64 *padding_key) {
     wait_for_prior_kernel();
@@ -171,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_generate(
 
 // A range of rows: of the keys first_key … first_key + n - 1 into the rows from first_row on of hot arrays.
 extern "C" __global__ void __launch_bounds__(256) rows_generate_range(
-    i64 first_key, i64 first_row, i64 n, row_t *weight, u32 *state, int state_words, u32 state_word, u32 seed_low,
+    i64 first_key, i64 first_row, i64 n, row_t *weight, word_t *state, int state_words, u32 state_word, u32 seed_low,
     u32 seed_high, int n_tables, const i64 *start, const u32 *number, const int *kind, const float *params,
     const i64 *padding_key) {
     wait_for_prior_kernel();

@@ -17,13 +17,12 @@ import torch
 from tieredemb.config import Init, Normal
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels import twin
+from tieredemb.kernels.constants import NORMAL, UNIFORM
 
 if TYPE_CHECKING:
     from tieredemb.storage.initial_cuda import DeviceInitialRows
 
     Array = np.ndarray[Any, Any]
-
-NORMAL, UNIFORM = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tieredemb.kernels.constants import NORMAL
 from tieredemb.kernels.cpu import (
     bits_float,
     even_bounds,
@@ -19,7 +20,6 @@ from tieredemb.kernels.cpu import (
     row_width,
     store,
 )
-from tieredemb.storage.initial import NORMAL
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]

@@ -14,30 +14,24 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _FILE = "storage/initial.cu"
-_SOURCE = "i i i i i i64 any i32 f32 i64"  # what rows are generated from: state words and word, seed, tables
 _THREADS = 256
 _MOST_BLOCKS = 2048  # some waves on the largest GPU: the kernels stride over what is beyond
 
 
 @functools.cache
 def _missed_kernel(dtype: torch.dtype, width: int) -> Kernel:
-    return Kernel(_FILE, "rows_generate", f"p p p p p any any p p i {_SOURCE}", options(dtype, width))
+    return Kernel(_FILE, "rows_generate", options(dtype, width))
 
 
 @functools.cache
 def _range_kernel(dtype: torch.dtype, width: int) -> Kernel:
-    return Kernel(_FILE, "rows_generate_range", f"n n n any any {_SOURCE}", options(dtype, width))
+    return Kernel(_FILE, "rows_generate_range", options(dtype, width))
 
 
 def _blocks(rows: int, width: int) -> int:
     quads = max(1, (width + 3) // 4)
     lanes = min(32, 1 << (quads - 1).bit_length())  # LANES of the kernels
     return blocks_for(rows * lanes, _THREADS, _MOST_BLOCKS)
-
-
-def _signed(word: np.uint32) -> int:
-    """The int32 of the same bits: what a kernel's 32-bit number is passed as."""
-    return int(np.uint32(word).view(np.int32))
 
 
 class DeviceInitialRows:
@@ -50,7 +44,7 @@ class DeviceInitialRows:
         start, number, kind, params, padding_key = tables
         held = (start, number.view(np.int32), kind, params, padding_key)
         self._tables = tuple(torch.from_numpy(array).to(device) for array in held)
-        self._words = (_signed(state_word), _signed(seed[0]), _signed(seed[1]), len(start))
+        self._words = (int(state_word), int(seed[0]), int(seed[1]), len(start))
 
     def generate_missed(
         self,

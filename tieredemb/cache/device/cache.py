@@ -20,9 +20,9 @@ from tieredemb.cache.device.rows import DeviceRows
 from tieredemb.cache.device.stream_order import StreamOrder
 from tieredemb.cache.device.transfer import Transfer
 from tieredemb.cache.host.hot_rows import NO_KEY
-from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.cache.tickets import Hold
 from tieredemb.config import Policy
+from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.kernels.streams import on_device, synchronize
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows

@@ -27,7 +27,6 @@ from tieredemb.cache.device.copy_threads_cpu import (
     JOB,
     JOB_WORDS,
     LINE,
-    REPORT_WORDS,
     SLEEP,
     WATCH,
     job_await,
@@ -37,6 +36,7 @@ from tieredemb.cache.device.copy_threads_cpu import (
     jobs_serve,
     jobs_watch,
 )
+from tieredemb.kernels.constants import REPORT_WORDS
 from tieredemb.kernels.cpu import num_threads
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tieredemb.kernels.constants import REPORT_NUMBER
 from tieredemb.kernels.cpu import jit
 from tieredemb.kernels.native import (
     SEMAPHORE_BYTES,
@@ -20,9 +21,6 @@ from tieredemb.kernels.native import (
     yield_core,
 )
 
-# Of the int64 words of a miss report (`MissReport`): how many come before the keys, and which of them the GPU writes
-# last. Word 0 is the number of missed keys. `missed_tell` of transfer.cu writes them.
-REPORT_WORDS, REPORT_NUMBER = 4, 3
 # Byte offsets on the board. Counters have cache lines of their own: rows claimed, threads at work on the job, whether
 # there is a job, whether one waits for a report, whether that wait was given up. Then the words of the job
 # (`CopyJob.words`), and the semaphores that threads sleep on.

@@ -14,11 +14,11 @@ from tieredemb.cache.device.rows import DeviceRows
 from tieredemb.cache.policy import Scoring
 from tieredemb.errors import StorageError
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, meeting_blocks
+from tieredemb.kernels.constants import TOGETHER
 
 PLAN, POLICY = "cache/plan.cu", "cache/policy.cu"
 THREADS = 256
 MOST_BLOCKS = 1056  # eight a multiprocessor of an H200: loops stride over what is beyond
-TOGETHER = 1024  # threads of a block of those that wait for each other
 
 # byte offsets in the control tensor: Clock, Counts, Selection
 CLOCK, COUNTS, SELECTION = 0, 32, 160
@@ -140,14 +140,14 @@ class DevicePlan:
 
     def count(self, homes: torch.Tensor, *, scored: bool) -> None:
         """A plan where every row is resident."""
-        count = kernel(PLAN, "homes_count", "i32 n p p i")
+        count = kernel(PLAN, "homes_count")
         n = homes.shape[0]
         count(max(1, blocks_for(n, THREADS, 264)), THREADS, homes, n, self.clock, self.counts, scored)
 
     def begin(self, missed: Missed, *, lag: int, scored: bool, away: Away) -> None:
         """Counts the batch and locks the slots of the `lag` ones before it; makes room for what it will miss."""
         scoring, records = self.scoring, self.records
-        begin = kernel(PLAN, "plan_begin", "p p d i i p n p n any i")
+        begin = kernel(PLAN, "plan_begin")
         begin(
             blocks_for(missed.cells, 4 * THREADS, MOST_BLOCKS), THREADS, self.clock, self.counts,
             scoring.units_per_batch, lag, scored, missed.claims, missed.cells, self.selection, SELECTION_BYTES // 16,
@@ -155,9 +155,9 @@ class DevicePlan:
         )  # fmt: skip
         if away.slotless:
             cells, index = 2 * records.rows, records.index
-            clear = kernel(PLAN, "records_clear", "any i any n", *OPTIONS, *away.flags)
+            clear = kernel(PLAN, "records_clear", *OPTIONS, *away.flags)
             clear(blocks_for(cells, THREADS, MOST_BLOCKS), THREADS, records.table, records.rows, index, cells)
-            sort_out = kernel(PLAN, "records_index", "any i any n p", *OPTIONS, *away.flags)
+            sort_out = kernel(PLAN, "records_index", *OPTIONS, *away.flags)
             sort_out(
                 blocks_for(records.rows, THREADS, MOST_BLOCKS), THREADS, records.table, records.rows, index, cells,
                 self.clock,
@@ -167,8 +167,7 @@ class DevicePlan:
         """Locks and scores what is resident, claims what is missed, into `missed.keys`; until the plan settles
         `homes` name the claims."""
         rows, scoring, records, n = self.rows, self.scoring, self.records, keys.shape[0]
-        words = "any n i64 n p i32 i32 i x i p n i32 p any i any n p n i p"
-        find = kernel(PLAN, "keys_find", words, *OPTIONS, *away.flags)
+        find = kernel(PLAN, "keys_find", *OPTIONS, *away.flags)
         find(
             blocks_for(n, THREADS), THREADS, rows.cells, rows.cells.shape[0], keys, n, self.clock, rows.last_batch,
             rows.score, scoring.kind, scoring.unit, scored, missed.claims, missed.cells, homes, missed.keys,
@@ -181,8 +180,7 @@ class DevicePlan:
         one launch, for rows that are moved behind it; where victims' rows have to leave before, `choose` and `settle`
         are two."""
         rows, scoring, n = self.rows, self.scoring, homes.shape[0]
-        words = "p p p i32 i32 i x i p p any n i64 p p i32 n p n any i"
-        place = cooperative_kernel(PLAN, "missed_place", words, *OPTIONS, *away.flags)
+        place = cooperative_kernel(PLAN, "missed_place", *OPTIONS, *away.flags)
         place(
             max(blocks_for(rows.slots, 4 * TOGETHER, self._together), blocks_for(n, TOGETHER, self._together)),
             TOGETHER, self.selection, self.counts, self.clock, rows.score, rows.last_batch, rows.slots, scoring.unit,
@@ -193,7 +191,7 @@ class DevicePlan:
     def choose(self, missed: Missed) -> None:
         """Victims that make room for what is missed: their slots, into `missed.chosen`."""
         rows, scoring = self.rows, self.scoring
-        select = cooperative_kernel(POLICY, "victims_select", "p p p i32 i32 i x i p")
+        select = cooperative_kernel(POLICY, "victims_select")
         select(
             blocks_for(rows.slots, 4 * TOGETHER, self._together), TOGETHER, self.selection, self.counts, self.clock,
             rows.score, rows.last_batch, rows.slots, scoring.unit, scoring.ties_by_age, missed.chosen,
@@ -203,8 +201,7 @@ class DevicePlan:
         """Pairs missed keys with slots. With `commit` the slots change hands, later plans find the missed keys there,
         `homes` are resolved, and the plan ends."""
         rows, n = self.rows, homes.shape[0]
-        words = "p p p p any n i64 i32 p p p i32 n p n any i i"
-        settle = cooperative_kernel(PLAN, "missed_settle", words, *OPTIONS, *away.flags)
+        settle = cooperative_kernel(PLAN, "missed_settle", *OPTIONS, *away.flags)
         settle(
             blocks_for(n, TOGETHER, self._together), TOGETHER, self.counts, missed.chosen, self.selection, missed.keys,
             rows.cells, rows.cells.shape[0], rows.key, rows.last_batch, self.clock, missed.slots, missed.victims, homes,

@@ -10,7 +10,8 @@ import torch
 
 from tieredemb.cache.host.hot_rows import NEVER, NO_KEY
 from tieredemb.errors import DeviceMemoryError
-from tieredemb.hash.slot_map import CELL_BYTES, map_bytes_per_slot
+from tieredemb.hash.slot_map import map_bytes_per_slot
+from tieredemb.kernels.constants import CELL_BYTES
 from tieredemb.storage.base import RowLayout
 
 CACHED_BYTES = 8 + 4  # key and last batch

@@ -11,8 +11,8 @@ from tieredemb.cache.device.row_copies import RowCopies
 from tieredemb.cache.device.rows import DeviceRows
 from tieredemb.cache.device.staging import Asked, MissReports, PinnedRows
 from tieredemb.cache.device.transfer import MOVE, MOVE_BLOCKS, MOVE_THREADS, Beside, Transfer
-from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.kernels.compiler import blocks_for, kernel
+from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 
@@ -36,7 +36,7 @@ class Staged(Transfer):
 
     def __init__(self, cold: ColdRows, hot: DeviceRows, initial: InitialRows, plan: DevicePlan, *apart: Any) -> None:
         super().__init__(cold, hot, initial, plan, *apart)
-        self._tell = kernel(MOVE, "missed_tell", "p p p p n p p p u8 p p n p", *self._flags)
+        self._tell = kernel(MOVE, "missed_tell", *self._flags)
         self._copies = RowCopies(cold)
         self._coming, self._leaving = PinnedRows(cold.layout), PinnedRows(cold.layout)
         # those of the plan before, which may yet be being copied to the device, or written

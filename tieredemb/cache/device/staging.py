@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tieredemb.cache.device.copy_threads import CopyJob, MissReport
-from tieredemb.cache.device.copy_threads_cpu import REPORT_NUMBER, REPORT_WORDS
+from tieredemb.kernels.constants import REPORT_NUMBER, REPORT_WORDS
 from tieredemb.storage.base import RowLayout
 
 

@@ -29,8 +29,8 @@ struct Moved {
 // has those of the victims, which are counted alone; without victim_keys nobody leaves.
 extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     const int *count, const i64 *missed_keys, const int *missed_slots, const i64 *victim_keys, const int *n_victims,
-    int swap_blocks, row_t *hot_weight, u32 *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight,
-    u32 *cold_state, unsigned char *untouched, int *n_untouched, Moved *moved, const Clock *clock, int kind,
+    int swap_blocks, row_t *hot_weight, word_t *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight,
+    word_t *cold_state, unsigned char *untouched, int *n_untouched, Moved *moved, const Clock *clock, int kind,
     float unit, int remember, int scored) {
     wait_for_prior_kernel();
     __shared__ int written, clean, fresh, blank;
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
 // takes the i-th; it takes the dirty flags, and those of the slots stay. Without `moved` nothing is counted.
 extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
     const int *count, i64 n, i64 first_slot, i64 first_key, const int *slots, const i64 *keys, const row_t *hot_weight,
-    const u32 *hot_state, const u32 *score, unsigned char *dirty, row_t *cold_weight, u32 *cold_state,
+    const word_t *hot_state, const u32 *score, unsigned char *dirty, row_t *cold_weight, word_t *cold_state,
     unsigned char *was_dirty, Moved *moved) {
     wait_for_prior_kernel();
     __shared__ int written, clean;
@@ -185,8 +185,8 @@ extern "C" __global__ void missed_tell(const int *missed, const int *room, const
     wait_for_prior_kernel();
     const int m = *missed, leaving = *needed < *chosen ? *needed : *chosen;
     for (i64 i = thread_index(); i < m; i += thread_count()) {
-        told[4 + i] = missed_keys[i];
-        told[4 + n + i] = victim_keys[i];
+        told[REPORT_WORDS + i] = missed_keys[i];
+        told[REPORT_WORDS + n + i] = victim_keys[i];
         told_dirty[i] = missed_slots[i] >= 0 && dirty[missed_slots[i]];
     }
     if (thread_index() == 0) told[0] = m, told[1] = *room, told[2] = leaving;
@@ -195,5 +195,5 @@ extern "C" __global__ void missed_tell(const int *missed, const int *room, const
     if (threadIdx.x != 0 || atomicAdd(finished, 1u) != gridDim.x - 1) return;
     *finished = 0;
     __threadfence_system();
-    *(volatile i64 *)(told + 3) = number;
+    *(volatile i64 *)(told + REPORT_NUMBER) = number;
 }

@@ -16,8 +16,8 @@ import torch
 from tieredemb.cache.changes import Change, ChangeBook, Doubt, interrupted
 from tieredemb.cache.device.plan import Away, DevicePlan, Missed
 from tieredemb.cache.device.rows import DeviceRows
-from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
+from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 
@@ -64,8 +64,8 @@ class Transfer(abc.ABC):
         self.device = hot.weight.device
         self._initial = initial
         self._flags = flags = (*OPTIONS, *cold.layout.flags)
-        self._swap = kernel(MOVE, "rows_swap", "p p p p p i any f32 i32 u8 p p p p p p i x i i", *flags)
-        self._write_back = kernel(MOVE, "rows_write_back", "p n n n p p any f32 i32 u8 p p p p", *flags)
+        self._swap = kernel(MOVE, "rows_swap", *flags)
+        self._write_back = kernel(MOVE, "rows_write_back", *flags)
         self._side: torch.cuda.Stream | None = None
         self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # at exit is too late to compile, and between the slots' change of hands and their rows' arrival too

@@ -22,12 +22,12 @@ from tieredemb.cache.base import Cache
 from tieredemb.cache.changes import Change
 from tieredemb.cache.host.hot_rows import HotRows, stamp
 from tieredemb.cache.plan_cpu import Numbering, number, resolve
-from tieredemb.cache.policy import MIN_SCORE
 from tieredemb.cache.policy_cpu import choose_victims, raise_scores
 from tieredemb.cache.tickets import Ticket
 from tieredemb.config import Policy
 from tieredemb.hash.slot_map import map_bytes_per_slot
 from tieredemb.hash.slot_map_cpu import SlotMap
+from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.kernels.ranges import ranged
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows

@@ -1,0 +1,348 @@
+"""Launches against the kernels that they launch, without a GPU.
+
+All of the package, the tests and the benchmarks are read for their number and, where it can be told from the text, the
+kind of their arguments. Those of plans, lookups and updates are made, too, with tensors of the CPU and no driver behind
+them: all that a launch checks on a GPU is checked here.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import tieredemb as te
+from tieredemb.cache.device.plan import DevicePlan, Missed
+from tieredemb.cache.device.rows import DeviceRows
+from tieredemb.cache.policy import scoring
+from tieredemb.config import LFU, Normal
+from tieredemb.errors import InvalidInputError
+from tieredemb.kernels import compiler
+from tieredemb.kernels.arguments import signature
+from tieredemb.kernels.compiler import Kernel
+from tieredemb.kernels.row_format import RowFormat
+from tieredemb.kernels.source import PACKAGE, read
+from tieredemb.lookup.bags import KeySpace
+from tieredemb.lookup.device_bags import (
+    DeviceKeySpace,
+    Edges,
+    find_device_bags,
+    new_device_bags,
+    new_fault,
+    tell_fault,
+)
+from tieredemb.lookup.device_lookup import DeviceLookup
+from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file
+from tieredemb.storage.base import RowLayout
+from tieredemb.storage.initial import InitialRows, InitialTable
+from tieredemb.storage.initial_cuda import DeviceInitialRows
+
+FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.cu"))
+REPOSITORY = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+NUMBERS = (ast.BinOp, ast.Compare, ast.BoolOp, ast.UnaryOp)
+
+
+def signatures():
+    """What each kernel may take, by its name: two files have one of the same name."""
+    found = {}
+    for file in FILES:
+        for name in read(file).kernels:
+            found.setdefault(name, []).append(signature(file, name))
+    return found
+
+
+# --- as they are written ----------------------------------------------------------------------------------------------
+
+
+def made_by(call, names):
+    """The kernel that a call of `Kernel`, `kernel` or the like makes, or None."""
+    if not isinstance(call, ast.Call) or not ast.unparse(call.func).lower().endswith("kernel"):
+        return None
+    return next((arg.value for arg in call.args if isinstance(arg, ast.Constant) and arg.value in names), None)
+
+
+def kernels_of(scope, names):
+    """(what a kernel is called by, line, kernel) of all that are made in a function or module."""
+    for node in ast.walk(scope):
+        if isinstance(node, ast.Assign) and made_by(node.value, names):
+            yield ast.unparse(node.targets[0]), node.lineno, made_by(node.value, names)
+        if isinstance(node, ast.FunctionDef):
+            for returned in (each for each in node.body if isinstance(each, ast.Return)):
+                if made_by(returned.value, names):
+                    yield node.name, node.lineno, made_by(returned.value, names)
+
+
+def launches(path, attributes, names):
+    """Line, kernel and arguments of every launch in a file. `attributes`: kernels that objects of other files hold."""
+    tree = ast.parse(path.read_text())
+    everywhere = {called: kernel for called, _, kernel in kernels_of(tree, names) if "." in called}
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    everywhere |= {name: kernel for name, _, kernel in kernels_of(tree, names) if name in functions}
+    seen = set()
+    scopes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    for scope in sorted(scopes, key=lambda node: -node.lineno):  # the inner before the outer
+        local = sorted(kernels_of(scope, names), key=lambda each: each[1])
+        for call in (node for node in ast.walk(scope) if isinstance(node, ast.Call) and id(node) not in seen):
+            is_partial = ast.unparse(call.func) == "partial"
+            called, args = (call.args[0], call.args[1:]) if is_partial else (call.func, call.args)
+            text = ast.unparse(called)
+            kernel = made_by(called, names)
+            for name, line, its_kernel in local:
+                kernel = its_kernel if name == text and line <= call.lineno else kernel
+            if isinstance(called, ast.Call) and ast.unparse(called.func) in everywhere:  # a function that returns it
+                kernel = everywhere[ast.unparse(called.func)]
+            kernel = kernel or everywhere.get(text) or attributes.get(text)
+            if kernel and len(args) > 2:
+                seen.add(id(call))
+                yield call.lineno, kernel, args[2:]
+
+
+def is_number(arg):
+    """Whether an argument is a number, or else an address or a tensor; None where its text does not tell."""
+    text = ast.unparse(arg)
+    if isinstance(arg, ast.Constant):
+        return None if arg.value == 0 and not isinstance(arg.value, float) else True
+    if text.endswith((".data_ptr()", ".ctypes.data")) or text.startswith("_address("):
+        return False
+    if isinstance(arg, NUMBERS) or text.startswith(("len(", "int(", "max(", "min(")):
+        return True
+    return True if isinstance(arg, ast.Subscript) and ".shape[" in text else None
+
+
+def misfit(args, wanted):
+    """What does not fit, in words, or None."""
+    if any(isinstance(arg, ast.Starred) for arg in args):
+        return None if len(args) - 1 <= len(wanted) else f"{len(args)} arguments and more for {len(wanted)}"
+    if len(args) != len(wanted):
+        return f"{len(args)} arguments for {len(wanted)}"
+    for arg, argument in zip(args, wanted.arguments, strict=True):
+        number = is_number(arg)
+        if number is not None and number == bool(argument.points_to or argument.whole):
+            return f"{ast.unparse(arg)} for {argument.declared}"
+    return None
+
+
+def test_every_launch_fits_its_kernel():
+    """A number in a pointer's place, or one argument too few, is not seen before a GPU runs it."""
+    known, launched = signatures(), set()
+    paths = [*PACKAGE.rglob("*.py"), *REPOSITORY.glob("[bt]e*/**/*.py")]
+    attributes = {}
+    for path in paths:
+        held = kernels_of(ast.parse(path.read_text()), known)
+        attributes |= {called: kernel for called, _, kernel in held if called.startswith("self.")}
+    for path in paths:
+        if path == Path(__file__):
+            continue
+        for line, kernel, args in launches(path, attributes, known):
+            misfits = [misfit(args, wanted) for wanted in known[kernel]]
+            assert None in misfits, f"{path.name}:{line}: {kernel}: {misfits}"
+            if path.is_relative_to(PACKAGE) or kernel.startswith("slot_map"):
+                launched.add(kernel)
+    assert launched == set(known)
+
+
+@pytest.mark.parametrize(
+    ("launch", "said"),
+    [
+        ("find(1, 32, cells, 4, keys, 3)", "4 arguments for 5"),
+        ("find(1, 32, cells, 4, keys, 3, slots, 0)", "6 arguments for 5"),
+        ("find(1, 32, 4, cells.data_ptr(), keys, 3, slots)", "4 for Cell *cells"),
+        ("find(1, 32, cells, keys.data_ptr(), 4, 3, slots)", "keys.data_ptr() for i64 n_cells"),
+        ("find(1, 32, cells, keys.shape[0], len(keys), 3, slots)", "len(keys) for i64 *keys"),
+    ],
+)
+def test_launch_that_does_not_fit_is_found(launch, said, tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text(f'def run():\n    find = Kernel("hash/slot_map.cu", "slot_map_find")\n    {launch}\n')
+    known = signatures()
+    ((line, kernel, args),) = launches(path, {}, known)
+    assert (line, kernel, misfit(args, known[kernel][0])) == (3, "slot_map_find", said)
+
+
+# --- as they are made -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels launched, whose device is the CPU: `get_device` of its tensors is −1."""
+    names = []
+
+    def load(self, device):
+        names.append(self.name)
+        return None, 1, 0, 0
+
+    monkeypatch.setattr(Kernel, "load", load)
+    monkeypatch.setattr(compiler, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=lambda *_: 0))
+    monkeypatch.setattr(compiler, "CHECKED", True)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    few = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    compiler.meeting_blocks.cache_clear()
+    yield names
+    compiler.meeting_blocks.cache_clear()
+
+
+def a_space(chosen=(0, 1), modes=("mean", "max")):
+    tables = [
+        te.TableConfig(name=f"t{t}", num_embeddings=50, embedding_dim=8, mode=mode) for t, mode in enumerate(modes)
+    ]
+    return DeviceKeySpace(KeySpace(tables, chosen, [0, 8]), [-1] * len(chosen), CPU)
+
+
+def found_bags(space, batch=3):
+    ids, words = torch.arange(10), new_fault(CPU).zero_()
+    bags = new_device_bags(len(ids), space, batch)
+    edges = Edges(torch.arange(2 * batch + 1), 2 * batch + 1, exact=True)
+    find_device_bags(bags, ids, edges, space, words[:3], words[3:].data_ptr(), padding_is_dropped=True)
+    tell_fault(words[3:], words.data_ptr())
+    return bags, words[:3]
+
+
+def hot_rows(rows=7, width=8, state=16, dtype=torch.float32):
+    return SimpleNamespace(
+        weight=torch.zeros(rows, width, dtype=dtype),
+        state=torch.zeros(rows, state),
+        dirty=torch.zeros(rows, dtype=torch.uint8),
+    )
+
+
+NOWHERE = SimpleNamespace(weight=0, state=0, records=None, flags=(), slotless=False, by_key=False)
+COLD = torch.zeros(4, 8)
+ELSEWHERE = SimpleNamespace(
+    weight=COLD.data_ptr(), state=COLD.data_ptr(), records=torch.zeros(9, 2, dtype=torch.int64), flags=("-DSLOTLESS",),
+    slotless=True, by_key=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("chosen", [(0, 1), (1,)])
+def test_bags_are_found_by_launches_that_fit(launched, chosen):
+    found_bags(a_space(chosen))
+    assert launched == ["offsets_check", "bags_fill", "fault_tell"]
+
+
+@pytest.mark.parametrize("away", [NOWHERE, ELSEWHERE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lookup_and_update_are_launched_as_they_fit(launched, dtype, away):
+    space = a_space()
+    row = RowFormat(width=space.space.width, dtype=dtype, state_width=2 * space.space.width)
+    lookup, hot = DeviceLookup(space, row, te.Adam()), hot_rows(dtype=dtype)
+    bags, fault = found_bags(space)
+    homes, weights = torch.zeros(10, dtype=torch.int32), torch.zeros(10)
+    out, argmax = torch.zeros(3, 16, dtype=dtype), torch.zeros(3, 16, dtype=torch.int32)
+    grad, options, steps = (
+        torch.zeros(3, 16),
+        torch.zeros(MOST_NUMBERS, dtype=torch.float64),
+        torch.zeros(2, dtype=torch.int64),
+    )
+    for given, winners in ((weights, None), (None, argmax)):
+        lookup.pool(hot, away, homes, bags, given, out, winners)
+    lookup.weights_gradient(lookup.gather(hot, away, homes), homes, bags, grad)
+    segments = lookup.segments(homes, bags.bag, bags.batch)
+    lookup.limit_norms(hot, away, segments, fault, 2.0, 1.5)
+    lookup.set_options(options, {"lr": 1, "betas": (0.9, 0.99), "eps": 1e-8})
+    for scaler in (None, torch.ones(())):
+        rate, numbers = lookup.begin(options, steps, torch.cat([fault, fault]), scaler, scaler, segments.work)
+        for scale, winners in ((lookup.mean_scale(homes, bags), None), (None, argmax)):
+            lookup.update(hot, away, segments, grad, scale, winners, rate, numbers)
+    assert {*launched} == {*read("lookup/embedding_bag.cu").kernels, *read(recipe_file(te.Adam())).kernels} | {
+        *read("lookup/bags.cu").kernels
+    }
+
+
+@pytest.mark.parametrize("away", [NOWHERE, ELSEWHERE])
+def test_plan_is_launched_as_it_fits(launched, away):
+    layout = RowLayout(rows=100, width=8, state_width=2)
+    rows = DeviceRows(layout, 20, 0, CPU)
+    plan = DevicePlan(rows, scoring(LFU()), CPU)
+    plan.records.reserve(40)
+    keys, homes, missed = torch.arange(30), torch.full((30,), -1, dtype=torch.int32), Missed(30, CPU)
+    for scored in (True, False):
+        plan.count(homes, scored=scored)
+        plan.begin(missed, lag=1, scored=scored, away=away)
+        plan.find(keys, homes, missed, scored=scored, away=away)
+    plan.place(homes, missed, away)
+    plan.choose(missed)
+    for commit in (False, True):
+        plan.settle(homes, missed, away, commit=commit)
+    index = {"records_clear", "records_index"}
+    assert {*launched} | index == {*read("cache/plan.cu").kernels, *read("cache/policy.cu").kernels}
+    assert index.isdisjoint(launched) != away.slotless
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_initial_rows_are_launched_as_they_fit(launched, dtype):
+    table = InitialTable(start=0, number=3, init=Normal(), padding_idx=None)
+    tables = InitialRows([table], seed=2**63, state_value=0.1, device=CPU).tables
+    rows = DeviceInitialRows(tables, seed=np.array([7, 2**31], np.uint32), state_word=np.uint32(2**32 - 1), device=CPU)
+    hot, missed = hot_rows(dtype=dtype), Missed(5, CPU)
+    count = torch.zeros(1, dtype=torch.int32)
+    rows.generate_missed(
+        count, 5, missed.keys, missed.slots, missed.untouched, hot.weight, hot.state, 0, 0, 16, some=count.data_ptr()
+    )
+    keys, slots, untouched = torch.arange(5), torch.zeros(5, dtype=torch.int32), torch.ones(5, dtype=torch.uint8)
+    address = COLD.data_ptr()
+    rows.generate_missed(count, 5, keys, slots, untouched, hot.weight, hot.state, address, address, 16, by_key=False)
+    rows.generate_range(0, 2, 5, hot.weight, hot.state, 16)
+    assert {*launched} == {*read("storage/initial.cu").kernels}
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+CELLS, KEYS, SLOTS = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), torch.zeros(3).int()
+
+
+@pytest.mark.parametrize(
+    ("position", "bad"),
+    [
+        (0, CELLS.int()),
+        (1, CELLS),
+        (1, 4.0),
+        (2, KEYS.int()),
+        (2, CELLS[:3, 0]),
+        (2, np.zeros(3)),
+        (2, 3),
+        (2, 2**40 + 4),
+        (2, None),
+        (3, torch.tensor(3)),
+        (4, SLOTS.float()),
+    ],
+)
+def test_launch_refuses_an_argument_that_does_not_fit(launched, position, bad):
+    find, arguments = Kernel("hash/slot_map.cu", "slot_map_find"), [CELLS, 4, KEYS, 3, SLOTS]
+    find(1, 32, *arguments)
+    arguments[position] = bad
+    with pytest.raises(InvalidInputError, match=f"argument {position} of slot_map_find"):
+        find(1, 32, *arguments)
+    assert launched == ["slot_map_find"]
+
+
+def test_launch_refuses_a_tensor_of_another_device(launched, monkeypatch):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    with pytest.raises(InvalidInputError, match=r"argument 0 of slot_map_find .* on cuda:1"):
+        Kernel("hash/slot_map.cu", "slot_map_find")(1, 32, CELLS, 4, KEYS, 3, SLOTS)
+    assert launched == []
+
+
+def test_launch_takes_addresses_in_place_of_tensors(launched):
+    find = Kernel("hash/slot_map.cu", "slot_map_find")
+    find(1, 32, 0, 4, KEYS.data_ptr(), 3, SLOTS.data_ptr())
+    assert launched == ["slot_map_find"]
+
+
+def test_launch_refuses_another_number_of_arguments(launched):
+    with pytest.raises(InvalidInputError, match="takes 5 arguments, got 1"):
+        Kernel("hash/slot_map.cu", "slot_map_find")(1, 32, CELLS)
+    assert launched == []
+
+
+def test_kernel_refuses_a_flag_that_is_none():
+    with pytest.raises(InvalidInputError, match="begin with a dash"):
+        Kernel("hash/slot_map.cu", "slot_map_find", ("any n i64 n i32",))

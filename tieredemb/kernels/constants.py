@@ -1,0 +1,36 @@
+"""Numbers that kernels of CPU and GPU, and those who launch them, have to agree on.
+
+They are written here alone. CUDA sources get all of them as the header `constants.cuh`, which `source.py` makes of this
+module: numbers go from here to the compiler, layouts and parameters come from there.
+"""
+
+from __future__ import annotations
+
+from tieredemb.config import MODES
+
+# homes and slots
+DROPPED = -(2**31)  # home of an occurrence that takes no part: padding
+NOT_FOUND = -1  # slot of a key that a map does not hold
+CELL_BYTES = 16  # of a map: a key and its slot
+EMPTY_CELL = 0  # a cell stores key + 1, so that a map of untouched zero pages is empty
+
+# scores: see cache/policy.py
+MIN_SCORE = 1  # of a row that was written but never used
+MAX_SCORE = 2**32 - 1
+AGED, COUNT, CLOCK = 0, 1, 2  # how a use changes a score: LRFU, exact LFU, LRU
+
+# lookups
+SUM, MEAN, MAX = range(len(MODES))  # how a table pools
+BAD_ID, BAD_OFFSET = 1, 2  # what a fault is about
+CHUNK = 64  # occurrences summed at the first level: a table of three rows in a batch of 65,536 has 340 chunks a row
+
+# initial values
+NORMAL, UNIFORM = 0, 1  # distributions
+
+# of the int64 words of a miss report (`MissReport`) before the keys: the one that the GPU writes last, and how many
+# they are; word 0 is the number of missed keys
+REPORT_NUMBER, REPORT_WORDS = 3, 4
+
+# threads of a block
+FILL_THREADS = 256  # that find bags: each finds its own among edges that all have read
+TOGETHER = 1024  # that choose victims, and wait for other blocks: two bins a thread
