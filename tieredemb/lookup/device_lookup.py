@@ -13,7 +13,7 @@ import torch
 from tieredemb import config
 from tieredemb.kernels.compiler import blocks_for, kernel, options
 from tieredemb.kernels.constants import CHUNK, MAX, MEAN
-from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace
+from tieredemb.lookup.device_bags import FAULT_WORDS, DeviceBags, DeviceKeySpace
 from tieredemb.lookup.optimizer import KINDS, SGD, state_width
 
 BAG, OPTIMIZER = "lookup/embedding_bag.cu", "lookup/optimizer.cu"
@@ -208,14 +208,14 @@ class DeviceLookup:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts an update: counts `steps` (int64 (T,)) on; returns the tables' rates and the other numbers.
 
-        `options`: float64 (5,), see `set_options` · `faults`: int64 (3 K,), the marks of the calls · `found_inf`,
+        `options`: float64 (5,), see `set_options` · `faults`: int64 (3 K,), the `Fault`s of the calls · `found_inf`,
         `grad_scale`: float32 (), of a scaler. After a mark or an infinity no `work` is left and no step counted.
         """
         rate = torch.empty(steps.shape[0], dtype=torch.float32, device=steps.device)
         numbers = torch.empty(4, dtype=torch.float32, device=steps.device)
         begin = kernel(OPTIMIZER, "step_begin", *self._update)
         begin(
-            1, THREADS, options, steps, steps.shape[0], faults, faults.shape[0] // 3, _address(found_inf),
+            1, THREADS, options, steps, steps.shape[0], faults, faults.shape[0] // FAULT_WORDS, _address(found_inf),
             _address(grad_scale), rate, numbers, work,
         )  # fmt: skip
         return rate, numbers
