@@ -8,6 +8,7 @@ them: all that a launch checks on a GPU is checked here.
 from __future__ import annotations
 
 import ast
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,12 +23,13 @@ from tieredemb.cache.policy import scoring
 from tieredemb.config import LFU, Normal
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels import compiler
-from tieredemb.kernels.arguments import signature
+from tieredemb.kernels.arguments import signature, struct_type
 from tieredemb.kernels.compiler import Kernel
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.source import PACKAGE, read
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.device_bags import (
+    FAULT_WORDS,
     DeviceKeySpace,
     Edges,
     find_device_bags,
@@ -198,11 +200,12 @@ def a_space(chosen=(0, 1), modes=("mean", "max")):
 
 def found_bags(space, batch=3):
     ids, words = torch.arange(10), new_fault(CPU).zero_()
+    fault, report = words[:FAULT_WORDS], words[FAULT_WORDS:]
     bags = new_device_bags(len(ids), space, batch)
     edges = Edges(torch.arange(2 * batch + 1), 2 * batch + 1, exact=True)
-    find_device_bags(bags, ids, edges, space, words[:3], words[3:].data_ptr(), padding_is_dropped=True)
-    tell_fault(words[3:], words.data_ptr())
-    return bags, words[:3]
+    find_device_bags(bags, ids, edges, space, fault, report.data_ptr(), padding_is_dropped=True)
+    tell_fault(report, words.data_ptr())
+    return bags, fault
 
 
 def hot_rows(rows=7, width=8, state=16, dtype=torch.float32):
@@ -341,6 +344,46 @@ def test_launch_refuses_another_number_of_arguments(launched):
     with pytest.raises(InvalidInputError, match="takes 5 arguments, got 1"):
         Kernel("hash/slot_map.cu", "slot_map_find")(1, 32, CELLS)
     assert launched == []
+
+
+# --- structs ----------------------------------------------------------------------------------------------------------
+
+
+SPACE = struct_type("lookup/bags.cu", "Space")
+
+
+def test_struct_has_the_bytes_of_its_fields():
+    space = SPACE(tables=0, start=KEYS, padding=2**40, resident=CELLS, n_tables=7)
+    assert space == struct.pack("@qqqqi4x", 0, KEYS.data_ptr(), 2**40, CELLS.data_ptr(), 7)
+    assert len(space) == read("lookup/bags.cu").layout("Space").size
+    assert any(field is KEYS for field in space.fields)  # else its memory might be another's at the launch
+
+
+@pytest.mark.parametrize("fields", [{}, {"start": 0, "padding": 0, "resident": 0, "n_tables": 0, "keys": 0}])
+def test_struct_refuses_other_fields(fields):
+    with pytest.raises(InvalidInputError, match="a Space has the fields tables, start, padding, resident, n_tables"):
+        SPACE(**fields)
+
+
+def test_struct_is_packed_where_c_aligns_it():
+    arguments = signature("lookup/bags.cu", "offsets_check")
+    assert arguments.starts == [0, 8, 16, 24, 32, 40, 48, 88, 96]
+    packed = arguments.packing.pack(*range(1, 7), b"x" * 40, 8, 9)
+    assert packed[48:] == b"x" * 40 + struct.pack("qq", 8, 9)
+
+
+@pytest.mark.parametrize("bad", [{"start": KEYS.int()}, {"start": CELLS[:, 0]}, {"padding": 3}])
+def test_launch_refuses_a_struct_that_does_not_fit(launched, bad):
+    fields = {"tables": 0, "start": KEYS, "padding": KEYS, "resident": KEYS, "n_tables": 2}
+    check = Kernel("lookup/bags.cu", "offsets_check")
+    check(1, 32, KEYS, 3, 3, 3, True, 1, SPACE(**fields), KEYS, KEYS)
+    for space in (SPACE(**{**fields, **bad}), bytes(SPACE(**fields)), 0):
+        with pytest.raises(InvalidInputError, match=r"argument 6 of offsets_check \(Space space\)"):
+            check(1, 32, KEYS, 3, 3, 3, True, 1, space, KEYS, KEYS)
+    assert launched == ["offsets_check"]
+
+
+# --- flags ------------------------------------------------------------------------------------------------------------
 
 
 def test_kernel_refuses_a_flag_that_is_none():

@@ -11,6 +11,7 @@ from tieredemb.kernels.constants import DROPPED
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.bags_cpu import make_bags
 from tieredemb.lookup.device_bags import (
+    FAULT_WORDS,
     DeviceBags,
     DeviceKeySpace,
     Edges,
@@ -51,8 +52,8 @@ def found(tables, chosen, resident, samples, ids, edges):
     space = DeviceKeySpace(KeySpace(tables, chosen, [0] * len(tables)), resident, device)
     bags, words = new_device_bags(len(ids), space, samples), new_fault(device).zero_()
     given = Edges(torch.from_numpy(edges).to(device), len(edges), exact=True)
-    report = words[3:].data_ptr()
-    find_device_bags(bags, torch.from_numpy(ids).to(device), given, space, words[:3], report, padding_is_dropped=True)
+    fault, report, ids = words[:FAULT_WORDS], words[FAULT_WORDS:].data_ptr(), torch.from_numpy(ids).to(device)
+    find_device_bags(bags, ids, given, space, fault, report, padding_is_dropped=True)
     return bags, words
 
 

@@ -40,7 +40,7 @@ extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units
     clock->oldest = clock->stamp - lag;
     counts->missed = counts->slotless = counts->needed = counts->room = counts->untouched = 0;
     counts->arrivals = 0;
-    counts->batches += scored;
+    counts->totals.batches += scored;
     RecordsEnd *end = end_of(records, n_records);
     end->index = end->index ? STALE : 0;
 }
@@ -151,10 +151,10 @@ extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *
     }
     __syncthreads();
     if (threadIdx.x == 0 && block_lookups && scored) {
-        atomicAdd(&counts->lookups, (u64)block_lookups);
-        atomicAdd(&counts->hits, (u64)block_hits);
-        atomicAdd(&counts->unique, (u64)block_unique);
-        if (block_overflow) atomicAdd(&counts->overflow, (u64)block_overflow);
+        atomicAdd(&counts->totals.lookups, (u64)block_lookups);
+        atomicAdd(&counts->totals.hits, (u64)block_hits);
+        atomicAdd(&counts->totals.unique, (u64)block_unique);
+        if (block_overflow) atomicAdd(&counts->totals.overflow, (u64)block_overflow);
     }
 }
 
@@ -263,9 +263,9 @@ __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &sl
         counts->used = used;
         counts->tombstones = rebuild ? 0 : end.tombstones;
         counts->slotless = slotless;
-        counts->filled += (u64)with_slots;
-        counts->evicted += (u64)end.victims;
-        counts->overflow += (u64)slotless;
+        counts->totals.filled += (u64)with_slots;
+        counts->totals.moved.evicted += (u64)end.victims;
+        counts->totals.overflow += (u64)slotless;
     }
     if (!rebuild) return;
     for (i64 at = thread_index(); at < slots.n_cells; at += thread_count())
@@ -328,11 +328,11 @@ extern "C" __global__ void homes_count(const int *homes, i64 n, Clock *clock, Co
     atomicAdd(&block_lookups, lookups);
     __syncthreads();
     if (threadIdx.x == 0 && scored && block_lookups) {
-        atomicAdd(&counts->lookups, (u64)block_lookups);
-        atomicAdd(&counts->hits, (u64)block_lookups);
+        atomicAdd(&counts->totals.lookups, (u64)block_lookups);
+        atomicAdd(&counts->totals.hits, (u64)block_lookups);
     }
     if (thread_index() == 0) {
         clock->batch += 1;
-        counts->batches += scored;
+        counts->totals.batches += scored;
     }
 }

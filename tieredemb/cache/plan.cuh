@@ -2,6 +2,16 @@
 #pragma once
 #include "score.cuh"
 
+// Rows that moved.
+struct Moved {
+    u64 generated, evicted, written_back, scores_written;
+};
+// Counters since they were last cleared. The host reads them by these names, in this order.
+struct Totals {
+    u64 batches, lookups, hits, unique, filled;
+    Moved moved;
+    u64 overflow;
+};
 struct Counts {
     int missed;      // unique keys without a slot
     int needed;      // victims that make room for them
@@ -13,8 +23,7 @@ struct Counts {
     u32 arrivals;    // blocks that have come to a meeting
     int untouched;   // missed rows that were never written
     int pad;
-    // totals
-    u64 batches, lookups, hits, unique, filled, generated, evicted, written_back, scores_written, overflow;
+    Totals totals;
 };
 
 // All blocks of a cooperative launch wait for each other; what they wrote before is seen after. `arrivals` starts at 0.

@@ -3,16 +3,15 @@
 // Nothing here trusts its input. A fault leaves its mark in `fault`: the batch then reads zeros for bad ids, or nothing
 // at all after bad offsets, and updates nothing; `fault_report` tells the host which was the first.
 #include "common.cuh"
+#include "fault.cuh"
 
 constexpr i64 FAR = 1ll << 62;  // a fault at position p is marked as FAR − p, so that the largest is the first
 
-struct Fault {
-    u64 id, offset;
-    u32 finished;  // blocks of `bags_fill`
-    u32 pad;
-};
-struct Report {  // in host memory
-    i64 state, kind, table, position, value, before, ids, edges;
+// The tables of a key space. `tables`: their places among those whose ids are given, null where these are all; `start`:
+// their first keys, and the end; `padding`: an id of each, or −1; `resident`: the slot of each one's first row, or −1.
+struct Space {
+    const i64 *tables, *start, *padding, *resident;
+    int n_tables;
 };
 
 // Edge k of the bags of all tables; the last one may be left out and is then the number of ids.
@@ -28,10 +27,11 @@ __device__ __forceinline__ void mark(u64 *place, i64 position) { atomicMax(place
 // tables alone (all of them where `tables` is null), as if only their ids had been given: int64 (chosen · batch + 1).
 // Reads and writes 8 bytes a bag.
 extern "C" __global__ void offsets_check(const i64 *offsets, i64 given, i64 n_ids, i64 n_edges, int exact, i64 batch,
-                                         const i64 *tables, int n_tables, Fault *fault, i64 *local) {
+                                         Space space, Fault *fault, i64 *local) {
     wait_for_prior_kernel();
     const Edges edges{offsets, given, n_ids};
-    const i64 bags = batch * n_tables;
+    const i64 *tables = space.tables;
+    const i64 bags = batch * space.n_tables;
     for (i64 k = thread_index(); k < n_edges; k += thread_count()) {
         i64 at = edges[k], before = k ? edges[k - 1] : 0;
         bool bad = k == 0 ? at != 0 : at < before;
@@ -42,8 +42,8 @@ extern "C" __global__ void offsets_check(const i64 *offsets, i64 given, i64 n_id
     if (!tables) return;
     for (i64 bag = thread_index(); bag <= bags; bag += thread_count()) {
         i64 edge = 0, last = bag / (batch ? batch : 1);
-        for (i64 j = 0; j < last && j < n_tables; j++) edge += edges[(tables[j] + 1) * batch] - edges[tables[j] * batch];
-        if (last < n_tables) edge += edges[tables[last] * batch + (bag - last * batch)] - edges[tables[last] * batch];
+        for (i64 j = 0; j < last && j < space.n_tables; j++) edge += edges[(tables[j] + 1) * batch] - edges[tables[j] * batch];
+        if (last < space.n_tables) edge += edges[tables[last] * batch + (bag - last * batch)] - edges[tables[last] * batch];
         local[bag] = edge;
     }
 }
@@ -54,9 +54,9 @@ constexpr int NEAR = 32;           // tables likewise
 struct Table {
     i64 first, rows, padding, slot;  // the first row's key, and its slot if the table is resident, else −1
 };
-__device__ __forceinline__ Table table_of(const i64 *start, const i64 *padding, const i64 *resident, u32 j) {
-    const i64 first = start[j], next = start[j + 1], its_padding = padding[j], slot = resident[j];
-    return {first, next - first, its_padding, slot};
+__device__ __forceinline__ Table table_of(const Space &space, u32 j) {
+    const i64 first = space.start[j], next = space.start[j + 1], padding = space.padding[j], slot = space.resident[j];
+    return {first, next - first, padding, slot};
 }
 
 // The bag of occurrence k is between: local[low] ≤ k < local[high]. Bags are numbered by an int.
@@ -133,14 +133,13 @@ __device__ __forceinline__ u32 bag_of(const i64 *local, u32 bags, i64 probed, i6
 // A small batch takes as long as the loads that wait for each other. So a block looks for its first bag in 256 places
 // at once, then takes edges and tables from there on into shared memory, where each id finds its own.
 extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
-    const i64 *ids, const i64 *offsets, i64 given, i64 n_ids, i64 *local, i64 batch, const i64 *tables,
-    int n_tables, const i64 *start, const i64 *padding, const i64 *resident, i64 *keys, int *homes, int *bag,
-    i64 *position, i64 n_edges, Fault *fault, Report *report) {
+    const i64 *ids, const i64 *offsets, i64 given, i64 n_ids, i64 *local, i64 batch, Space space, i64 *keys,
+    int *homes, int *bag, i64 *position, i64 n_edges, Fault *fault, Report *report) {
     wait_for_prior_kernel();
     __shared__ int staged[STAGED];  // how many of the block's ids are before the edge, at least 0, at most all
     __shared__ Table near[NEAR];
     const Edges edges{offsets, given, n_ids};
-    const u32 bags = (u32)(batch * n_tables), probe = (bags + FILL_THREADS - 1) / FILL_THREADS * (threadIdx.x + 1);
+    const u32 bags = (u32)(batch * space.n_tables), probe = (bags + FILL_THREADS - 1) / FILL_THREADS * (threadIdx.x + 1);
     const i64 end = local[bags], probed = probe < bags ? local[probe] : n_ids;
     const bool lost = fault->offset != 0;
     const i64 count = lost ? 0 : end < n_ids ? end : n_ids;
@@ -156,16 +155,16 @@ extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
                 const i64 edge = (i64)low + 1 + e, before = edge < bags ? local[edge] - base : FILL_THREADS;
                 staged[e] = before < 0 ? 0 : before < FILL_THREADS ? (int)before : FILL_THREADS;
             }
-            if (threadIdx.x < NEAR && near_table + threadIdx.x < n_tables)
-                near[threadIdx.x] = table_of(start, padding, resident, near_table + threadIdx.x);
+            if (threadIdx.x < NEAR && near_table + threadIdx.x < space.n_tables)
+                near[threadIdx.x] = table_of(space, near_table + threadIdx.x);
             __syncthreads();
             own = bag_of(local, bags, probed, base, count, low, staged);
         }
         if (k < count) {
             const u32 j = own / (u32)batch;
-            const Table table = j - near_table < NEAR ? near[j - near_table] : table_of(start, padding, resident, j);
+            const Table table = j - near_table < NEAR ? near[j - near_table] : table_of(space, j);
             if (position) {
-                i = edges[tables[j] * batch + (own - j * batch)] + k - local[own];
+                i = edges[space.tables[j] * batch + (own - j * batch)] + k - local[own];
                 id = ids[i];
                 position[k] = i;
             }
@@ -194,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
 extern "C" __global__ void fault_tell(const i64 *report, volatile i64 *host) {
     wait_for_prior_kernel();
     if (thread_index() != 0 || report[0] == 0 || host[0] != 0) return;
-    for (int word = 1; word < 8; word++) host[word] = report[word];
+    for (int word = 1; word < (int)(sizeof(Report) / sizeof(i64)); word++) host[word] = report[word];
     __threadfence_system();
     host[0] = 1;
 }

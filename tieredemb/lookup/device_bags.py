@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
+from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.kernels.constants import BAD_ID, FILL_THREADS
+from tieredemb.kernels.source import read
 from tieredemb.lookup.bags import KeySpace, id_out_of_range, offsets_out_of_order
 
 FILE = "lookup/bags.cu"
@@ -22,10 +24,16 @@ THREADS = 256
 MOST_BLOCKS = 4224
 MAX_BAGS = 2**31 - 1
 
+_SOURCE = read(FILE)
+FAULT_WORDS, REPORT_WORDS = (_SOURCE.layout(name).size // 8 for name in ("Fault", "Report"))
+_REPORTED = [field.name for field in _SOURCE.layout("Report").fields]
+_STATE = _REPORTED.index("state")  # not 0 once the other words are there
+_Space = struct_type(FILE, "Space")
+
 
 class DeviceKeySpace:
-    """The arrays of a `KeySpace` on a device, and `resident`: int64 (T,), the slot of the first row of a table that is
-    resident, or −1."""
+    """The arrays of a `KeySpace` on a device: `column` and `mode`, and those that kernels take as one struct.
+    `resident`: (T,), the slot of the first row of a table that is resident, or −1."""
 
     def __init__(self, space: KeySpace, resident: Sequence[int], device: torch.device) -> None:
         def upload(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
@@ -33,13 +41,21 @@ class DeviceKeySpace:
 
         self.space = space
         self.device = device
-        self.tables = None if space.covers_all else upload(space.tables)
-        self.start = upload(space.start)
         self.column = upload(space.column)
         self.mode = upload(space.mode)
-        self.padding = upload(space.padding)
-        self.no_padding = torch.full_like(self.padding, -1)
-        self.resident = upload(np.array(resident, np.int64))
+        padding = upload(space.padding)
+        shared = {
+            "tables": 0 if space.covers_all else upload(space.tables),
+            "start": upload(space.start),
+            "resident": upload(np.array(resident, np.int64)),
+            "n_tables": len(space),
+        }
+        self._dropping = _Space(padding=padding, **shared)
+        self._reading = _Space(padding=torch.full_like(padding, -1), **shared)
+
+    def tables(self, *, padding_is_dropped: bool) -> StructValue:
+        """What kernels know of the tables; without `padding_is_dropped` none has any padding."""
+        return self._dropping if padding_is_dropped else self._reading
 
     def __len__(self) -> int:
         return len(self.space)
@@ -74,9 +90,9 @@ class DeviceBags:
 
 
 def new_fault(device: torch.device) -> torch.Tensor:
-    """Room for the mark of a batch, three words that are zero while there is no fault, and behind it for a report of
-    eight, of a fault that the host is not to hear of yet: int64 (11,). All are to be zero when a batch is planned."""
-    return torch.empty(11, dtype=torch.int64, device=device)
+    """Room for the mark of a batch, `FAULT_WORDS` that are zero while there is no fault, and behind it for the report
+    of a fault that the host is not to hear of yet: int64 (11,). All are to be zero when a batch is planned."""
+    return torch.empty(FAULT_WORDS + REPORT_WORDS, dtype=torch.int64, device=device)
 
 
 def tell_fault(report: torch.Tensor, address: int) -> None:
@@ -92,7 +108,7 @@ def new_device_bags(n: int, space: DeviceKeySpace, batch: int) -> DeviceBags:
         homes=torch.empty(n, dtype=torch.int32, device=device),
         offsets=torch.empty(len(space) * batch + 1, dtype=torch.int64, device=device),
         bag=torch.empty(n, dtype=torch.int32, device=device),
-        position=None if space.tables is None else torch.empty(n, dtype=torch.int64, device=device),
+        position=None if space.space.covers_all else torch.empty(n, dtype=torch.int64, device=device),
         batch=batch,
     )
 
@@ -110,38 +126,39 @@ def find_device_bags(
     """Finds the bags of `space` among `ids` (int64 (N,)). Does not synchronise; bad ids, and offsets that do not start
     at 0, fall, or leave the ids, leave a mark in `fault` and are reported to the words at `report`."""
     n, given, batch = ids.shape[0], edges.offsets.shape[0], bags.batch
-    tables = 0 if space.tables is None else space.tables
+    tables = space.tables(padding_is_dropped=padding_is_dropped)
     check = kernel(FILE, "offsets_check")
     check(
         blocks_for(edges.count, THREADS, MOST_BLOCKS), THREADS, edges.offsets, given, n, edges.count, edges.exact,
-        batch, tables, len(space), fault, bags.offsets,
+        batch, tables, fault, bags.offsets,
     )  # fmt: skip
     fill = kernel(FILE, "bags_fill")
     fill(
         max(1, blocks_for(n, FILL_THREADS, MOST_BLOCKS)), FILL_THREADS, ids, edges.offsets, given, n, bags.offsets,
-        batch, tables, len(space), space.start, space.padding if padding_is_dropped else space.no_padding,
-        space.resident, bags.keys, bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count,
+        batch, tables, bags.keys, bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count,
         fault, report,
     )  # fmt: skip
 
 
 class FaultReport:
-    """The first fault that nobody was told of: eight words of host memory that kernels write to."""
+    """The first fault that nobody was told of: a `Report` in host memory, which kernels write to."""
 
     def __init__(self, names: Sequence[str], rows: Sequence[int]) -> None:
         self._names = names
         self._rows = rows
-        self._words = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._words = torch.zeros(REPORT_WORDS, dtype=torch.int64, device="cpu", pin_memory=True)
         self._seen = self._words.numpy().data  # numbers of Python: before each forward one is read
         self.address = self._words.data_ptr()
 
     def check(self, told: str = "") -> None:
         """Raises `IdOutOfRangeError` or `InvalidInputError` for a fault that the device has reported by now, once.
         `told`: what the message ends with."""
-        if self._seen[0] == 0:
+        if self._seen[_STATE] == 0:
             return
-        _, kind, table, position, value, before, ids, edges = self._seen
-        self._seen[0] = 0
-        if kind == BAD_ID:
+        said = dict(zip(_REPORTED, self._seen, strict=True))
+        self._seen[_STATE] = 0
+        position, value, table = said["position"], said["value"], said["table"]
+        if said["kind"] == BAD_ID:
             raise IdOutOfRangeError(id_out_of_range(self._names[table], self._rows[table], value, position) + told)
-        raise InvalidInputError(offsets_out_of_order(position, value, before, ids, edges) + told)
+        wrong = offsets_out_of_order(position, value, said["before"], said["ids"], said["edges"])
+        raise InvalidInputError(wrong + told)

@@ -15,7 +15,7 @@ from tieredemb.config import OptimizerConfig
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.kernels.constants import CHUNK, MAX, MEAN
 from tieredemb.kernels.row_format import RowFormat
-from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace
+from tieredemb.lookup.device_bags import FAULT_WORDS, DeviceBags, DeviceKeySpace
 from tieredemb.lookup.optimizer import MOST_NUMBERS, device_numbers, recipe_file, recipe_flags
 from tieredemb.lookup.optimizers.sgd import SGD
 
@@ -220,7 +220,7 @@ class DeviceLookup:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts an update: counts `steps` (int64 (T,)) on; returns the tables' rates and the other numbers.
 
-        `options`: float64 (`MOST_NUMBERS`,), see `set_options` · `faults`: int64 (3 K,), the marks of the calls ·
+        `options`: float64 (`MOST_NUMBERS`,), see `set_options` · `faults`: int64 (3 K,), the `Fault`s of the calls ·
         `found_inf`, `grad_scale`: float32 (), of a scaler. After a mark or an infinity no `work` is left and no step
         counted.
         """
@@ -228,7 +228,7 @@ class DeviceLookup:
         numbers = torch.empty(MOST_NUMBERS, dtype=torch.float32, device=steps.device)
         begin = kernel(self._recipe, "step_begin", *self._update)
         begin(
-            1, THREADS, options, steps, steps.shape[0], faults, faults.shape[0] // 3, _address(found_inf),
+            1, THREADS, options, steps, steps.shape[0], faults, faults.shape[0] // FAULT_WORDS, _address(found_inf),
             _address(grad_scale), rate, numbers, work,
         )  # fmt: skip
         return rate, numbers

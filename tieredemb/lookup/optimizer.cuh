@@ -7,6 +7,7 @@
 //
 // The row update itself is the file's that includes this one, `optimizers/<name>.cu`: its `Recipe` (recipe.cuh).
 #pragma once
+#include "fault.cuh"
 
 #ifndef AHEAD
 #define AHEAD 4  // gradient rows in flight
@@ -315,10 +316,10 @@ __device__ __forceinline__ void row_limit_norm(const Rows &rows, int home, int l
 
 // Limits the norm of every row of a batch, once each. A refused batch (a fault) changes none.
 extern "C" __global__ void __launch_bounds__(256) segments_limit_norm(
-    const Work *work, const Item *items, const Long *longs, const u64 *fault, double max_norm, double norm_type,
+    const Work *work, const Item *items, const Long *longs, const Fault *fault, double max_norm, double norm_type,
     row_t *weight, float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty) {
     wait_for_prior_kernel();
-    if (fault[0] | fault[1]) return;
+    if (fault->id | fault->offset) return;
     const Rows rows{weight, state, away_weight, away_state, records};
     const int lane = threadIdx.x % LANES;
     const i64 groups = thread_count() / LANES;
@@ -342,12 +343,12 @@ extern "C" __global__ void options_set(Options *options, double v0, double v1, d
 
 // Numbers of an update, from the host's options and the steps each table has taken. A batch that was refused, and one
 // whose gradient is not finite under a scaler, leaves no work. One block.
-extern "C" __global__ void step_begin(const Options *options, i64 *steps, int n_tables, const u64 *faults,
+extern "C" __global__ void step_begin(const Options *options, i64 *steps, int n_tables, const Fault *faults,
                                       int n_faults, const float *found_inf, const float *grad_scale, float *rate,
                                       Numbers *numbers, Work *work) {
     wait_for_prior_kernel();
     bool refused = found_inf && *found_inf != 0.0f;
-    for (int f = 0; f < n_faults; f++) refused = refused || faults[3 * f] != 0 || faults[3 * f + 1] != 0;
+    for (int f = 0; f < n_faults; f++) refused = refused || faults[f].id != 0 || faults[f].offset != 0;
     if (refused) {
         if (threadIdx.x == 0) work->items = work->parts = work->longs = 0;
         return;

@@ -12,9 +12,11 @@ struct alignas(4 * sizeof(row_t)) row_quad {
     row_t v[4];
 };
 
-// What a row is generated from: the key space's tables, sorted by their first key.
-struct Tables {
-    int n;
+// What a row is generated from: what all words of state start as, the seed, and the key space's tables, sorted by their
+// first key.
+struct Generator {
+    u32 state_word, seed_low, seed_high;
+    int n_tables;
     const i64 *start;
     const u32 *number;
     const int *kind;
@@ -101,11 +103,11 @@ __device__ __forceinline__ float value_of(u32 bits, int kind, float a, float b) 
 }
 
 // The last table that starts at or before `key`.
-__device__ __forceinline__ int table_of(i64 key, const Tables &tables) {
-    int low = 0, high = tables.n;
+__device__ __forceinline__ int table_of(i64 key, const Generator &from) {
+    int low = 0, high = from.n_tables;
     while (low < high) {
         int middle = (low + high) / 2;
-        if (tables.start[middle] <= key)
+        if (from.start[middle] <= key)
             low = middle + 1;
         else
             high = middle;
@@ -123,19 +125,19 @@ __device__ __forceinline__ void store_quad(row_t *weight, int quad, const row_qu
     }
 }
 
-// One row by the LANES lanes of a group: its weights to `weight`, `state_word` to the first words of `state`.
-__device__ __forceinline__ void row_generate(i64 key, row_t *weight, u32 *state, int state_words, u32 state_word,
-                                             u32 seed_low, u32 seed_high, const Tables &tables) {
+// One row by the LANES lanes of a group: its weights to `weight`, and the first words of `state`.
+__device__ __forceinline__ void row_generate(i64 key, row_t *weight, u32 *state, int state_words,
+                                             const Generator &from) {
     const int lane = threadIdx.x % LANES;
-    for (int w = lane; w < state_words; w += LANES) state[w] = state_word;
-    const int table = table_of(key, tables);
-    const bool padding = key == tables.padding_key[table];
-    const u64 local = (u64)(key - tables.start[table]);
-    const u32 number = tables.number[table];
-    const int kind = tables.kind[table];
-    const float a = tables.params[2 * table], b = tables.params[2 * table + 1];
+    for (int w = lane; w < state_words; w += LANES) state[w] = from.state_word;
+    const int table = table_of(key, from);
+    const bool padding = key == from.padding_key[table];
+    const u64 local = (u64)(key - from.start[table]);
+    const u32 number = from.number[table];
+    const int kind = from.kind[table];
+    const float a = from.params[2 * table], b = from.params[2 * table + 1];
     for (int quad = lane; quad < QUADS; quad += LANES) {
-        uint4 r = philox((u32)local, (u32)(local >> 32), (u32)quad, number, seed_low, seed_high);
+        uint4 r = philox((u32)local, (u32)(local >> 32), (u32)quad, number, from.seed_low, from.seed_high);
         const u32 bits[4] = {r.x, r.y, r.z, r.w};
         row_quad value;
 #pragma unroll
@@ -150,10 +152,8 @@ __device__ __forceinline__ void row_generate(i64 key, row_t *weight, u32 *state,
 extern "C" __global__ void __launch_bounds__(256) rows_generate(
     const int *count, const int *some, const i64 *keys, const int *slots, const unsigned char *untouched,
     row_t *hot_weight, word_t *hot_state, row_t *cold_weight, word_t *cold_state, int by_key, int state_words,
-    u32 state_word, u32 seed_low, u32 seed_high, int n_tables, const i64 *start, const u32 *number, const int *kind,
-    const float *params, const i64 *padding_key) {
+    Generator from) {
     wait_for_prior_kernel();
-    const Tables tables = {n_tables, start, number, kind, params, padding_key};
     if (some && *some == 0) return;
     const int n = *count;
     const i64 groups = thread_count() / LANES;
@@ -164,21 +164,17 @@ extern "C" __global__ void __launch_bounds__(256) rows_generate(
         const i64 cold = by_key ? key : -2 - slot;
         row_t *weight = hot ? hot_weight + slot * WIDTH : cold_weight + cold * WIDTH;
         u32 *state = hot ? hot_state + slot * state_words : cold_state + cold * (state_words + 1);
-        row_generate(key, weight, state, state_words, state_word, seed_low, seed_high, tables);
+        row_generate(key, weight, state, state_words, from);
     }
 }
 
 // A range of rows: of the keys first_key … first_key + n - 1 into the rows from first_row on of hot arrays.
 extern "C" __global__ void __launch_bounds__(256) rows_generate_range(
-    i64 first_key, i64 first_row, i64 n, row_t *weight, word_t *state, int state_words, u32 state_word, u32 seed_low,
-    u32 seed_high, int n_tables, const i64 *start, const u32 *number, const int *kind, const float *params,
-    const i64 *padding_key) {
+    i64 first_key, i64 first_row, i64 n, row_t *weight, word_t *state, int state_words, Generator from) {
     wait_for_prior_kernel();
-    const Tables tables = {n_tables, start, number, kind, params, padding_key};
     const i64 groups = thread_count() / LANES;
     for (i64 i = thread_index() / LANES; i < n; i += groups) {
         const i64 row = first_row + i;
-        row_generate(first_key + i, weight + row * WIDTH, state + row * state_words, state_words, state_word, seed_low,
-                     seed_high, tables);
+        row_generate(first_key + i, weight + row * WIDTH, state + row * state_words, state_words, from);
     }
 }

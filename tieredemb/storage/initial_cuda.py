@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tieredemb.kernels.arguments import struct_type
 from tieredemb.kernels.compiler import Kernel, blocks_for, options
 
 if TYPE_CHECKING:
@@ -42,9 +43,12 @@ class DeviceInitialRows:
 
     def __init__(self, tables: tuple[Array, ...], *, seed: Array, state_word: np.uint32, device: torch.device) -> None:
         start, number, kind, params, padding_key = tables
-        held = (start, number.view(np.int32), kind, params, padding_key)
-        self._tables = tuple(torch.from_numpy(array).to(device) for array in held)
-        self._words = (int(state_word), int(seed[0]), int(seed[1]), len(start))
+        held = {"start": start, "number": number.view(np.int32), "kind": kind, "params": params}
+        held["padding_key"] = padding_key
+        self._generator = struct_type(_FILE, "Generator")(
+            state_word=int(state_word), seed_low=int(seed[0]), seed_high=int(seed[1]), n_tables=len(start),
+            **{name: torch.from_numpy(array).to(device) for name, array in held.items()},
+        )  # fmt: skip
 
     def generate_missed(
         self,
@@ -74,7 +78,7 @@ class DeviceInitialRows:
         dtype, width = hot_weight.dtype, hot_weight.shape[1]
         _missed_kernel(dtype, width)(
             _blocks(n, width), _THREADS, count, some, keys, slots, untouched, hot_weight, hot_state,
-            cold_weight_address, cold_state_address, by_key, state_width, *self._words, *self._tables,
+            cold_weight_address, cold_state_address, by_key, state_width, self._generator,
         )  # fmt: skip
 
     def load_missed(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
@@ -88,6 +92,5 @@ class DeviceInitialRows:
         `weight` (·, D) and `state` (·, S), 32-bit words, on the device. Does not synchronise."""
         dtype, width = weight.dtype, weight.shape[1]
         _range_kernel(dtype, width)(
-            _blocks(n, width), _THREADS, first_key, first_row, n, weight, state, state_width, *self._words,
-            *self._tables,
-        )  # fmt: skip
+            _blocks(n, width), _THREADS, first_key, first_row, n, weight, state, state_width, self._generator
+        )

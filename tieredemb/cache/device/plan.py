@@ -1,6 +1,6 @@
 """The launches of a plan on a GPU, in their order. Nothing here waits for the device.
 
-`Counts` and `Clock` of plan.cuh live in one small tensor; totals are read from it in one copy.
+`Clock`, `Counts` and `Selection` of the kernels live in one small tensor; totals are read from it in one copy.
 """
 
 from __future__ import annotations
@@ -15,21 +15,31 @@ from tieredemb.cache.policy import Scoring
 from tieredemb.errors import StorageError
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, meeting_blocks
 from tieredemb.kernels.constants import TOGETHER
+from tieredemb.kernels.source import read
 
 PLAN, POLICY = "cache/plan.cu", "cache/policy.cu"
 THREADS = 256
 MOST_BLOCKS = 1056  # eight a multiprocessor of an H200: loops stride over what is beyond
 
-# byte offsets in the control tensor: Clock, Counts, Selection
-CLOCK, COUNTS, SELECTION = 0, 32, 160
-SELECTION_BYTES = 4 * (4 + 3 * 2048)
-MISSED, NEEDED, ROOM, ARRIVALS, UNTOUCHED = COUNTS, COUNTS + 4, COUNTS + 20, COUNTS + 28, COUNTS + 32
-TOTALS = COUNTS + 40
-MOVED = TOTALS + 8 * 5  # what `cache/device/transfer.cu` counts
-TOTAL_NAMES = (
-    *("batches", "lookups", "hits", "unique", "filled", "generated", "evicted", "written_back", "scores_written"),
-    "overflow",
+_SOURCE = read(PLAN)
+_COUNTS = _SOURCE.layout("Counts")
+CLAIM_BYTES = _SOURCE.layout("Claim").size
+SELECTION_BYTES = _SOURCE.layout("Selection").size
+
+# byte offsets in the control tensor, each of a multiple of 32
+CLOCK, COUNTS, SELECTION = itertools.accumulate(
+    (-(-_SOURCE.layout(name).size // 32) * 32 for name in ("Clock", "Counts")), initial=0
 )
+MISSED, NEEDED, ROOM, ARRIVALS, UNTOUCHED, TOTALS = (
+    COUNTS + _COUNTS[name].offset for name in ("missed", "needed", "room", "arrivals", "untouched", "totals")
+)
+BATCH = CLOCK + _SOURCE.layout("Clock")["batch"].offset
+MOVED = TOTALS + _SOURCE.layout("Totals")["moved"].offset
+TOTAL_NAMES = tuple(total.name for total in _SOURCE.leaves("Totals"))
+
+# words of a record and of what follows the last one
+LAST_BATCH = _SOURCE.layout("Record")["last_batch"].offset // 4
+TAKEN = _SOURCE.layout("RecordsEnd")["taken"].offset // 4
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ class Missed:
         while self.cells < 2 * n:
             self.cells *= 2
         room = n + n % 2  # what follows stays aligned to 8 bytes
-        sizes = (16 * self.cells, 8 * room, 8 * room, 4 * room, 4 * room, room)
+        sizes = (CLAIM_BYTES * self.cells, 8 * room, 8 * room, 4 * room, 4 * room, room)
         self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         starts = itertools.accumulate(sizes[:-1], initial=self._memory.data_ptr())
         self.claims, self.keys, self.victims, self.slots, self.chosen, self.untouched = starts
@@ -113,7 +123,7 @@ class Records:
     def free(self, records: torch.Tensor) -> None:
         """Frees `records` (int64 (K,), distinct), which no batch in flight uses, and whose rows are stored."""
         self.table[records, 0] = 0
-        self.table.view(torch.int32)[self.rows, 0] -= len(records)  # `RecordsEnd.taken`
+        self.table.view(torch.int32)[self.rows, TAKEN] -= len(records)
 
     def clear(self) -> None:
         """Frees all records."""
@@ -236,11 +246,11 @@ class DevicePlan:
 
     def batch(self) -> int:
         """Number of the last batch planned, replays of graphs included. Synchronises."""
-        return int(self.control[CLOCK : CLOCK + 8].view(torch.int64).item())
+        return int(self.control[BATCH : BATCH + 8].view(torch.int64).item())
 
     def restart(self, batch: int) -> None:
         """Empties the plan's view of the slots; the next batch follows `batch`."""
-        self.control[CLOCK : CLOCK + 8].view(torch.int64).fill_(batch)
+        self.control[BATCH : BATCH + 8].view(torch.int64).fill_(batch)
         self.control[COUNTS:TOTALS].zero_()
         self.records.clear()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tieredemb.cache.device.plan import Away, DevicePlan, Missed
+from tieredemb.cache.device.plan import LAST_BATCH, Away, DevicePlan, Missed
 from tieredemb.cache.device.row_copies import RowCopies
 from tieredemb.cache.device.rows import DeviceRows
 from tieredemb.cache.device.staging import Asked, MissReports, PinnedRows
@@ -68,7 +68,7 @@ class Staged(Transfer):
         if self._slotless == 0:
             return
         records = self._records()
-        last = self.plan.records.table.view(torch.int32)[records, 2]
+        last = self.plan.records.table.view(torch.int32)[records, LAST_BATCH]
         # in the device's own numbers, which an interrupt may have left behind the host's, and in 32 bits, which wrap
         oldest = (self.plan.batch() + 1 - lag + 2**31) % 2**32 - 2**31
         gone = records[last - oldest < 0]

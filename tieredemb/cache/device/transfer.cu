@@ -3,7 +3,7 @@
 // A group of lanes takes a row, 16 bytes a lane, and keeps ROWS rows in flight. Weights and state are arrays of their
 // own on both sides; the last word of a cold state is the score.
 #include "common.cuh"
-#include "score.cuh"
+#include "plan.cuh"
 
 #ifndef STATE
 #define STATE 1  // words of optimizer state a row, without the score
@@ -15,10 +15,6 @@ constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : UNITS >
 constexpr int STEPS = (UNITS + LANES - 1) / LANES;
 constexpr int WORDS = (STATE + LANES) / LANES;  // of state and score that a lane moves
 constexpr bool STATE_AHEAD = WORDS <= 2;        // read beside the weights: registers for wide states are wanting
-
-struct Moved {
-    u64 generated, evicted, written_back, scores_written;  // totals, inside the plan's counts
-};
 
 // For each missed key with a slot: write back what was there, and bring the row in. Moves (per direction) D · itemsize +
 // 4 (S + 1) bytes a row over PCIe. Where there are victims `swap_blocks` blocks do it all: more write no faster, and fill

@@ -1,0 +1,11 @@
+// What is wrong with a batch, as its kernels mark it, and as the host is told.
+#pragma once
+
+struct Fault {
+    u64 id, offset;  // marks, 0 without a fault: a larger one is of an earlier position
+    u32 finished;    // blocks of `bags_fill`
+    u32 pad;
+};
+struct Report {  // of the first fault; the host reads these by their names
+    i64 state, kind, table, position, value, before, ids, edges;
+};
