@@ -25,7 +25,7 @@ from tieredemb.kernels.row_format import CARRIERS, RowFormat
 from tieredemb.lookup.bags import rows_space
 
 if TYPE_CHECKING:
-    from tieredemb.cache.device.plan import Away
+    from tieredemb.cache.device.plan import OverflowRows
     from tieredemb.lookup.device_bags import DeviceBags
     from tieredemb.lookup.device_lookup import DeviceLookup
 
@@ -250,11 +250,11 @@ def _kernels(device: torch.device, dtype: torch.dtype, width: int, mode: str) ->
     return DeviceLookup(space, RowFormat(width=width, dtype=dtype), None)
 
 
-def _nowhere() -> Away:
+def _nowhere() -> OverflowRows:
     """Where the rows without a slot are: there are none."""
-    from tieredemb.cache.device.plan import Away
+    from tieredemb.cache.device.plan import OverflowRows
 
-    return Away(slotless=False, weight=0, state=0, records=None)
+    return OverflowRows(slotless=False, weight=0, state=0, records=None)
 
 
 def _device_bags(homes: Tensor, offsets: Tensor, rows: int, *, whole: bool = True) -> DeviceBags:

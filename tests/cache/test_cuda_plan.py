@@ -8,8 +8,8 @@ import pytest
 import torch
 from devices import require_gpu
 
-from tieredemb.cache.device.plan import COUNTS, SELECTION, TOTALS, Away, DevicePlan, Missed
-from tieredemb.cache.device.rows import DeviceRows
+from tieredemb.cache.device.hot_rows import DeviceHotRows
+from tieredemb.cache.device.plan import COUNTS, SELECTION, TOTALS, DevicePlan, Missed, OverflowRows
 from tieredemb.cache.policy import scoring
 from tieredemb.config import LFU
 from tieredemb.kernels.compiler import Kernel, blocks_for
@@ -37,29 +37,29 @@ class Plans:
         device = current_device()
         self.lag, self.all_keys = lag, torch.arange(4 * max(slots, n), device=device)
         layout = RowLayout(rows=len(self.all_keys), width=4, state_width=1)
-        self.rows = DeviceRows(layout, slots, 0, device)
+        self.rows = DeviceHotRows(layout, slots, (), device)
         self.plan = DevicePlan(self.rows, scoring(LFU()), device)
         self.plan.restart(BEGUN)
         self.slotless = (lag + 1) * n > slots
         if self.slotless:
             self.plan.records.reserve(min((lag + 1) * n, layout.rows))
         self.state = torch.zeros(layout.rows, 2, dtype=torch.int32, device=device)  # of rows without a slot
-        self.away = Away(self.slotless, 0, self.state.data_ptr(), self.plan.records.table)
+        self.overflow = OverflowRows(self.slotless, 0, self.state.data_ptr(), self.plan.records.table)
         self._find = Kernel("hash/slot_map.cu", "slot_map_find")
 
     def find(self, keys):
         """Begins a plan for `keys` (int64 (N,)), negative where there is nothing to look up."""
         self.keys, self.missed = keys, Missed(len(keys), keys.device)
         self.homes = torch.where(keys >= 0, -1, DROPPED).int()
-        self.plan.begin(self.missed, lag=self.lag, scored=True, away=self.away)
-        self.plan.find(keys, self.homes, self.missed, scored=True, away=self.away)
+        self.plan.begin(self.missed, lag=self.lag, scored=True, overflow=self.overflow)
+        self.plan.find(keys, self.homes, self.missed, scored=True, overflow=self.overflow)
 
     def end_in_two(self):
         self.plan.choose(self.missed)
-        self.plan.settle(self.homes, self.missed, self.away, commit=True)
+        self.plan.settle(self.homes, self.missed, self.overflow, commit=True)
 
     def end_in_one(self):
-        self.plan.place(self.homes, self.missed, self.away)
+        self.plan.place(self.homes, self.missed, self.overflow)
 
     def memory(self):
         """All that the end of a plan reads and writes."""

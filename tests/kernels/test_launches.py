@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import tieredemb as te
+from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.plan import DevicePlan, Missed
-from tieredemb.cache.device.rows import DeviceRows
 from tieredemb.cache.policy import scoring
 from tieredemb.config import LFU, Normal
 from tieredemb.errors import InvalidInputError
@@ -230,9 +230,9 @@ def test_bags_are_found_by_launches_that_fit(launched, chosen):
     assert launched == ["offsets_check", "bags_fill", "fault_tell"]
 
 
-@pytest.mark.parametrize("away", [NOWHERE, ELSEWHERE])
+@pytest.mark.parametrize("overflow", [NOWHERE, ELSEWHERE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lookup_and_update_are_launched_as_they_fit(launched, dtype, away):
+def test_lookup_and_update_are_launched_as_they_fit(launched, dtype, overflow):
     space = a_space()
     row = RowFormat(width=space.space.width, dtype=dtype, state_width=2 * space.space.width)
     lookup, hot = DeviceLookup(space, row, te.Adam()), hot_rows(dtype=dtype)
@@ -245,38 +245,38 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, dtype, away):
         torch.zeros(2, dtype=torch.int64),
     )
     for given, winners in ((weights, None), (None, argmax)):
-        lookup.pool(hot, away, homes, bags, given, out, winners)
-    lookup.weights_gradient(lookup.gather(hot, away, homes), homes, bags, grad)
+        lookup.pool(hot, overflow, homes, bags, given, out, winners)
+    lookup.weights_gradient(lookup.gather(hot, overflow, homes), homes, bags, grad)
     segments = lookup.segments(homes, bags.bag, bags.batch)
-    lookup.limit_norms(hot, away, segments, fault, 2.0, 1.5)
+    lookup.limit_norms(hot, overflow, segments, fault, 2.0, 1.5)
     lookup.set_options(options, {"lr": 1, "betas": (0.9, 0.99), "eps": 1e-8})
     for scaler in (None, torch.ones(())):
         rate, numbers = lookup.begin(options, steps, torch.cat([fault, fault]), scaler, scaler, segments.work)
         for scale, winners in ((lookup.mean_scale(homes, bags), None), (None, argmax)):
-            lookup.update(hot, away, segments, grad, scale, winners, rate, numbers)
+            lookup.update(hot, overflow, segments, grad, scale, winners, rate, numbers)
     assert {*launched} == {*read("lookup/embedding_bag.cu").kernels, *read(recipe_file(te.Adam())).kernels} | {
         *read("lookup/bags.cu").kernels
     }
 
 
-@pytest.mark.parametrize("away", [NOWHERE, ELSEWHERE])
-def test_plan_is_launched_as_it_fits(launched, away):
+@pytest.mark.parametrize("overflow", [NOWHERE, ELSEWHERE])
+def test_plan_is_launched_as_it_fits(launched, overflow):
     layout = RowLayout(rows=100, width=8, state_width=2)
-    rows = DeviceRows(layout, 20, 0, CPU)
+    rows = DeviceHotRows(layout, 20, [], CPU)
     plan = DevicePlan(rows, scoring(LFU()), CPU)
     plan.records.reserve(40)
     keys, homes, missed = torch.arange(30), torch.full((30,), -1, dtype=torch.int32), Missed(30, CPU)
     for scored in (True, False):
         plan.count(homes, scored=scored)
-        plan.begin(missed, lag=1, scored=scored, away=away)
-        plan.find(keys, homes, missed, scored=scored, away=away)
-    plan.place(homes, missed, away)
+        plan.begin(missed, lag=1, scored=scored, overflow=overflow)
+        plan.find(keys, homes, missed, scored=scored, overflow=overflow)
+    plan.place(homes, missed, overflow)
     plan.choose(missed)
     for commit in (False, True):
-        plan.settle(homes, missed, away, commit=commit)
+        plan.settle(homes, missed, overflow, commit=commit)
     index = {"records_clear", "records_index"}
     assert {*launched} | index == {*read("cache/plan.cu").kernels, *read("cache/policy.cu").kernels}
-    assert index.isdisjoint(launched) != away.slotless
+    assert index.isdisjoint(launched) != overflow.slotless
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -168,7 +168,7 @@ def test_plan_and_swap_keep_every_row_exact(slots, policy):
         away = ~hot & real
         if slots > n:
             assert not away.any()
-        records = cache.away([ticket]).records[-2 - homes[away], 0]
+        records = cache.overflow([ticket]).records[-2 - homes[away], 0]
         assert torch.equal(records - 1, keys[away])
         used = torch.unique(homes[hot])
         cache.hot.weight[used] += 1

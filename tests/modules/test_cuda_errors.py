@@ -194,7 +194,7 @@ def test_an_interrupt_while_rows_move_is_not_forgotten(monkeypatch, tmp_path):
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bag.tables.groups[0].cache._transfer, "_generate", interrupt)
+    monkeypatch.setattr(bag.tables.groups[0].cache._moves, "generate", interrupt)
     with pytest.raises(KeyboardInterrupt):
         bag(torch.arange(3)[None])
     monkeypatch.undo()
@@ -218,7 +218,7 @@ def test_an_interrupt_while_rows_move_is_not_forgotten(monkeypatch, tmp_path):
 
 
 def test_batch_of_more_ids_than_a_plan_numbers_is_refused(monkeypatch):
-    monkeypatch.setattr("tieredemb.cache.device.batches.MOST_IDS", 4)
+    monkeypatch.setattr("tieredemb.cache.device.planner.MOST_IDS", 4)
     bag = make()
     before = bits(bag)
     with pytest.raises(InvalidInputError, match=r"a batch of 5 ids .* at most 4"):

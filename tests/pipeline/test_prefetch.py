@@ -26,6 +26,7 @@ from training import NAMES, OPTIMIZERS, bits, random_batch, table_configs
 import tieredemb as te
 from tieredemb.cache.device import staged as staged_rows
 from tieredemb.cache.device import staging
+from tieredemb.cache.device.moves import RowMoves
 from tieredemb.cache.device.row_copies import RowCopies
 from tieredemb.errors import (
     BrokenCacheError,
@@ -278,7 +279,9 @@ def test_rows_that_are_being_written_are_there_before_the_storage_is_used_otherw
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, StorageFullError])
-@pytest.mark.parametrize("where", [(staging.Asked, "moves"), (staged_rows.Staged, "_in"), (RowCopies, "reserve")])
+@pytest.mark.parametrize(
+    "where", [(staging.ExpectedMisses, "read"), (staged_rows.Staged, "_in"), (RowCopies, "reserve")]
+)
 def test_who_interrupts_a_plan_before_rows_change_hands_loses_nothing(
     gpu, monkeypatch, planned_here, tmp_path, where, error
 ):
@@ -315,7 +318,7 @@ def test_a_plan_that_breaks_the_cache_stops_the_call_that_ends_it(gpu, monkeypat
     for ids in itertools.islice(loop, 4):
         trains(model, ids)
     next(loop)
-    monkeypatch.setattr(staged_rows.Staged, "_generate", interrupted)
+    monkeypatch.setattr(RowMoves, "generate", interrupted)
     for call in (model.flush, model.stats, model.state_dict):
         with pytest.raises(BrokenCacheError, match=r"moving rows was interrupted by RuntimeError.*mends"):
             call()

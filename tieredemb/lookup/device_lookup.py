@@ -1,6 +1,6 @@
 """Lookup, backward and update on a GPU: what `embedding_bag.py` and `optimizer.py` do, launched over device tensors.
 
-Nothing here waits for the device. Rows are read and updated where they live: in slots, or away from them (`away`).
+Nothing here waits for the device. Rows are read and updated where they live: in slots, or without one (`overflow`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ UPDATE_BLOCKS = 8448  # 64 a multiprocessor of an H200: items differ in length, 
 BAGS_OF_ONE, LONG_BAGS = 4, 1  # bags a group of lanes takes: four for bags of one id, to have as many rows in flight
 
 
-class Away(Protocol):
-    """Where rows without a slot are; see `cache.device.plan.Away`."""
+class OverflowRows(Protocol):
+    """Where rows without a slot are; see `cache.device.plan.OverflowRows`."""
 
     @property
     def weight(self) -> int: ...
@@ -91,7 +91,7 @@ class DeviceLookup:
     def pool(
         self,
         hot: HotTensors,
-        away: Away,
+        overflow: OverflowRows,
         homes: torch.Tensor,
         bags: DeviceBags,
         weights: torch.Tensor | None,
@@ -102,21 +102,21 @@ class DeviceLookup:
         sums · `argmax`: int32 (B, ΣD), takes the winning occurrence of each maximum, −1 for an empty bag."""
         count = len(self.space) * bags.batch
         each = BAGS_OF_ONE if homes.shape[0] <= 2 * count else LONG_BAGS
-        flags = (*self._rows, *self._output, *away.flags, f"-DBAGS={each}", *self._alignment(out))
+        flags = (*self._rows, *self._output, *overflow.flags, f"-DBAGS={each}", *self._alignment(out))
         pool = kernel(BAG, "bags_pool", *flags)
         groups = len(self.space) * ((bags.batch + each - 1) // each)
         pool(
-            blocks_for(groups * self._lanes, THREADS), THREADS, hot.weight, away.weight, _address(away.records), homes,
-            bags.offsets, bags.batch, count, self.space.mode, self.space.column, _address(weights), out, out.shape[1],
-            _address(argmax),
+            blocks_for(groups * self._lanes, THREADS), THREADS, hot.weight, overflow.weight,
+            _address(overflow.records), homes, bags.offsets, bags.batch, count, self.space.mode, self.space.column,
+            _address(weights), out, out.shape[1], _address(argmax),
         )  # fmt: skip
 
-    def gather(self, hot: HotTensors, away: Away, homes: torch.Tensor) -> torch.Tensor:
+    def gather(self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor) -> torch.Tensor:
         """The rows of `homes`, (N, D); zeros for padding."""
         rows = torch.empty((homes.shape[0], hot.weight.shape[1]), dtype=hot.weight.dtype, device=hot.weight.device)
-        gather = kernel(BAG, "rows_gather", *self._rows, *away.flags)
+        gather = kernel(BAG, "rows_gather", *self._rows, *overflow.flags)
         blocks = blocks_for(homes.shape[0] * self._lanes, THREADS, MOST_BLOCKS)
-        gather(blocks, THREADS, hot.weight, away.weight, _address(away.records), homes, homes.shape[0], rows)
+        gather(blocks, THREADS, hot.weight, overflow.weight, _address(overflow.records), homes, homes.shape[0], rows)
         return rows
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class DeviceLookup:
     def update(
         self,
         hot: HotTensors,
-        away: Away,
+        overflow: OverflowRows,
         segments: Segments,
         grad: torch.Tensor,
         scale: torch.Tensor | None,
@@ -193,17 +193,17 @@ class DeviceLookup:
             gather = kernel(self._recipe, "scale_gather", *self._update)
             gather(blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.order, n, scale, sorted_scale)
         parts = torch.empty((2 * segments.longs.shape[0], hot.weight.shape[1]), dtype=torch.float32, device=grad.device)
-        rows = (hot.weight, hot.state, away.weight, away.state, _address(away.records), hot.dirty)
+        rows = (hot.weight, hot.state, overflow.weight, overflow.state, _address(overflow.records), hot.dirty)
         short = kernel(
             self._recipe, "segments_update",
-            *self._update, *away.flags, *self._alignment(grad),
+            *self._update, *overflow.flags, *self._alignment(grad),
         )  # fmt: skip
         short(
             blocks_for(n * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work, segments.items, n,
             segments.sorted_bag, max(1, grad.shape[0]), self.space.column, grad, grad.shape[1], _address(sorted_scale),
             segments.order, _address(argmax), self.space.mode, *rows, rate, numbers, parts,
         )  # fmt: skip
-        long = kernel(self._recipe, "long_segments_update", *self._update, *away.flags)
+        long = kernel(self._recipe, "long_segments_update", *self._update, *overflow.flags)
         long(
             blocks_for(segments.longs.shape[0] * self._lanes, THREADS, 132), THREADS, segments.work, segments.longs,
             parts, *rows, rate, numbers,
@@ -241,7 +241,7 @@ class DeviceLookup:
     def limit_norms(
         self,
         hot: HotTensors,
-        away: Away,
+        overflow: OverflowRows,
         segments: Segments,
         fault: torch.Tensor,
         max_norm: float,
@@ -249,11 +249,11 @@ class DeviceLookup:
     ) -> None:
         """Scales every row of `segments` whose norm exceeds `max_norm` down to it, as `torch.embedding_renorm_` does,
         and marks it dirty; none after a fault."""
-        limit = kernel(self._recipe, "segments_limit_norm", *self._update, *away.flags)
+        limit = kernel(self._recipe, "segments_limit_norm", *self._update, *overflow.flags)
         limit(
             blocks_for(segments.order.shape[0] * self._lanes, THREADS, MOST_BLOCKS), THREADS, segments.work,
-            segments.items, segments.longs, fault, max_norm, norm_type, hot.weight, hot.state, away.weight, away.state,
-            _address(away.records), hot.dirty,
+            segments.items, segments.longs, fault, max_norm, norm_type, hot.weight, hot.state, overflow.weight,
+            overflow.state, _address(overflow.records), hot.dirty,
         )  # fmt: skip
 
     def _alignment(self, outputs: torch.Tensor) -> tuple[str, ...]:

@@ -18,7 +18,8 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 
 from tieredemb.cache.device.cache import DeviceCache
-from tieredemb.cache.device.replays import NOTHING_PLANNED, DeviceTicket, Replays
+from tieredemb.cache.device.ledger import NOTHING_PLANNED, Replays
+from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.streams import on_device
 from tieredemb.pipeline.buffers import Buffers
@@ -203,7 +204,7 @@ class _Graph(Generic[R]):
 
 
 def _slotless(calls: list[DeviceCall]) -> bool:
-    return any(part.ticket.away.slotless for call in calls for part in call.parts)
+    return any(part.ticket.overflow.slotless for call in calls for part in call.parts)
 
 
 def _tickets(calls: list[DeviceCall], cache: DeviceCache) -> list[DeviceTicket]:

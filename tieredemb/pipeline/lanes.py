@@ -1,5 +1,5 @@
-"""Where plans are made while a batch computes: a thread on the CPU; on a GPU a stream, on which batches come too, and a
-thread beside it where rows pass through the host and take their time."""
+"""Where plans are made while a batch computes: a thread on the CPU; on a GPU a stream, and where rows pass through the
+host and that takes long, a thread."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class ThreadLane(ThreadPoolExecutor, PlanExecutor):
 
 
 class StreamLane(PlanExecutor):
-    """A stream of a GPU, one for all such lanes or that which is given: plans are launched there at once, and run when
-    the device gets to them."""
+    """A stream of a GPU: the device's one for all such lanes, or the given one. Plans are launched there at once, and
+    run when the device gets to them."""
 
     apart = False
 
@@ -99,9 +99,9 @@ class StreamLane(PlanExecutor):
 class WorkerLane(ThreadLane):
     """A thread that plans on a stream of a GPU, where a plan waits for the storage behind it.
 
-    While plans are quick who submits them makes them, and brings each to its end with the next one, or when its forward
-    comes: two threads that launch at once hand the interpreter back and forth, and a plan of 1.5 ms takes 2.5 beside a
-    step, which is more than the thread saves.
+    Short plans run on the submitting thread, and are completed with the next plan, or when their forward comes: two
+    threads that launch at once hand the interpreter back and forth, and a plan of 1.5 ms takes 2.5 beside a step, which
+    is more than the thread saves.
     """
 
     QUICK = 0.004  # seconds, for the end of a plan and the beginning of the next
@@ -112,7 +112,7 @@ class WorkerLane(ThreadLane):
         self.stream = side_stream(device, -1, "worker")  # no capture may fork into it
         self.arrived: torch.cuda.Event | None = None
         self._is_quick = True
-        self._begun: weakref.WeakSet[Call] = weakref.WeakSet()  # those planned here, of which some may have no end yet
+        self._begun: weakref.WeakSet[Call] = weakref.WeakSet()  # planned on the submitting thread, and maybe incomplete
         self._under_way: set[Future[Any]] = set()
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tieredemb.cache.changes import HalfWritten
-from tieredemb.cache.device.batches import LARGE
+from tieredemb.cache.device.planner import LARGE
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.streams import on_device, synchronize
@@ -24,7 +24,7 @@ from tieredemb.tables.group import DeviceGroup
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
-    from tieredemb.cache.device.replays import DeviceTicket
+    from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.tables.table_set import TableSet
 
 
@@ -214,7 +214,7 @@ class DeviceCall(Call):
                         batch.segments.work,
                     )  # fmt: skip
                     group.lookup.update(
-                        group.cache.hot, group.cache.away(tickets), batch.segments, batch.grad, batch.scale,
+                        group.cache.hot, group.cache.overflow(tickets), batch.segments, batch.grad, batch.scale,
                         batch.argmax, rate, numbers,
                     )  # fmt: skip
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from tieredemb.cache.device.transfer import Beside
+from tieredemb.cache.device.plan import Beside
 from tieredemb.kernels.constants import DROPPED
 from tieredemb.lookup.device_bags import DeviceBags
 from tieredemb.lookup.device_lookup import Segments, frequency_scale
 from tieredemb.tables.group import DeviceGroup
 
 if TYPE_CHECKING:
-    from tieredemb.cache.device.replays import DeviceTicket
+    from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.lookup.options import LookupOptions
 
 T = TypeVar("T")
@@ -92,8 +92,8 @@ class DeviceGroupCall:
         with cache.using(self.ticket):
             # those that a plan has sorted are all of them
             segments = self._segments or self.group.lookup.segments(self.ticket.homes, self.bags.bag, self.bags.batch)
-            away = cache.away([self.ticket])
-            self.group.lookup.limit_norms(cache.hot, away, segments, fault, max_norm, self.options.norm_type)
+            overflow = cache.overflow([self.ticket])
+            self.group.lookup.limit_norms(cache.hot, overflow, segments, fault, max_norm, self.options.norm_type)
 
     def pool(self, out: torch.Tensor, weights: torch.Tensor | None, *, keep_argmax: bool, keep_rows: bool) -> None:
         """Pools into `out` (B, ΣD); keeps what a backward will want to know of the forward."""
@@ -103,10 +103,10 @@ class DeviceGroupCall:
         with group.cache.using(self.ticket):
             if weights is not None:
                 self.weights = weights if bags.position is None else weights[bags.position]
-            hot, away = group.cache.hot, group.cache.away([self.ticket])
-            group.lookup.pool(hot, away, self.ticket.homes, bags, self.weights, out, self.argmax)
+            hot, overflow = group.cache.hot, group.cache.overflow([self.ticket])
+            group.lookup.pool(hot, overflow, self.ticket.homes, bags, self.weights, out, self.argmax)
             if keep_rows:
-                self.forward_rows = group.lookup.gather(hot, away, self.ticket.homes)
+                self.forward_rows = group.lookup.gather(hot, overflow, self.ticket.homes)
 
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         """Adds the gradient of the per-sample weights to `out`, float32 (N,), at their positions."""

@@ -188,7 +188,7 @@ def move_group(group: Group, config: TableSetConfig) -> Group:
 def slot_bytes(layout: RowLayout, device: torch.device) -> int:
     """Bytes that one slot costs on a device, map included: what a capacity in bytes is divided by."""
     if device.type == "cuda":
-        from tieredemb.cache.device.rows import device_slot_bytes
+        from tieredemb.cache.device.hot_rows import device_slot_bytes
 
         return device_slot_bytes(layout)
     return cache_bytes_per_slot(layout)

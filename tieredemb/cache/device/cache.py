@@ -1,5 +1,10 @@
-"""The hot cache on a GPU over one key space: the twin of `HostCache`. Over rows that kernels reach, the device says
-no word to the host but in whole-cache calls. How batches are planned is in `device_batches`."""
+"""The hot cache on a GPU over one key space: the twin of `HostCache`. Over rows that kernels reach, the device says no
+word to the host but in whole-cache calls.
+
+It is composed of a ledger of batches (`ledger`), the slots (`hot_rows`), the launches of plans (`plan`), the way rows
+travel (`transfer`), the order of streams (`stream_order`), and the planner that leads a batch through them (`planner`).
+This file is their face: who may call when, under which locks, and the calls that concern all rows.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +16,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tieredemb.cache.base import Cache
 from tieredemb.cache.changes import Part
-from tieredemb.cache.device.batches import DeviceBatches
+from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.in_place import InPlace
-from tieredemb.cache.device.plan import DevicePlan, Missed
-from tieredemb.cache.device.replays import DeviceTicket
-from tieredemb.cache.device.rows import DeviceRows
-from tieredemb.cache.device.stream_order import StreamOrder
+from tieredemb.cache.device.ledger import NOTHING_PLANNED, Ledger, Replays
+from tieredemb.cache.device.moves import RowMoves
+from tieredemb.cache.device.plan import Beside, DevicePlan, Missed, OverflowRows
+from tieredemb.cache.device.planner import Planner
+from tieredemb.cache.device.stream_order import SideStream, StreamOrder
+from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.cache.device.transfer import Transfer
 from tieredemb.cache.host.hot_rows import NO_KEY
 from tieredemb.cache.tickets import Hold
 from tieredemb.config import Policy
+from tieredemb.errors import StorageError
 from tieredemb.kernels.constants import MIN_SCORE
+from tieredemb.kernels.ranges import marked
 from tieredemb.kernels.streams import on_device, synchronize
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
@@ -34,7 +44,7 @@ if TYPE_CHECKING:
 LOAD_ROWS = 1 << 20  # rows brought in at once by whole-cache calls
 
 
-class DeviceCache(DeviceBatches):
+class DeviceCache(Cache):
     """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, have slots of their own, from
     `slots` less their number on, in that order.
 
@@ -53,31 +63,171 @@ class DeviceCache(DeviceBatches):
         resident: Sequence[tuple[int, int]] = (),
     ) -> None:
         super().__init__(cold, slots=slots, policy=policy, initial=initial, lock_window=lock_window, device=device)
-        self._resident = tuple(resident)
-        pinned = sum(rows for _, rows in self._resident)
-        self._cached = slots - pinned
-        self._batch = self._eager = 0  # see `_restart`
-        self._recurring = set()
-        self._planning = self._put_off = None
         self.on_flush: list[Callable[[], None]] = []
-        self._order = StreamOrder(device)
         self.plan_lock = threading.RLock()  # a plan waits for its storage beside lookups and updates
+        self._ledger = Ledger(self._book, lock_window)
         with torch.inference_mode(False), torch.cuda.device(device):
-            self.hot = DeviceRows(cold.layout, self._cached, pinned, device)
+            self.hot = DeviceHotRows(cold.layout, slots - sum(rows for _, rows in resident), resident, device)
             cold.attach(device)
+            self._order = StreamOrder(device, plans_wait=not cold.device_readable)
+            # launches in place are over at once; what waits for its storage lets lookups and updates go on meanwhile
+            self._rows_while_planning = self.lock if cold.device_readable else contextlib.nullcontext()
             self._plan = DevicePlan(self.hot, self._scoring, device)
-            kind: type[Transfer] = InPlace
-            if not cold.device_readable:
-                from tieredemb.cache.device.staged import Staged  # numba takes a second to import
-
-                kind = Staged
-            self._transfer: Transfer = kind(cold, self.hot, initial, self._plan, self._grow_beside, self.plan_changes)
+            self._side = SideStream(device)
+            self._moves = RowMoves(cold.layout, self.hot, self._plan, initial)
+            self._transfer = self._make_transfer()
+            self._planner = Planner(
+                self.hot, self._plan, self._transfer, self._ledger, self._book, self._order, self._side, self.lock
+            )
             try:
                 self._adopt_scores()
                 self._restart(fresh=cold.volatile)
             except BaseException:
-                self._transfer.finish()  # who has opened the storage closes it now
+                self._transfer.drain()  # who has opened the storage closes it now
                 raise
+
+    def _make_transfer(self) -> Transfer:
+        cold, hot, changes = self.cold, self.hot, self.plan_changes
+        if cold.device_readable:
+            return InPlace(cold, hot, self._plan, self._moves, side=self._side, changes=changes)
+        from tieredemb.cache.device.staged import Staged  # numba takes a second to import
+
+        return Staged(cold, hot, self._plan, self._moves, order=self._order, rows_lock=self.lock, changes=changes)
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        keys: torch.Tensor,
+        homes: torch.Tensor,
+        *,
+        score: bool = True,
+        given: torch.cuda.Event | None = None,
+        beside: Beside | None = None,
+        ahead: bool = False,
+    ) -> DeviceTicket:
+        """Makes the rows of `keys` (int64 (N,), in range, negative where there is nothing to look up) resident and
+        locks them; completes `homes` (int32 (N,)), which comes with −1 for each key, else with the slot of a resident
+        table's row or `DROPPED`. Does not synchronise, unless the tier is staged.
+
+        With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
+        recomputed. `given`: comes once `keys` and `homes` are there, if that is yet to be waited for. `beside`
+        launches, on the stream that is current when it is called, what needs complete `homes` and may run beside the
+        movement of rows. `ahead`: whether other work comes before these rows are used, so that a plan over a staged
+        tier need not wait: its transfer is finished by `complete`, or by the next call that would find it pending. A
+        failing storage raises its error and changes no row; the cache stays usable. A transfer that fails later leaves
+        the ticket `failed`. Raises `InvalidInputError` for more ids than a plan can number.
+        """
+        with self.plan_lock, self._rows_while_planning, on_device(self.device), marked("plan"):
+            try:
+                self.complete_last()
+                with self.lock:  # what was released by now was updated by what the stream now waits for
+                    self._check_usable()
+                    self.cold.begin_changes()
+                    self._order.whole()
+                    begun = self._ledger.begin(captured=torch.cuda.is_current_stream_capturing())
+                    self._planner.check_size(keys.shape[0], begun)
+                    if begun.captured and self._planner.moves_rows(keys.shape[0]):
+                        self._check_capture()
+                return self._planner.plan(begun, keys, homes, scored=score, given=given, beside=beside, ahead=ahead)
+            finally:
+                with self.lock:
+                    self._ledger.over()
+                    self._order.after_plan()
+
+    def _check_capture(self) -> None:
+        """Raises `StorageError` where a plan that brings rows in cannot be captured."""
+        self._ledger.check_recurring()
+        if not self.cold.device_readable:
+            raise StorageError(
+                f"a step over the {self.cold.kind} tier cannot be captured in a CUDA graph: its rows pass through the "
+                f"host; use UnifiedMemory() or HostMemory(), or run the step eagerly"
+            )
+
+    def complete(self, ticket: DeviceTicket) -> bool:
+        """Brings the plan of a ticket to its end, if it has yet to come there; returns False if it failed. Waits for
+        the GPU and the storage. Raises `StorageError` where the cache cannot be used any more."""
+        if not ticket.is_complete:  # or a plan that waits for its storage would be waited for
+            with self.plan_lock, on_device(self.device):
+                if self._planner.unfinished is ticket:
+                    self.complete_last()
+                if not ticket.is_complete:  # somebody was interrupted at it
+                    ticket.is_complete = ticket.failed = True
+        return not ticket.failed
+
+    def complete_last(self) -> None:
+        """Brings the plan to its end whose transfer is pending, if any; its ticket knows if it fails. Waits and raises
+        as `complete` does."""
+        if self._planner.unfinished is None:
+            return
+        with self.plan_lock, on_device(self.device):
+            if self._planner.unfinished is None:
+                return
+            self._check_open()
+            self._settle()
+            self._planner.finish_last(usable=not self.doubts.reason)
+
+    def aside(self, function: Beside) -> torch.cuda.Event:
+        """Calls it on a stream beside the current one, behind what that has queued; returns what comes once it is
+        done."""
+        with self.plan_lock:
+            self._side.mark()
+            return self._side.run(function)
+
+    def overflow(self, tickets: Sequence[DeviceTicket]) -> OverflowRows:
+        """Where the rows of `tickets` lie now that have no slot."""
+        last = max(tickets, key=lambda ticket: (ticket.overflow.slotless, ticket.batch))
+        return self._transfer.overflow_now(last.overflow)
+
+    # --- captured steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def last(self) -> int:
+        """Number of the last batch planned; replays count where they are entered (`replayed`)."""
+        return self._ledger.last
+
+    def may_replay(
+        self, ended: Sequence[DeviceTicket] = (), last: int | None = None, replays: Replays = NOTHING_PLANNED
+    ) -> bool:
+        """Whether a captured step may be replayed now, which is put behind all plans made ahead: its plans know of no
+        batch in flight but those that it ends, `ended`; see `Ledger.may_replay`. The caller holds the locks of plans
+        and rows, until it has replayed."""
+        self._check_usable()
+        self.cold.begin_changes()
+        self._order.whole()
+        return self._ledger.may_replay((ticket.batch for ticket in ended), last, replays)
+
+    @contextlib.contextmanager
+    def capturing(self, ended: Sequence[DeviceTicket]) -> Iterator[Replays]:
+        """A step is captured inside that ends the batches `ended`, and leaves others in flight that are planned in it.
+        Each replay ends those of the one before. What comes in is complete after the capture."""
+        with self.whole():
+            replays = self._ledger.begin_capture(ticket.batch for ticket in ended)
+        try:
+            yield replays
+        finally:
+            with self.whole():
+                self._ledger.end_capture(replays)
+                self._order.joined()
+                replays.records = self._plan.records.table.data_ptr()
+
+    def outgrew(self, replays: Replays) -> bool:
+        """Whether more rows without a slot were in flight than there was room for at the capture, which has to be made
+        anew."""
+        return replays.records != self._plan.records.table.data_ptr()
+
+    def replayed(self, replays: Replays) -> int:
+        """A step was replayed: its plans count. Returns the number of the last batch before them."""
+        with self.plan_lock, self.lock:
+            return self._ledger.replayed(replays)
+
+    def reopen(self, ticket: DeviceTicket, batch: int) -> DeviceTicket:
+        """The flight of `batch`, which a replay has planned to where `ticket` was planned."""
+        with self.plan_lock, self.lock:
+            again = DeviceTicket(batch, ticket.homes, ticket.overflow, self._book)
+            again.kept = ()  # it counts where it was planned first
+            self._ledger.open(again)
+            return again
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -89,12 +239,11 @@ class DeviceCache(DeviceBatches):
             if not checked:
                 self._begin_call()
             self._order.whole()
-            self._transfer.finish()
+            self._transfer.drain()
             try:
                 yield
             finally:
-                if not self._transfer.in_place:
-                    self._order.touched()
+                self._order.touched()
 
     @contextlib.contextmanager
     def using(self, *tickets: DeviceTicket) -> Iterator[None]:
@@ -105,7 +254,7 @@ class DeviceCache(DeviceBatches):
             self._order.compute()
             self._transfer.follow()
             for ticket in tickets:
-                ticket.failed |= not ticket.ended
+                ticket.failed |= not ticket.is_complete
                 ticket.check()
                 if ticket.ready is not None:
                     ticket.ready.wait()
@@ -116,9 +265,7 @@ class DeviceCache(DeviceBatches):
         """Where a thread of its own plans ahead: keeps locked what is in flight now, so that nothing moves but what the
         event's stream is through with."""
         with self.lock, on_device(self.device):
-            planning = self._planning
-            following = self._batch + 1 if planning is None else planning
-            return self._book.hold(following), self._order.queued()
+            return self._ledger.hold(), self._order.queued()
 
     @contextlib.contextmanager
     def ahead(self, inputs: Sequence[torch.Tensor], hold: tuple[Hold, torch.cuda.Event] | None) -> Iterator[None]:
@@ -146,19 +293,18 @@ class DeviceCache(DeviceBatches):
                 for update in self.on_flush:
                     update()
                 metadata = self.cold.metadata
-                metadata.batch = self._plan.batch()  # all replays included; `_batch` knows those that plan ahead
+                metadata.batch = self._plan.batch()  # all replays included; the ledger knows those that plan ahead
                 metadata.policy = self._scoring.name
                 self._write_back()
 
     def dirty_rows(self) -> tuple[Array, Array, Array]:
-        hot, first_slot = self.hot, self._cached
+        hot = self.hot
         with self.entered(checked=True):
-            slots = torch.nonzero((hot.dirty[:first_slot] != 0) & (hot.key >= 0)).flatten()
+            slots = torch.nonzero((hot.dirty[: hot.slots] != 0) & (hot.key >= 0)).flatten()
             found = [(hot.key[slots], slots)]
-            for first_key, rows in self._resident:
+            for first_key, first_slot, rows in hot.resident:
                 slots = torch.nonzero(hot.dirty[first_slot : first_slot + rows]).flatten()
                 found.append((slots + first_key, slots + first_slot))
-                first_slot += rows
             parts = [(keys, hot.weight[at], hot.state[at].view(torch.int32), hot.score[at]) for keys, at in found]
             rows_of = [(keys, weight, torch.cat([state, score[:, None]], 1)) for keys, weight, state, score in parts]
             rows_of += self._transfer.slotless_rows()
@@ -171,7 +317,7 @@ class DeviceCache(DeviceBatches):
     def check_loadable(self, parts: Iterable[Part] | None = None) -> None:
         self.complete_last()  # of a batch that was given up: its victims are not to be written behind the call
         super().check_loadable(parts)
-        self._transfer.finish()  # the rows of the storage may be about to be replaced
+        self._transfer.drain()  # the rows of the storage may be about to be replaced
 
     def _begin_call(self) -> None:
         self.complete_last()
@@ -194,12 +340,10 @@ class DeviceCache(DeviceBatches):
 
     def _write_back(self) -> None:
         """All dirty rows, and the scores of the cached ones. Synchronises."""
-        self._transfer.write_back(0, self._cached, None)
-        first_slot = self._cached
-        for first_key, rows in self._resident:
+        self._transfer.write_back(0, self.hot.slots, None)
+        for first_key, first_slot, rows in self.hot.resident:
             self._transfer.write_back(first_slot, rows, first_key)
-            first_slot += rows
-        self._transfer.settle()
+        self._transfer.write_back_slotless()
         synchronize(self.device)
 
     def _write_back_range(self, start: int, stop: int) -> None:
@@ -212,12 +356,10 @@ class DeviceCache(DeviceBatches):
             slots = torch.nonzero((key >= start) & (key < stop)).flatten()
             for part in torch.split(slots, LOAD_ROWS):
                 self._load(key[part], part.to(torch.int32))
-            first_slot = self._cached
-            for first_key, rows in self._resident:
+            for first_key, first_slot, rows in self.hot.resident:
                 low, high = max(start, first_key), min(stop, first_key + rows)
                 self._load_range(low, first_slot + low - first_key, high - low)
-                first_slot += rows
-            self._transfer.reload()
+            self._transfer.reload_slotless()
 
     def check_idle(self, call: str) -> None:
         with self.whole():
@@ -234,19 +376,16 @@ class DeviceCache(DeviceBatches):
         """Empties the cached slots and brings the rows of resident tables in; none was ever written if `fresh`."""
         synchronize(self.device)  # cold rows may have been replaced on the host
         self.hot.reset()
-        self._batch = self._eager = self.cold.metadata.batch
-        self._book.reset()
-        self._plan.restart(self._batch)
+        self._ledger.restart(self.cold.metadata.batch)
+        self._plan.restart(self._ledger.last)
         self._transfer.restart()
         counted = self._plan.totals_kept()  # as of batches alone
-        first_slot = self._cached
-        for first_key, rows in self._resident:
+        for first_key, first_slot, rows in self.hot.resident:
             if fresh:
-                self._transfer.generate(first_key, first_slot, rows)
+                self._moves.generate_range(first_key, first_slot, rows)
             else:
                 self._load_range(first_key, first_slot, rows)
-            first_slot += rows
-        self.hot.score[self._cached :].fill_(MIN_SCORE)
+        self.hot.score[self.hot.slots :].fill_(MIN_SCORE)
         self._plan.set_totals(counted)
 
     def _load_range(self, first_key: int, first_slot: int, rows: int) -> None:
@@ -258,7 +397,7 @@ class DeviceCache(DeviceBatches):
         """Brings cold rows into slots that are theirs. A row never written is generated, and stays clean in the slot
         of a resident table, whose score is never written back."""
         self._transfer.load(keys, slots)
-        resident = slots[slots >= self._cached].long()
+        resident = slots[slots >= self.hot.slots].long()
         self.hot.dirty[resident] = 0
         self.hot.score[resident] = MIN_SCORE
 
@@ -290,6 +429,6 @@ class DeviceCache(DeviceBatches):
             }
 
     def _release(self) -> None:
-        self._put_off = None
-        self._transfer.finish()
+        self._planner.unfinished = None
+        self._transfer.drain()
         synchronize(self.device)  # kernels may still read cold rows

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from tieredemb.cache.device.rows import DeviceRows
+from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.policy import Scoring
 from tieredemb.errors import StorageError
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, meeting_blocks
@@ -42,11 +44,14 @@ LAST_BATCH = _SOURCE.layout("Record")["last_batch"].offset // 4
 TAKEN = _SOURCE.layout("RecordsEnd")["taken"].offset // 4
 
 
+Beside = Callable[[], object]  # launches on the current stream what needs homes, but no rows
+
+
 @dataclass(frozen=True)
-class Away:
-    """Where rows without a slot are used. `slotless`: whether the batch may have such rows · `weight`, `state`:
-    addresses of the rows, a state ending with the score · `records`: int64 (R, 2), `Record`s that name their keys, or
-    None where record r has row r."""
+class OverflowRows:
+    """Where a batch uses the rows that have no slot. `slotless`: whether the batch may have such rows · `weight`,
+    `state`: addresses of the rows, a state ending with the score · `records`: int64 (R, 2), `Record`s that name their
+    keys, or None where record r has row r."""
 
     slotless: bool
     weight: int
@@ -89,6 +94,18 @@ class Missed:
         dtype = torch.int64 if name in ("keys", "victims") else torch.int32
         start = getattr(self, name) - self._memory.data_ptr()
         return self._memory[start : start + count * dtype.itemsize].view(dtype)
+
+
+class BatchPlan(NamedTuple):
+    """A batch whose rows were found, before those that it misses are brought in. `homes`: int32 (N,), to be completed ·
+    `missed`: what it misses · `slotless`: whether rows may be left without a slot · `scored`: whether this use raises
+    scores · `beside`: called once `homes` are complete, on a stream that need not wait for the rows."""
+
+    homes: torch.Tensor
+    missed: Missed
+    slotless: bool
+    scored: bool
+    beside: Beside | None
 
 
 class Records:
@@ -137,7 +154,7 @@ class Records:
 class DevicePlan:
     """The state of a cache's plans, and their kernels. `unit` and kind come from the policy's `Scoring`."""
 
-    def __init__(self, rows: DeviceRows, scoring: Scoring, device: torch.device) -> None:
+    def __init__(self, rows: DeviceHotRows, scoring: Scoring, device: torch.device) -> None:
         self.rows = rows
         self.scoring = scoring
         self.control = torch.zeros(SELECTION + SELECTION_BYTES, dtype=torch.uint8, device=device)
@@ -154,7 +171,7 @@ class DevicePlan:
         n = homes.shape[0]
         count(max(1, blocks_for(n, THREADS, 264)), THREADS, homes, n, self.clock, self.counts, scored)
 
-    def begin(self, missed: Missed, *, lag: int, scored: bool, away: Away) -> None:
+    def begin(self, missed: Missed, *, lag: int, scored: bool, overflow: OverflowRows) -> None:
         """Counts the batch and locks the slots of the `lag` ones before it; makes room for what it will miss."""
         scoring, records = self.scoring, self.records
         begin = kernel(PLAN, "plan_begin")
@@ -163,34 +180,36 @@ class DevicePlan:
             scoring.units_per_batch, lag, scored, missed.claims, missed.cells, self.selection, SELECTION_BYTES // 16,
             records.table, records.rows,
         )  # fmt: skip
-        if away.slotless:
+        if overflow.slotless:
             cells, index = 2 * records.rows, records.index
-            clear = kernel(PLAN, "records_clear", *OPTIONS, *away.flags)
+            clear = kernel(PLAN, "records_clear", *OPTIONS, *overflow.flags)
             clear(blocks_for(cells, THREADS, MOST_BLOCKS), THREADS, records.table, records.rows, index, cells)
-            sort_out = kernel(PLAN, "records_index", *OPTIONS, *away.flags)
+            sort_out = kernel(PLAN, "records_index", *OPTIONS, *overflow.flags)
             sort_out(
                 blocks_for(records.rows, THREADS, MOST_BLOCKS), THREADS, records.table, records.rows, index, cells,
                 self.clock,
             )  # fmt: skip
 
-    def find(self, keys: torch.Tensor, homes: torch.Tensor, missed: Missed, *, scored: bool, away: Away) -> None:
+    def find(
+        self, keys: torch.Tensor, homes: torch.Tensor, missed: Missed, *, scored: bool, overflow: OverflowRows
+    ) -> None:
         """Locks and scores what is resident, claims what is missed, into `missed.keys`; until the plan settles
         `homes` name the claims."""
         rows, scoring, records, n = self.rows, self.scoring, self.records, keys.shape[0]
-        find = kernel(PLAN, "keys_find", *OPTIONS, *away.flags)
+        find = kernel(PLAN, "keys_find", *OPTIONS, *overflow.flags)
         find(
             blocks_for(n, THREADS), THREADS, rows.cells, rows.cells.shape[0], keys, n, self.clock, rows.last_batch,
             rows.score, scoring.kind, scoring.unit, scored, missed.claims, missed.cells, homes, missed.keys,
-            records.table, records.rows, records.index, 2 * records.rows, away.state, rows.layout.state_width + 1,
-            away.by_key, self.counts,
+            records.table, records.rows, records.index, 2 * records.rows, overflow.state, rows.layout.state_width + 1,
+            overflow.by_key, self.counts,
         )  # fmt: skip
 
-    def place(self, homes: torch.Tensor, missed: Missed, away: Away) -> None:
+    def place(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows) -> None:
         """Gives missed keys slots: chooses victims that make room for them, then what `settle` does with `commit`. In
         one launch, for rows that are moved behind it; where victims' rows have to leave before, `choose` and `settle`
         are two."""
         rows, scoring, n = self.rows, self.scoring, homes.shape[0]
-        place = cooperative_kernel(PLAN, "missed_place", *OPTIONS, *away.flags)
+        place = cooperative_kernel(PLAN, "missed_place", *OPTIONS, *overflow.flags)
         place(
             max(blocks_for(rows.slots, 4 * TOGETHER, self._together), blocks_for(n, TOGETHER, self._together)),
             TOGETHER, self.selection, self.counts, self.clock, rows.score, rows.last_batch, rows.slots, scoring.unit,
@@ -207,11 +226,11 @@ class DevicePlan:
             rows.score, rows.last_batch, rows.slots, scoring.unit, scoring.ties_by_age, missed.chosen,
         )  # fmt: skip
 
-    def settle(self, homes: torch.Tensor, missed: Missed, away: Away, *, commit: bool) -> None:
+    def settle(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, *, commit: bool) -> None:
         """Pairs missed keys with slots. With `commit` the slots change hands, later plans find the missed keys there,
         `homes` are resolved, and the plan ends."""
         rows, n = self.rows, homes.shape[0]
-        settle = cooperative_kernel(PLAN, "missed_settle", *OPTIONS, *away.flags)
+        settle = cooperative_kernel(PLAN, "missed_settle", *OPTIONS, *overflow.flags)
         settle(
             blocks_for(n, TOGETHER, self._together), TOGETHER, self.counts, missed.chosen, self.selection, missed.keys,
             rows.cells, rows.cells.shape[0], rows.key, rows.last_batch, self.clock, missed.slots, missed.victims, homes,

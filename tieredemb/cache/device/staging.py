@@ -1,13 +1,12 @@
-"""Where rows are between a GPU and a host that alone reaches cold storage: pinned buffers, and words about them."""
+"""Where rows are between a GPU and a host that alone reaches cold storage: pinned buffers, and reports about them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from tieredemb.cache.device.copy_threads import CopyJob, MissReport
+from tieredemb.cache.device.copy_threads import MissReport
 from tieredemb.kernels.constants import REPORT_NUMBER, REPORT_WORDS
 from tieredemb.storage.base import RowLayout
 
@@ -26,16 +25,17 @@ class PinnedRows:
             self.dirty = torch.empty(rows, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Weights, states and flags of the rows start … stop − 1."""
         return self.weight[start:stop], self.state[start:stop], self.dirty[start:stop]
 
     def size_bytes(self) -> int:
         return self.weight.nbytes + self.state.nbytes + self.dirty.nbytes
 
 
-class Moves(NamedTuple):
-    """What a plan moves, as the device has told. `keys`: int64 (M,), that are missed; the first `room` get slots never
-    used · `leaving`: int64 (V,), the keys whose slots the next ones get · `dirty`: uint8 (V,), whether their rows are
-    to be written. The keys that then follow get no slots."""
+class Misses(NamedTuple):
+    """What a plan misses, as the device has reported. `keys`: int64 (M,), those missed; the first `room` get slots
+    never used · `leaving`: int64 (V,), the keys whose slots the next ones get · `dirty`: uint8 (V,), whether their rows
+    are to be written. The keys that then follow get no slots."""
 
     keys: torch.Tensor
     room: int
@@ -47,50 +47,45 @@ class Moves(NamedTuple):
         return self.room + len(self.leaving)
 
 
+class ExpectedMisses(NamedTuple):
+    """The misses of a plan of `n` ids, as `report` will name them. `flags`: int64 words of its memory, uint8 (n,):
+    whether the rows that leave are dirty."""
+
+    n: int
+    report: MissReport
+    flags: torch.Tensor
+
+    def read(self) -> Misses:
+        """The misses. Waits until the device has reported them."""
+        n, words = self.n, self.report.words
+        self.report.event.synchronize()
+        count, room, leaving = words[:3].tolist()
+        victims = words[REPORT_WORDS + n + room : REPORT_WORDS + n + room + leaving]
+        dirty = self.flags.view(torch.uint8)[room : room + leaving]
+        return Misses(words[REPORT_WORDS : REPORT_WORDS + count], room, victims, dirty)
+
+
 class MissReports:
-    """What plans tell the host that they move, one at a time (`missed_tell`): words in pinned memory."""
+    """The reports of plans, one at a time, which `missed_tell` writes to words in pinned memory."""
 
     def __init__(self) -> None:
         self._number = 0
         self._make_room(0)
 
-    def expect(self, n: int) -> Asked:
-        """Room for what a plan of n ids will tell; what the one before has told is lost."""
+    def expect(self, n: int) -> ExpectedMisses:
+        """Room for the report of a plan of n ids; the report before is lost."""
         words, flags = REPORT_WORDS + 2 * n, -(-n // 8)
         if len(self._words) < words + flags:
             self._make_room(2 * (words + flags))
         self._number += 1
-        told, sent = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        return Asked(n, MissReport(self._words, self._number, told), self._words[words : words + flags], sent)
+        reported = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        return ExpectedMisses(n, MissReport(self._words, self._number, reported), self._words[words : words + flags])
 
     def _make_room(self, words: int) -> None:
-        torch.cuda.current_stream().synchronize()  # a plan that was interrupted may tell yet
+        torch.cuda.current_stream().synchronize()  # a plan that was interrupted may report yet
         with torch.inference_mode(False):
             self._words = torch.empty(REPORT_WORDS + words, dtype=torch.int64, device="cpu", pin_memory=True)
         self._words[REPORT_NUMBER] = 0  # and no number that is expected
 
     def size_bytes(self) -> int:
         return self._words.nbytes
-
-
-@dataclass
-class Asked:
-    """What a plan of `n` ids was asked. `report`: of what it misses · `flags`: uint8 (n,) in them, whether what leaves
-    is dirty · `sent`: comes once the victims' rows are with the host · `gathers`: what gathers the missed rows, if that
-    has begun, and `gathered`, where."""
-
-    n: int
-    report: MissReport
-    flags: torch.Tensor
-    sent: torch.cuda.Event
-    gathers: CopyJob | None = None
-    gathered: PinnedRows | None = None
-
-    def moves(self) -> Moves:
-        """Waits for the device to tell."""
-        n, words = self.n, self.report.words
-        self.report.event.synchronize()
-        count, room, leaving = words[:3].tolist()
-        victims = words[REPORT_WORDS + n + room : REPORT_WORDS + n + room + leaving]
-        dirty = self.flags.view(torch.uint8)[room : room + leaving]
-        return Moves(words[REPORT_WORDS : REPORT_WORDS + count], room, victims, dirty)

@@ -1,12 +1,23 @@
-"""The order of one GPU cache's work across streams: one that computes, and one beside it that plans ahead."""
+"""The order of one GPU cache's work across streams: one that computes, one that plans ahead, and one beside both for
+what need not be waited for."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
+
+
+class Place(NamedTuple):
+    """Where work was begun that is to go on there later. `after`: what a plan on a thread of its own comes behind ·
+    `inference`: whether in torch's inference mode."""
+
+    stream: torch.cuda.Stream
+    after: torch.cuda.Event | None
+    inference: bool
 
 
 class StreamOrder:
@@ -14,17 +25,20 @@ class StreamOrder:
 
     Plans made `ahead` wait for what the computing stream had queued before, and it does not wait for them but where it
     uses their rows, or touches the cache as a whole. Inside a capture only the capture's own work is waited for: torch
-    lets the device finish all other before. All methods are called on the cache's device: `ahead` under the lock of its
-    plans, `memory` by any thread, the others under the lock of its rows.
+    lets the device finish all other before. All methods are called on the cache's device: `ahead`, `place` and `again`
+    under the lock of its plans, `memory` by any thread, the others under the lock of its rows.
+
+    `plans_wait`: whether plans wait for the host, so that threads of their own may make them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, plans_wait: bool) -> None:
         self._index = device.index
+        self._plans_wait = plans_wait
         self._stream = torch.cuda.current_stream(device)  # the one that computes
         self._handle = self._stream.cuda_stream
         self._planner = 0  # the thread that plans ahead, while one does
         self._is_apart = False  # whether it is another than the one that computes
-        self.after: torch.cuda.Event | None = None  # what its plan comes behind
+        self._after: torch.cuda.Event | None = None  # what its plan comes behind
         # the last plan ahead, while the computing stream has not waited, and whether it is part of a capture
         self._planned: torch.cuda.Event | None = None
         self._planned_in_capture = False
@@ -55,8 +69,10 @@ class StreamOrder:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def after_plan(self) -> None:
-        """A plan is launched that took its time: what has computed on other streams meanwhile comes before what follows
-        on this one, and the next plan behind both."""
+        """A plan was launched. If that took its time, what has computed on other streams meanwhile comes before what
+        follows on this one, and the next plan behind both."""
+        if not self._plans_wait:
+            return
         if not self._is_ahead:
             self.compute()
         self.touched()
@@ -64,7 +80,7 @@ class StreamOrder:
     def touched(self) -> None:
         """The current stream has planned, or touched the cache as a whole: a plan by a thread of its own, which waits
         for no more than it has to, comes behind that."""
-        if not torch.cuda.is_current_stream_capturing():
+        if self._plans_wait and not torch.cuda.is_current_stream_capturing():
             self._touched = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._touched.record()
 
@@ -93,14 +109,24 @@ class StreamOrder:
             after.wait()  # and for no more: what computes goes on
         if self._planned is not None and self._is_current:
             self._planned.wait()
-        outside = self._planner, self._is_apart, self.after
-        self._planner, self._is_apart, self.after = threading.get_ident(), after is not None, after
+        outside = self._planner, self._is_apart, self._after
+        self._planner, self._is_apart, self._after = threading.get_ident(), after is not None, after
         try:
             yield
         finally:
-            self._planner, self._is_apart, self.after = outside
+            self._planner, self._is_apart, self._after = outside
             self._planned, self._planned_in_capture = torch.cuda.Event(), capturing  # type: ignore[no-untyped-call]
             self._planned.record(stream)
+
+    def place(self) -> Place:
+        """Where the current plan is made, for `again`."""
+        return Place(torch.cuda.current_stream(), self._after, torch.is_inference_mode_enabled())
+
+    @contextlib.contextmanager
+    def again(self, place: Place) -> Iterator[None]:
+        """What was begun ahead in a place goes on there inside."""
+        with torch.inference_mode(place.inference), torch.cuda.stream(place.stream), self.ahead(place.after):
+            yield
 
     @contextlib.contextmanager
     def memory(self) -> Iterator[None]:
@@ -126,4 +152,34 @@ class StreamOrder:
             return None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
+        return done
+
+
+class SideStream:
+    """A stream for what may run beside the movement of rows, once the current stream has come to a mark. Called under
+    the lock of plans."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def mark(self) -> None:
+        """What is run next comes behind what the current stream has queued by now."""
+        self._mark.record()
+
+    def run(self, function: Callable[[], object]) -> torch.cuda.Event:
+        """Calls `function` on the side stream, behind the last `mark`; returns what comes once its work is done."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        self._mark.wait(self._stream)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        try:
+            with torch.cuda.stream(self._stream):
+                function()
+        except BaseException:
+            # a capture is to end with this error, not with another
+            torch.cuda.current_stream().wait_stream(self._stream)
+            raise
+        done.record(self._stream)
         return done

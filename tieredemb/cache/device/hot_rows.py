@@ -6,6 +6,9 @@ neither key nor lock nor a place in the map.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from tieredemb.cache.host.hot_rows import NEVER, NO_KEY
@@ -23,18 +26,32 @@ def device_slot_bytes(layout: RowLayout) -> int:
     return layout.hot_bytes + EVERY_BYTES + CACHED_BYTES + map_bytes_per_slot()
 
 
-class DeviceRows:
+class Resident(NamedTuple):
+    """The rows of a resident table: keys from `first_key` on are in the slots from `first_slot` on."""
+
+    first_key: int
+    first_slot: int
+    rows: int
+
+
+class DeviceHotRows:
     """`weight` (C + P, D), `state` float32 (C + P, S), `score` int32 (C + P,) that holds uint32, `dirty` uint8
     (C + P,), of the C cached slots alone `key` int64 or `NO_KEY` and `last_batch` int32; `cells` int64 (2 C, 2).
 
-    Raises `DeviceMemoryError`, with everything given back, where the device has not enough memory.
+    `slots`: C · `resident`: (first key, rows) of each resident table, whose P rows have the slots from C on, in that
+    order. Raises `DeviceMemoryError`, with everything given back, where the device has not enough memory.
     """
 
-    def __init__(self, layout: RowLayout, slots: int, resident: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: RowLayout, slots: int, resident: Sequence[tuple[int, int]], device: torch.device
+    ) -> None:
         self.slots = slots
-        self.resident = resident
         self.layout = layout
-        rows = slots + resident
+        self.resident: list[Resident] = []
+        rows = slots
+        for first_key, count in resident:
+            self.resident.append(Resident(first_key, rows, count))
+            rows += count
         try:
             self.weight = torch.empty((rows, layout.columns), dtype=layout.device_dtype, device=device)
             self.state = torch.empty((rows, layout.state_width), dtype=torch.float32, device=device)

@@ -1,0 +1,117 @@
+"""The launches that move rows into slots and out of them, wherever the other end is. Nothing here waits for the
+device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tieredemb.cache.device.hot_rows import DeviceHotRows
+from tieredemb.cache.device.plan import DevicePlan, OverflowRows
+from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
+from tieredemb.kernels.constants import MIN_SCORE
+from tieredemb.storage.base import RowLayout
+from tieredemb.storage.initial import InitialRows
+
+MOVE = "cache/device/transfer.cu"
+MOVE_BLOCKS, MOVE_THREADS = 32, 1024
+SWAP_BLOCKS = 12  # of 1,024 threads saturate PCIe both ways, and slow down the kernels beside them the least
+
+
+class RowMoves:
+    """The kernels that move rows between the slots `hot` and rows elsewhere, which lie as in cold storage: addresses
+    `weight` of (·, D) and `state` of (·, S + 1), which ends with the score."""
+
+    def __init__(self, layout: RowLayout, hot: DeviceHotRows, plan: DevicePlan, initial: InitialRows) -> None:
+        self.device = hot.weight.device
+        self.flags = flags = (*OPTIONS, *layout.flags)
+        self._hot = hot
+        self._plan = plan
+        self._initial = initial
+        self._state_width = layout.state_width
+        self._swap = kernel(MOVE, "rows_swap", *flags)
+        self._write_back = kernel(MOVE, "rows_write_back", *flags)
+        # at exit is too late to compile, and between the slots' change of hands and their rows' arrival too
+        self._write_back.load(self.device.index)
+        self._swap.load(self.device.index)
+        initial.on_device().load_missed(self.device, layout.device_dtype, layout.width)
+
+    def swap(
+        self,
+        count: Any,
+        n: int,
+        keys: Any,
+        slots: Any,
+        victims: Any,
+        needed: int,
+        weight: Any,
+        state: Any,
+        untouched: Any,
+        *,
+        scored: bool | None,
+        most_blocks: int = MOVE_BLOCKS,
+    ) -> None:
+        """Brings cold rows `keys` of `weight` and `state` into `slots`, after the rows `victims` went back there;
+        without keys those that lie there in the order of `slots`, and the victims' rows have gone already. `needed`:
+        address of how many victims there are, 0 for none · `scored`: whether this use raises their scores; with None
+        it is no use."""
+        hot, plan, scoring = self._hot, self._plan, self._plan.scoring
+        clock, n_untouched = (0, 0) if scored is None else (plan.clock, plan.untouched)
+        self._swap(
+            blocks_for(n, 64, most_blocks), MOVE_THREADS, count, keys, slots, victims, needed, SWAP_BLOCKS,
+            hot.weight, hot.state, hot.score, hot.dirty, weight, state, untouched, n_untouched, plan.moved, clock,
+            scoring.kind, scoring.unit, scoring.remember, scored or False,
+        )  # fmt: skip
+
+    def write_back(
+        self,
+        blocks: int,
+        count: int,
+        n: int,
+        first_slot: int,
+        first_key: int,
+        slots: Any,
+        keys: Any,
+        weight: Any,
+        state: Any,
+        was_dirty: int,
+        moved: int,
+    ) -> None:
+        """Writes `n` slots, or as many as the number at `count` says if that is less, to the rows `keys`: the slots
+        from `first_slot` on, or `slots`; without keys the rows from `first_key` on. `was_dirty`: address of flags where
+        the rows are a buffer's, in the order of the slots; else the slots become clean · `moved`: address of the
+        counters, 0 for none."""
+        hot = self._hot
+        self._write_back(
+            blocks, MOVE_THREADS, count, n, first_slot, first_key, slots, keys, hot.weight, hot.state, hot.score,
+            hot.dirty, weight, state, was_dirty, moved,
+        )  # fmt: skip
+
+    def load(
+        self, source: Any, keys: torch.Tensor, slots: torch.Tensor, weight: Any, state: Any, overflow: OverflowRows
+    ) -> None:
+        """Brings the rows of `keys` (int64 (K,)) into `slots` (int32 (K,)), which are theirs, from the rows `source`
+        of `weight` and `state` (0: in their order), or generates them. No row in a slot has a score of zero."""
+        n, given = len(slots), slots.contiguous()
+        count = torch.full((1,), n, dtype=torch.int32, device=self.device)
+        untouched = torch.empty(n, dtype=torch.uint8, device=self.device)
+        self.swap(count, n, source, given, 0, 0, weight, state, untouched, scored=None)
+        self.generate(count, n, keys, given, untouched, overflow)
+        score = self._hot.score[slots.long()]
+        self._hot.score[slots.long()] = torch.where(score == 0, MIN_SCORE, score)
+
+    def generate(
+        self, count: Any, n: int, keys: Any, slots: Any, untouched: Any, overflow: OverflowRows, *, some: int = 0
+    ) -> None:
+        """Generates the untouched of the rows `keys`, in their `slots` or where they overflow."""
+        hot = self._hot
+        self._initial.on_device().generate_missed(
+            count, n, keys, slots, untouched, hot.weight, hot.state, overflow.weight, overflow.state,
+            self._state_width, by_key=overflow.by_key, some=some,
+        )  # fmt: skip
+
+    def generate_range(self, first_key: int, first_slot: int, rows: int) -> None:
+        """Generates consecutive rows in consecutive slots."""
+        generator = self._initial.on_device()
+        generator.generate_range(first_key, first_slot, rows, self._hot.weight, self._hot.state, self._state_width)

@@ -1,0 +1,35 @@
+"""A batch that a GPU's cache has planned, in flight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tieredemb.cache.device.plan import OverflowRows
+from tieredemb.cache.device.stream_order import Place
+from tieredemb.cache.device.transfer import FINISHED, PendingTransfer
+from tieredemb.cache.tickets import Flight, TicketBook
+
+
+class DeviceTicket(Flight):
+    """A planned batch in flight on a GPU. `homes`: int32 (N,), the slot of each occurrence, −2 − r for a row that is
+    used without one, or `DROPPED` · `overflow`: where such rows were when the batch was planned, if there may be any ·
+    `ready`: comes once the rows are there, where another stream brings them than the one that computes · `aside`: comes
+    once what was to run beside the plan is done, where the lookup need not wait for it · `is_complete`: whether the
+    plan has come to its end, and `failed`: whether without success · `pending`: the transfer of its rows, and `place`:
+    where that is to finish, if it has yet to."""
+
+    def __init__(self, batch: int, homes: torch.Tensor, overflow: OverflowRows, book: TicketBook) -> None:
+        super().__init__(batch, book)
+        self.homes = homes
+        self.overflow = overflow
+        self.kept: tuple[Any, ...] = (homes,)  # what lives as long as it, and is counted as the plan's
+        self.ready: torch.cuda.Event | None = None
+        self.aside: torch.cuda.Event | None = None
+        self.is_complete = True
+        self.pending: PendingTransfer = FINISHED
+        self.place: Place | None = None
+
+    def size_bytes(self) -> int:
+        return sum(value.nbytes for value in self.kept if isinstance(value, torch.Tensor))
