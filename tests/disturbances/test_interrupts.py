@@ -23,7 +23,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import tieredemb as te
 from tieredemb.errors import BrokenCacheError, StorageError, UncleanFileError
-from tieredemb.pipeline.lanes import WorkerLane
+from tieredemb.pipeline.plan_executors import WorkerExecutor
 
 SAMPLED = 40  # lines of a call that are interrupted without --campaign
 
@@ -175,7 +175,7 @@ def test_interrupted_prefetch_leaves_whole_steps(pair, request, monkeypatch):
             train(pair.twin, 4 * number + i)
             after.append(contents(pair.twin))
         # by turns on a thread of their own, as where storage is slow, which takes locks that this one may have
-        monkeypatch.setattr(WorkerLane, "QUICK", 0.004 * (number % 2))
+        monkeypatch.setattr(WorkerExecutor, "QUICK", 0.004 * (number % 2))
         with contextlib.suppress(KeyboardInterrupt), Disturbing(at).on():
             loop(pair.module, 4 * number)
         if pair._is_broken():

@@ -36,7 +36,7 @@ from tieredemb.errors import (
     StorageFullError,
     UncleanFileError,
 )
-from tieredemb.pipeline import lanes
+from tieredemb.pipeline import plan_executors
 from tieredemb.pipeline.batches import map_tensors
 from tieredemb.storage.file.rows import FileRows
 
@@ -53,7 +53,7 @@ def warnings_are_errors():
 @pytest.fixture
 def planned_here(monkeypatch):
     """On a GPU, who submits a plan over a staged tier begins it, however long the one before has taken."""
-    monkeypatch.setattr(lanes.WorkerLane, "QUICK", 60.0)
+    monkeypatch.setattr(plan_executors.WorkerExecutor, "QUICK", 60.0)
 
 
 def table(**keywords):
@@ -708,7 +708,7 @@ def test_a_batch_computes_while_the_next_one_waits_for_its_storage(device, monke
         reserve(keys)
 
     monkeypatch.setattr(cold, "reserve_scores", slow)  # the first step of each read
-    monkeypatch.setattr(lanes.WorkerLane, "QUICK", 0.0)  # or a GPU's plans are made on this thread
+    monkeypatch.setattr(plan_executors.WorkerExecutor, "QUICK", 0.0)  # or a GPU's plans are made on this thread
     batches = ids_of_steps(6)
     for step, ids in enumerate(te.prefetch(batches, model, ids_of=lambda ids: ids)):
         if step == 0 and device == "cpu":
@@ -887,7 +887,7 @@ def test_quick_plans_over_a_storage_are_made_by_who_submits_them(gpu, monkeypatc
         reserve(keys)
 
     monkeypatch.setattr(cold, "reserve_scores", seen)
-    monkeypatch.setattr(lanes.WorkerLane, "QUICK", 0.04)
+    monkeypatch.setattr(plan_executors.WorkerExecutor, "QUICK", 0.04)
     batches = ids_of_steps(14)
     for ids in te.prefetch(batches, model, 3, ids_of=lambda ids: ids):
         model(ids).sum().backward()

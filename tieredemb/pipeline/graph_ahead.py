@@ -24,8 +24,8 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.streams import on_device
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
-from tieredemb.pipeline.lanes import StreamLane
 from tieredemb.pipeline.lookups import LookupSpec
+from tieredemb.pipeline.plan_executors import StreamExecutor
 from tieredemb.pipeline.uncapturable import explain
 from tieredemb.step.call import Call
 from tieredemb.step.call_memory import CallMemory
@@ -41,8 +41,8 @@ class StepAhead(Generic[R]):
 
     def __init__(self, step: StepFunction[R]) -> None:
         self._step = step
-        # no other lane's stream: captures fork into it, and what other threads launch there would be captured, too
-        self._lane = StreamLane(step.device, torch.cuda.Stream(step.device, priority=-1))  # type: ignore[no-untyped-call]
+        # no other executor's stream: captures fork into it, and what other threads launch there would be captured, too
+        self._executor = StreamExecutor(step.device, torch.cuda.Stream(step.device, priority=-1))  # type: ignore[no-untyped-call]
         self._now, self._then = (_Turn[R](step.buffers.again()) for _ in range(2))
         self._left = EAGER_STEPS
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
@@ -73,7 +73,7 @@ class StepAhead(Generic[R]):
                 self._last, self._left = None, EAGER_STEPS
                 now.load(batch)
                 with step.on_buffers():
-                    now.plan(self._lane, step, lookups)
+                    now.plan(self._executor, step, lookups)
             has_following = following is not None and then.load_if_it_fits(following)
             if has_following:
                 self._now, self._then = then, now
@@ -104,7 +104,7 @@ class StepAhead(Generic[R]):
     def _overlap(self, now: _Turn[R], then: _Turn[R], lookups: Lookups) -> R:
         """The step as the function it is, in the order of a captured one."""
         with self._step.on_buffers(), self._step.beside():
-            then.plan(self._lane, self._step, lookups)
+            then.plan(self._executor, self._step, lookups)
             return self._compute(now)
 
     def _compute(self, now: _Turn[R]) -> R:
@@ -132,7 +132,7 @@ class StepAhead(Generic[R]):
                 replays = [caches.enter_context(cache.capturing(_tickets(calls, cache))) for cache in step.caches]
                 pool = None if then.graph is None else then.graph.graph.pool()
                 with step.on_buffers(), step.capture(graph, pool), self._joined():
-                    then.plan(self._lane, step, lookups)
+                    then.plan(self._executor, step, lookups)
                     then.check_planned()
                     result = self._compute(now)
             planned = then.calls()
@@ -157,15 +157,15 @@ class StepAhead(Generic[R]):
 
     @contextmanager
     def _joined(self) -> Iterator[None]:
-        """The lane's stream forks off a capture inside, and joins it at the end."""
-        self._lane.stream.wait_stream(torch.cuda.current_stream())
+        """The executor's stream forks off a capture inside, and joins it at the end."""
+        self._executor.stream.wait_stream(torch.cuda.current_stream())
         try:
             yield
         except BaseException:
             with suppress(RuntimeError):  # of a capture that is none any more: what comes is why
-                torch.cuda.current_stream().wait_stream(self._lane.stream)
+                torch.cuda.current_stream().wait_stream(self._executor.stream)
             raise
-        torch.cuda.current_stream().wait_stream(self._lane.stream)
+        torch.cuda.current_stream().wait_stream(self._executor.stream)
 
     def _replay(self, now: _Turn[R], graph: _Graph[R], then: _Turn[R], calls: list[DeviceCall]) -> R:
         for call in calls:
@@ -243,12 +243,12 @@ class _Turn(Generic[R]):
             return False
         return True
 
-    def plan(self, lane: StreamLane, step: StepFunction[R], lookups: Lookups) -> None:
+    def plan(self, executor: StreamExecutor, step: StepFunction[R], lookups: Lookups) -> None:
         """Plans the forwards of the batch, to where those of the one before were."""
         for lookup, memory in zip_longest(lookups(self.buffers.batch), self.memories):
             if lookup is not None:
                 trains = lookup.trains and step.trains
-                planned = lookup.module.plan_ahead(lane, *lookup.given, trains=trains, memory=memory)
+                planned = lookup.module.plan_ahead(executor, *lookup.given, trains=trains, memory=memory)
                 self._planned.append((lookup.module.engine.planned, planned))
         if not any(planned.failed for _, planned in self._planned):
             self._calls, self._given = self.calls(), [(among, planned.given) for among, planned in self._planned]

@@ -19,8 +19,8 @@ from tieredemb.config import is_whole
 from tieredemb.errors import ConfigError, shown
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import LISTENERS, Forward
-from tieredemb.pipeline.lanes import Lanes
 from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, learn
+from tieredemb.pipeline.plan_executors import PlanExecutors
 from tieredemb.step.planned_forwards import Planned
 
 B = TypeVar("B")
@@ -58,7 +58,7 @@ class Prefetch(Generic[B]):
 
     def __iter__(self) -> Iterator[B]:
         source = iter(self.loader)
-        with Lanes(self.modules) as lanes, contextlib.closing(Run(self, lanes, self._told)) as run:
+        with PlanExecutors(self.modules) as executors, contextlib.closing(Run(self, executors, self._told)) as run:
             ended = False
             while True:
                 while not ended and len(run.queue) <= self.depth:
@@ -122,11 +122,13 @@ class _Fetched(Generic[B]):
 class Run(Generic[B]):
     """One loop over the batches. `told`: what a batch's forwards look up, where the user has told it."""
 
-    def __init__(self, prefetch: Prefetch[B], lanes: Lanes, told: Callable[[B], list[LookupSpec]] | None) -> None:
+    def __init__(
+        self, prefetch: Prefetch[B], executors: PlanExecutors, told: Callable[[B], list[LookupSpec]] | None
+    ) -> None:
         self.queue: deque[_Fetched[B]] = deque()
         self.told = told
         self._prefetch = prefetch
-        self._lanes = lanes
+        self._executors = executors
         self._lookups = told
         self._planners: list[Callable[[], object]] = []  # give up what captured steps plan in place of this loop
         self._current: _Fetched[B] | None = None
@@ -142,7 +144,7 @@ class Run(Generic[B]):
     def fetch(self, source: Iterator[B]) -> bool:
         """Queues the next batch and begins to plan it; returns whether that was the last."""
         try:
-            fetched: _Fetched[B] = _Fetched(*self._lanes.fetch(next(source)))
+            fetched: _Fetched[B] = _Fetched(*self._executors.fetch(next(source)))
         except StopIteration:
             return True
         except Exception as error:
@@ -241,7 +243,7 @@ class Run(Generic[B]):
                 fetched.error = error  # the user's function has failed; it comes at its batch
             return  # a batch of another form than the one that was learned from plans when its forward comes
         for lookup in lookups:  # an interrupt finds those that were made
-            fetched.planned.append((lookup.module, self._lanes.plan(lookup)))
+            fetched.planned.append((lookup.module, self._executors.plan(lookup)))
 
     def _listen(self, on: bool) -> None:
         if on != self._listens:

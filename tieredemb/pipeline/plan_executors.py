@@ -20,19 +20,19 @@ from tieredemb.step.call import Call
 from tieredemb.step.planned_forwards import PlanExecutor, Planned
 
 
-class Lanes:
-    """One lane for the modules of a device and kind, on which plans follow one another in the order of the batches. To
-    be closed."""
+class PlanExecutors:
+    """One for the modules of a device and kind, on which plans follow one another in the order of the batches. To be
+    closed."""
 
     def __init__(self, modules: Mapping[str, TieredModule]) -> None:
         kinds = dict.fromkeys(map(_kind, modules.values()))
-        self._lanes: dict[tuple[torch.device, bool], PlanExecutor] = {kind: _lane(*kind) for kind in kinds}
+        self._executors: dict[tuple[torch.device, bool], PlanExecutor] = {kind: _executor(*kind) for kind in kinds}
         devices = {device for device, _ in kinds}
         self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
 
     def plan(self, lookup: LookupSpec) -> Planned:
         """Begins to plan a forward."""
-        return lookup.module.plan_ahead(self._lanes[_kind(lookup.module)], *lookup.given, trains=lookup.trains)
+        return lookup.module.plan_ahead(self._executors[_kind(lookup.module)], *lookup.given, trains=lookup.trains)
 
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
         """The batch where the model is, if all of its tables are on one GPU: what lies in host memory is being copied
@@ -40,17 +40,17 @@ class Lanes:
         if self._copies is None:
             return batch, _nothing
         batch, receive = self._copies.fetch(batch)
-        for lane in self._lanes.values():
-            if isinstance(lane, StreamLane | WorkerLane):
-                lane.arrived = self._copies.arrived
+        for executor in self._executors.values():
+            if isinstance(executor, StreamExecutor | WorkerExecutor):
+                executor.arrived = self._copies.arrived
         return batch, receive
 
-    def __enter__(self) -> Lanes:
+    def __enter__(self) -> PlanExecutors:
         return self
 
     def __exit__(self, *_: tuple[type[BaseException] | None, BaseException | None, TracebackType | None]) -> None:
-        for lane in self._lanes.values():
-            lane.shutdown()
+        for executor in self._executors.values():
+            executor.shutdown()
 
 
 def _kind(module: TieredModule) -> tuple[torch.device, bool]:
@@ -59,13 +59,13 @@ def _kind(module: TieredModule) -> tuple[torch.device, bool]:
     return module.tables.config.device, waits
 
 
-def _lane(device: torch.device, waits: bool) -> PlanExecutor:
+def _executor(device: torch.device, waits: bool) -> PlanExecutor:
     if device.type != "cuda":
-        return ThreadLane()
-    return WorkerLane(device) if waits else StreamLane(device)
+        return ThreadExecutor()
+    return WorkerExecutor(device) if waits else StreamExecutor(device)
 
 
-class ThreadLane(ThreadPoolExecutor, PlanExecutor):
+class ThreadExecutor(ThreadPoolExecutor, PlanExecutor):
     """One thread: it waits for storage and copies rows while others compute."""
 
     apart = True
@@ -76,9 +76,9 @@ class ThreadLane(ThreadPoolExecutor, PlanExecutor):
         super().__init__(1, thread_name_prefix="tieredemb-prefetch", initializer=use_own_threads)
 
 
-class StreamLane(PlanExecutor):
-    """A stream of a GPU: the device's one for all such lanes, or the given one. Plans are launched there at once, and
-    run when the device gets to them."""
+class StreamExecutor(PlanExecutor):
+    """A stream of a GPU: the device's one for all of these, or the given one. Plans are launched there at once, and run
+    when the device gets to them."""
 
     apart = False
 
@@ -96,7 +96,7 @@ class StreamLane(PlanExecutor):
             return _called(lambda: function(*args, **keywords))
 
 
-class WorkerLane(ThreadLane):
+class WorkerExecutor(ThreadExecutor):
     """A thread that plans on a stream of a GPU, where a plan waits for the storage behind it.
 
     Short plans run on the submitting thread, and are completed with the next plan, or when their forward comes: two
