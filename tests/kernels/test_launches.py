@@ -17,8 +17,11 @@ import pytest
 import torch
 
 import tieredemb as te
+from tieredemb.cache.changes import ChangeBook, Doubts
 from tieredemb.cache.device.hot_rows import DeviceHotRows
-from tieredemb.cache.device.plan import DevicePlan, Missed
+from tieredemb.cache.device.in_place import InPlace
+from tieredemb.cache.device.moves import RowMoves
+from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed
 from tieredemb.cache.policy import scoring
 from tieredemb.config import LFU, Normal
 from tieredemb.errors import InvalidInputError
@@ -262,7 +265,7 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, dtype, overflow):
 @pytest.mark.parametrize("overflow", [NOWHERE, ELSEWHERE])
 def test_plan_is_launched_as_it_fits(launched, overflow):
     layout = RowLayout(rows=100, width=8, state_width=2)
-    rows = DeviceHotRows(layout, 20, [], CPU)
+    rows = DeviceHotRows(layout, 20, (), CPU)
     plan = DevicePlan(rows, scoring(LFU()), CPU)
     plan.records.reserve(40)
     keys, homes, missed = torch.arange(30), torch.full((30,), -1, dtype=torch.int32), Missed(30, CPU)
@@ -277,6 +280,30 @@ def test_plan_is_launched_as_it_fits(launched, overflow):
     index = {"records_clear", "records_index"}
     assert {*launched} | index == {*read("cache/plan.cu").kernels, *read("cache/policy.cu").kernels}
     assert index.isdisjoint(launched) != overflow.slotless
+
+
+def test_rows_are_moved_in_place_by_launches_that_fit(launched):
+    layout = RowLayout(rows=100, width=8, state_width=2)
+    hot = DeviceHotRows(layout, 20, [(60, 10)], CPU)
+    plan, cold = DevicePlan(hot, scoring(LFU()), CPU), te.HostMemory().open(layout, name="", identity={})
+    table = InitialTable(start=0, number=3, init=Normal(), padding_idx=None)
+    initial = InitialRows([table], seed=1, state_value=0.0, device=CPU)
+    words = {"seed": np.array([1, 0], np.uint32), "state_word": np.uint32(0)}
+    initial._device = DeviceInitialRows(initial.tables, **words, device=CPU)
+    moves = RowMoves(layout, hot, plan, initial)
+    transfer = InPlace(cold, hot, plan, moves, side=None, changes=ChangeBook(Doubts()))
+    homes, missed = torch.full((30,), -1, dtype=torch.int32), Missed(30, CPU)
+    launched.clear()
+    for ahead in (False, True):  # nothing is left to be done later
+        assert transfer.start(BatchPlan(homes, missed, False, True, None), ahead=ahead).is_finished
+    assert launched == 2 * ["missed_place", "rows_swap", "rows_generate"]
+    transfer.load(torch.arange(5), torch.arange(5, dtype=torch.int32))
+    ((first_key, first_slot, rows),) = hot.resident
+    assert (first_key, first_slot, rows) == (60, 20, 10)
+    transfer.write_back(first_slot, rows, first_key)
+    transfer.write_back(0, 20, None)
+    moves.generate_range(first_key, first_slot, rows)
+    assert launched[6:] == ["rows_swap", "rows_generate", "rows_write_back", "rows_write_back", "rows_generate_range"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
