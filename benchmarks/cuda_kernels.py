@@ -20,10 +20,10 @@ from benchmarks.cuda_swap import swap_records
 from benchmarks.cuda_timing import timed, zeros
 from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
 from benchmarks.timing import Quantiles
-from tieredemb.cache.device.plan import SELECTION_BYTES
 from tieredemb.kernels.compiler import OPTIONS, Kernel, blocks_for, meeting_blocks, options
 from tieredemb.kernels.constants import CHUNK
 from tieredemb.kernels.row_format import RowFormat
+from tieredemb.kernels.source import read
 from tieredemb.lookup.optimizer import recipe_file, recipe_flags
 
 TABLES, ROWS, BATCH, WIDTH, ALPHA = 26, 1_000_000, 65_536, 128, 1.05
@@ -96,7 +96,7 @@ def victim_records(rate: float) -> list[Record]:
     uniform = torch.rand(slots, device="cuda")
     score = (700 + 200 * uniform + torch.rand(slots, device="cuda") ** 8 * 8000).int()
     last = torch.randint(1, 300, (slots,), device="cuda", dtype=torch.int32)
-    selection, victims, counts = zeros(SELECTION_BYTES // 4), zeros(slots), zeros(28)
+    selection, victims, counts = zeros(read("cache/policy.cu").layout("Selection").size // 4), zeros(slots), zeros(28)
     counts[0], counts[2] = needed, slots  # missed, used
     clock = torch.tensor([300, 1000, (290 << 32) | 300], device="cuda")
     select = Kernel("cache/policy.cu", "victims_select", options(), cooperative=True)

@@ -9,7 +9,7 @@ import torch
 from devices import require_gpu
 
 from tieredemb.cache.device.hot_rows import DeviceHotRows
-from tieredemb.cache.device.plan import COUNTS, SELECTION, TOTALS, DevicePlan, Missed, OverflowRows
+from tieredemb.cache.device.plan import DevicePlan, Missed, OverflowRows, places
 from tieredemb.cache.policy import scoring
 from tieredemb.config import LFU
 from tieredemb.kernels.compiler import Kernel, blocks_for
@@ -69,13 +69,14 @@ class Plans:
 
     def counts(self):
         """missed, needed, used, tombstones, slotless, room, record"""
-        return self.plan.control[COUNTS:TOTALS].view(torch.int32)[:7].tolist()
+        return self.plan.control[places().counts : places().totals].view(torch.int32)[:7].tolist()
 
     def seen(self):
         """What a plan has ended in, but for which missed key got which slot or record: that may differ."""
         rows, missed, _, used, _, slotless, room, _ = self.rows, *self.counts()
         with_slots = missed - slotless
-        chosen = int(self.plan.control[SELECTION : SELECTION + 4].view(torch.int32))
+        selection = places().selection
+        chosen = int(self.plan.control[selection : selection + 4].view(torch.int32))
         slots, records = self.missed.view("slots", missed), self.plan.records.table[: self.plan.records.rows, 0]
         hot, under_records = self.homes >= 0, (self.homes < -1) & (self.homes != DROPPED)
         keys_at_home = torch.full_like(self.keys, -1)

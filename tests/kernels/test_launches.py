@@ -32,7 +32,6 @@ from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.source import PACKAGE, read
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.device_bags import (
-    FAULT_WORDS,
     DeviceKeySpace,
     Edges,
     find_device_bags,
@@ -203,7 +202,7 @@ def a_space(chosen=(0, 1), modes=("mean", "max")):
 
 def found_bags(space, batch=3):
     ids, words = torch.arange(10), new_fault(CPU).zero_()
-    fault, report = words[:FAULT_WORDS], words[FAULT_WORDS:]
+    fault, report = words[:3], words[3:]
     bags = new_device_bags(len(ids), space, batch)
     edges = Edges(torch.arange(2 * batch + 1), 2 * batch + 1, exact=True)
     find_device_bags(bags, ids, edges, space, fault, report.data_ptr(), padding_is_dropped=True)

@@ -11,7 +11,6 @@ from tieredemb.kernels.constants import DROPPED
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.bags_cpu import make_bags
 from tieredemb.lookup.device_bags import (
-    FAULT_WORDS,
     DeviceBags,
     DeviceKeySpace,
     Edges,
@@ -52,7 +51,7 @@ def found(tables, chosen, resident, samples, ids, edges):
     space = DeviceKeySpace(KeySpace(tables, chosen, [0] * len(tables)), resident, device)
     bags, words = new_device_bags(len(ids), space, samples), new_fault(device).zero_()
     given = Edges(torch.from_numpy(edges).to(device), len(edges), exact=True)
-    fault, report, ids = words[:FAULT_WORDS], words[FAULT_WORDS:].data_ptr(), torch.from_numpy(ids).to(device)
+    fault, report, ids = words[:3], words[3:].data_ptr(), torch.from_numpy(ids).to(device)
     find_device_bags(bags, ids, given, space, fault, report, padding_is_dropped=True)
     return bags, words
 

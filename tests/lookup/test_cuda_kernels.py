@@ -13,11 +13,11 @@ from training import NAMES, OPTIMIZERS
 
 import tieredemb as te
 from tieredemb.cache.device.cache import DeviceCache
-from tieredemb.cache.device.plan import SELECTION_BYTES
 from tieredemb.config import LFU, LRU, Uniform
 from tieredemb.kernels.compiler import OPTIONS, Kernel, blocks_for, options
 from tieredemb.kernels.constants import CHUNK
 from tieredemb.kernels.row_format import RowFormat
+from tieredemb.kernels.source import read
 from tieredemb.lookup.optimizer import named_numbers, recipe_file, recipe_flags, state_width
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
@@ -105,7 +105,7 @@ def test_slot_map_takes_a_duplicate_once():
 
 def choose_victims(score, last, needed, *, batch, oldest, unit=1024.0, now=None):
     slots = len(score)
-    selection, victims, counts = zeros(SELECTION_BYTES // 4), zeros(slots), zeros(28)
+    selection, victims, counts = zeros(read("cache/policy.cu").layout("Selection").size // 4), zeros(slots), zeros(28)
     counts[0], counts[2] = needed, slots  # missed, used
     clock = torch.tensor([batch, batch if now is None else now, (oldest << 32) | batch], device=GPU)
     select = Kernel("cache/policy.cu", "victims_select", options(), cooperative=True)

@@ -34,6 +34,7 @@ TOKEN = re.compile(
       | (?P<mark><<|>>|.)""",
     re.VERBOSE | re.DOTALL,
 )
+BRACE = re.compile(r"""[{}]|//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+'""", re.DOTALL)
 INCLUDE = re.compile(r'^#include "([^"]*)"[^\n]*\n', re.MULTILINE)
 DIRECTIVE = re.compile(r"#\s*(\w+)\s*([^\s(]*)(\(?)\s*(.*?)\s*(?://.*)?", re.DOTALL)
 INTEGER = re.compile(r"(0[xX][0-9A-Fa-f]+|0|[1-9]\d*)[uUlL]*")
@@ -159,12 +160,36 @@ def text(file: str) -> str:
 
 @functools.cache
 def _tokens(file: str) -> list[Token]:
-    found, line = [], 1
-    for match in TOKEN.finditer(_own_text(file)):
-        if match.lastgroup != "space":
-            found.append(Token(str(match.lastgroup), match[0], f"{file}:{line}"))
-        line += match[0].count("\n")
+    """What stands in a file. Of the bodies of functions, which are nearly all of it, the braces are left."""
+    text, found, line, at = _own_text(file), [], 1, 0
+    first, depth = "", 0  # word of a declaration, and the braces around
+    while match := TOKEN.match(text, at):
+        kind, part, at = str(match.lastgroup), match[0], match.end()
+        if kind != "space":
+            found.append(Token(kind, part, f"{file}:{line}"))
+        line += part.count("\n")
+        if kind in ("space", "directive"):
+            continue
+        first = first or part
+        depth += (part == "{") - (part == "}")
+        if part == "{" and first != "struct":
+            end = _body_end(text, at, found[-1].place)
+            line += text.count("\n", at, end)
+            at, depth = end, depth - 1
+            found.append(Token(kind, "}", f"{file}:{line}"))
+        if depth == 0 and part in (";", "{", "}"):
+            first = ""
     return found
+
+
+def _body_end(text: str, at: int, place: str) -> int:
+    """Where the braces that were opened before `at` are closed again."""
+    depth = 1
+    for match in BRACE.finditer(text, at):
+        depth += (match[0] == "{") - (match[0] == "}")
+        if depth == 0:
+            return match.end()
+    raise SourceError(f"{place}: the file ends in the middle of a declaration")
 
 
 # --- what a file declares ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ of the first one from a few words of its own memory that kernels write to (`Faul
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,11 +25,11 @@ THREADS = 256
 MOST_BLOCKS = 4224
 MAX_BAGS = 2**31 - 1
 
-_SOURCE = read(FILE)
-FAULT_WORDS, REPORT_WORDS = (_SOURCE.layout(name).size // 8 for name in ("Fault", "Report"))
-_REPORTED = [field.name for field in _SOURCE.layout("Report").fields]
-_STATE = _REPORTED.index("state")  # not 0 once the other words are there
-_Space = struct_type(FILE, "Space")
+
+@functools.cache
+def words_of(struct: str) -> int:
+    """How many int64 a `Fault` or a `Report` takes."""
+    return read(FILE).layout(struct).size // 8
 
 
 class DeviceKeySpace:
@@ -50,8 +51,9 @@ class DeviceKeySpace:
             "resident": upload(np.array(resident, np.int64)),
             "n_tables": len(space),
         }
-        self._dropping = _Space(padding=padding, **shared)
-        self._reading = _Space(padding=torch.full_like(padding, -1), **shared)
+        space_type = struct_type(FILE, "Space")
+        self._dropping = space_type(padding=padding, **shared)
+        self._reading = space_type(padding=torch.full_like(padding, -1), **shared)
 
     def tables(self, *, padding_is_dropped: bool) -> StructValue:
         """What kernels know of the tables; without `padding_is_dropped` none has any padding."""
@@ -90,9 +92,9 @@ class DeviceBags:
 
 
 def new_fault(device: torch.device) -> torch.Tensor:
-    """Room for the mark of a batch, `FAULT_WORDS` that are zero while there is no fault, and behind it for the report
-    of a fault that the host is not to hear of yet: int64 (11,). All are to be zero when a batch is planned."""
-    return torch.empty(FAULT_WORDS + REPORT_WORDS, dtype=torch.int64, device=device)
+    """Room for the mark of a batch, a `Fault` that is zero while there is none, and behind it for the `Report` of one
+    that the host is not to hear of yet: int64 (11,). All are to be zero when a batch is planned."""
+    return torch.empty(words_of("Fault") + words_of("Report"), dtype=torch.int64, device=device)
 
 
 def tell_fault(report: torch.Tensor, address: int) -> None:
@@ -146,17 +148,19 @@ class FaultReport:
     def __init__(self, names: Sequence[str], rows: Sequence[int]) -> None:
         self._names = names
         self._rows = rows
-        self._words = torch.zeros(REPORT_WORDS, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._fields = [field.name for field in read(FILE).layout("Report").fields]
+        self._state = self._fields.index("state")  # not 0 once the other words are there
+        self._words = torch.zeros(words_of("Report"), dtype=torch.int64, device="cpu", pin_memory=True)
         self._seen = self._words.numpy().data  # numbers of Python: before each forward one is read
         self.address = self._words.data_ptr()
 
     def check(self, told: str = "") -> None:
         """Raises `IdOutOfRangeError` or `InvalidInputError` for a fault that the device has reported by now, once.
         `told`: what the message ends with."""
-        if self._seen[_STATE] == 0:
+        if self._seen[self._state] == 0:
             return
-        said = dict(zip(_REPORTED, self._seen, strict=True))
-        self._seen[_STATE] = 0
+        said = dict(zip(self._fields, self._seen, strict=True))
+        self._seen[self._state] = 0
         position, value, table = said["position"], said["value"], said["table"]
         if said["kind"] == BAD_ID:
             raise IdOutOfRangeError(id_out_of_range(self._names[table], self._rows[table], value, position) + told)

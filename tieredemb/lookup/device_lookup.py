@@ -15,7 +15,7 @@ from tieredemb.config import OptimizerConfig
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.kernels.constants import CHUNK, MAX, MEAN
 from tieredemb.kernels.row_format import RowFormat
-from tieredemb.lookup.device_bags import FAULT_WORDS, DeviceBags, DeviceKeySpace
+from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace, words_of
 from tieredemb.lookup.optimizer import MOST_NUMBERS, device_numbers, recipe_file, recipe_flags
 from tieredemb.lookup.optimizers.sgd import SGD
 
@@ -227,9 +227,10 @@ class DeviceLookup:
         rate = torch.empty(steps.shape[0], dtype=torch.float32, device=steps.device)
         numbers = torch.empty(MOST_NUMBERS, dtype=torch.float32, device=steps.device)
         begin = kernel(self._recipe, "step_begin", *self._update)
+        n_faults = faults.shape[0] // words_of("Fault")
         begin(
-            1, THREADS, options, steps, steps.shape[0], faults, faults.shape[0] // FAULT_WORDS, _address(found_inf),
-            _address(grad_scale), rate, numbers, work,
+            1, THREADS, options, steps, steps.shape[0], faults, n_faults, _address(found_inf), _address(grad_scale),
+            rate, numbers, work,
         )  # fmt: skip
         return rate, numbers
 

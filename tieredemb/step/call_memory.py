@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from tieredemb.lookup.device_bags import FAULT_WORDS, new_device_bags, new_fault
+from tieredemb.lookup.device_bags import new_device_bags, new_fault, words_of
 from tieredemb.tables.group import DeviceGroup
 
 
@@ -25,7 +25,7 @@ class CallMemory:
         self.groups = list(groups)
         self.stream = torch.cuda.current_stream(device)
         self.words = new_fault(device)
-        self.fault, self.report = self.words[:FAULT_WORDS], self.words[FAULT_WORDS:]
+        self.fault, self.report = self.words[: words_of("Fault")], self.words[words_of("Fault") :]
         self.bags = [new_device_bags(ids, group.device_space, batch) for group in groups]
         self.segments = [
             group.lookup.new_segments(ids, device) if wanted else None

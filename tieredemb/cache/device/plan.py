@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,25 +24,51 @@ PLAN, POLICY = "cache/plan.cu", "cache/policy.cu"
 THREADS = 256
 MOST_BLOCKS = 1056  # eight a multiprocessor of an H200: loops stride over what is beyond
 
-_SOURCE = read(PLAN)
-_COUNTS = _SOURCE.layout("Counts")
-CLAIM_BYTES = _SOURCE.layout("Claim").size
-SELECTION_BYTES = _SOURCE.layout("Selection").size
 
-# byte offsets in the control tensor, each of a multiple of 32
-CLOCK, COUNTS, SELECTION = itertools.accumulate(
-    (-(-_SOURCE.layout(name).size // 32) * 32 for name in ("Clock", "Counts")), initial=0
-)
-MISSED, NEEDED, ROOM, ARRIVALS, UNTOUCHED, TOTALS = (
-    COUNTS + _COUNTS[name].offset for name in ("missed", "needed", "room", "arrivals", "untouched", "totals")
-)
-BATCH = CLOCK + _SOURCE.layout("Clock")["batch"].offset
-MOVED = TOTALS + _SOURCE.layout("Totals")["moved"].offset
-TOTAL_NAMES = tuple(total.name for total in _SOURCE.leaves("Totals"))
+class Places(NamedTuple):
+    """Where the host finds what kernels count: byte offsets in the control tensor, of `Clock`, `Counts` and
+    `Selection`, each at a multiple of 32, and of their fields. `claim_bytes`: of a claim · `last_batch`, `taken`: words
+    of a record, and of what follows the last one."""
 
-# words of a record and of what follows the last one
-LAST_BATCH = _SOURCE.layout("Record")["last_batch"].offset // 4
-TAKEN = _SOURCE.layout("RecordsEnd")["taken"].offset // 4
+    clock: int
+    counts: int
+    selection: int
+    end: int
+    batch: int
+    missed: int
+    needed: int
+    room: int
+    arrivals: int
+    untouched: int
+    totals: int
+    moved: int
+    total_names: tuple[str, ...]
+    claim_bytes: int
+    last_batch: int
+    taken: int
+
+
+@functools.cache
+def places() -> Places:
+    """As the kernels' source says it."""
+    source = read(PLAN)
+    sizes = [-(-source.layout(name).size // 32) * 32 for name in ("Clock", "Counts")]
+    clock, counts, selection = itertools.accumulate(sizes, initial=0)
+    names = ("missed", "needed", "room", "arrivals", "untouched", "totals")
+    in_counts = {name: counts + source.layout("Counts")[name].offset for name in names}
+    return Places(
+        clock=clock,
+        counts=counts,
+        selection=selection,
+        end=selection + source.layout("Selection").size,
+        batch=clock + source.layout("Clock")["batch"].offset,
+        **in_counts,
+        moved=in_counts["totals"] + source.layout("Totals")["moved"].offset,
+        total_names=tuple(total.name for total in source.leaves("Totals")),
+        claim_bytes=source.layout("Claim").size,
+        last_batch=source.layout("Record")["last_batch"].offset // 4,
+        taken=source.layout("RecordsEnd")["taken"].offset // 4,
+    )
 
 
 Beside = Callable[[], object]  # launches on the current stream what needs homes, but no rows
@@ -84,7 +111,7 @@ class Missed:
         while self.cells < 2 * n:
             self.cells *= 2
         room = n + n % 2  # what follows stays aligned to 8 bytes
-        sizes = (CLAIM_BYTES * self.cells, 8 * room, 8 * room, 4 * room, 4 * room, room)
+        sizes = (places().claim_bytes * self.cells, 8 * room, 8 * room, 4 * room, 4 * room, room)
         self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         starts = itertools.accumulate(sizes[:-1], initial=self._memory.data_ptr())
         self.claims, self.keys, self.victims, self.slots, self.chosen, self.untouched = starts
@@ -140,7 +167,7 @@ class Records:
     def free(self, records: torch.Tensor) -> None:
         """Frees `records` (int64 (K,), distinct), which no batch in flight uses, and whose rows are stored."""
         self.table[records, 0] = 0
-        self.table.view(torch.int32)[self.rows, TAKEN] -= len(records)
+        self.table.view(torch.int32)[self.rows, places().taken] -= len(records)
 
     def clear(self) -> None:
         """Frees all records."""
@@ -157,12 +184,15 @@ class DevicePlan:
     def __init__(self, rows: DeviceHotRows, scoring: Scoring, device: torch.device) -> None:
         self.rows = rows
         self.scoring = scoring
-        self.control = torch.zeros(SELECTION + SELECTION_BYTES, dtype=torch.uint8, device=device)
+        self._places = at = places()
+        self.control = torch.zeros(at.end, dtype=torch.uint8, device=device)
         self.records = Records(device)
         base = self.control.data_ptr()
-        self.clock, self.counts, self.selection = base + CLOCK, base + COUNTS, base + SELECTION
-        self.missed, self.needed, self.moved = base + MISSED, base + NEEDED, base + MOVED
-        self.room, self.arrivals, self.untouched = base + ROOM, base + ARRIVALS, base + UNTOUCHED
+        self.clock, self.counts, self.selection = base + at.clock, base + at.counts, base + at.selection
+        self.missed, self.needed, self.moved = base + at.missed, base + at.needed, base + at.moved
+        self.room, self.arrivals, self.untouched = base + at.room, base + at.arrivals, base + at.untouched
+        self._selection_units = (at.end - at.selection) // 16
+        self._totals = self.control[at.totals : at.totals + 8 * len(at.total_names)]
         self._together = meeting_blocks(device.index)
 
     def count(self, homes: torch.Tensor, *, scored: bool) -> None:
@@ -177,7 +207,7 @@ class DevicePlan:
         begin = kernel(PLAN, "plan_begin")
         begin(
             blocks_for(missed.cells, 4 * THREADS, MOST_BLOCKS), THREADS, self.clock, self.counts,
-            scoring.units_per_batch, lag, scored, missed.claims, missed.cells, self.selection, SELECTION_BYTES // 16,
+            scoring.units_per_batch, lag, scored, missed.claims, missed.cells, self.selection, self._selection_units,
             records.table, records.rows,
         )  # fmt: skip
         if overflow.slotless:
@@ -239,21 +269,22 @@ class DevicePlan:
 
     def totals(self) -> dict[str, int]:
         """Counters since the last `clear`. Synchronises."""
-        words = self.control[TOTALS : TOTALS + 8 * len(TOTAL_NAMES)].view(torch.int64).tolist()
-        return dict(zip(TOTAL_NAMES, words, strict=True))
+        words = self._totals.view(torch.int64).tolist()
+        return dict(zip(self._places.total_names, words, strict=True))
 
     def totals_kept(self) -> torch.Tensor:
         """A copy of the counters, for `set_totals`."""
-        return self.control[TOTALS : TOTALS + 8 * len(TOTAL_NAMES)].clone()
+        return self._totals.clone()
 
     def set_totals(self, totals: torch.Tensor) -> None:
         """Sets the counters to what they were."""
-        self.control[TOTALS : TOTALS + 8 * len(TOTAL_NAMES)] = totals
+        self._totals.copy_(totals)
 
     def placed(self, missed: Missed) -> torch.Tensor:
         """The homes that the last plan's `missed` keys have by now, int64 (K,): slots, or −2 − r for record r. None if
         slots have not changed hands. Synchronises."""
-        count = int(self.control[MISSED : MISSED + 4].view(torch.int32).item())
+        at = self._places.missed
+        count = int(self.control[at : at + 4].view(torch.int32).item())
         keys, homes = missed.view("keys", count), missed.view("slots", count).long()
         key, record = self.rows.key, self.records.table[: self.records.rows, 0] - 1
         # before they change hands homes are what was left in memory, and no key is missed that has a slot
@@ -265,12 +296,14 @@ class DevicePlan:
 
     def batch(self) -> int:
         """Number of the last batch planned, replays of graphs included. Synchronises."""
-        return int(self.control[BATCH : BATCH + 8].view(torch.int64).item())
+        at = self._places.batch
+        return int(self.control[at : at + 8].view(torch.int64).item())
 
     def restart(self, batch: int) -> None:
         """Empties the plan's view of the slots; the next batch follows `batch`."""
-        self.control[BATCH : BATCH + 8].view(torch.int64).fill_(batch)
-        self.control[COUNTS:TOTALS].zero_()
+        at = self._places
+        self.control[at.batch : at.batch + 8].view(torch.int64).fill_(batch)
+        self.control[at.counts : at.totals].zero_()
         self.records.clear()
 
     def size_bytes(self) -> int:

@@ -12,7 +12,7 @@ from tieredemb.cache.changes import ChangeBook
 from tieredemb.cache.device.copy_threads import CopyJob
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.moves import MOVE, MOVE_BLOCKS, RowMoves
-from tieredemb.cache.device.plan import LAST_BATCH, BatchPlan, DevicePlan, Missed, OverflowRows
+from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows, places
 from tieredemb.cache.device.row_copies import RowCopies
 from tieredemb.cache.device.staging import ExpectedMisses, MissReports, PinnedRows
 from tieredemb.cache.device.stream_order import StreamOrder
@@ -92,7 +92,7 @@ class Staged(Transfer):
         if self._slotless == 0:
             return
         records = self._records()
-        last = self._plan.records.table.view(torch.int32)[records, LAST_BATCH]
+        last = self._plan.records.table.view(torch.int32)[records, places().last_batch]
         # in the device's own numbers, which an interrupt may have left behind the host's, and in 32 bits, which wrap
         oldest = (self._plan.batch() + 1 - lag + 2**31) % 2**32 - 2**31
         gone = records[last - oldest < 0]
