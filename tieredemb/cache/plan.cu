@@ -20,15 +20,32 @@ struct RecordsEnd {
     int pad[2];
 };
 constexpr int FILLED = 1, STALE = 2;
-__device__ __forceinline__ RecordsEnd *end_of(Record *records, int n_records) {
-    return reinterpret_cast<RecordsEnd *>(records + n_records);
+
+// All records, and their index: a map of those in use.
+struct Records {
+    Record *records;
+    int n_records;
+    Cell *map;
+    i64 n_map;
+};
+__device__ __forceinline__ RecordsEnd *end_of(const Records &all) {
+    return reinterpret_cast<RecordsEnd *>(all.records + all.n_records);
 }
+
+// The cached slots, and the map that finds them. The host makes one for the life of a cache.
+struct Slots {
+    Cell *cells;
+    i64 n_cells;
+    i64 *keys;
+    int *last_batch;
+    u32 *score;
+    int capacity;
+};
 
 // Starts a plan: the next batch number, zero counts, empty claims and `selection` (16-byte units each). Slots of the
 // `lag` batches before it are locked.
 extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units_per_batch, int lag, int scored,
-                                      int4 *claims, i64 n_claims, int4 *selection, i64 n_selection, Record *records,
-                                      int n_records) {
+                                      int4 *claims, i64 n_claims, int4 *selection, i64 n_selection, Records records) {
     wait_for_prior_kernel();
     for (i64 at = thread_index(); at < n_claims; at += thread_count()) claims[at] = make_int4(0, 0, 0, 0);
     for (i64 at = thread_index(); at < n_selection; at += thread_count()) selection[at] = make_int4(0, 0, 0, 0);
@@ -41,34 +58,35 @@ extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units
     counts->missed = counts->slotless = counts->needed = counts->room = counts->untouched = 0;
     counts->arrivals = 0;
     counts->totals.batches += scored;
-    RecordsEnd *end = end_of(records, n_records);
+    RecordsEnd *end = end_of(records);
     end->index = end->index ? STALE : 0;
 }
 
 // Empties the index of the records where an earlier plan has filled it. Most batches that might exceed the cache do not,
 // and find no record at all: then this and the next kernel end at once.
-extern "C" __global__ void records_clear(Record *records, int n_records, Cell *map, i64 n_map) {
+extern "C" __global__ void records_clear(Records all) {
     wait_for_prior_kernel();
-    if ((end_of(records, n_records)->index & STALE) == 0) return;
-    for (i64 at = thread_index(); at < n_map; at += thread_count())
-        *reinterpret_cast<int4 *>(map + at) = make_int4(0, 0, 0, 0);
+    if ((end_of(all)->index & STALE) == 0) return;
+    for (i64 at = thread_index(); at < all.n_map; at += thread_count())
+        *reinterpret_cast<int4 *>(all.map + at) = make_int4(0, 0, 0, 0);
 }
 
 // Indexes the records that a ticket still uses and frees the others.
-extern "C" __global__ void records_index(Record *records, int n_records, Cell *map, i64 n_map, const Clock *clock) {
+extern "C" __global__ void records_index(Records all, const Clock *clock) {
     wait_for_prior_kernel();
-    RecordsEnd *end = end_of(records, n_records);
+    Record *records = all.records;
+    RecordsEnd *end = end_of(all);
     if (thread_index() == 0) atomicAnd(&end->index, ~STALE);
     if (*(volatile int *)&end->taken == 0) return;  // a block that sees the last one freed has none to look at
     bool filled = false;
-    for (i64 r = thread_index(); r < n_records; r += thread_count()) {
+    for (i64 r = thread_index(); r < all.n_records; r += thread_count()) {
         i64 key = records[r].key - 1;
         if (key < 0) continue;
         if (records[r].last_batch - clock->oldest < 0) {
             records[r].key = 0;
             atomicSub(&end->taken, 1);
         } else {
-            insert_slot(map, n_map, key, (int)r);
+            insert_slot(all.map, all.n_map, key, (int)r);
             filled = true;
         }
     }
@@ -79,19 +97,21 @@ extern "C" __global__ void records_index(Record *records, int n_records, Cell *m
 // score. A missed key is claimed once; homes[i] then names its claim, as −2 − cell, until the plan settles, or its
 // record, as −2 − n_claims − record; rows under records lie away, by key or by record. Without a key a home stays as it
 // came: a resident table's slot, or DROPPED.
-extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *keys, i64 n, const Clock *clock,
-                                     int *last_batch, u32 *score, int kind, float unit, int scored, Claim *claims,
-                                     i64 n_claims, int *homes, i64 *missed_keys, Record *records, int n_records,
-                                     const Cell *map, i64 n_map, word_t *away_state, i64 away_stride, int away_by_key,
+extern "C" __global__ void keys_find(Slots slots, const i64 *keys, i64 n, const Clock *clock, int kind, float unit,
+                                     int scored, Claim *claims, i64 n_claims, int *homes, i64 *missed_keys,
+                                     Records all, word_t *away_state, i64 away_stride, int away_by_key,
                                      Counts *counts) {
     wait_for_prior_kernel();
+    int *last_batch = slots.last_batch;
+    u32 *score = slots.score;
     __shared__ int block_lookups, block_hits, block_unique, block_overflow;
     if (threadIdx.x == 0) block_lookups = block_hits = block_unique = block_overflow = 0;
     __syncthreads();
     const int stamp = clock->stamp;
     const i64 now = clock->now;
 #ifdef SLOTLESS
-    const bool map_is_filled = end_of(records, n_records)->index & FILLED;
+    const bool map_is_filled = end_of(all)->index & FILLED;
+    Record *records = all.records;
 #endif
     for (i64 start = (i64)blockIdx.x * blockDim.x; start < n; start += thread_count()) {
         i64 i = start + threadIdx.x;
@@ -99,7 +119,7 @@ extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *
         bool hit = false, first = false, won = false, over = false;
         i64 at = 0;
         if (key >= 0) {
-            int slot = find_slot(cells, n_cells, key);
+            int slot = find_slot(slots.cells, slots.n_cells, key);
             hit = slot >= 0;
             if (hit) {
                 homes[i] = slot;
@@ -108,7 +128,7 @@ extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *
             } else {
                 int record = NOT_FOUND;
 #ifdef SLOTLESS
-                if (map_is_filled) record = find_slot(map, n_map, key);
+                if (map_is_filled) record = find_slot(all.map, all.n_map, key);
                 if (record >= 0) {
                     homes[i] = (int)(-2 - n_claims - record);
                     int *last = &records[record].last_batch;
@@ -158,13 +178,7 @@ extern "C" __global__ void keys_find(const Cell *cells, i64 n_cells, const i64 *
     }
 }
 
-// The slots and their map, what a plan has missed, and its occurrences.
-struct Slots {
-    Cell *cells;
-    i64 n_cells;
-    i64 *keys;
-    int *last_batch;
-};
+// What a plan has missed, and its occurrences.
 struct Missed {
     const i64 *keys;
     int *slots;    // of the missed keys: a slot, or −1 until there is a record, then its home
@@ -213,17 +227,17 @@ __device__ __forceinline__ void missed_assign(const Ending &end, const int *vict
 
 // Publishes the missed keys' new slots; a key without one gets a record.
 __device__ __forceinline__ void missed_publish(const Ending &end, const Slots &slots, const Missed &missed,
-                                               Counts *counts, Record *records, int n_records) {
+                                               Counts *counts, const Records &all) {
     for (i64 m = thread_index(); m < end.wanted.missed; m += thread_count()) {
         i64 key = missed.keys[m];
         int slot = missed.slots[m];
         if (slot >= 0) insert_slot(slots.cells, slots.n_cells, key, slot);
 #ifdef SLOTLESS
         while (slot < 0) {  // records are at most half taken
-            int r = (int)(atomicAdd(&counts->record, 1u) % (u32)n_records);
-            if (atomicCAS(reinterpret_cast<u64 *>(&records[r].key), 0ull, (u64)(key + 1)) != 0ull) continue;
-            records[r].last_batch = end.stamp;
-            atomicAdd(&end_of(records, n_records)->taken, 1);
+            int r = (int)(atomicAdd(&counts->record, 1u) % (u32)all.n_records);
+            if (atomicCAS(reinterpret_cast<u64 *>(&all.records[r].key), 0ull, (u64)(key + 1)) != 0ull) continue;
+            all.records[r].last_batch = end.stamp;
+            atomicAdd(&end_of(all)->taken, 1);
             missed.slots[m] = -2 - r;
             break;
         }
@@ -245,15 +259,15 @@ __device__ __forceinline__ void homes_resolve(const Occurrences &all, const int 
 // is rebuilt from the slots' keys once a quarter of its cells may be tombstones. Where nothing was missed no block meets
 // another, and nothing changes but homes that name records.
 __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &slots, const Missed &missed,
-                                              const Occurrences &all, Counts *counts, Record *records, int n_records) {
+                                              const Occurrences &all, Counts *counts, const Records &records) {
     if (end.wanted.missed == 0) {
 #ifdef SLOTLESS
-        if (end_of(records, n_records)->index & FILLED) homes_resolve(all, missed.slots);
+        if (end_of(records)->index & FILLED) homes_resolve(all, missed.slots);
 #endif
         return;
     }
     grid_meet(&counts->arrivals);
-    missed_publish(end, slots, missed, counts, records, n_records);
+    missed_publish(end, slots, missed, counts, records);
     grid_meet(&counts->arrivals);
     homes_resolve(all, missed.slots);
     const bool rebuild = end.tombstones > slots.n_cells / 4;
@@ -278,43 +292,39 @@ __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &sl
 // Ends a plan whose victims `victims_select` has chosen. Without `commit` it only pairs missed keys with slots. All
 // blocks resident at once, each on a multiprocessor of its own: registers for two would spill.
 extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
-    missed_settle(Counts *counts, const int *victims, const int *chosen, const i64 *missed_keys, Cell *cells,
-                  i64 n_cells, i64 *slot_keys, int *last_batch, const Clock *clock, int *missed_slots,
-                  i64 *victim_keys, int *homes, i64 n, const Claim *claims, i64 n_claims, Record *records,
-                  int n_records, int commit) {
+    missed_settle(Counts *counts, const int *victims, const int *chosen, const i64 *missed_keys, Slots slots,
+                  const Clock *clock, int *missed_slots, i64 *victim_keys, int *homes, i64 n, const Claim *claims,
+                  i64 n_claims, Records records, int commit) {
     wait_for_prior_kernel();
-    const Slots slots{cells, n_cells, slot_keys, last_batch};
     const Missed missed{missed_keys, missed_slots, victim_keys};
     const Wanted wanted{counts->missed, counts->used, counts->room, counts->needed};
     const Ending end = ending_of(wanted, *chosen, counts->tombstones, clock->stamp);
     missed_assign(end, victims, slots, missed, commit);
-    if (commit) missed_commit(end, slots, missed, {homes, n, claims, n_claims}, counts, records, n_records);
+    if (commit) missed_commit(end, slots, missed, {homes, n, claims, n_claims}, counts, records);
 }
 
 // Ends a plan in one launch where no row has to leave before its slot passes over: chooses victims as `victims_select`
 // does, and goes on as `missed_settle`. 1,024 threads a block, all blocks resident at once. `selection` comes as zeros.
 extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
-    missed_place(Selection *selection, Counts *counts, const Clock *clock, const u32 *score, int *last_batch,
-                 int capacity, float unit, int by_age, int *victims, const i64 *missed_keys, Cell *cells, i64 n_cells,
-                 i64 *slot_keys, int *missed_slots, i64 *victim_keys, int *homes, i64 n, const Claim *claims,
-                 i64 n_claims, Record *records, int n_records) {
+    missed_place(Selection *selection, Counts *counts, const Clock *clock, Slots slots, float unit, int by_age,
+                 int *victims, const i64 *missed_keys, int *missed_slots, i64 *victim_keys, int *homes, i64 n,
+                 const Claim *claims, i64 n_claims, Records records) {
     wait_for_prior_kernel();
-    const Slots slots{cells, n_cells, slot_keys, last_batch};
     const Missed missed{missed_keys, missed_slots, victim_keys};
-    const Wanted wanted = slots_wanted(counts, capacity);
+    const Wanted wanted = slots_wanted(counts, slots.capacity);
     if (thread_index() == 0) {  // for the kernels that follow: here every thread has them
         counts->needed = wanted.needed;
         counts->room = wanted.room;
     }
     int chosen = 0;
     if (wanted.needed) {
-        victims_choose(selection, clock, score, last_batch, wanted.used, wanted.needed, unit, by_age, victims);
+        victims_choose(selection, clock, slots.score, slots.last_batch, wanted.used, wanted.needed, unit, by_age, victims);
         grid_meet(&selection->arrivals);  // a slot that passes over would be ranked anew
         chosen = __ldcg(&selection->chosen);
     }
     const Ending end = ending_of(wanted, chosen, counts->tombstones, clock->stamp);
     missed_assign(end, victims, slots, missed, true);
-    missed_commit(end, slots, missed, {homes, n, claims, n_claims}, counts, records, n_records);
+    missed_commit(end, slots, missed, {homes, n, claims, n_claims}, counts, records);
 }
 
 // Where every row is resident a plan only counts: lookups are homes, and all of them hit.

@@ -16,6 +16,7 @@ import torch
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.policy import Scoring
 from tieredemb.errors import StorageError
+from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, meeting_blocks
 from tieredemb.kernels.constants import TOGETHER
 from tieredemb.kernels.source import read
@@ -137,7 +138,8 @@ class BatchPlan(NamedTuple):
 
 class Records:
     """Rows that batches in flight use where they lie. `table`: int64 (R + 1, 2), R `Record`s and a `RecordsEnd` ·
-    `rows`: R · `index`: int64 (2 R, 2), a map from their keys, for the plan under way."""
+    `rows`: R · `index`: int64 (2 R, 2), a map from their keys, for the plan under way · `whole`: all of it, for
+    kernels."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -145,6 +147,7 @@ class Records:
         self.table = torch.zeros((1, 2), dtype=torch.int64, device=device)
         self.index = torch.zeros((0, 2), dtype=torch.int64, device=device)
         self._outgrown: list[torch.Tensor] = []
+        self.whole = _records_value(self.table, self.index)
 
     def reserve(self, rows: int) -> None:
         """Makes room for `rows` rows at a time. Those in use keep their numbers. Raises `StorageError` in a capture,
@@ -162,7 +165,8 @@ class Records:
             grown[: self.rows] = self.table[: self.rows]
             grown[size] = self.table[self.rows]
             self._outgrown += [self.table, self.index]  # tickets in flight, and captured graphs, go on reading them
-            self.table, self.index, self.rows = grown, index, size
+            whole = _records_value(grown, index)
+            self.table, self.index, self.rows, self.whole = grown, index, size, whole  # an interrupt finds all or none
 
     def free(self, records: torch.Tensor) -> None:
         """Frees `records` (int64 (K,), distinct), which no batch in flight uses, and whose rows are stored."""
@@ -176,6 +180,11 @@ class Records:
 
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.table, self.index, *self._outgrown))
+
+
+def _records_value(table: torch.Tensor, index: torch.Tensor) -> StructValue:
+    """Records as kernels take them."""
+    return struct_type(PLAN, "Records")(records=table, n_records=len(table) - 1, map=index, n_map=len(index))
 
 
 class DevicePlan:
@@ -194,6 +203,10 @@ class DevicePlan:
         self._selection_units = (at.end - at.selection) // 16
         self._totals = self.control[at.totals : at.totals + 8 * len(at.total_names)]
         self._together = meeting_blocks(device.index)
+        self._slots = struct_type(PLAN, "Slots")(
+            cells=rows.cells, n_cells=len(rows.cells), keys=rows.key, last_batch=rows.last_batch, score=rows.score,
+            capacity=rows.slots,
+        )  # fmt: skip
 
     def count(self, homes: torch.Tensor, *, scored: bool) -> None:
         """A plan where every row is resident."""
@@ -208,17 +221,13 @@ class DevicePlan:
         begin(
             blocks_for(missed.cells, 4 * THREADS, MOST_BLOCKS), THREADS, self.clock, self.counts,
             scoring.units_per_batch, lag, scored, missed.claims, missed.cells, self.selection, self._selection_units,
-            records.table, records.rows,
+            records.whole,
         )  # fmt: skip
         if overflow.slotless:
-            cells, index = 2 * records.rows, records.index
             clear = kernel(PLAN, "records_clear", *OPTIONS, *overflow.flags)
-            clear(blocks_for(cells, THREADS, MOST_BLOCKS), THREADS, records.table, records.rows, index, cells)
+            clear(blocks_for(len(records.index), THREADS, MOST_BLOCKS), THREADS, records.whole)
             sort_out = kernel(PLAN, "records_index", *OPTIONS, *overflow.flags)
-            sort_out(
-                blocks_for(records.rows, THREADS, MOST_BLOCKS), THREADS, records.table, records.rows, index, cells,
-                self.clock,
-            )  # fmt: skip
+            sort_out(blocks_for(records.rows, THREADS, MOST_BLOCKS), THREADS, records.whole, self.clock)
 
     def find(
         self, keys: torch.Tensor, homes: torch.Tensor, missed: Missed, *, scored: bool, overflow: OverflowRows
@@ -228,9 +237,8 @@ class DevicePlan:
         rows, scoring, records, n = self.rows, self.scoring, self.records, keys.shape[0]
         find = kernel(PLAN, "keys_find", *OPTIONS, *overflow.flags)
         find(
-            blocks_for(n, THREADS), THREADS, rows.cells, rows.cells.shape[0], keys, n, self.clock, rows.last_batch,
-            rows.score, scoring.kind, scoring.unit, scored, missed.claims, missed.cells, homes, missed.keys,
-            records.table, records.rows, records.index, 2 * records.rows, overflow.state, rows.layout.state_width + 1,
+            blocks_for(n, THREADS), THREADS, self._slots, keys, n, self.clock, scoring.kind, scoring.unit, scored,
+            missed.claims, missed.cells, homes, missed.keys, records.whole, overflow.state, rows.layout.state_width + 1,
             overflow.by_key, self.counts,
         )  # fmt: skip
 
@@ -242,9 +250,9 @@ class DevicePlan:
         place = cooperative_kernel(PLAN, "missed_place", *OPTIONS, *overflow.flags)
         place(
             max(blocks_for(rows.slots, 4 * TOGETHER, self._together), blocks_for(n, TOGETHER, self._together)),
-            TOGETHER, self.selection, self.counts, self.clock, rows.score, rows.last_batch, rows.slots, scoring.unit,
-            scoring.ties_by_age, missed.chosen, missed.keys, rows.cells, rows.cells.shape[0], rows.key, missed.slots,
-            missed.victims, homes, n, missed.claims, missed.cells, self.records.table, self.records.rows,
+            TOGETHER, self.selection, self.counts, self.clock, self._slots, scoring.unit, scoring.ties_by_age,
+            missed.chosen, missed.keys, missed.slots, missed.victims, homes, n, missed.claims, missed.cells,
+            self.records.whole,
         )  # fmt: skip
 
     def choose(self, missed: Missed) -> None:
@@ -259,12 +267,12 @@ class DevicePlan:
     def settle(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, *, commit: bool) -> None:
         """Pairs missed keys with slots. With `commit` the slots change hands, later plans find the missed keys there,
         `homes` are resolved, and the plan ends."""
-        rows, n = self.rows, homes.shape[0]
+        n = homes.shape[0]
         settle = cooperative_kernel(PLAN, "missed_settle", *OPTIONS, *overflow.flags)
         settle(
             blocks_for(n, TOGETHER, self._together), TOGETHER, self.counts, missed.chosen, self.selection, missed.keys,
-            rows.cells, rows.cells.shape[0], rows.key, rows.last_batch, self.clock, missed.slots, missed.victims, homes,
-            n, missed.claims, missed.cells, self.records.table, self.records.rows, commit,
+            self._slots, self.clock, missed.slots, missed.victims, homes, n, missed.claims, missed.cells,
+            self.records.whole, commit,
         )  # fmt: skip
 
     def totals(self) -> dict[str, int]:
