@@ -3,8 +3,8 @@
 A tier is a frozen config (`HostMemory`, `UnifiedMemory`, `File`, `Pmem`) whose `open` returns a `ColdRows`. Rows are
 two arrays, so that weights stay aligned: `weight (rows, D)` in the dtype's carrier and `state (rows, S + 1)` in 32-bit
 words, of which the last is the row's score. A row whose score is zero was never written: its content is whatever the
-table's initialiser generates. A storage knows neither map nor policy, and no threads: who lets rows
-travel beside other work keeps to the contract of `ColdRows`.
+table's initialiser generates. A storage holds rows and knows no map, no policy and no threads: a caller that copies
+rows beside other work keeps to the contract of `ColdRows`.
 """
 
 from __future__ import annotations
