@@ -129,7 +129,7 @@ def test_lion_moves_by_the_sign_of_the_interpolated_momentum(device):
     assert bag.state_dict()["weight"][5].tolist() == [16 - 0.5 * (s + 4.0) for s in (1, -1, 0)]
     first = bag.state_dict()["weight"][5]
     step(bag, [5], [-1.0, -1.0, -1.0])
-    expected = first - 0.5 * (torch.tensor([0.0, -1.0, -1.0]) + 0.25 * first)
+    expected = first - 0.5 * (first.new_tensor([0.0, -1.0, -1.0]) + 0.25 * first)
     assert_same_bits([bag.state_dict()["weight"][5]], [expected])
     assert bag.fused_optimizer.state_dict()["state"][0]["exp_avg"][5].tolist() == [0.5, -1.75, -0.25]
 

@@ -266,7 +266,7 @@ def test_rows_that_are_being_written_are_there_before_the_storage_is_used_otherw
     note("scatter", lambda: being_written.append(True))
     for name in ("gather", "finish"):
         note(name, being_written.clear)
-    for name in ("copy_range", "reset", "flush", "seal", "close"):
+    for name in ("used_ranges", "copy_range", "reset", "flush", "seal", "close"):
         check(name)
     loop = iter(te.prefetch(ids_of_steps(9), model, 2, ids_of=lambda ids: ids))
     for ids in itertools.islice(loop, 4):
