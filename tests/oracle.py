@@ -109,7 +109,7 @@ class SparseLionReference(torch.optim.Optimizer):
                 momentum[rows] = beta2 * m + (1 - beta2) * g
 
 
-NEEDS_SPARSE_GRADIENTS = (te.Adam, te.SparseLion)  # they move the rows of the batch alone
+NEEDS_SPARSE_GRADIENTS = (te.SparseAdam, te.SparseLion)  # they move the rows of the batch alone
 
 
 def torch_optimizer(config: te.config.OptimizerConfig, params) -> torch.optim.Optimizer:  # type: ignore[no-untyped-def]

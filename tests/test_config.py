@@ -56,7 +56,7 @@ CONSTRUCTORS = {
     te.SGD: ("lr",),
     te.Adagrad: ("lr", "lr_decay", "initial_accumulator_value", "eps"),
     te.RowWiseAdagrad: ("lr", "initial_accumulator_value", "eps"),
-    te.Adam: ("lr", "betas", "eps"),
+    te.SparseAdam: ("lr", "betas", "eps"),
     te.SparseLion: ("lr", "betas", "weight_decay"),
     LookupOptions: ("max_norm", "norm_type"),
     te.Pmem: ("max_bytes",),
@@ -107,7 +107,7 @@ def test_numbers_beyond_float32_are_refused():
     assert np.float32(FLOAT32_MAX) == np.finfo(np.float32).max == FLOAT32_MAX
     te.SGD(lr=FLOAT32_MAX)
     for value in (3.5e38, 1e300, math.inf, -math.inf, math.nan, 2**128):
-        for make in (te.SGD, te.Adagrad, te.Adam, te.SparseLion):
+        for make in (te.SGD, te.Adagrad, te.SparseAdam, te.SparseLion):
             with pytest.raises(ConfigError, match="lr must be a finite number"):
                 make(lr=value)
         with pytest.raises(ConfigError, match="mean must be a finite number"):

@@ -3,9 +3,9 @@
 from tieredemb.config import LFU, LRU, Normal, TableConfig, Uniform
 from tieredemb.errors import TieredEmbError
 from tieredemb.lookup.optimizers.adagrad import Adagrad
-from tieredemb.lookup.optimizers.adam import Adam
 from tieredemb.lookup.optimizers.row_wise_adagrad import RowWiseAdagrad
 from tieredemb.lookup.optimizers.sgd import SGD
+from tieredemb.lookup.optimizers.sparse_adam import SparseAdam
 from tieredemb.lookup.optimizers.sparse_lion import SparseLion
 from tieredemb.modules.collection import TieredEmbeddingBagCollection
 from tieredemb.modules.embedding import TieredEmbedding
@@ -26,13 +26,13 @@ __all__ = [
     "LRU",
     "SGD",
     "Adagrad",
-    "Adam",
     "CacheStats",
     "File",
     "HostMemory",
     "Normal",
     "Pmem",
     "RowWiseAdagrad",
+    "SparseAdam",
     "SparseLion",
     "TableConfig",
     "TieredEmbError",

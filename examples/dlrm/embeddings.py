@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from examples.dlrm.config import TrainConfig
 from examples.dlrm.model import TABLES
-from tieredemb import SGD, Adagrad, Adam, TableConfig, TieredEmbeddingBagCollection, Uniform
+from tieredemb import SGD, Adagrad, SparseAdam, TableConfig, TieredEmbeddingBagCollection, Uniform
 from tieredemb.errors import UnsupportedError
 
 
@@ -44,9 +44,9 @@ def reference_optimizer(config: TrainConfig, embeddings: nn.Module) -> torch.opt
     if isinstance(chosen, Adagrad):
         settings = asdict(chosen)
         return torch.optim.Adagrad(parameters, **settings)
-    if isinstance(chosen, Adam):
+    if isinstance(chosen, SparseAdam):
         return torch.optim.SparseAdam(parameters, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps)
-    raise UnsupportedError(f"torch has no {type(chosen).__name__}; the reference takes SGD, Adagrad or Adam")
+    raise UnsupportedError(f"torch has no {type(chosen).__name__}; the reference takes SGD, Adagrad or SparseAdam")
 
 
 class EmbeddingBags(nn.Module):

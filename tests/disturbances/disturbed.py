@@ -37,7 +37,7 @@ TABLES = [
 
 def make(storage: Any = None, capacity: Any = 14, **keywords: Any) -> te.TieredEmbeddingBagCollection:
     """Two tables of two widths, so that a call touches two caches."""
-    optimizer = te.Adam(lr=0.1)
+    optimizer = te.SparseAdam(lr=0.1)
     return te.TieredEmbeddingBagCollection(TABLES, capacity=capacity, storage=storage, optimizer=optimizer, **keywords)
 
 

@@ -237,7 +237,7 @@ def test_bags_are_found_by_launches_that_fit(launched, chosen):
 def test_lookup_and_update_are_launched_as_they_fit(launched, dtype, overflow):
     space = a_space()
     row = RowFormat(width=space.space.width, dtype=dtype, state_width=2 * space.space.width)
-    lookup, hot = DeviceLookup(space, row, te.Adam()), hot_rows(dtype=dtype)
+    lookup, hot = DeviceLookup(space, row, te.SparseAdam()), hot_rows(dtype=dtype)
     bags, fault = found_bags(space)
     homes, weights = torch.zeros(10, dtype=torch.int32), torch.zeros(10)
     out, argmax = torch.zeros(3, 16, dtype=dtype), torch.zeros(3, 16, dtype=torch.int32)
@@ -256,7 +256,7 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, dtype, overflow):
         rate, numbers = lookup.begin(options, steps, torch.cat([fault, fault]), scaler, scaler, segments.work)
         for scale, winners in ((lookup.mean_scale(homes, bags), None), (None, argmax)):
             lookup.update(hot, overflow, segments, grad, scale, winners, rate, numbers)
-    assert {*launched} == {*read("lookup/embedding_bag.cu").kernels, *read(recipe_file(te.Adam())).kernels} | {
+    assert {*launched} == {*read("lookup/embedding_bag.cu").kernels, *read(recipe_file(te.SparseAdam())).kernels} | {
         *read("lookup/bags.cu").kernels
     }
 

@@ -93,7 +93,7 @@ def test_a_gpu_is_told_the_numbers_in_the_order_of_the_structs(optimizer):
 
 
 def test_pairs_of_a_param_group_are_named_one_by_one():
-    assert named_numbers(te.Adam, {"eps": 3, "betas": [0.5, 0.25], "lr": torch.tensor(2.0), "initial_lr": 9}) == {
+    assert named_numbers(te.SparseAdam, {"eps": 3, "betas": [0.5, 0.25], "lr": torch.tensor(2.0), "initial_lr": 9}) == {
         "lr": 2.0,
         "beta1": 0.5,
         "beta2": 0.25,
@@ -103,7 +103,7 @@ def test_pairs_of_a_param_group_are_named_one_by_one():
 
 @pytest.mark.parametrize("given", [te.SGD, torch.optim.SGD([torch.zeros(1)], lr=0.1), "sgd", 0.1])
 def test_what_is_no_optimizer_is_refused_with_those_that_there_are(given):
-    with pytest.raises(te.TieredEmbError, match="Adagrad, Adam, RowWiseAdagrad, SGD, SparseLion"):
+    with pytest.raises(te.TieredEmbError, match="Adagrad, RowWiseAdagrad, SGD, SparseAdam, SparseLion"):
         te.TieredEmbeddingBag(10, 4, optimizer=given, device="cpu")
 
 

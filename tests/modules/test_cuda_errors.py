@@ -102,7 +102,7 @@ def test_bad_ids_read_zeros(bad, capacity):
 
 
 def test_later_batches_train_as_if_the_bad_one_had_never_been():
-    bag, plain = make(optimizer=te.Adam(lr=0.1)), make(optimizer=te.Adam(lr=0.1))
+    bag, plain = make(optimizer=te.SparseAdam(lr=0.1)), make(optimizer=te.SparseAdam(lr=0.1))
     errors = []
     for step in range(12):
         ids = randint(0, ROWS, (6, 3), seed=step)

@@ -72,9 +72,9 @@ def test_any_capacity_placement_and_tier_gives_the_same_bits(tmp_path, optimizer
 
 def test_a_resident_table_stands_beside_a_cached_one():
     tables = table_configs(rows=(10, ROWS))
-    expected = run(placed(tables, "cached"), capacity=5, optimizer=te.Adam(lr=0.1))
+    expected = run(placed(tables, "cached"), capacity=5, optimizer=te.SparseAdam(lr=0.1))
     mixed = [replace(tables[0], placement="resident"), replace(tables[1], placement="cached")]
-    assert_same_bits(run(mixed, capacity=20, optimizer=te.Adam(lr=0.1)), expected)
+    assert_same_bits(run(mixed, capacity=20, optimizer=te.SparseAdam(lr=0.1)), expected)
 
 
 def test_a_table_that_fits_is_resident_by_itself():
@@ -313,7 +313,7 @@ def test_compiled_model_gives_the_bits_of_the_eager_one_and_is_compiled_once():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_autocast_and_loss_scaling_around_a_model(dtype):
     tables = table_configs(widths=(4, 5))
-    table = te.TieredEmbeddingBagCollection(tables, capacity=0.2, optimizer=te.Adam(lr=0.1))
+    table = te.TieredEmbeddingBagCollection(tables, capacity=0.2, optimizer=te.SparseAdam(lr=0.1))
     torch.manual_seed(0)
     top = nn.Linear(18, 1)
     dense, fused = torch.optim.SGD(top.parameters(), lr=0.001), table.fused_optimizer  # float16 overflows soon
@@ -431,7 +431,7 @@ def test_counts_of_more_uses_than_a_digit_holds_are_ranked():
 def test_copies_train_on_their_own(how, placement):
     tables = placed(table_configs(widths=(4, 5)), placement)
     capacity = 1.0 if placement == "resident" else 5
-    first = te.TieredEmbeddingBagCollection(tables, capacity=capacity, optimizer=te.Adam(lr=0.1))
+    first = te.TieredEmbeddingBagCollection(tables, capacity=capacity, optimizer=te.SparseAdam(lr=0.1))
     train(first, tables, 3)
     second = how(first)
     expected = [*train(first, tables, 4), *bits(first)]
@@ -485,7 +485,9 @@ def test_tables_move_with_their_model(tmp_path, optimizer, storage):
 
 def test_moved_tables_train_as_those_that_stayed():
     tables = table_configs(widths=(4, 5), rows=(1, 3, 17, 300))
-    stayed, moved = (te.TieredEmbeddingBagCollection(tables, capacity=9, optimizer=te.Adam(lr=0.1)) for _ in range(2))
+    stayed, moved = (
+        te.TieredEmbeddingBagCollection(tables, capacity=9, optimizer=te.SparseAdam(lr=0.1)) for _ in range(2)
+    )
     for step in range(3):
         train(stayed, tables, 1 + step)
         train(moved, tables, 1 + step)

@@ -80,7 +80,7 @@ def test_training_step_does_not_wait_for_the_gpu(case):
 
 @pytest.mark.parametrize("make", ["bag", "embedding"])
 def test_modules_of_one_table_do_not_wait_for_the_gpu(make):
-    keywords = {"capacity": 7, "optimizer": te.Adam(lr=0.1)}
+    keywords = {"capacity": 7, "optimizer": te.SparseAdam(lr=0.1)}
     if make == "bag":
         module = te.TieredEmbeddingBag(300, 4, mode="sum", **keywords)
     else:
@@ -218,7 +218,7 @@ def test_bags_of_a_large_batch_are_found_beside_its_captured_plan(monkeypatch, c
 
 def test_a_flush_between_a_forward_and_its_backward_after_replays():
     tables = table_configs(widths=(4,), rows=(3, 300))
-    eager, run = warmed_up(tables, capacity=20, optimizer=te.Adam(lr=0.05))
+    eager, run = warmed_up(tables, capacity=20, optimizer=te.SparseAdam(lr=0.05))
     graph = run.capture()
     for _ in stepped(eager, run, graph, 40):
         pass
@@ -274,7 +274,7 @@ def test_capture_beside_a_batch_in_flight_is_refused():
 
 def test_eager_steps_and_replays_take_turns():
     tables = table_configs(widths=(4,), rows=(3, 300))
-    eager, run = warmed_up(tables, capacity=20, optimizer=te.Adam(lr=0.05))
+    eager, run = warmed_up(tables, capacity=20, optimizer=te.SparseAdam(lr=0.05))
     graph = run.capture()
     for seed in range(3, 20):
         for each in (eager, run):

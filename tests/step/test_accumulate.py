@@ -61,7 +61,7 @@ def test_per_sample_weights_and_their_gradients_accumulate_too(device):
 
 
 def make(**keywords):
-    return te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=3, optimizer=te.Adam(lr=0.1), **keywords)
+    return te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=3, optimizer=te.SparseAdam(lr=0.1), **keywords)
 
 
 def test_lookups_inside_read_rows_as_they_were(device):

@@ -157,7 +157,7 @@ CASES = {case.__name__: case for case in (beyond, dirty, same, same_and_more, ov
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_hard_cases_are_exact(device, depth, graphed, case):
     capacity, batches, holds = CASES[case](depth)
-    for optimizer in (te.SGD(lr=1.0), te.Adam(lr=0.1)):
+    for optimizer in (te.SGD(lr=1.0), te.SparseAdam(lr=0.1)):
         stats = check_exact(batches, depth=depth, graphed=graphed, optimizer=optimizer, told=True, capacity=capacity)
         assert holds(stats), stats  # else it was no such case
 

@@ -185,7 +185,7 @@ def test_initial_bits_are_pinned(device):
 
 def test_deepcopy_trains_on_its_own(device):
     tables = table_configs()
-    first = te.TieredEmbeddingBagCollection(tables, capacity=5, optimizer=te.Adam(lr=0.1))
+    first = te.TieredEmbeddingBagCollection(tables, capacity=5, optimizer=te.SparseAdam(lr=0.1))
     train(first, tables, 3)
     second = copy.deepcopy(first)
     expected = [*train(first, tables, 4), *bits(first)]

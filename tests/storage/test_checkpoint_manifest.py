@@ -24,7 +24,13 @@ TABLES = [
     te.TableConfig(name="b", num_embeddings=7, embedding_dim=2),
     te.TableConfig(name="c", num_embeddings=8, embedding_dim=3),
 ]
-OPTIMIZERS = [te.SGD(lr=0.1), te.Adagrad(lr=0.1), te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.1), te.SparseLion(lr=0.1)]
+OPTIMIZERS = [
+    te.SGD(lr=0.1),
+    te.Adagrad(lr=0.1),
+    te.RowWiseAdagrad(lr=0.1),
+    te.SparseAdam(lr=0.1),
+    te.SparseLion(lr=0.1),
+]
 
 
 def make(optimizer=OPTIMIZERS[3], **keywords):

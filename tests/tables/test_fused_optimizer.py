@@ -14,7 +14,13 @@ import tieredemb as te
 from tieredemb.errors import ConfigError, InvalidInputError
 
 ROWS, WIDTH = 12, 4
-OPTIMIZERS = [te.SGD(lr=0.1), te.Adagrad(lr=0.1), te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.1), te.SparseLion(lr=0.1)]
+OPTIMIZERS = [
+    te.SGD(lr=0.1),
+    te.Adagrad(lr=0.1),
+    te.RowWiseAdagrad(lr=0.1),
+    te.SparseAdam(lr=0.1),
+    te.SparseLion(lr=0.1),
+]
 NAMES = [type(optimizer).__name__ for optimizer in OPTIMIZERS]
 
 
@@ -93,9 +99,9 @@ def test_a_learning_rate_that_is_none_updates_nothing(device, lr):
         lambda: te.SGD(lr=-1),
         lambda: te.SGD(lr="0.1"),
         lambda: te.Adagrad(eps=-1),
-        lambda: te.Adam(betas=(0.9, 1.0)),
-        lambda: te.Adam(betas=0.9),
-        lambda: te.Adam(eps=0.0),
+        lambda: te.SparseAdam(betas=(0.9, 1.0)),
+        lambda: te.SparseAdam(betas=0.9),
+        lambda: te.SparseAdam(eps=0.0),
         lambda: te.RowWiseAdagrad(initial_accumulator_value=-1),
         lambda: te.SparseLion(lr=0.1, betas=(-0.1, 0.9)),
         lambda: te.SparseLion(lr=0.1, betas=(0.9, 0.99, 0.999)),
@@ -122,7 +128,7 @@ def test_state_dict_continues_in_another_module(device, config):
     assert equal(weight(first), weight(second))
 
 
-@pytest.mark.parametrize("config", [OPTIMIZERS[1], *OPTIMIZERS[3:]], ids=["Adagrad", "Adam", "SparseLion"])
+@pytest.mark.parametrize("config", [OPTIMIZERS[1], *OPTIMIZERS[3:]], ids=["Adagrad", "SparseAdam", "SparseLion"])
 def test_state_dict_of_torch_continues_here_and_back(device, config):
     bag, reference = make(config)
     theirs = torch_optimizer(config, reference.parameters())
@@ -146,7 +152,7 @@ def test_state_dict_of_torch_continues_here_and_back(device, config):
 
 
 def test_state_dict_of_other_shapes_is_refused_before_anything_changes(device):
-    bag, _ = make(te.Adam(lr=0.1))
+    bag, _ = make(te.SparseAdam(lr=0.1))
     step(bag, 1)
     good = bag.fused_optimizer.state_dict()
     bad = {"state": {0: good["state"][0] | {"exp_avg_sq": torch.zeros(3, 3)}}, "param_groups": good["param_groups"]}
@@ -188,7 +194,7 @@ def test_backward_divides_by_the_scale(device, config):
 
 
 def test_a_gradient_that_is_not_finite_updates_nothing_and_lowers_the_scale(device):
-    bag, _ = make(te.Adam(lr=0.1))
+    bag, _ = make(te.SparseAdam(lr=0.1))
     scaler = scaled(bag, device)
     step(bag, 1, 2, scale=2.0**10)
     before, scale = weight(bag), scaler.get_scale()

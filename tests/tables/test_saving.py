@@ -35,7 +35,7 @@ ROWS, WIDTH = 40, 4
 
 def make(optimizer=None, **keywords):
     keywords = {"capacity": 4, "mode": "sum"} | keywords
-    return te.TieredEmbeddingBag(ROWS, WIDTH, optimizer=optimizer or te.Adam(lr=0.1), **keywords)
+    return te.TieredEmbeddingBag(ROWS, WIDTH, optimizer=optimizer or te.SparseAdam(lr=0.1), **keywords)
 
 
 def step(bag, *values):
@@ -111,7 +111,7 @@ def test_state_dict_larger_than_memory_is_refused_in_favour_of_checkpoints(devic
 
 
 @pytest.mark.parametrize("storage", ["host", "file"])
-@pytest.mark.parametrize("optimizer", [te.SGD(lr=0.1), te.Adagrad(), te.RowWiseAdagrad(), te.Adam()], ids=repr)
+@pytest.mark.parametrize("optimizer", [te.SGD(lr=0.1), te.Adagrad(), te.RowWiseAdagrad(), te.SparseAdam()], ids=repr)
 def test_checkpoint_continues_bit_for_bit_at_another_capacity_and_tier(device, tmp_path, optimizer, storage):
     bag = make(optimizer)
     for values in ((1, 2, 3), (3, 4), (5, 6, 7, 8, 9)):
@@ -153,7 +153,7 @@ def test_checkpoint_of_other_tables_is_refused_before_anything_changes(device, t
     bag = make()
     step(bag, 1, 2)
     bag.save_checkpoint(str(tmp_path))
-    for other in (te.TieredEmbeddingBag(ROWS + 1, WIDTH, optimizer=te.Adam()), make(te.Adagrad()), make(seed=5)):
+    for other in (te.TieredEmbeddingBag(ROWS + 1, WIDTH, optimizer=te.SparseAdam()), make(te.Adagrad()), make(seed=5)):
         before = other.state_dict()["weight"]
         with pytest.raises(CheckpointError):
             other.load_checkpoint(str(tmp_path))
@@ -221,7 +221,7 @@ def test_file_refuses_another_meaning_of_its_rows(device, tmp_path):
     for other in ({"seed": 1}, {"optimizer": te.SGD(lr=1.0)}, {"dtype": torch.float16}, {"padding_idx": 1}):
         with pytest.raises(StorageFormatError):
             make(storage=te.File(path), **other)
-    make(storage=te.File(path), capacity=9, policy=te.LRU(), optimizer=te.Adam(lr=5.0)).close()
+    make(storage=te.File(path), capacity=9, policy=te.LRU(), optimizer=te.SparseAdam(lr=5.0)).close()
     make(storage=te.File(path), init=te.Normal(mean=0, std=1)).close()
 
 
@@ -249,7 +249,7 @@ TRAIN = """
     import tieredemb as te
     if sys.argv[3] != "cpu":
         torch.set_default_device(sys.argv[3])
-    bag = te.TieredEmbeddingBag(40, 4, mode="sum", capacity=4, optimizer=te.Adam(lr=0.1), storage=te.File(sys.argv[1]))
+    bag = te.TieredEmbeddingBag(40, 4, mode="sum", capacity=4, optimizer=te.SparseAdam(lr=0.1), storage=te.File(sys.argv[1]))
     for step in range(10**9 if sys.argv[2] == "forever" else int(sys.argv[2])):
         bag(torch.tensor([[step % 40, step * 7 % 40]])).sum().backward()
         if step == 20:
@@ -579,7 +579,7 @@ def test_load_state_dict_that_was_interrupted_is_mended_by_another(device, monke
 
 def test_move_that_fails_half_way_leaves_all_tables_where_they_were(monkeypatch, tmp_path):
     tables = [te.TableConfig(name=f"t{width}", num_embeddings=40, embedding_dim=width) for width in (4, 5)]
-    keywords = {"capacity": 10, "optimizer": te.Adam(lr=0.1), "device": "cpu"}
+    keywords = {"capacity": 10, "optimizer": te.SparseAdam(lr=0.1), "device": "cpu"}
     moved = te.TieredEmbeddingBagCollection(tables, storage=te.File(str(tmp_path / "rows")), **keywords)
     plain = te.TieredEmbeddingBagCollection(tables, **keywords)
 

@@ -12,7 +12,7 @@ from tieredemb.config import Array, OptimizerConfig, StateTensor, check_betas, c
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adam(OptimizerConfig):
+class SparseAdam(OptimizerConfig):
     """`torch.optim.SparseAdam`: only rows in the batch move; one step counter a table; state 2 D words a row."""
 
     lr: float = 1e-3

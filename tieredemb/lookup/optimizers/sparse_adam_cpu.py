@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-check-untyped-defs
-"""CPU twin of Adam."""
+"""CPU twin of Adam over the rows of the batch."""
 
 from __future__ import annotations
 
