@@ -249,7 +249,8 @@ TRAIN = """
     import tieredemb as te
     if sys.argv[3] != "cpu":
         torch.set_default_device(sys.argv[3])
-    bag = te.TieredEmbeddingBag(40, 4, mode="sum", capacity=4, optimizer=te.SparseAdam(lr=0.1), storage=te.File(sys.argv[1]))
+    storage, optimizer = te.File(sys.argv[1]), te.SparseAdam(lr=0.1)
+    bag = te.TieredEmbeddingBag(40, 4, mode="sum", capacity=4, optimizer=optimizer, storage=storage)
     for step in range(10**9 if sys.argv[2] == "forever" else int(sys.argv[2])):
         bag(torch.tensor([[step % 40, step * 7 % 40]])).sum().backward()
         if step == 20:
