@@ -3,6 +3,7 @@
 from tieredemb.config import LFU, LRU, Normal, TableConfig, Uniform
 from tieredemb.errors import TieredEmbError
 from tieredemb.lookup.optimizers.adagrad import Adagrad
+from tieredemb.lookup.optimizers.adam import Adam, AdamW
 from tieredemb.lookup.optimizers.row_wise_adagrad import RowWiseAdagrad
 from tieredemb.lookup.optimizers.sgd import SGD
 from tieredemb.lookup.optimizers.sparse_adam import SparseAdam
@@ -26,6 +27,8 @@ __all__ = [
     "LRU",
     "SGD",
     "Adagrad",
+    "Adam",
+    "AdamW",
     "CacheStats",
     "File",
     "HostMemory",

@@ -194,6 +194,21 @@ class StateTensor(NamedTuple):
         return 1 if self.row_wise else row_width
 
 
+class StepTerms(NamedTuple):
+    """What a step without a gradient does to a row, in numbers of the step alone, for the closed form of several
+    (`lookup/history.py`): with first and second moments m and v, m ← first · m, v ← root_second² · v,
+    w ← decay · w − weight · m / (point · √v + eps), or where there is no v, w ← decay · w − weight · m. `coupled`: 1
+    where the step has no such form and is to be replayed."""
+
+    weight: float
+    point: float = 1.0
+    first: float = 1.0
+    root_second: float = 1.0
+    decay: float = 1.0
+    coupled: float = 0.0
+    eps: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(abc.ABC):
     """An optimizer of the tables' rows, applied in backward. Its subclasses are the optimizers that there are, and each
@@ -203,15 +218,20 @@ class OptimizerConfig(abc.ABC):
     The fields are the hyperparameters, numbers and pairs of numbers: what a param group holds. A pair `betas` is
     `beta1` and `beta2` to the methods below, which are given the param group's numbers as they are at a step.
 
-    Rows outside a batch stay as they are. An optimizer that moves every row will need one part more, which none has
-    yet: beside its row update, in either language, what brings a row from the step it was last at (a row-wise state
-    tensor) to the current one, called before a row is read. It has to be a pure function of the row and of per-step
-    numbers.
+    Rows outside a batch stay as they are, or where the optimizer `is_dense` they are made to have moved when they are
+    next used: its row update has a part beside it then, in either language, that brings a row from the step it was last
+    at to the current one, and its config has `step_terms`. That is a pure function of the row and of numbers of the
+    steps.
     """
 
     lr: float
 
     state: ClassVar[tuple[StateTensor, ...]] = ()  # what a row keeps, in the order in which it lies there
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        """`state`, or what of it an optimizer with these hyperparameters needs."""
+        return self.state
 
     def __post_init__(self) -> None:
         check_finite("lr", self.lr, low=0.0)
@@ -227,11 +247,24 @@ class OptimizerConfig(abc.ABC):
         spells it too, as a GPU counts steps itself."""
         return np.full(len(step), hyper["lr"])
 
-    @staticmethod
     @abc.abstractmethod
-    def numbers(hyper: Mapping[str, float]) -> dict[str, float]:
+    def numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
         """What the row update takes beside the rate, rounded to float32, in this order: by name in CUDA, unpacked on
-        the CPU."""
+        the CPU. Raises `ConfigError` for hyperparameters that rows of this config's state cannot be updated with."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every row moves in every step: then a row's state ends with the step that it was last brought to."""
+        return False
+
+    def step_numbers(self, hyper: Mapping[str, float], step: float) -> dict[str, float]:
+        """What the row update takes beside `numbers` that changes from step to step, behind those. The CUDA recipe
+        spells it too. For optimizers that are dense, whose tables take steps together."""
+        return {}
+
+    def step_terms(self, hyper: Mapping[str, float], step: float) -> StepTerms:
+        """What the `step`-th step does to rows that have no gradient. The CUDA recipe spells it too."""
+        raise NotImplementedError
 
     @staticmethod
     def known() -> dict[str, type[OptimizerConfig]]:

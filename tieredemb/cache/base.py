@@ -141,10 +141,14 @@ class Cache(abc.ABC):
         may have no columns. Rows never used are generated into the copy alone: cold storage does not grow."""
         with self.whole():
             self._begin_call()
-            states = self._copy_range(start, stop, weight)
-            state[:] = states[:, : state.shape[1]]
-            untouched = np.flatnonzero(states[:, -1] == 0)
-            self._generate(untouched + start, untouched, weight, state, state.shape[1])
+            self.copy_rows(start, stop, weight, state)
+
+    def copy_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
+        """`export_rows` for who is amid a call of the cache, and holds its locks."""
+        states = self._copy_range(start, stop, weight)
+        state[:] = states[:, : state.shape[1]]
+        untouched = np.flatnonzero(states[:, -1] == 0)
+        self._generate(untouched + start, untouched, weight, state, state.shape[1])
 
     def import_rows(self, start: int, weight: Array | None, state: Array | None) -> None:
         """Overwrites weights (carrier (K, D)) or optimizer state (uint32 (K, S)) of the rows from `start` on, wherever

@@ -24,6 +24,17 @@ SUM, MEAN, MAX = range(len(MODES))  # how a table pools
 BAD_ID, BAD_OFFSET = 1, 2  # what a fault is about
 CHUNK = 64  # occurrences summed at the first level: a table of three rows in a batch of 65,536 has 340 chunks a row
 
+# what optimizers that move every row keep of their steps: see lookup/history.py
+# a step's terms, float64
+TERM_WEIGHT, TERM_POINT, TERM_FIRST, TERM_ROOT_SECOND, TERM_DECAY, TERM_COUPLED, TERM_EPS = range(7)
+TERMS = 7
+FIRST_LOG, SECOND_LOG, DECAY_LOG, LOGS = 0, 1, 2, 3  # of a step's sums of logarithms, float64
+ORDERS = 9  # moments of a sum; what it is expanded from, float32: its total, mean point and central moments, then
+SUM_IS_SERIES, SUM_EPS, SUMS = 8, 9, 10  # whether they may be used, and the eps beside them
+WINDOW = 2048  # steps whose sums may still grow
+FIRST_PRODUCT, SECOND_PRODUCT, UNIT_AT, EPS_AT, MOMENTS_AT = range(5)  # of an entry of the window, float64
+ENTRY = 13
+
 # initial values
 NORMAL, UNIFORM = 0, 1  # distributions
 

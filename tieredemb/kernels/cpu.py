@@ -24,6 +24,7 @@ from llvmlite import ir
 from numba.core import event, types
 from numba.extending import overload
 from numba.np.numpy_support import as_dtype
+from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from tieredemb.kernels.row_format import codec_of
 
@@ -42,6 +43,9 @@ def inline(function: Callable[..., Any]) -> Any:
 def intrinsic(function: Callable[..., Any]) -> Any:
     """numba's `intrinsic`: a device function that is one LLVM instruction."""
     return numba.extending.intrinsic(function)
+
+
+as_tuple = to_fixed_tuple  # (array, length that is a literal): its elements, inside kernels only
 
 
 class _CompileNotice(event.Listener):  # type: ignore[misc]

@@ -2,8 +2,8 @@
 written once.
 
 Sums run in chunks counted from the segment's first occurrence, and a row is updated with explicit fused multiply-adds,
-so a result depends on neither slots nor threads. Formulas are those of the torch optimizers of the same names on
-sparse gradients; row-wise Adagrad follows FBGEMM.
+so a result depends on neither slots nor threads. Formulas are those of the torch optimizers of the same names; row-wise
+Adagrad follows FBGEMM.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tieredemb.config import OptimizerConfig
+from tieredemb.config import OptimizerConfig, StepTerms
 from tieredemb.errors import ConfigError
+from tieredemb.lookup.history import History
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,8 +27,11 @@ MOST_NUMBERS = 12  # hyperparameters and what follows from them: what a GPU is t
 
 
 def state_width(optimizer: OptimizerConfig | None, width: int) -> int:
-    """32-bit words of state that a row of `width` weights needs."""
-    return 0 if optimizer is None else sum(tensor.width(width) for tensor in optimizer.state)
+    """32-bit words of state that a row of `width` weights needs: those of its tensors, and of a dense optimizer one for
+    the step that it was last brought to."""
+    if optimizer is None:
+        return 0
+    return sum(tensor.width(width) for tensor in optimizer.tensors) + optimizer.is_dense
 
 
 def state_start(optimizer: OptimizerConfig | None) -> float:
@@ -57,7 +61,7 @@ def recipe_flags(optimizer: OptimizerConfig) -> tuple[str, ...]:
     """What the file is compiled with beside the row's format: the names of the numbers that it is given, in the order
     in which `device_numbers` packs them."""
     hyper = named_numbers(type(optimizer), asdict(optimizer))
-    numbers = (*optimizer.numbers(hyper), "scale")
+    numbers = (*optimizer.numbers(hyper), *optimizer.step_numbers(hyper, 1.0), "scale")
     return f"-DHYPER={','.join(hyper)}", f"-DNUMBERS={','.join(numbers)}"
 
 
@@ -73,12 +77,15 @@ def device_numbers(optimizer: OptimizerConfig, group: Mapping[str, Any]) -> list
 class Hyperparameters:
     """One update's numbers. `recipe`: the optimizer's config · `rate`: float32 (T,), the step size of each table,
     decays and bias corrections included · `numbers`: what the row update takes beside it · `scale`: what gradients
-    are multiplied by."""
+    are multiplied by · `step`: of a dense optimizer, the step that all tables take · `terms`: what it does to rows
+    without a gradient."""
 
     recipe: type[OptimizerConfig]
     rate: Array
     numbers: tuple[float, ...] = ()
     scale: float = 1.0
+    step: int = 0
+    terms: StepTerms | None = None
 
 
 def check_rate(lr: float | torch.Tensor) -> float:
@@ -100,4 +107,17 @@ def hyperparameters(
     check_rate(group["lr"])
     hyper = named_numbers(type(optimizer), group)
     rate = optimizer.rate(hyper, steps.astype(np.float64)).astype(np.float32)
-    return Hyperparameters(type(optimizer), rate, tuple(optimizer.numbers(hyper).values()), scale)
+    numbers = tuple(optimizer.numbers(hyper).values())
+    if not optimizer.is_dense:
+        return Hyperparameters(type(optimizer), rate, numbers, scale)
+    step = int(steps[0])
+    numbers += tuple(optimizer.step_numbers(hyper, float(step)).values())
+    return Hyperparameters(type(optimizer), rate, numbers, scale, step, optimizer.step_terms(hyper, float(step)))
+
+
+def new_history(optimizer: OptimizerConfig | None) -> History | None:
+    """Where a dense optimizer keeps what its steps took; None for others."""
+    if optimizer is None or not optimizer.is_dense:
+        return None
+    hyper = named_numbers(type(optimizer), asdict(optimizer))
+    return History(type(optimizer), len(optimizer.numbers(hyper)) + len(optimizer.step_numbers(hyper, 1.0)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from tieredemb.lookup.optimizer import Hyperparameters
 if TYPE_CHECKING:
     from tieredemb.kernels.segments_cpu import Segments
     from tieredemb.lookup.bags import KeySpace
+    from tieredemb.lookup.history import History
 
     Array = np.ndarray[Any, Any]
 
@@ -56,14 +57,42 @@ class Gradient:
     argmax: Array
 
 
+class CopiedRows(NamedTuple):
+    """Copies of rows, to be brought to the current step without a change to them: weight carrier (K, D), state uint32
+    (K, S), and marks uint8 (K,) that nobody reads."""
+
+    weight: Array
+    state: Array
+    dirty: Array
+
+
 @functools.cache
-def _kernel(recipe: type[OptimizerConfig]) -> Any:
-    return twin(recipe.__module__, torch.device("cpu")).segments_update
+def _kernels(recipe: type[OptimizerConfig]) -> Any:
+    return twin(recipe.__module__, torch.device("cpu"))
 
 
-def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, hyper: Hyperparameters) -> Pass:
+class CountedPass(Pass):
+    """A pass of a dense optimizer, which counts the steps it has replayed."""
+
+    def __init__(self, kernel: Any, bounds: list[int], *args: Any) -> None:
+        self._replayed = np.zeros(max(1, bounds[-1]), np.int64)  # of each range, where it begins
+        super().__init__(kernel, bounds, *args, self._replayed)
+
+    @property
+    def replayed(self) -> int:
+        return int(self._replayed.sum())
+
+
+def update(
+    hot: Any,
+    segments: Segments,
+    gradient: Gradient,
+    space: KeySpace,
+    hyper: Hyperparameters,
+    history: History | None = None,
+) -> Pass:
     """One optimizer step of the rows of `segments` in `hot` (`weight`, `state`, `dirty`), which its `run` applies and
-    marks dirty. A segment without occurrences changes nothing."""
+    marks dirty. A segment without occurrences changes nothing. `history`: that of a dense optimizer."""
     batch = (
         segments.homes,
         segments.starts,
@@ -81,7 +110,19 @@ def update(hot: Any, segments: Segments, gradient: Gradient, space: KeySpace, hy
     occurrences = len(segments.order)
     parts = len(even_bounds(occurrences * space.width, UPDATE_GRAIN)) - 1
     cuts = np.searchsorted(segments.starts, occurrences * np.arange(1, parts) // parts)
-    return Pass(_kernel(hyper.recipe), [0, *cuts.tolist(), len(segments.homes)], *args)
+    bounds = [0, *cuts.tolist(), len(segments.homes)]
+    if history is None:
+        return Pass(_kernels(hyper.recipe).segments_update, bounds, *args)
+    dense = (hot.state, history.past(), hyper.step)
+    return CountedPass(_kernels(hyper.recipe).dense_update, bounds, *args, dense)
+
+
+def catch_up(hot: Any, slots: Array, history: History) -> CountedPass:
+    """Its `run` brings the rows in `slots` (int32 (U,), distinct) of `hot` to the step of `history` and marks those
+    that it changes dirty."""
+    dense = (hot.state, history.past(), history.steps)
+    kernel = _kernels(history.recipe).rows_catch_up
+    return CountedPass(kernel, even_bounds(len(slots), 512), slots, hot.weight, hot.state.view(F), hot.dirty, dense)
 
 
 def limit_norms(hot: Any, slots: Array, max_norm: float, norm_type: float) -> Pass:
@@ -115,13 +156,70 @@ def occurrences_add(acc, order, lo, hi, grad, sample, scale, argmax, first, is_m
 
 
 @inline
-def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, done):
+def stays(weight, row, state, home, none, dense):
+    """`bring` of an optimizer that is not dense."""
+    return 0
+
+
+@inline
+def factor_between(logs, which, start, stop):
+    """The product of a step's factors over the steps after `start` until `stop`, float32."""
+    return F(math.exp(logs[stop, which] - logs[start, which]))
+
+
+@inline
+def row_bring(weight, row, state, home, none, dense, row_catch_up):
+    """Brings a row to the steps that its table has taken, and notes the step that it stands at then: what the `bring`
+    of a dense recipe does. `dense`: the states as uint32, whose last word is that step · what kernels are given of a
+    history (`History.past`) · the step to note. `row_catch_up(weight, row, state, home, none, past, start, stop)` is
+    the recipe's: it takes the steps after `start` until `stop`, counted from the history's base, without a gradient
+    (`none`, float32 (D,), zeros), and returns how many of them it has replayed."""
+    clock, past, noted = dense
+    now, base = past[0], past[1]
+    place = clock.shape[1] - 1
+    last = np.int64(clock[home, place])
+    clock[home, place] = np.uint32(noted)
+    if last >= now:
+        return 0
+    return row_catch_up(weight, row, state, home, none, past, last - base, now - base)
+
+
+@inline
+def rows_walk(lo, hi, slots, weight, state, dirty, dense, bring, done):
+    """Brings the rows in `slots` to the current step: what a dense recipe's kernel does in a forward. Returns how many
+    steps it has replayed."""
+    now, place = dense[1][0], dense[0].shape[1] - 1
+    width = row_width(weight)
+    values = np.empty((1, 0 if is_direct(weight) else width), np.float32)
+    none = np.zeros(width, np.float32)
+    replayed = 0
+    for i in range(lo, hi):
+        s = slots[i]
+        if i + AHEAD < hi:
+            row_prefetch(weight, slots[i + AHEAD])
+            row_prefetch(state, slots[i + AHEAD])
+        if np.int64(dense[0][s, place]) >= now:
+            continue
+        if is_direct(weight):
+            replayed += bring(weight, s, state, s, none, dense)
+        else:
+            row_load(weight, s, values)
+            replayed += bring(values, np.int32(0), state, s, none, dense)
+            row_store(weight, s, values)
+        dirty[s] = 1
+    done[lo] = 1
+    return replayed
+
+
+@inline
+def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, bring, dense, done):
     """Segments lo … hi − 1 of a batch: what a recipe's kernel does. Moves 4 D bytes an occurrence, and row and state of
-    a segment once each way.
+    a segment once each way. Returns how many steps were replayed.
 
     `row_update(weight, row, state, home, g, rate, numbers)` is the recipe's: one optimizer step of the weights in row
     `row` and the state in row `home`, given the summed gradient `g`, float32 (D,). `rate`: float32, of its table ·
-    `numbers`: tuple of float32, as the config derives them. It rounds weights once.
+    `numbers`: tuple of float32, as the config derives them. It rounds weights once. `bring` is `stays`, or of a dense
+    recipe what `row_bring` makes of its part, given `dense`.
     """
     homes, starts, order, mode, column, grad, sample, tables, scale, argmax = batch
     weight, state, dirty = rows
@@ -129,6 +227,8 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, do
     values = np.empty((1, 0 if is_direct(weight) else width), np.float32)
     acc = np.empty(width, np.float32)
     part = np.empty(width, np.float32)
+    none = np.zeros(width, np.float32)
+    replayed = 0
     for u in range(lo, hi):
         if u + AHEAD < hi:
             row_prefetch(weight, homes[u + AHEAD])
@@ -152,13 +252,16 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, do
             for d in range(width):
                 acc[d] *= grad_scale
         if is_direct(weight):
+            replayed += bring(weight, homes[u], state, homes[u], none, dense)
             row_update(weight, homes[u], state, homes[u], acc, rate[table], numbers)
         else:
             row_load(weight, homes[u], values)
+            replayed += bring(values, np.int32(0), state, homes[u], none, dense)
             row_update(values, np.int32(0), state, homes[u], acc, rate[table], numbers)
             row_store(weight, homes[u], values)
         dirty[homes[u]] = 1
     done[lo] = 1
+    return replayed
 
 
 @inline

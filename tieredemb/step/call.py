@@ -67,6 +67,12 @@ class CallContext:
     backward_pass: BackwardPass
     apply: Callable[[Collected], None]
 
+    @functools.cached_property
+    def is_dense(self) -> bool:
+        """Whether the optimizer moves every row in every step."""
+        config = self.tables.config.optimizer
+        return config is not None and config.is_dense
+
     def check_trainable(self) -> FusedOptimizer:
         """The optimizer; raises `BackwardError` without one (never a silent default learning rate)."""
         if self.optimizer is None:
@@ -111,11 +117,19 @@ class Call(abc.ABC):
         """Brings the plan to its end, where that was put off; returns whether it has come there, or it is given up."""
         return True
 
-    def start(self) -> None:
-        """The forward has come: numbers it, and scales its rows where they are longer than they may be."""
+    def start(self, *, trains: bool) -> None:
+        """The forward has come: numbers it, brings its rows to the current step where a backward is expected
+        (`trains`), and scales those that are longer than they may be."""
         self.number = next(_numbers)
+        limits = self.context.options.max_norm is not None
+        if self.context.is_dense and (trains or limits):  # who only reads leaves rows as they are
+            self.catch_up()
         if self.context.options.max_norm is not None:
             self.limit_norms(self.context.options.max_norm)
+
+    @abc.abstractmethod
+    def catch_up(self) -> None:
+        """Brings the rows of this forward to the steps that their tables have taken, of a dense optimizer."""
 
     @abc.abstractmethod
     def limit_norms(self, max_norm: float) -> None:

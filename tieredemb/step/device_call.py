@@ -136,14 +136,17 @@ class DeviceCall(Call):
         call._tells_later, call._told_stream = True, None
         return call
 
-    def start(self) -> None:
+    def start(self, *, trains: bool) -> None:
         self.follow()
-        super().start()
+        super().start(trains=trains)
         if self._tells_later:
             with self.parts[0].group.cache.using(*self.tickets):
                 tell_fault(self.memory.report, self.context.tables.faults.address)
             self._tells_later = False
             self.memory.joined()
+
+    def catch_up(self) -> None:
+        raise NotImplementedError
 
     def limit_norms(self, max_norm: float) -> None:
         for part in self.parts:

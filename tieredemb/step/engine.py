@@ -90,7 +90,7 @@ class Engine:
             call = self._call(batch, context, trains=trains, recomputed=recomputed)
         call.within = within
         try:
-            call.start()
+            call.start(trains=trains)
         except BaseException:
             call.release()
             raise

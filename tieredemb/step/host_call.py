@@ -17,8 +17,9 @@ from tieredemb.kernels.row_format import CARRIERS
 from tieredemb.kernels.segments_cpu import segments_of, segments_of_homes
 from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
+from tieredemb.lookup.history import History
 from tieredemb.lookup.optimizer import Hyperparameters
-from tieredemb.lookup.optimizer_cpu import Gradient, limit_norms, update
+from tieredemb.lookup.optimizer_cpu import CopiedRows, CountedPass, Gradient, catch_up, limit_norms, update
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, Collected
@@ -41,27 +42,34 @@ class _Together:
 
 
 class RowPass(Change):
-    """A pass over hot rows of a group; `steps`: those that its tables have taken then. Interrupted, it is ended if it,
-    or one that belongs to it, has begun."""
+    """A pass over hot rows of a group, and the numbers of the step that it is, if it is one. Interrupted, it is ended
+    if it, or one that belongs to it, has begun."""
 
-    def __init__(self, group: HostGroup, rows: Pass, together: _Together, steps: Sequence[int]) -> None:
+    def __init__(self, group: HostGroup, rows: Pass, together: _Together, numbers: Hyperparameters | None) -> None:
         self.group, self.rows = group, rows
-        self._together, self.steps = together, list(steps)
+        self._together = together
+        self.dense = None if numbers is None or numbers.terms is None else numbers
+        self.steps = [step + (numbers is not None) for step in group.cache.cold.metadata.steps]
 
     def settle(self, cache: Cache) -> None:
         if self._together.begun:
             self.rows.run()
+            if self.dense is not None:
+                self.remember(self.dense)
             self.group.cache.cold.metadata.steps = self.steps
 
+    def remember(self, numbers: Hyperparameters) -> None:
+        """Keeps what the step of a dense optimizer took, for rows that it did not reach. A second call does nothing."""
+        assert numbers.terms is not None
+        self.group.cache.cold.history.append(numbers.step, numbers.rate[0], numbers.numbers, numbers.terms)
 
-def carry_out(passes: Sequence[tuple[HostGroup, Pass]], *, is_step: bool) -> None:
-    """Runs passes that belong together, as one step of the optimizer or none: after an exception in between whoever
-    uses the rows next ends them, if one has begun. The caller holds the locks of the groups' rows, and has checked
-    them."""
-    together, changes = _Together([rows for _, rows in passes]), []
-    for group, rows in passes:
-        steps = [step + is_step for step in group.cache.cold.metadata.steps]
-        changes.append(RowPass(group, rows, together, steps))
+
+def carry_out(passes: Sequence[tuple[HostGroup, Pass, Hyperparameters | None]]) -> None:
+    """Runs passes that belong together, each with the numbers of the optimizer's step that it is, if it is one: all of
+    them or none, as after an exception in between whoever uses the rows next ends them, if one has begun. The caller
+    holds the locks of the groups' rows, and has checked them."""
+    together = _Together([rows for _, rows, _ in passes])
+    changes = [RowPass(group, rows, together, numbers) for group, rows, numbers in passes]
     entries = []
     for change in changes:  # in this very frame, which the book remembers
         entries.append(change.group.cache.changes.begin(change))
@@ -69,9 +77,14 @@ def carry_out(passes: Sequence[tuple[HostGroup, Pass]], *, is_step: bool) -> Non
         change.rows.run()
     together.rows_are_done = True
     for change in changes:
+        if change.dense is not None:
+            change.remember(change.dense)
         change.group.cache.cold.metadata.steps = change.steps
     for change, entry in zip(changes, entries, strict=True):
         change.group.cache.changes.end(entry)
+    for group, rows, _ in passes:
+        if isinstance(rows, CountedPass) and rows.replayed:
+            group.cache.count_replayed(rows.replayed)
 
 
 class HostGroupCall:
@@ -85,6 +98,13 @@ class HostGroupCall:
         self.weights: Array = NO_WEIGHTS
         self.argmax: Array = NO_ARGMAX
         self.forward_rows: Array | None = None
+        self.is_caught_up = False  # the rows of a dense optimizer are at the steps that were taken
+
+    def catch_up(self) -> Pass:
+        """What brings the rows of this forward to the steps that were taken, of a dense optimizer."""
+        cache = self.group.cache
+        cache.check_rows(self.ticket)
+        return catch_up(cache.hot, self.ticket.unique_slots, cache.cold.history)
 
     def limit_norms(self, max_norm: float) -> Pass:
         """What scales the rows of this forward down to `max_norm`, where they are longer."""
@@ -102,9 +122,20 @@ class HostGroupCall:
         with cache.lock:  # an update on another thread would be seen half
             cache.check_rows(self.ticket)
             weight = cache.hot.weight
+            if cache.cold.history is not None and not self.is_caught_up:
+                weight, homes = self._caught_up(cache.cold.history)
             pool(weight, homes, self.bags, space, self.weights, out, self.argmax)
             if keep_rows:
                 self.forward_rows = weight[np.maximum(homes, 0)]
+
+    def _caught_up(self, history: History) -> tuple[Array, Array]:
+        """Copies of the rows of this forward, carrier (U, D), as they are at the steps that were taken, and which of
+        them each occurrence has: for reading, which leaves the rows as they lie."""
+        hot, slots = self.group.cache.hot, self.ticket.unique_slots
+        rows = CopiedRows(hot.weight[slots], hot.state[slots], np.empty(len(slots), np.uint8))
+        numbers = np.arange(len(slots), dtype=np.int32)
+        catch_up(rows, numbers, history).run()
+        return rows.weight, self.ticket.inverse
 
     def weights_gradient(self, grad: Array, out: Array) -> None:
         """Writes the gradient of the per-sample weights to their positions in `out`, float32 (N,)."""
@@ -161,9 +192,15 @@ class HostCall(Call):
             self.release()
             raise
 
+    def catch_up(self) -> None:
+        with self.context.tables.placed.now.rows.again():
+            carry_out([(part.group, part.catch_up(), None) for part in self.parts])
+            for part in self.parts:
+                part.is_caught_up = True
+
     def limit_norms(self, max_norm: float) -> None:
         with self.context.tables.placed.now.rows.again():
-            carry_out([(part.group, part.limit_norms(max_norm)) for part in self.parts], is_step=False)
+            carry_out([(part.group, part.limit_norms(max_norm), None) for part in self.parts])
 
     @ranged("lookup")
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
@@ -187,7 +224,7 @@ class HostCall(Call):
     def apply(collected: Collected) -> None:
         place, optimizer = collected[0][0].context.tables.placed.now, collected[0][0].context.optimizer
         assert optimizer is not None  # the backward has asked for it
-        todo: list[tuple[HostGroup, Pass]] = []
+        todo: list[tuple[HostGroup, Pass, Hyperparameters | None]] = []
         grads = [grad for _, grad in collected]
         with place.rows.again():
             for g, group in enumerate(place.groups):
@@ -198,8 +235,9 @@ class HostCall(Call):
                 numbers = optimizer.numbers(group, grads)
                 if numbers is None:
                     return
-                todo.append((group, prepare_update(group, [call.parts[g] for call, _ in collected], grads, numbers)))
-            carry_out(todo, is_step=True)
+                update = prepare_update(group, [call.parts[g] for call, _ in collected], grads, numbers)
+                todo.append((group, update, numbers))
+            carry_out(todo)
 
 
 def prepare_update(
@@ -211,10 +249,10 @@ def prepare_update(
         trained, inverse = parts[0].is_trained(), parts[0].ticket.inverse
         inverse = inverse if trained is None else np.where(trained, inverse, np.int32(-1))
         segments = segments_of(inverse, parts[0].ticket.unique_slots)
-        return update(group.cache.hot, segments, gradients[0], group.space, numbers)
+        return update(group.cache.hot, segments, gradients[0], group.space, numbers, group.cache.cold.history)
     homes = np.concatenate([_trained_homes(part) for part in parts])
     segments = segments_of_homes(homes, len(group.cache.hot))
-    return update(group.cache.hot, segments, _concatenate(gradients), group.space, numbers)
+    return update(group.cache.hot, segments, _concatenate(gradients), group.space, numbers, group.cache.cold.history)
 
 
 def _trained_homes(part: HostGroupCall) -> Array:

@@ -37,12 +37,21 @@ class InitialTable:
 
 
 class InitialRows:
-    """Generates rows of one key space. `state_value`: what every word of optimizer state starts as, a float.
+    """Generates rows of one key space. `state_value`: what every word of optimizer state starts as, a float ·
+    `has_last_step`: whether the last word is the step that the row stands at, and so starts as 0.
 
     With a CUDA `device` it generates rows there too; `generate` writes to host memory on every device.
     """
 
-    def __init__(self, tables: Sequence[InitialTable], *, seed: int, state_value: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        tables: Sequence[InitialTable],
+        *,
+        seed: int,
+        state_value: float,
+        device: torch.device,
+        has_last_step: bool = False,
+    ) -> None:
         pairs = [(t.init.mean, t.init.std) if isinstance(t.init, Normal) else (t.init.low, t.init.high) for t in tables]
         padding = [-1 if t.padding_idx is None else t.start + t.padding_idx for t in tables]
         self.tables = (
@@ -54,6 +63,7 @@ class InitialRows:
         )
         self._seed = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32)
         self._state_word = np.float32(state_value).view(np.uint32)
+        self._has_last_step = has_last_step
         self._host: Any = twin(__name__, torch.device("cpu"))
         self._device: DeviceInitialRows | None = None
         if device.type == "cuda":
@@ -65,6 +75,8 @@ class InitialRows:
         """Writes the initial row of keys[i] to weight[rows[i]] (carrier (·, D)) and to the first `state_width` words
         of state[rows[i]] (uint32). Synchronous."""
         self._host.generate(keys, rows, weight, state, state_width, self._state_word, self._seed, self.tables)
+        if self._has_last_step and state_width:
+            state[rows, state_width - 1] = 0
 
     def on_device(self) -> DeviceInitialRows:
         """What generates the rows on the GPU. Raises `UnsupportedError` where they were built for the CPU."""

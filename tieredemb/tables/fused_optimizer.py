@@ -154,11 +154,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         loaded: dict[int, tuple[int, torch.Tensor | None]] = {}
         for table, key in enumerate(groups[0]["params"]):
             entry = state_dict["state"].get(key, {})
-            words = self._words(table, entry)
-            if words is None and self._config.state:  # torch's optimizers have no state before their first step
-                shape = (tables[table].num_embeddings, self._tables.locate(table)[0].cache.cold.layout.state_width)
+            words, shapes = self._words(table, entry), self._state_shapes(table)
+            step = int(entry.get("step", words is not None))  # torch's SGD counts none
+            if words is None and (shapes or self._config.is_dense):  # torch's have no state before their first step
+                shape = (tables[table].num_embeddings, sum(width for _, width in shapes.values()))
                 words = torch.full((1, 1), self._config.state_start, device="cpu").expand(shape)
-            loaded[table] = int(entry.get("step", 0)), words
+            loaded[table] = step, words
+        steps = {step for step, _ in loaded.values()}
+        if self._config.is_dense and len(steps) > 1:
+            raise InvalidInputError(
+                f"the tables have taken different numbers of steps ({', '.join(map(str, sorted(steps)))}), and those "
+                f"of one module take steps together; give each number a module of its own"
+            )
         self._tables.set_states(loaded, lambda: self.set_options(groups[0]))
 
     def options(self) -> dict[str, Any]:
@@ -194,7 +201,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _state_shapes(self, table: int) -> dict[str, tuple[int, int]]:
         """Shapes of a table's state tensors by name, in the order in which a row holds them."""
         config = self._tables.config.tables[table]
-        return {t.name: (config.num_embeddings, t.width(config.embedding_dim)) for t in self._config.state}
+        return {t.name: (config.num_embeddings, t.width(config.embedding_dim)) for t in self._config.tensors}
 
     def _words(self, table: int, entry: dict[str, Any]) -> torch.Tensor | None:
         shapes = self._state_shapes(table)

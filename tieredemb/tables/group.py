@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from tieredemb.cache.base import Cache
@@ -17,13 +18,17 @@ from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
 from tieredemb.config import Capacity, TableConfig, slots_for
 from tieredemb.errors import ConfigError, StorageError, StorageFormatError
 from tieredemb.lookup.bags import KeySpace
-from tieredemb.lookup.optimizer import state_start, state_width
+from tieredemb.lookup.history import History
+from tieredemb.lookup.optimizer import new_history, state_start, state_width
+from tieredemb.lookup.optimizer_cpu import CopiedRows, catch_up
 from tieredemb.storage.base import ColdRows, RowLayout, Storage
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.unified import UnifiedMemory
 from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
     from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.cache.host.cache import HostCache
 
@@ -50,6 +55,8 @@ class Group(abc.ABC):
             cold = self._storage().open(layout, name=name, identity=self.identity)
         try:
             _check_steps(cold, len(tables))
+            if cold.history is None:
+                cold.history = new_history(config.optimizer)
             self._make_cache(cold)
             self.cache.doubts.all_parts = self._parts()
             if not opened:
@@ -80,6 +87,7 @@ class Group(abc.ABC):
             ],
             seed=self.config.seed,
             state_value=state_start(self.config.optimizer),
+            has_last_step=self.config.optimizer is not None and self.config.optimizer.is_dense,
             device=self.config.device,
         )
 
@@ -101,6 +109,60 @@ class Group(abc.ABC):
     @steps.setter
     def steps(self, steps: list[int]) -> None:
         self.cache.cold.metadata.steps = list(steps)
+
+    @property
+    def history(self) -> History | None:
+        """What a dense optimizer keeps of its steps; None of others."""
+        history: History | None = self.cache.cold.history
+        return history
+
+    def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
+        """As that of the cache, but rows of a dense optimizer as they are at the steps that were taken."""
+        if self.history is None:
+            self.cache.export_rows(start, stop, weight, state)
+            return
+        rows = self._room(start, stop)
+        self.cache.export_rows(start, stop, rows.weight, rows.state)
+        self._catch_up(rows)
+        weight[:], state[:] = rows.weight[:, : weight.shape[1]], rows.state[:, : state.shape[1]]
+
+    def import_weights(self, start: int, weight: Array) -> None:
+        """Overwrites the weights (carrier (K, D)) of the rows from `start` on, as `Cache.import_rows` does. Rows of a
+        dense optimizer are at the current step then; those that have these weights already stay as they lie, so that
+        what is saved and loaded again goes on with the same bits."""
+        state = None
+        if self.history is not None:
+            raw = self._room(start, start + len(weight))
+            self.cache.copy_rows(start, start + len(weight), raw.weight, raw.state)
+            now = CopiedRows(raw.weight.copy(), raw.state.copy(), raw.dirty)
+            self._catch_up(now)
+            same = (now.weight.view(np.uint8) == weight.view(np.uint8)).all(1)
+            weight, state = weight.copy(), now.state
+            weight[same], state[same] = raw.weight[same], raw.state[same]
+        self.cache.import_rows(start, weight, state)
+
+    def import_states(self, start: int, state: Array, step: int) -> None:
+        """Overwrites the optimizer state, uint32 (K, ·) without the step of a dense one, of the rows from `start` on.
+        Those are at the current step then, which is to be called `step`."""
+        weight = None
+        if self.history is not None:
+            now = self._room(start, start + len(state))
+            self.cache.copy_rows(start, start + len(state), now.weight, now.state)
+            self._catch_up(now)
+            weight = now.weight
+            state = np.concatenate([state, np.full((len(state), 1), step, np.uint32)], axis=1)
+        self.cache.import_rows(start, weight, state)
+
+    def _room(self, start: int, stop: int) -> CopiedRows:
+        layout, rows = self.cache.cold.layout, stop - start
+        weight = np.empty((rows, layout.columns), layout.carrier)
+        return CopiedRows(weight, np.empty((rows, layout.state_width), np.uint32), np.empty(rows, np.uint8))
+
+    def _catch_up(self, rows: CopiedRows) -> None:
+        """Brings copies of rows to the steps that were taken."""
+        assert self.history is not None
+        numbers = np.arange(len(rows.weight), dtype=np.int32)
+        catch_up(rows, numbers, self.history).run()
 
     def adopt(self) -> None:
         """Takes over cold rows and metadata that were replaced as a whole."""
@@ -229,6 +291,8 @@ def _identity(config: TableSetConfig, tables: Sequence[TableConfig]) -> dict[str
         del table["placement"]  # where rows are kept says nothing of what they mean
     identity: dict[str, Any] = {"tables": described, "seed": config.seed, "optimizer": optimizer}
     identity["state_start"] = state_start(config.optimizer)
+    if config.optimizer is not None and config.optimizer.is_dense:
+        identity["rows"] = "each with the step that it was last brought to"
     result: dict[str, Any] = json.loads(json.dumps(identity))
     return result
 

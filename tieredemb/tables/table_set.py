@@ -133,7 +133,7 @@ class TableSet:
         out = self._empty(table, config.embedding_dim, row.encoding.dtype)
         for start, stop in _chunks(config.num_embeddings):
             with carried(out[start:stop], row) as rows:
-                group.cache.export_rows(first + start, first + stop, rows, np.empty((stop - start, 0), np.uint32))
+                group.export_rows(first + start, first + stop, rows, np.empty((stop - start, 0), np.uint32))
         self.check_faults()
         return out
 
@@ -156,15 +156,16 @@ class TableSet:
         group, _, first = self.locate(table)
         for start, stop in _chunks(len(weight)):
             rows = encoded(weight[start:stop].detach().to(device="cpu"), group.cache.cold.layout.format)
-            group.cache.import_rows(first + start, rows, None)
+            group.import_weights(first + start, rows)
 
     def state(self, table: int) -> torch.Tensor:
-        """A copy of a table's optimizer state, float32 (rows, S)."""
+        """A copy of a table's optimizer state, float32 (rows, S), at the steps that were taken."""
         group, _, first = self.locate(table)
-        out = self._empty(table, group.cache.cold.layout.state_width, torch.float32)
+        width = group.cache.cold.layout.state_width - (group.history is not None)  # without the step of each row
+        out = self._empty(table, width, torch.float32)
         for start, stop in _chunks(len(out)):
             no_weight = np.empty((stop - start, 0), group.cache.cold.layout.carrier)
-            group.cache.export_rows(first + start, first + stop, no_weight, out[start:stop].numpy().view(np.uint32))
+            group.export_rows(first + start, first + stop, no_weight, out[start:stop].numpy().view(np.uint32))
         return out
 
     def set_states(self, states: Mapping[int, tuple[int, torch.Tensor | None]], then: Callable[[], None]) -> None:
@@ -179,14 +180,17 @@ class TableSet:
                 group, position, _ = self.locate(table)
                 group.steps = [*group.steps[:position], step, *group.steps[position + 1 :]]
                 if words is not None:
-                    self._write_state(table, words)
+                    self._write_state(table, words, step)
+            for group in self.groups:
+                if group.history is not None:
+                    group.history.restart(group.steps[0])
             then()
 
-    def _write_state(self, table: int, state: torch.Tensor) -> None:
+    def _write_state(self, table: int, state: torch.Tensor, step: int) -> None:
         group, _, first = self.locate(table)
         for start, stop in _chunks(len(state)):
             rows = state[start:stop].detach().to(device="cpu", dtype=torch.float32).contiguous()
-            group.cache.import_rows(first + start, None, rows.numpy().view(np.uint32))
+            group.import_states(first + start, rows.numpy().view(np.uint32), step)
 
     def _empty(self, table: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         rows = self.config.tables[table].num_embeddings

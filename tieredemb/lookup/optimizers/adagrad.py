@@ -6,15 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tieredemb.config import Array, OptimizerConfig, StateTensor, check_finite
+from tieredemb.config import Array, OptimizerConfig, StateTensor, StepTerms, check_finite
+from tieredemb.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adagrad(OptimizerConfig):
-    """`torch.optim.Adagrad`: state D words a row (sum of squared gradients)."""
+    """`torch.optim.Adagrad`: state D words a row (sum of squared gradients).
+
+    With `weight_decay`, which is added to the gradient (L2), every row moves in every step: the steps that a row missed
+    are replayed one by one when it is next used. State D + 1 words a row then.
+    """
 
     lr: float = 0.01
     lr_decay: float = 0.0
+    weight_decay: float = 0.0
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
 
@@ -22,8 +28,12 @@ class Adagrad(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("lr_decay", "initial_accumulator_value", "eps"):
+        for name in ("lr_decay", "weight_decay", "initial_accumulator_value", "eps"):
             check_finite(name, getattr(self, name), low=0.0)
+
+    @property
+    def is_dense(self) -> bool:
+        return self.weight_decay != 0
 
     @property
     def state_start(self) -> float:
@@ -33,6 +43,14 @@ class Adagrad(OptimizerConfig):
     def rate(hyper: Mapping[str, float], step: Array) -> Array:
         return hyper["lr"] / (1 + (step - 1) * hyper["lr_decay"])
 
-    @staticmethod
-    def numbers(hyper: Mapping[str, float]) -> dict[str, float]:
-        return {"eps": hyper["eps"]}
+    def numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
+        if hyper["weight_decay"] != 0 and not self.is_dense:
+            raise ConfigError(
+                f"weight_decay of the param group is {hyper['weight_decay']:g}, but the rows were built without room "
+                f"for it; build the tables with Adagrad(weight_decay=…) above 0, which may become 0 later. Nothing was "
+                f"updated"
+            )
+        return {"eps": hyper["eps"], "weight_decay": hyper["weight_decay"]}
+
+    def step_terms(self, hyper: Mapping[str, float], step: float) -> StepTerms:
+        return StepTerms(weight=0.0, coupled=float(hyper["weight_decay"] != 0))

@@ -5,19 +5,53 @@ from __future__ import annotations
 
 import numpy as np
 
-from tieredemb.kernels.cpu import fma, inline, jit, load, store
-from tieredemb.lookup.optimizer_cpu import segments_walk
+from tieredemb.kernels.cpu import as_tuple, fma, inline, jit, load, store
+from tieredemb.lookup.optimizer_cpu import row_bring, rows_walk, segments_walk, stays
+
+F = np.float32
+NUMBERS = 2
 
 
 @inline
 def row_update(weight, row, state, home, g, rate, numbers):
-    (eps,) = numbers
+    eps, weight_decay = numbers
     for d in range(g.shape[0]):
-        total = fma(g[d], g[d], load(state, home, d))
+        w = load(weight, row, d)
+        gradient = fma(weight_decay, w, g[d]) if weight_decay != F(0.0) else g[d]
+        total = fma(gradient, gradient, load(state, home, d))
         store(state, home, d, total)
-        store(weight, row, d, fma(-rate, g[d] / (np.sqrt(total) + eps), load(weight, row, d)))
+        store(weight, row, d, fma(-rate, gradient / (np.sqrt(total) + eps), w))
 
 
 @jit
 def segments_update(lo, hi, batch, rows, rate, numbers, scale, done):
-    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, done)
+    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, stays, 0, done)
+
+
+# --- with weight decay ------------------------------------------------------------------------------------------------
+
+
+@inline
+def row_catch_up(weight, row, state, home, none, past, start, stop):
+    """Brings a row from step `start` to step `stop`; returns how many steps it has replayed."""
+    _, _, rates, numbers, _, _, _, coupled = past
+    if coupled[stop] == coupled[start]:
+        return 0
+    for at in range(start + 1, stop + 1):
+        row_update(weight, row, state, home, none, rates[at], as_tuple(numbers[at], NUMBERS))
+    return stop - start
+
+
+@inline
+def bring(weight, row, state, home, none, dense):
+    return row_bring(weight, row, state, home, none, dense, row_catch_up)
+
+
+@jit
+def dense_update(lo, hi, batch, rows, rate, numbers, scale, dense, replayed, done):
+    replayed[lo] = segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, bring, dense, done)
+
+
+@jit
+def rows_catch_up(lo, hi, slots, weight, state, dirty, dense, replayed, done):
+    replayed[lo] = rows_walk(lo, hi, slots, weight, state, dirty, dense, bring, done)

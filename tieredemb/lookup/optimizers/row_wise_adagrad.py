@@ -28,6 +28,5 @@ class RowWiseAdagrad(OptimizerConfig):
     def state_start(self) -> float:
         return float(self.initial_accumulator_value)
 
-    @staticmethod
-    def numbers(hyper: Mapping[str, float]) -> dict[str, float]:
+    def numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
         return {"eps": hyper["eps"]}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from tieredemb.kernels.cpu import fma, inline, jit, load, store
-from tieredemb.lookup.optimizer_cpu import segments_walk
+from tieredemb.lookup.optimizer_cpu import segments_walk, stays
 
 F = np.float32
 
@@ -27,4 +27,4 @@ def row_update(weight, row, state, home, g, rate, numbers):
 
 @jit
 def segments_update(lo, hi, batch, rows, rate, numbers, scale, done):
-    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, done)
+    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, stays, 0, done)

@@ -1,17 +1,67 @@
-"""Stochastic gradient descent."""
+"""Stochastic gradient descent, with momentum and weight decay as torch has them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tieredemb.config import OptimizerConfig
+from tieredemb.config import OptimizerConfig, StateTensor, StepTerms, check_finite
+from tieredemb.errors import ConfigError, shown
+
+_BUFFER = (StateTensor("momentum_buffer"),)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(OptimizerConfig):
-    """`torch.optim.SGD`: w ← w - lr · g. No state."""
+    """`torch.optim.SGD`. With `momentum` or `weight_decay` every row moves in every step, those outside the batch when
+    they are next used; with both, the steps that a row missed are replayed one by one.
 
-    @staticmethod
-    def numbers(hyper: Mapping[str, float]) -> dict[str, float]:
-        return {}
+    State: none; with `momentum` D + 1 words a row, with `weight_decay` alone one.
+    """
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("momentum", "weight_decay"):
+            check_finite(name, getattr(self, name), low=0.0)
+        check_finite("dampening", self.dampening)
+        if self.nesterov not in (True, False):
+            raise ConfigError(f"nesterov must be True or False, got {shown(self.nesterov)}")
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise ConfigError(
+                f"nesterov needs a momentum above 0 and a dampening of 0, got {shown(self.momentum)} and "
+                f"{shown(self.dampening)}"
+            )
+
+    @property
+    def is_dense(self) -> bool:
+        return self.momentum != 0 or self.weight_decay != 0
+
+    @property
+    def tensors(self) -> tuple[StateTensor, ...]:
+        return _BUFFER if self.momentum != 0 else ()
+
+    def numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
+        for name, is_held in (("momentum", bool(self.tensors)), ("weight_decay", self.is_dense)):
+            if hyper[name] != 0 and not is_held:
+                raise ConfigError(
+                    f"{name} of the param group is {hyper[name]:g}, but the rows were built without room for it; build "
+                    f"the tables with SGD({name}=…) above 0, which may become 0 later. Nothing was updated"
+                )
+        names = ("weight_decay", "momentum", "nesterov")
+        return {name: float(hyper[name]) for name in names}
+
+    def step_numbers(self, hyper: Mapping[str, float], step: float) -> dict[str, float]:
+        return {"share": 1.0 if step == 1 else 1.0 - hyper["dampening"]}  # the first gradient is the first momentum
+
+    def step_terms(self, hyper: Mapping[str, float], step: float) -> StepTerms:
+        lr, momentum, weight_decay = hyper["lr"], hyper["momentum"], hyper["weight_decay"]
+        decay = 1.0 - lr * weight_decay
+        if not self.tensors:
+            return StepTerms(weight=0.0, decay=decay)
+        weight = lr * (momentum if hyper["nesterov"] else 1.0)
+        return StepTerms(weight=weight, first=momentum, decay=decay, coupled=float(weight_decay != 0 or momentum == 0))

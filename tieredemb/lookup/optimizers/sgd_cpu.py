@@ -1,10 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-check-untyped-defs
-"""CPU twin of SGD."""
+"""CPU twin of SGD. A row has a momentum where its state has room for one."""
 
 from __future__ import annotations
 
-from tieredemb.kernels.cpu import fma, inline, jit, load, store
-from tieredemb.lookup.optimizer_cpu import segments_walk
+import numpy as np
+
+from tieredemb.kernels.constants import DECAY_LOG, FIRST_LOG
+from tieredemb.kernels.cpu import as_tuple, fma, inline, jit, load, store
+from tieredemb.lookup.optimizer_cpu import factor_between, row_bring, rows_walk, segments_walk, stays
+
+F = np.float32
+NUMBERS = 4
 
 
 @inline
@@ -15,4 +21,65 @@ def row_update(weight, row, state, home, g, rate, numbers):
 
 @jit
 def segments_update(lo, hi, batch, rows, rate, numbers, scale, done):
-    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, done)
+    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, stays, 0, done)
+
+
+# --- with momentum or weight decay ------------------------------------------------------------------------------------
+
+
+@inline
+def has_momentum(state, none):
+    return state.shape[1] > none.shape[0]
+
+
+@inline
+def dense_row_update(weight, row, state, home, g, rate, numbers):
+    weight_decay, momentum, nesterov, share = numbers
+    has_buffer = has_momentum(state, g) and momentum != F(0.0)
+    for d in range(g.shape[0]):
+        w = load(weight, row, d)
+        gradient = fma(weight_decay, w, g[d]) if weight_decay != F(0.0) else g[d]
+        if has_buffer:
+            buffer = fma(share, gradient, momentum * load(state, home, d))
+            store(state, home, d, buffer)
+            gradient = fma(momentum, buffer, gradient) if nesterov != F(0.0) else buffer
+        store(weight, row, d, fma(-rate, gradient, w))
+
+
+@inline
+def row_catch_up(weight, row, state, home, none, past, start, stop):
+    """Brings a row from step `start` to step `stop`; returns how many steps it has replayed."""
+    _, _, rates, numbers, sums, ends, logs, coupled = past
+    if coupled[stop] != coupled[start] or ends[start] < 0:
+        for at in range(start + 1, stop + 1):
+            dense_row_update(weight, row, state, home, none, rates[at], as_tuple(numbers[at], NUMBERS))
+        return stop - start
+    end = min(ends[start], stop) if ends[start] > 0 else stop
+    decay = factor_between(logs, DECAY_LOG, start, end)
+    later = factor_between(logs, DECAY_LOG, end, stop)
+    total = sums[start, 0]
+    first = factor_between(logs, FIRST_LOG, start, stop)
+    moves = has_momentum(state, none)
+    for d in range(none.shape[0]):
+        w = load(weight, row, d) * decay
+        if moves:
+            buffer = load(state, home, d)
+            w = fma(-total, buffer, w)
+            store(state, home, d, buffer * first)
+        store(weight, row, d, w * later)
+    return 0
+
+
+@inline
+def bring(weight, row, state, home, none, dense):
+    return row_bring(weight, row, state, home, none, dense, row_catch_up)
+
+
+@jit
+def dense_update(lo, hi, batch, rows, rate, numbers, scale, dense, replayed, done):
+    replayed[lo] = segments_walk(lo, hi, batch, rows, rate, numbers, scale, dense_row_update, bring, dense, done)
+
+
+@jit
+def rows_catch_up(lo, hi, slots, weight, state, dirty, dense, replayed, done):
+    replayed[lo] = rows_walk(lo, hi, slots, weight, state, dirty, dense, bring, done)

@@ -31,6 +31,5 @@ class SparseAdam(OptimizerConfig):
         rate: Array = hyper["lr"] * np.sqrt(1 - hyper["beta2"] ** step) / (1 - hyper["beta1"] ** step)
         return rate
 
-    @staticmethod
-    def numbers(hyper: Mapping[str, float]) -> dict[str, float]:
+    def numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
         return {"eps": hyper["eps"], "one_less_beta1": 1 - hyper["beta1"], "one_less_beta2": 1 - hyper["beta2"]}

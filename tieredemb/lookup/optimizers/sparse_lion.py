@@ -24,8 +24,7 @@ class SparseLion(OptimizerConfig):
         check_betas(self.betas)
         check_finite("weight_decay", self.weight_decay, low=0.0)
 
-    @staticmethod
-    def numbers(hyper: Mapping[str, float]) -> dict[str, float]:
+    def numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
         beta1, beta2 = hyper["beta1"], hyper["beta2"]
         return {
             "beta1": beta1,

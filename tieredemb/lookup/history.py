@@ -1,0 +1,109 @@
+"""What an optimizer that moves every row keeps of its steps, so that a row takes those it missed when it is next used.
+
+A row carries the step that it was last brought to (`last`, its state's last word). A step in which it has no gradient
+changes it by its own numbers and by those of the step alone, so that it can be made good later: replayed, as the very
+update with a gradient of zero, from what each step records; or, where that has a closed form, all at once.
+
+The closed form is that of a first moment m which falls by a factor a step, and of a second moment v likewise. From step
+s to t the weight moves by
+
+    w ← w · Π decay_j − m · Σ_j weight_j · Π first · Π decay / (√v · c_j + eps),      c_j = point_j · Π root_second
+
+with the products over the steps after s (and, of decays in the sum, after j): scalars of (s, t), the same for all rows.
+A sum over 1/(√v · c_j + eps) is that of its Taylor series about the weighted mean of the c_j, whose central moments are
+such scalars, too. They are brought forward once a step for each s whose sum still grows: its terms fall by β1/√β2 a
+step, and end where they no longer count. The series is used where its first term left out is below 1e-7, else the steps
+are replayed, as far as the terms count: in the first few hundred steps of a table, where the corrections of the bias of
+the moments change quickly, and for betas whose terms differ much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tieredemb.config import OptimizerConfig, StepTerms
+from tieredemb.kernels.constants import ENTRY, LOGS, SUM_IS_SERIES, SUMS, TERMS, WINDOW
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+_FIRST_ROOM = 1024  # steps
+
+
+class History:
+    """The steps of the tables of one key space, from 1; `steps`: how many were taken · `base`: the earliest that a row
+    may stand at.
+
+    Arrays by step less `base`, with room for more than were taken: `rates`, float32 (·), and `numbers`, float32
+    (·, N), what the update took · `sums`, float32 (·, `SUMS`): total, mean point and moments of the moves since a
+    step, whether they may be used, and eps · `ends`, int32: the step after which the sum grows no more, 0 while it
+    does, and −1 where it never ends · `logs`, float64 (·, `LOGS`): sums of logarithms of the factors · `coupled`,
+    int32: how many steps had no closed form.
+    """
+
+    def __init__(self, recipe: type[OptimizerConfig], numbers: int) -> None:
+        self.recipe = recipe
+        self._numbers = numbers
+        self.steps = self.base = 0
+        self._first = [0, 0]  # the first step whose sum grows: after even steps, and after odd ones
+        self._windows = np.zeros((2, WINDOW, ENTRY))  # as well: a step that is interrupted is taken again
+        self._make(_FIRST_ROOM)
+
+    def _make(self, room: int) -> None:
+        self.rates = np.zeros(room, np.float32)
+        self.numbers = np.zeros((room, self._numbers), np.float32)
+        self.sums = np.zeros((room, SUMS), np.float32)
+        self.sums[:, SUM_IS_SERIES] = 1.0
+        self.ends = np.zeros(room, np.int32)
+        self.logs = np.zeros((room, LOGS))
+        self.coupled = np.zeros(room, np.int32)
+
+    def append(self, step: int, rate: float, numbers: Sequence[float], terms: StepTerms) -> None:
+        """Keeps what `step`, the next one, took. Of a step that it has it takes no notice."""
+        from tieredemb.lookup.history_cpu import step_append
+
+        if step <= self.steps:
+            return
+        if step != self.steps + 1:
+            raise ValueError(f"step {step} does not follow step {self.steps}")
+        at = step - self.base
+        if at == len(self.rates):
+            self._grow()
+        self.rates[at], self.numbers[at] = rate, numbers
+        before, after = (at - 1) % 2, at % 2
+        self._first[after] = step_append(
+            at, np.array(terms, np.float64), self._first[before], self._windows[before], self._windows[after],
+            self.sums, self.ends, self.logs, self.coupled,
+        )  # fmt: skip
+        self.steps = step
+
+    def _grow(self) -> None:
+        arrays = self.arrays()
+        old = len(self.rates)
+        self._make(2 * old)
+        for name, array in arrays.items():
+            getattr(self, name)[:old] = array
+
+    def restart(self, step: int) -> None:
+        """Forgets all steps: every row stands at `step`."""
+        self.steps = self.base = step
+        self._first = [0, 0]
+        self._windows[:] = 0
+        self._make(_FIRST_ROOM)
+
+    def past(self) -> tuple[Array | int, ...]:
+        """What a kernel is given of it."""
+        return self.steps, self.base, self.rates, self.numbers, self.sums, self.ends, self.logs, self.coupled
+
+    def arrays(self) -> dict[str, Array]:
+        """All arrays by step."""
+        return {name: getattr(self, name) for name in ("rates", "numbers", "sums", "ends", "logs", "coupled")}
+
+    def size_bytes(self) -> int:
+        return self._windows.nbytes + sum(array.nbytes for array in self.arrays().values())
+
+
+assert len(StepTerms._fields) == TERMS

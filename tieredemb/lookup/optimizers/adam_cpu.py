@@ -1,0 +1,97 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-check-untyped-defs
+"""CPU twin of Adam and AdamW over all rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tieredemb.kernels.constants import DECAY_LOG, FIRST_LOG, SECOND_LOG, SUM_EPS, SUM_IS_SERIES
+from tieredemb.kernels.cpu import as_tuple, fma, inline, jit, load, store
+from tieredemb.lookup.optimizer_cpu import factor_between, row_bring, rows_walk, segments_walk
+
+F = np.float32
+NUMBERS = 5
+
+
+@inline
+def row_update(weight, row, state, home, g, rate, numbers):
+    one_less_beta1, one_less_beta2, weight_decay, step_eps, decay = numbers
+    width = g.shape[0]
+    for d in range(width):
+        w = load(weight, row, d)
+        gradient = fma(weight_decay, w, g[d]) if weight_decay != F(0.0) else g[d]
+        m = load(state, home, d)
+        v = load(state, home, width + d)
+        m = fma(gradient - m, one_less_beta1, m)
+        v = fma(fma(gradient, gradient, -v), one_less_beta2, v)
+        store(state, home, d, m)
+        store(state, home, width + d, v)
+        store(weight, row, d, fma(-rate, m / (np.sqrt(v) + step_eps), w * decay))
+
+
+@inline
+def replay(weight, row, state, home, none, past, start, stop):
+    """Takes the steps after `start` until `stop`, as steps without a gradient: `none`, float32 (D,), zeros."""
+    _, _, rates, numbers, _, _, _, _ = past
+    for at in range(start + 1, stop + 1):
+        row_update(weight, row, state, home, none, rates[at], as_tuple(numbers[at], NUMBERS))
+
+
+@inline
+def row_catch_up(weight, row, state, home, none, past, start, stop):
+    """Brings a row from step `start` to step `stop`; returns how many steps it has replayed."""
+    _, _, _, _, sums, ends, logs, coupled = past
+    width = none.shape[0]
+    if coupled[stop] != coupled[start] or ends[start] < 0:
+        replay(weight, row, state, home, none, past, start, stop)
+        return stop - start
+    end = min(ends[start], stop) if ends[start] > 0 else stop
+    first = factor_between(logs, FIRST_LOG, start, stop)
+    second = factor_between(logs, SECOND_LOG, start, stop)
+    decay = factor_between(logs, DECAY_LOG, start, end)
+    later = factor_between(logs, DECAY_LOG, end, stop)
+    of = sums[start]
+    if of[SUM_IS_SERIES] == F(0.0):
+        replay(weight, row, state, home, none, past, start, end)
+        first = factor_between(logs, FIRST_LOG, end, stop)
+        second = factor_between(logs, SECOND_LOG, end, stop)
+        for d in range(width):
+            store(state, home, d, load(state, home, d) * first)
+            store(state, home, width + d, load(state, home, width + d) * second)
+            if later != F(1.0):
+                store(weight, row, d, load(weight, row, d) * later)
+        return end - start
+    eps = of[SUM_EPS]
+    total, point, two, three, four, five, six, seven = of[0], of[1], of[2], of[3], of[4], of[5], of[6], of[7]
+    for d in range(width):
+        m = load(state, home, d)
+        v = load(state, home, width + d)
+        x = np.sqrt(v)
+        below = fma(x, point, eps)
+        q = x / below
+        series = fma(-q, seven, six)
+        series = fma(-q, series, five)
+        series = fma(-q, series, four)
+        series = fma(-q, series, three)
+        series = fma(-q, series, two)
+        series = fma(q * q, series, F(1.0))
+        moved = fma(-(total * series) / below, m, load(weight, row, d) * decay)
+        store(weight, row, d, moved * later)
+        store(state, home, d, m * first)
+        store(state, home, width + d, v * second)
+    return 0
+
+
+@inline
+def bring(weight, row, state, home, none, dense):
+    return row_bring(weight, row, state, home, none, dense, row_catch_up)
+
+
+@jit
+def dense_update(lo, hi, batch, rows, rate, numbers, scale, dense, replayed, done):
+    replayed[lo] = segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, bring, dense, done)
+
+
+@jit
+def rows_catch_up(lo, hi, slots, weight, state, dirty, dense, replayed, done):
+    replayed[lo] = rows_walk(lo, hi, slots, weight, state, dirty, dense, bring, done)
