@@ -115,12 +115,23 @@ NEEDS_SPARSE_GRADIENTS = (te.SparseAdam, te.SparseLion)  # they move the rows of
 def torch_optimizer(config: te.config.OptimizerConfig, params) -> torch.optim.Optimizer:  # type: ignore[no-untyped-def]
     """The torch optimizer that a config stands for."""
     if isinstance(config, te.SGD):
-        return torch.optim.SGD(params, lr=config.lr)
+        return torch.optim.SGD(
+            params,
+            lr=config.lr,
+            momentum=config.momentum,
+            dampening=config.dampening,
+            weight_decay=config.weight_decay,
+            nesterov=config.nesterov,
+        )
+    if isinstance(config, (te.Adam, te.AdamW)):
+        kind = torch.optim.Adam if isinstance(config, te.Adam) else torch.optim.AdamW
+        return kind(params, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
     if isinstance(config, te.Adagrad):
         return torch.optim.Adagrad(
             params,
             lr=config.lr,
             lr_decay=config.lr_decay,
+            weight_decay=config.weight_decay,
             eps=config.eps,
             initial_accumulator_value=config.initial_accumulator_value,
         )

@@ -13,8 +13,22 @@ OPTIMIZERS = [
     te.RowWiseAdagrad(lr=0.1),
     te.SparseAdam(lr=0.05, betas=(0.8, 0.95)),
     te.SparseLion(lr=0.02, betas=(0.7, 0.9), weight_decay=0.3),
+    te.Adam(lr=0.05, betas=(0.8, 0.95)),
+    te.AdamW(lr=0.05, betas=(0.8, 0.999), weight_decay=0.1),
+    te.SGD(lr=0.1, momentum=0.5, nesterov=True),
+    te.SGD(lr=0.1, momentum=0.5, dampening=0.25, weight_decay=0.1),
+    te.Adagrad(lr=0.1, weight_decay=0.1, initial_accumulator_value=0.1),
 ]
-NAMES = [type(optimizer).__name__ for optimizer in OPTIMIZERS]
+DENSE = [optimizer for optimizer in OPTIMIZERS if optimizer.is_dense]
+
+
+def name_of(optimizer):
+    """Short and its own: what makes a kind dense is in it."""
+    told = [name for name in ("nesterov", "weight_decay") if optimizer.is_dense and getattr(optimizer, name, 0)]
+    return " ".join([type(optimizer).__name__, *told])
+
+
+NAMES = [name_of(optimizer) for optimizer in OPTIMIZERS]
 
 
 def table_configs(*, widths=(4,), modes=("sum",), rows=(1, 3, 17, 40), padding=(None, 0), placement="auto"):

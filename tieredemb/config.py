@@ -257,6 +257,11 @@ class OptimizerConfig(abc.ABC):
         """Whether every row moves in every step: then a row's state ends with the step that it was last brought to."""
         return False
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What the CUDA recipe is compiled with, where it serves two optimizers."""
+        return ()
+
     def step_numbers(self, hyper: Mapping[str, float], step: float) -> dict[str, float]:
         """What the row update takes beside `numbers` that changes from step to step, behind those. The CUDA recipe
         spells it too. For optimizers that are dense, whose tables take steps together."""

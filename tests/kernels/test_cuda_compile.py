@@ -23,18 +23,23 @@ BY_ROW = (
     "cache/device/transfer.cu",
     "lookup/embedding_bag.cu",
 )
-OPTIMIZERS = {recipe_file(optimizer): optimizer for optimizer in training.OPTIMIZERS}
+OPTIMIZERS = dict(zip(training.NAMES, training.OPTIMIZERS, strict=True))
 FLOAT, HALF, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 ROWS = [(FLOAT, 1), (FLOAT, 6), (FLOAT, 128), (FLOAT, 300), (HALF, 6), (HALF, 64), (BFLOAT16, 100), (BFLOAT16, 128)]
 
 
 def compile_for(file: str, architecture: str, flags: tuple[str, ...]) -> str:
-    return compiled(file, architecture, flags)[0]
+    return compiled(file_of(file), architecture, flags)[0]
+
+
+def file_of(name):
+    """The file that is compiled for an optimizer, or the one of that name."""
+    return recipe_file(OPTIMIZERS[name]) if name in OPTIMIZERS else name
 
 
 def test_every_cuda_file_is_compiled_here():
     found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.cu")}
-    assert found == {*PLAIN, *BY_ROW, *OPTIMIZERS}
+    assert found == {*PLAIN, *BY_ROW, *map(file_of, OPTIMIZERS)}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -47,9 +52,9 @@ def row_flags(file, dtype, width):
     """What the files are compiled with for rows; an optimizer's with the names of its numbers, too."""
     if file in PLAIN:
         return options()
-    if file not in OPTIMIZERS:
+    optimizer = next((each for name, each in OPTIMIZERS.items() if file in (name, recipe_file(each))), None)
+    if optimizer is None:
         return options(dtype, width)
-    optimizer = OPTIMIZERS[file]
     row = RowFormat(width=width, dtype=dtype, state_width=state_width(optimizer, width))
     return (*OPTIONS, *row.flags, *recipe_flags(optimizer))
 
@@ -81,7 +86,7 @@ KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^)]*\)
 
 def kernels(file):
     """Name and first statement of every kernel of a file."""
-    code = re.sub("//[^\n]*", "", text(file))
+    code = re.sub("//[^\n]*", "", text(file_of(file)))
     found = KERNEL.findall(code)
     assert len(found) == code.count("__global__")
     return found
@@ -97,13 +102,13 @@ def test_kernel_waits_for_the_one_before_it_first(file):
 @pytest.mark.parametrize("file", [*PLAIN, *BY_ROW, *OPTIMIZERS])
 def test_compiler_moves_no_access_to_memory_before_the_wait(file):
     flags = row_flags(file, torch.float32, 128)
-    bodies = compiled(file, "sm_90", flags)[1].split(".entry")[1:]
+    bodies = compiled(file_of(file), "sm_90", flags)[1].split(".entry")[1:]
     assert len(bodies) == len(kernels(file))
     for body in bodies:
         before, wait, _ = body.partition("griddepcontrol.wait;")
         assert wait
         assert re.findall(r"\s(?:ld|st|atom|red|bar|bra|ret)\b(?!\.param)\S*", before) == []
-    assert "griddepcontrol" not in compiled(file, "sm_80", flags)[1]
+    assert "griddepcontrol" not in compiled(file_of(file), "sm_80", flags)[1]
 
 
 def test_a_broken_kernel_fails():

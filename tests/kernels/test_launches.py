@@ -40,7 +40,7 @@ from tieredemb.lookup.device_bags import (
     tell_fault,
 )
 from tieredemb.lookup.device_lookup import DeviceLookup
-from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file
+from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.initial_cuda import DeviceInitialRows
@@ -234,10 +234,11 @@ def test_bags_are_found_by_launches_that_fit(launched, chosen):
 
 @pytest.mark.parametrize("overflow", [NOWHERE, ELSEWHERE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lookup_and_update_are_launched_as_they_fit(launched, dtype, overflow):
+@pytest.mark.parametrize("optimizer", [te.SparseAdam(), te.Adam()], ids=["sparse", "dense"])
+def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, overflow):
     space = a_space()
-    row = RowFormat(width=space.space.width, dtype=dtype, state_width=2 * space.space.width)
-    lookup, hot = DeviceLookup(space, row, te.SparseAdam()), hot_rows(dtype=dtype)
+    row = RowFormat(width=space.space.width, dtype=dtype, state_width=state_width(optimizer, space.space.width))
+    lookup, hot = DeviceLookup(space, row, optimizer), hot_rows(dtype=dtype, state=row.state_width)
     bags, fault = found_bags(space)
     homes, weights = torch.zeros(10, dtype=torch.int32), torch.zeros(10)
     out, argmax = torch.zeros(3, 16, dtype=dtype), torch.zeros(3, 16, dtype=torch.int32)
@@ -251,14 +252,21 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, dtype, overflow):
     lookup.weights_gradient(lookup.gather(hot, overflow, homes), homes, bags, grad)
     segments = lookup.segments(homes, bags.bag, bags.batch)
     lookup.limit_norms(hot, overflow, segments, fault, 2.0, 1.5)
-    lookup.set_options(options, {"lr": 1, "betas": (0.9, 0.99), "eps": 1e-8})
+    lookup.set_options(options, {"lr": 1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0})
+    past = torch.zeros(10, dtype=torch.int64) if optimizer.is_dense else None
     for scaler in (None, torch.ones(())):
-        rate, numbers = lookup.begin(options, steps, torch.cat([fault, fault]), scaler, scaler, segments.work)
+        rate, numbers = lookup.begin(options, steps, torch.cat([fault, fault]), scaler, scaler, segments.work, past)
         for scale, winners in ((lookup.mean_scale(homes, bags), None), (None, argmax)):
-            lookup.update(hot, overflow, segments, grad, scale, winners, rate, numbers)
-    assert {*launched} == {*read("lookup/embedding_bag.cu").kernels, *read(recipe_file(te.SparseAdam())).kernels} | {
-        *read("lookup/bags.cu").kernels
-    }
+            lookup.update(hot, overflow, segments, grad, scale, winners, rate, numbers, past, steps)
+    dense = {"segments_catch_up", "rows_read_current", "step_end"}
+    if past is not None:
+        lookup.catch_up(hot, overflow, segments, fault, past, steps)
+        rows, own = lookup.read_current(hot, overflow, homes, past, steps)
+        assert (rows.shape, own.dtype) == ((10, 8), torch.int32)
+        lookup.end(options, steps, rate, numbers, past)
+    kernels = {*read("lookup/embedding_bag.cu").kernels, *read(recipe_file(optimizer)).kernels}
+    kernels |= {*read("lookup/bags.cu").kernels}
+    assert {*launched} == (kernels if optimizer.is_dense else kernels - dense)
 
 
 @pytest.mark.parametrize("overflow", [NOWHERE, ELSEWHERE])

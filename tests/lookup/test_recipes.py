@@ -68,7 +68,8 @@ def test_an_optimizer_is_known_to_four_files(kind):
 def test_a_recipe_has_a_row_update_in_either_language(kind):
     twin = importlib.import_module(f"{kind.__module__}_cpu")
     assert callable(twin.row_update)
-    assert callable(twin.segments_update)
+    kernels = ("dense_update", "rows_catch_up") if OPTIMIZERS[kind].is_dense else ("segments_update",)
+    assert all(callable(getattr(twin, name)) for name in kernels)
     text = (PACKAGE / recipe_file(OPTIMIZERS[kind])).read_text()
     assert "struct Recipe : ElementWise {" in text
     assert "segments_update" not in text  # the kernels are not its own
@@ -78,17 +79,19 @@ def test_a_recipe_has_a_row_update_in_either_language(kind):
 @pytest.mark.parametrize("optimizer", training.OPTIMIZERS, ids=training.NAMES)
 def test_a_gpu_is_told_the_numbers_in_the_order_of_the_structs(optimizer):
     group = asdict(optimizer)
-    flags = dict(flag.removeprefix("-D").split("=") for flag in recipe_flags(optimizer))
+    flags = dict(flag.removeprefix("-D").split("=") for flag in recipe_flags(optimizer) if "=" in flag)
     hyper, numbers = flags["HYPER"].split(","), flags["NUMBERS"].split(",")
     assert numbers[-1] == "scale"
     told = device_numbers(optimizer, group)
     assert len(told) == MOST_NUMBERS
     named = named_numbers(type(optimizer), group)
     assert dict(zip(hyper, told, strict=False)) == named
-    derived = dict(zip(numbers[:-1], told[len(hyper) :], strict=False))
-    assert derived == optimizer.numbers(named)
-    host = hyperparameters(optimizer, group, np.array([1, 2]), 1.0)
-    assert host.numbers == tuple(derived.values())
+    derived = dict(zip(optimizer.numbers(named), told[len(hyper) :], strict=False))
+    changing = optimizer.step_numbers(named, 1.0) if optimizer.is_dense else {}
+    assert [*derived, *changing] == numbers[:-1]
+    assert {name: derived[name] for name in optimizer.numbers(named)} == optimizer.numbers(named)
+    host = hyperparameters(optimizer, group, np.array([1, 1]), 1.0)
+    assert host.numbers == (*optimizer.numbers(named).values(), *changing.values())
     assert host.rate.dtype == np.float32
 
 
@@ -103,7 +106,7 @@ def test_pairs_of_a_param_group_are_named_one_by_one():
 
 @pytest.mark.parametrize("given", [te.SGD, torch.optim.SGD([torch.zeros(1)], lr=0.1), "sgd", 0.1])
 def test_what_is_no_optimizer_is_refused_with_those_that_there_are(given):
-    with pytest.raises(te.TieredEmbError, match="Adagrad, RowWiseAdagrad, SGD, SparseAdam, SparseLion"):
+    with pytest.raises(te.TieredEmbError, match="Adagrad, Adam, AdamW, RowWiseAdagrad, SGD, SparseAdam, SparseLion"):
         te.TieredEmbeddingBag(10, 4, optimizer=given, device="cpu")
 
 

@@ -34,6 +34,7 @@ SUM_IS_SERIES, SUM_EPS, SUMS = 8, 9, 10  # whether they may be used, and the eps
 WINDOW = 2048  # steps whose sums may still grow
 FIRST_PRODUCT, SECOND_PRODUCT, UNIT_AT, EPS_AT, MOMENTS_AT = range(5)  # of an entry of the window, float64
 ENTRY = 13
+MARK_FIRST, MARK_TAKEN, MARK_REPLAYED, MARK_REFUSED, MARKS = 0, 2, 3, 4, 5  # of a history on a GPU: int64
 
 # initial values
 NORMAL, UNIFORM = 0, 1  # distributions

@@ -111,6 +111,27 @@ class DeviceLookup:
             _address(weights), out, out.shape[1], _address(argmax),
         )  # fmt: skip
 
+    def read_current(
+        self,
+        hot: HotTensors,
+        overflow: OverflowRows,
+        homes: torch.Tensor,
+        past: torch.Tensor,
+        steps: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of `homes`, (N, D), as a dense optimizer has them at the steps that were taken, and where each lies
+        among them, int32 (N,), `DROPPED` for padding. The rows themselves stay as they are. `past`: see
+        `DeviceHistory` · `steps`: int64 (T,)."""
+        n = homes.shape[0]
+        rows = torch.empty((n, hot.weight.shape[1]), dtype=hot.weight.dtype, device=hot.weight.device)
+        own = torch.empty_like(homes)
+        read = kernel(self._recipe, "rows_read_current", *self._update, *overflow.flags)
+        read(
+            blocks_for(n * self._lanes, THREADS, MOST_BLOCKS), THREADS, homes, n, past, steps, hot.weight, hot.state,
+            overflow.weight, overflow.state, _address(overflow.records), rows, own,
+        )  # fmt: skip
+        return rows, own
+
     def gather(self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor) -> torch.Tensor:
         """The rows of `homes`, (N, D); zeros for padding."""
         rows = torch.empty((homes.shape[0], hot.weight.shape[1]), dtype=hot.weight.dtype, device=hot.weight.device)
@@ -182,10 +203,13 @@ class DeviceLookup:
         argmax: torch.Tensor | None,
         rate: torch.Tensor,
         numbers: torch.Tensor,
+        past: torch.Tensor | None = None,
+        steps: torch.Tensor | None = None,
     ) -> None:
         """Applies one optimizer step to the rows of `segments` and marks hot ones dirty. `grad`: float32 (B, ΣD) ·
         `scale`: float32 (N,), what each occurrence's share is multiplied by · `argmax`: int32 (B, ΣD) · `rate`, float32
-        (T,), and `numbers`, float32: as `begin` made them."""
+        (T,), and `numbers`, float32: as `begin` made them · `past`, `steps`: as it
+        was given, of a dense optimizer."""
         n = segments.order.shape[0]
         sorted_scale = None
         if scale is not None:
@@ -202,11 +226,12 @@ class DeviceLookup:
             blocks_for(n * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work, segments.items, n,
             segments.sorted_bag, max(1, grad.shape[0]), self.space.column, grad, grad.shape[1], _address(sorted_scale),
             segments.order, _address(argmax), self.space.mode, *rows, rate, numbers, parts,
+            _address(past), _address(steps),
         )  # fmt: skip
         long = kernel(self._recipe, "long_segments_update", *self._update, *overflow.flags)
         long(
             blocks_for(segments.longs.shape[0] * self._lanes, THREADS, 132), THREADS, segments.work, segments.longs,
-            parts, *rows, rate, numbers,
+            parts, *rows, rate, numbers, _address(past), _address(steps),
         )  # fmt: skip
 
     def begin(
@@ -217,12 +242,13 @@ class DeviceLookup:
         found_inf: torch.Tensor | None,
         grad_scale: torch.Tensor | None,
         work: torch.Tensor,
+        past: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts an update: counts `steps` (int64 (T,)) on; returns the tables' rates and the other numbers.
 
         `options`: float64 (`MOST_NUMBERS`,), see `set_options` · `faults`: int64 (3 K,), the `Fault`s of the calls ·
         `found_inf`, `grad_scale`: float32 (), of a scaler. After a mark or an infinity no `work` is left and no step
-        counted.
+        counted. `past`: of a dense optimizer, see `DeviceHistory`.
         """
         rate = torch.empty(steps.shape[0], dtype=torch.float32, device=steps.device)
         numbers = torch.empty(MOST_NUMBERS, dtype=torch.float32, device=steps.device)
@@ -230,9 +256,38 @@ class DeviceLookup:
         n_faults = faults.shape[0] // words_of("Fault")
         begin(
             1, THREADS, options, steps, steps.shape[0], faults, n_faults, _address(found_inf), _address(grad_scale),
-            rate, numbers, work,
+            rate, numbers, work, _address(past),
         )  # fmt: skip
         return rate, numbers
+
+    def end(
+        self,
+        options: torch.Tensor,
+        steps: torch.Tensor,
+        rate: torch.Tensor,
+        numbers: torch.Tensor,
+        past: torch.Tensor,
+    ) -> None:
+        """Ends an update of a dense optimizer: keeps what the step took. Arguments as those of `begin`."""
+        kernel(self._recipe, "step_end", *self._update)(1, THREADS, options, steps, rate, numbers, past)
+
+    def catch_up(
+        self,
+        hot: HotTensors,
+        overflow: OverflowRows,
+        segments: Segments,
+        fault: torch.Tensor,
+        past: torch.Tensor,
+        steps: torch.Tensor,
+    ) -> None:
+        """Brings every row of `segments` to the `steps` (int64 (T,)) that were taken and marks those that it changes
+        dirty; none after a fault. For dense optimizers: `past` is their history's."""
+        bring = kernel(self._recipe, "segments_catch_up", *self._update, *overflow.flags)
+        bring(
+            blocks_for(segments.order.shape[0] * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work,
+            segments.items, segments.longs, fault, past, steps, hot.weight, hot.state, overflow.weight, overflow.state,
+            _address(overflow.records), hot.dirty,
+        )  # fmt: skip
 
     def set_options(self, target: torch.Tensor, group: Mapping[str, Any]) -> None:
         """Writes the numbers of a param group to `target`, float64 (`MOST_NUMBERS`,)."""

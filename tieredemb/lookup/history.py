@@ -19,7 +19,7 @@ the moments change quickly, and for betas whose terms differ much.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,8 +48,9 @@ class History:
         self.recipe = recipe
         self._numbers = numbers
         self.steps = self.base = 0
-        self._first = [0, 0]  # the first step whose sum grows: after even steps, and after odd ones
-        self._windows = np.zeros((2, WINDOW, ENTRY))  # as well: a step that is interrupted is taken again
+        self.replayed = 0  # steps that rows were made to take one by one
+        self.first = [0, 0]  # the first step whose sum grows: after even steps, and after odd ones
+        self.windows = np.zeros((2, WINDOW, ENTRY))  # as well: a step that is interrupted is taken again
         self._make(_FIRST_ROOM)
 
     def _make(self, room: int) -> None:
@@ -74,8 +75,8 @@ class History:
             self._grow()
         self.rates[at], self.numbers[at] = rate, numbers
         before, after = (at - 1) % 2, at % 2
-        self._first[after] = step_append(
-            at, np.array(terms, np.float64), self._first[before], self._windows[before], self._windows[after],
+        self.first[after] = step_append(
+            at, np.array(terms, np.float64), self.first[before], self.windows[before], self.windows[after],
             self.sums, self.ends, self.logs, self.coupled,
         )  # fmt: skip
         self.steps = step
@@ -90,9 +91,18 @@ class History:
     def restart(self, step: int) -> None:
         """Forgets all steps: every row stands at `step`."""
         self.steps = self.base = step
-        self._first = [0, 0]
-        self._windows[:] = 0
+        self.first = [0, 0]
+        self.windows[:] = 0
         self._make(_FIRST_ROOM)
+
+    def load(self, arrays: Mapping[str, Array], windows: Array, *, base: int, steps: int, first: Sequence[int]) -> None:
+        """Takes over what `arrays()` and the attributes of another history were: `steps` − `base` + 1 entries."""
+        taken = steps - base + 1
+        self._make(max(_FIRST_ROOM, 2 * taken))
+        for name, array in arrays.items():
+            getattr(self, name)[:taken] = array[:taken]
+        self.windows = np.array(windows)
+        self.base, self.steps, self.first = base, steps, list(first)
 
     def past(self) -> tuple[Array | int, ...]:
         """What a kernel is given of it."""
@@ -103,7 +113,7 @@ class History:
         return {name: getattr(self, name) for name in ("rates", "numbers", "sums", "ends", "logs", "coupled")}
 
     def size_bytes(self) -> int:
-        return self._windows.nbytes + sum(array.nbytes for array in self.arrays().values())
+        return self.windows.nbytes + sum(array.nbytes for array in self.arrays().values())
 
 
 assert len(StepTerms._fields) == TERMS

@@ -133,10 +133,112 @@ __device__ __forceinline__ void row_update(const Place &place, Row row, float (*
         row_vector value = row.weight[s];
 #pragma unroll
         for (int k = 0; k < VECTOR; k++) {
-            float *state = place.state + unit * VECTOR + k;
+            StateInMemory state{place.state + unit * VECTOR + k};
             value.v[k] = from_float(Recipe::element(to_float(value.v[k]), g[s][k], state, row_rate, numbers));
         }
         store_row(place.weight, 0, unit, value);
+    }
+}
+
+__device__ __forceinline__ u32 *clock_of(const Place &place) {
+    return reinterpret_cast<u32 *>(place.state + STATE - 1);
+}
+
+// Brings a row to step `now`, and notes that it stands at step `noted`; all lanes of the row. Whether it was behind.
+__device__ __forceinline__ bool row_bring(const Place &place, Row &row, int lane, const Past &past, i64 now, i64 noted) {
+    const i64 last = *clock_of(place);
+    __syncwarp(group_mask(LANES));
+    if (lane == 0 && last != noted) *clock_of(place) = (u32)noted;
+    if (last >= now) return false;
+    const MissedSteps missed = missed_steps(past, (int)(last - past.base), (int)(now - past.base));
+#pragma unroll
+    for (int s = 0; s < STEPS; s++) {
+        const int unit = s * LANES + lane;
+        if (unit >= UNITS) break;
+#pragma unroll
+        for (int k = 0; k < VECTOR; k++) {
+            const StateInMemory at{place.state + unit * VECTOR + k};
+            StateInRegisters state;
+#pragma unroll
+            for (int n = 0; n < TENSORS; n++) state[n] = at[n];
+            row.weight[s].v[k] = from_float(Recipe::catch_up(to_float(row.weight[s].v[k]), state, missed, past));
+#pragma unroll
+            for (int n = 0; n < TENSORS; n++) at[n] = state[n];
+        }
+    }
+    if (lane == 0 && missed.replayed > missed.start)
+        atomicAdd(reinterpret_cast<u64 *>(past.marks + MARK_REPLAYED), (u64)(missed.replayed - missed.start));
+    return true;
+}
+
+// Brings the row at `home` to the steps that were taken.
+__device__ __forceinline__ void row_catch_up(const Rows &rows, int home, int lane, const Past &past, i64 now,
+                                             unsigned char *dirty) {
+    const Place place = place_of(rows, home);
+    if (*clock_of(place) >= now) return;
+    Row row = row_read(place, lane);
+    row_bring(place, row, lane, past, now, now);
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+        if (s * LANES + lane < UNITS) store_row(place.weight, 0, s * LANES + lane, row.weight[s]);
+    if (lane == 0 && home >= 0) dirty[home] = 1;
+}
+
+// Brings every row of a batch to the steps that were taken, once each. A refused batch (a fault) changes none.
+extern "C" __global__ void __launch_bounds__(256) segments_catch_up(
+    const Work *work, const Item *items, const Long *longs, const Fault *fault, const Past *past, const i64 *steps,
+    row_t *weight, float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty) {
+    wait_for_prior_kernel();
+    if (fault->id | fault->offset) return;
+    const Rows rows{weight, state, away_weight, away_state, records};
+    const Past so_far = *past;
+    const i64 now = *steps;
+    const int lane = threadIdx.x % LANES;
+    const i64 groups = thread_count() / LANES;
+    for (i64 w = thread_index() / LANES; w < work->items; w += groups)
+        row_catch_up(rows, items[w].home, lane, so_far, now, dirty);
+    for (i64 w = thread_index() / LANES; w < work->longs; w += groups)
+        row_catch_up(rows, longs[w].home, lane, so_far, now, dirty);
+}
+
+// The weights of the rows of `homes` (int32 (n,)) as they are at the steps that were taken, to `out` (n, D): for who reads
+// alone, which leaves the rows as they lie. Rows that are dropped are zeros. `own`: int32 (n,), where each lies in `out`,
+// or DROPPED.
+extern "C" __global__ void __launch_bounds__(256) rows_read_current(
+    const int *homes, i64 n, const Past *past, const i64 *steps, const row_t *weight, const float *state,
+    const row_t *away_weight, const float *away_state, const Record *records, row_t *out, int *own) {
+    wait_for_prior_kernel();
+    const Rows rows{const_cast<row_t *>(weight), const_cast<float *>(state), const_cast<row_t *>(away_weight),
+                    const_cast<float *>(away_state), records};
+    const Past so_far = *past;
+    const i64 now = *steps;
+    const int lane = threadIdx.x % LANES;
+    for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
+        const int home = homes[i];
+        if (lane == 0) own[i] = home == DROPPED ? DROPPED : (int)i;
+        if (home == DROPPED) continue;
+        const Place place = place_of(rows, home);
+        const i64 last = *clock_of(place);
+        const bool is_behind = last < now;
+        MissedSteps missed{};
+        if (is_behind) missed = missed_steps(so_far, (int)(last - so_far.base), (int)(now - so_far.base));
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+            const int unit = s * LANES + lane;
+            if (unit >= UNITS) break;
+            row_vector value = load_row(place.weight, 0, unit);
+            if (is_behind) {
+#pragma unroll
+                for (int k = 0; k < VECTOR; k++) {
+                    const StateInMemory at{place.state + unit * VECTOR + k};
+                    StateInRegisters registers;
+#pragma unroll
+                    for (int t = 0; t < TENSORS; t++) registers[t] = at[t];
+                    value.v[k] = from_float(Recipe::catch_up(to_float(value.v[k]), registers, missed, so_far));
+                }
+            }
+            store_row(out, i, unit, value);
+        }
     }
 }
 
@@ -146,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
     const Work *work, const Item *items, int n, const int *sorted_bag, int batch, const i64 *column, const float *grad,
     i64 total, const float *sorted_scale, const i64 *order, const int *argmax, const int *mode, row_t *weight,
     float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty,
-    const float *rate, const Numbers *numbers, float *parts) {
+    const float *rate, const Numbers *numbers, float *parts, const Past *past, const i64 *steps) {
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const int group = (int)(thread_index() / LANES), groups = (int)(thread_count() / LANES);
@@ -227,6 +329,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = __fmul_rn(acc[s][k], constants.scale);
+        if constexpr (IS_DENSE) row_bring(place, row, lane, *past, *steps - 1, *steps);
         row_update(place, row, acc, lane, rate[table], constants);
         if (lane == 0 && item.home >= 0) dirty[item.home] = 1;
     }
@@ -235,7 +338,8 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
 // Adds the chunks of each long segment in order and updates its row.
 extern "C" __global__ void __launch_bounds__(256) long_segments_update(
     const Work *work, const Long *longs, const float *parts, row_t *weight, float *state, row_t *away_weight,
-    float *away_state, const Record *records, unsigned char *dirty, const float *rate, const Numbers *numbers) {
+    float *away_state, const Record *records, unsigned char *dirty, const float *rate, const Numbers *numbers,
+    const Past *past, const i64 *steps) {
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES, groups = thread_count() / LANES;
@@ -273,7 +377,9 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = __fmul_rn(acc[s][k], constants.scale);
         const Place place = place_of(rows, segment.home);
-        row_update(place, row_read(place, lane), acc, lane, rate[segment.table], constants);
+        Row row = row_read(place, lane);
+        if constexpr (IS_DENSE) row_bring(place, row, lane, *past, *steps - 1, *steps);
+        row_update(place, row, acc, lane, rate[segment.table], constants);
         if (lane == 0 && segment.home >= 0) dirty[segment.home] = 1;
     }
 }
@@ -330,7 +436,8 @@ extern "C" __global__ void __launch_bounds__(256) segments_limit_norm(
 }
 
 // What the host sets, changed by schedulers, seldom: the optimizer's `Hyper`, and behind it all `Numbers` but the scale.
-constexpr int HYPERS = sizeof(Hyper) / sizeof(double), CONSTANTS = sizeof(Numbers) / sizeof(float) - 1;
+constexpr int CHANGING = IS_DENSE ? Recipe::STEP_NUMBERS : 0;  // of the numbers, what the step itself gives
+constexpr int HYPERS = sizeof(Hyper) / sizeof(double), CONSTANTS = NUMBER_WORDS - CHANGING;
 struct Options {
     double v[12];
 };
@@ -345,10 +452,20 @@ extern "C" __global__ void options_set(Options *options, double v0, double v1, d
 // whose gradient is not finite under a scaler, leaves no work. One block.
 extern "C" __global__ void step_begin(const Options *options, i64 *steps, int n_tables, const Fault *faults,
                                       int n_faults, const float *found_inf, const float *grad_scale, float *rate,
-                                      Numbers *numbers, Work *work) {
+                                      Numbers *numbers, Work *work, const Past *past) {
     wait_for_prior_kernel();
     bool refused = found_inf && *found_inf != 0.0f;
     for (int f = 0; f < n_faults; f++) refused = refused || faults[f].id != 0 || faults[f].offset != 0;
+    const i64 step = *steps + 1;  // of all tables, where they take steps together
+    if constexpr (IS_DENSE) {
+        const bool is_full = !refused && step - past->base >= past->room;
+        refused = refused || is_full;
+        if (threadIdx.x == 0) {
+            past->marks[MARK_TAKEN] = !refused;
+            if (is_full) past->marks[MARK_REFUSED] += 1;
+        }
+    }
+    __syncthreads();  // all have read the steps
     if (refused) {
         if (threadIdx.x == 0) work->items = work->parts = work->longs = 0;
         return;
@@ -360,6 +477,22 @@ extern "C" __global__ void step_begin(const Options *options, i64 *steps, int n_
 #pragma unroll
         for (int k = 0; k < CONSTANTS; k++)
             reinterpret_cast<float *>(numbers)[k] = (float)options->v[HYPERS + k];
+        if constexpr (IS_DENSE)
+            Recipe::step_numbers(hyper, (double)step, reinterpret_cast<float *>(numbers) + CONSTANTS);
         numbers->scale = grad_scale ? (float)(1.0 / (double)*grad_scale) : 1.0f;
     }
+}
+
+// After the update of a step that was begun: keeps what it took, for rows that it did not reach. One block.
+extern "C" __global__ void step_end(const Options *options, const i64 *steps, const float *rate, const Numbers *numbers,
+                                    const Past *past) {
+    wait_for_prior_kernel();
+    const Past so_far = *past;
+    if (!so_far.marks[MARK_TAKEN]) return;
+    const i64 step = *steps;
+    const int at = (int)(step - so_far.base);
+    if (threadIdx.x == 0) so_far.rates[at] = rate[0];
+    for (int k = threadIdx.x; k < NUMBER_WORDS; k += blockDim.x)
+        so_far.numbers[(i64)at * NUMBER_WORDS + k] = reinterpret_cast<const float *>(numbers)[k];
+    step_append(so_far, at, Recipe::terms(*reinterpret_cast<const Hyper *>(options), (double)step));
 }

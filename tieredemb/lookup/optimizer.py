@@ -61,8 +61,10 @@ def recipe_flags(optimizer: OptimizerConfig) -> tuple[str, ...]:
     """What the file is compiled with beside the row's format: the names of the numbers that it is given, in the order
     in which `device_numbers` packs them."""
     hyper = named_numbers(type(optimizer), asdict(optimizer))
-    numbers = (*optimizer.numbers(hyper), *optimizer.step_numbers(hyper, 1.0), "scale")
-    return f"-DHYPER={','.join(hyper)}", f"-DNUMBERS={','.join(numbers)}"
+    changing = optimizer.step_numbers(hyper, 1.0) if optimizer.is_dense else {}
+    numbers = (*optimizer.numbers(hyper), *changing, "scale")
+    dense = ("-DDENSE",) if optimizer.is_dense else ()
+    return f"-DHYPER={','.join(hyper)}", f"-DNUMBERS={','.join(numbers)}", *dense, *optimizer.flags
 
 
 def device_numbers(optimizer: OptimizerConfig, group: Mapping[str, Any]) -> list[float]:

@@ -2,15 +2,17 @@
 //
 //     struct Recipe : ElementWise {
 //         static double rate(const Hyper &hyper, double step);
-//         static float element(float w, float g, float *state, float rate, const Numbers &numbers);
+//         template <class State>
+//         static float element(float w, float g, State &state, float rate, const Numbers &numbers);
 //     };
 //
 // and includes `optimizer.cuh`, whose kernels call it. All of it runs on the device, in float but for `rate`: the rate of
 // a table that takes its `step`-th step, from 1. `element` returns the new weight of an element of weight `w` and summed
-// gradient `g`; `state` is its word of the first state tensor, and those of further ones follow WIDTH words apart.
+// gradient `g`; `state[n]` is its word of the n-th state tensor. The recipe of an optimizer that is dense (-DDENSE) has
+// more: see `Sparse`.
 // Results must be the CPU's bits: `__fmaf_rn` where a contraction is wanted, as in the recipe's twin.
 #pragma once
-#include "common.cuh"
+#include "history.cuh"
 
 // Lanes that share a row, and steps in which they take its units.
 constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : UNITS > 2 ? 4 : UNITS;
@@ -32,8 +34,49 @@ __device__ __forceinline__ float lanes_sum(float value) {
     return value;
 }
 
+#ifdef DENSE
+constexpr bool IS_DENSE = true;  // a row's state ends with the step that it was last brought to
+#else
+constexpr bool IS_DENSE = false;
+#endif
+constexpr int TENSORS = (STATE - IS_DENSE) / WIDTH;
+
+// An element's state where it lies, and in registers.
+struct StateInMemory {
+    float *at;
+    __device__ __forceinline__ float &operator[](int n) const { return at[n * WIDTH]; }
+};
+struct StateInRegisters {
+    float v[TENSORS > 0 ? TENSORS : 1];
+    __device__ __forceinline__ float &operator[](int n) { return v[n]; }
+};
+
+constexpr int NUMBER_WORDS = sizeof(Numbers) / sizeof(float) - 1;  // all but the scale
+__device__ __forceinline__ Numbers numbers_of(const Past &past, int step) {
+    Numbers numbers;
+#pragma unroll
+    for (int k = 0; k < NUMBER_WORDS; k++)
+        reinterpret_cast<float *>(&numbers)[k] = past.numbers[(i64)step * NUMBER_WORDS + k];
+    numbers.scale = 1.0f;
+    return numbers;
+}
+
+// A recipe that moves the rows of the batch alone. Those of dense optimizers hide these.
+struct Sparse {
+    static constexpr int STEP_NUMBERS = 0;  // of the numbers, those that change from step to step: the last ones
+    static __device__ __forceinline__ void step_numbers(const Hyper &hyper, double step, float *numbers) {}
+    // What a step does to rows that have no gradient (`StepTerms` in config.py).
+    static __device__ __forceinline__ Terms terms(const Hyper &hyper, double step) { return {}; }
+    // Brings an element to the current step, and returns its new weight.
+    template <class State>
+    static __device__ __forceinline__ float catch_up(float w, State &state, const MissedSteps &missed,
+                                                     const Past &past) {
+        return w;
+    }
+};
+
 // A recipe in which nothing concerns the row as a whole. Others hide these.
-struct ElementWise {
+struct ElementWise : Sparse {
     struct Whole {};  // what is read of the row's state before its gradient is there
     static __device__ __forceinline__ Whole whole_of(const float *state) { return {}; }
     // Comes before the elements, on all lanes of the row, which hold its summed gradient `g` [STEPS][VECTOR]: the rate of

@@ -146,7 +146,8 @@ class DeviceCall(Call):
             self.memory.joined()
 
     def catch_up(self) -> None:
-        raise NotImplementedError
+        for part in self.parts:
+            part.catch_up(self.memory.fault)
 
     def limit_norms(self, max_norm: float) -> None:
         for part in self.parts:
@@ -207,6 +208,8 @@ class DeviceCall(Call):
                 assert isinstance(group, DeviceGroup)
                 parts = [call.parts[g] for call, _ in calls]
                 batch = _Combined(parts, grads)
+                if group.device_history is not None:
+                    group.device_history.note_step()
                 todo.append((group, batch, optimizer.options_on(group), [part.ticket for part in parts]))
             for group, _, _, tickets in todo:
                 used.enter_context(group.cache.using(*tickets))
@@ -214,12 +217,14 @@ class DeviceCall(Call):
                 for group, batch, options, tickets in todo:
                     rate, numbers = group.lookup.begin(
                         options, group.device_steps, faults, found_inf, grad_scale,
-                        batch.segments.work,
+                        batch.segments.work, group.past,
                     )  # fmt: skip
                     group.lookup.update(
                         group.cache.hot, group.cache.overflow(tickets), batch.segments, batch.grad, batch.scale,
-                        batch.argmax, rate, numbers,
+                        batch.argmax, rate, numbers, group.past, group.device_steps,
                     )  # fmt: skip
+                    if group.past is not None:
+                        group.lookup.end(options, group.device_steps, rate, numbers, group.past)
 
 
 @contextlib.contextmanager

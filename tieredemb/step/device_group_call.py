@@ -4,14 +4,15 @@ tiers."""
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from tieredemb.cache.device.plan import Beside
+from tieredemb.cache.device.plan import Beside, OverflowRows
 from tieredemb.kernels.constants import DROPPED
 from tieredemb.lookup.device_bags import DeviceBags
-from tieredemb.lookup.device_lookup import Segments, frequency_scale
+from tieredemb.lookup.device_lookup import HotTensors, Segments, frequency_scale
 from tieredemb.tables.group import DeviceGroup
 
 if TYPE_CHECKING:
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
     from tieredemb.lookup.options import LookupOptions
 
 T = TypeVar("T")
+NO_OVERFLOW = OverflowRows(slotless=False, weight=0, state=0, records=None)
+
+
+@dataclass
+class ReadRows:
+    """Rows that were read for a lookup, (N, D), in the place of the slots; no lookup asks for the rest."""
+
+    weight: torch.Tensor
+    state: torch.Tensor
+    dirty: torch.Tensor
 
 
 class DeviceGroupCall:
@@ -44,6 +55,8 @@ class DeviceGroupCall:
         self.weights: torch.Tensor | None = None
         self.argmax: torch.Tensor | None = None
         self.forward_rows: torch.Tensor | None = None
+        self._found: Segments | None = None  # as the forward needed them
+        self._is_caught_up = False  # the rows of a dense optimizer are at the steps that were taken
 
     def plan(self, ids: torch.Tensor, *, scored: bool, given: torch.cuda.Event | None, ahead: bool) -> None:
         """Plans the bags, which were found in `ids`. `given`: comes once they are there, if that is to be waited for ·
@@ -72,7 +85,7 @@ class DeviceGroupCall:
 
     def segments(self) -> Segments:
         """The trained occurrences by row."""
-        return self._segments or self.group.lookup.segments(self.trained, self.bags.bag, self.bags.batch)
+        return self._segments or self._found or self.group.lookup.segments(self.trained, self.bags.bag, self.bags.batch)
 
     def held(self) -> list[torch.Tensor]:
         """The tensors that the forward leaves for the update."""
@@ -83,15 +96,37 @@ class DeviceGroupCall:
         call = shallow_copy(self)
         call.ticket = self.group.cache.reopen(self.ticket, batch)
         call.weights = call.argmax = call.forward_rows = None
+        call._found, call._is_caught_up = None, False
         return call
+
+    def catch_up(self, fault: torch.Tensor) -> None:
+        """Brings the rows of this forward to the steps that were taken, of a dense optimizer."""
+        self.join()
+        group, cache, past = self.group, self.group.cache, self.group.past
+        assert past is not None
+        with cache.using(self.ticket):
+            segments = self._looked_up()
+            overflow = cache.overflow([self.ticket])
+            group.lookup.catch_up(cache.hot, overflow, segments, fault, past, group.device_steps)
+        self._is_caught_up = True
+
+    def _looked_up(self) -> Segments:
+        """The occurrences by row, padding that is read among them: of all that a plan has sorted, which are all of
+        them."""
+        known = self._segments or self._found
+        if known is not None:
+            return known
+        segments = self.group.lookup.segments(self.ticket.homes, self.bags.bag, self.bags.batch)
+        if self.trained is self.bags.homes:
+            self._found = segments  # the update wants them, too
+        return segments
 
     def limit_norms(self, fault: torch.Tensor, max_norm: float) -> None:
         """Scales the rows of this forward down to `max_norm`, where they are longer."""
         self.join()
         cache = self.group.cache
         with cache.using(self.ticket):
-            # those that a plan has sorted are all of them
-            segments = self._segments or self.group.lookup.segments(self.ticket.homes, self.bags.bag, self.bags.batch)
+            segments = self._looked_up()
             overflow = cache.overflow([self.ticket])
             self.group.lookup.limit_norms(cache.hot, overflow, segments, fault, max_norm, self.options.norm_type)
 
@@ -103,10 +138,14 @@ class DeviceGroupCall:
         with group.cache.using(self.ticket):
             if weights is not None:
                 self.weights = weights if bags.position is None else weights[bags.position]
-            hot, overflow = group.cache.hot, group.cache.overflow([self.ticket])
-            group.lookup.pool(hot, overflow, self.ticket.homes, bags, self.weights, out, self.argmax)
+            hot: HotTensors = group.cache.hot
+            overflow, homes = group.cache.overflow([self.ticket]), self.ticket.homes
+            if group.past is not None and not self._is_caught_up:
+                rows, homes = group.lookup.read_current(hot, overflow, homes, group.past, group.device_steps)
+                hot, overflow = ReadRows(rows, hot.state, hot.dirty), NO_OVERFLOW
+            group.lookup.pool(hot, overflow, homes, bags, self.weights, out, self.argmax)
             if keep_rows:
-                self.forward_rows = group.lookup.gather(hot, overflow, self.ticket.homes)
+                self.forward_rows = group.lookup.gather(hot, overflow, homes)
 
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         """Adds the gradient of the per-sample weights to `out`, float32 (N,), at their positions."""

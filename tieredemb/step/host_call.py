@@ -84,7 +84,7 @@ def carry_out(passes: Sequence[tuple[HostGroup, Pass, Hyperparameters | None]]) 
         change.group.cache.changes.end(entry)
     for group, rows, _ in passes:
         if isinstance(rows, CountedPass) and rows.replayed:
-            group.cache.count_replayed(rows.replayed)
+            group.cache.cold.history.replayed += rows.replayed
 
 
 class HostGroupCall:

@@ -12,11 +12,11 @@ struct alignas(4 * sizeof(row_t)) row_quad {
     row_t v[4];
 };
 
-// What a row is generated from: what all words of state start as, the seed, and the key space's tables, sorted by their
-// first key.
+// What a row is generated from: what all words of state start as (but the last one, where that is the step that the row
+// stands at), the seed, and the key space's tables, sorted by their first key.
 struct Generator {
     u32 state_word, seed_low, seed_high;
-    int n_tables;
+    int n_tables, has_last_step;
     const i64 *start;
     const u32 *number;
     const int *kind;
@@ -129,7 +129,8 @@ __device__ __forceinline__ void store_quad(row_t *weight, int quad, const row_qu
 __device__ __forceinline__ void row_generate(i64 key, row_t *weight, u32 *state, int state_words,
                                              const Generator &from) {
     const int lane = threadIdx.x % LANES;
-    for (int w = lane; w < state_words; w += LANES) state[w] = from.state_word;
+    for (int w = lane; w < state_words; w += LANES)
+        state[w] = from.has_last_step && w == state_words - 1 ? 0 : from.state_word;
     const int table = table_of(key, from);
     const bool padding = key == from.padding_key[table];
     const u64 local = (u64)(key - from.start[table]);

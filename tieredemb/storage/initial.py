@@ -69,7 +69,13 @@ class InitialRows:
         if device.type == "cuda":
             from tieredemb.storage.initial_cuda import DeviceInitialRows
 
-            self._device = DeviceInitialRows(self.tables, seed=self._seed, state_word=self._state_word, device=device)
+            self._device = DeviceInitialRows(
+                self.tables,
+                seed=self._seed,
+                state_word=self._state_word,
+                device=device,
+                has_last_step=has_last_step,
+            )
 
     def generate(self, keys: Array, rows: Array, weight: Array, state: Array, state_width: int) -> None:
         """Writes the initial row of keys[i] to weight[rows[i]] (carrier (·, D)) and to the first `state_width` words

@@ -41,12 +41,21 @@ class DeviceInitialRows:
     `tables`: the arrays of `InitialRows.tables`; they are copied once, here. Nothing else synchronises.
     """
 
-    def __init__(self, tables: tuple[Array, ...], *, seed: Array, state_word: np.uint32, device: torch.device) -> None:
+    def __init__(
+        self,
+        tables: tuple[Array, ...],
+        *,
+        seed: Array,
+        state_word: np.uint32,
+        device: torch.device,
+        has_last_step: bool = False,
+    ) -> None:
         start, number, kind, params, padding_key = tables
         held = {"start": start, "number": number.view(np.int32), "kind": kind, "params": params}
         held["padding_key"] = padding_key
         self._generator = struct_type(_FILE, "Generator")(
             state_word=int(state_word), seed_low=int(seed[0]), seed_high=int(seed[1]), n_tables=len(start),
+            has_last_step=int(has_last_step),
             **{name: torch.from_numpy(array).to(device) for name, array in held.items()},
         )  # fmt: skip
 

@@ -89,6 +89,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Tells the GPU of the param group as it is now. Every eager step does; after a scheduler has changed `lr`,
         call it before replaying a captured step. Does not synchronise; on the CPU there is nobody to tell. Raises
         `ConfigError` for a learning rate that is negative or no number."""
+        for each in self._tables.groups:
+            if isinstance(each, DeviceGroup) and each.device_history is not None:
+                each.device_history.note_step()
         group = self.options()
         if self._told == group:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -112,9 +113,15 @@ class Group(abc.ABC):
 
     @property
     def history(self) -> History | None:
-        """What a dense optimizer keeps of its steps; None of others."""
+        """What a dense optimizer keeps of its steps; None of others. Synchronises with a GPU."""
         history: History | None = self.cache.cold.history
         return history
+
+    def restart_history(self) -> None:
+        """Every row of a dense optimizer stands at the steps that were taken. Synchronises with a GPU."""
+        history: History | None = self.cache.cold.history
+        if history is not None:
+            history.restart(self.steps[0])
 
     def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
         """As that of the cache, but rows of a dense optimizer as they are at the steps that were taken."""
@@ -168,6 +175,10 @@ class Group(abc.ABC):
         """Takes over cold rows and metadata that were replaced as a whole."""
         self.cache.forget()
         self.steps = self.cache.cold.metadata.steps or [0] * len(self.space)
+        self._adopt_history()
+
+    def _adopt_history(self) -> None:  # noqa: B027 - a host works on it as it lies
+        """A history that was replaced with the cold rows counts from now on."""
 
 
 def _check_steps(cold: ColdRows, tables: int) -> None:
@@ -206,6 +217,7 @@ class DeviceGroup(Group):
     def _make_cache(self, cold: ColdRows) -> None:
         from tieredemb.cache.device.cache import DeviceCache
         from tieredemb.lookup.device_bags import DeviceKeySpace
+        from tieredemb.lookup.device_history import DeviceHistory
         from tieredemb.lookup.device_lookup import DeviceLookup
 
         config, ranges = self.config, self._ranges()
@@ -222,6 +234,10 @@ class DeviceGroup(Group):
         self.device_steps = torch.tensor(cold.metadata.steps, dtype=torch.int64, device=config.device)
         steps = self.device_steps  # and not the group, which would keep the cache alive that holds this
         self.cache.on_flush.append(lambda: cold.metadata.__dict__.update(steps=steps.tolist()))
+        self.device_history = None if cold.history is None else DeviceHistory(cold.history, steps)
+        self.past = None if self.device_history is None else self.device_history.past
+        if self.device_history is not None:
+            self.cache.on_flush.append(functools.partial(self.device_history.download, cold.history))
 
     @property
     def steps(self) -> list[int]:
@@ -233,6 +249,21 @@ class DeviceGroup(Group):
     def steps(self, steps: list[int]) -> None:
         self.cache.cold.metadata.steps = list(steps)
         self.device_steps.copy_(torch.tensor(steps, dtype=torch.int64, device="cpu"))
+
+    @property
+    def history(self) -> History | None:
+        history: History | None = self.cache.cold.history
+        if history is not None and self.device_history is not None:
+            self.device_history.download(history)
+        return history
+
+    def restart_history(self) -> None:
+        super().restart_history()
+        self._adopt_history()
+
+    def _adopt_history(self) -> None:
+        if self.device_history is not None:
+            self.device_history.adopt(self.cache.cold.history)
 
 
 def make_group(config: TableSetConfig, space: KeySpace, capacity: Capacity, name: str) -> Group:

@@ -182,8 +182,7 @@ class TableSet:
                 if words is not None:
                     self._write_state(table, words, step)
             for group in self.groups:
-                if group.history is not None:
-                    group.history.restart(group.steps[0])
+                group.restart_history()
             then()
 
     def _write_state(self, table: int, state: torch.Tensor, step: int) -> None:
@@ -271,6 +270,9 @@ class TableSet:
     def stats(self) -> CacheStats:
         """Totals of all groups. Synchronises with a GPU, and raises what it has found wrong since."""
         total = sum((group.cache.stats() for group in self.groups), self.placed.now.earlier)
+        histories = [group.history for group in self.groups]
+        replayed = sum(history.replayed for history in histories if history is not None)
+        total += CacheStats(steps_replayed=replayed)
         self.check_faults()
         return total
 

@@ -273,9 +273,5 @@ class HostCache(Cache):
 
     # --- inside -----------------------------------------------------------------------------------------------------
 
-    def count_replayed(self, steps: int) -> None:
-        """Counts steps that rows were made to take one by one."""
-        self._counts["steps_replayed"] += steps
-
     def _count(self, **more: int) -> None:
         self._counts.update(more)

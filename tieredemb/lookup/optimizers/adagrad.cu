@@ -1,4 +1,4 @@
-// Adagrad: sum ← sum + g², w ← w − rate · g / (√sum + eps).
+// Adagrad: g ← g + weight_decay · w, sum ← sum + g², w ← w − rate · g / (√sum + eps).
 #include "recipe.cuh"
 
 struct Recipe : ElementWise {
@@ -6,10 +6,27 @@ struct Recipe : ElementWise {
         return hyper.lr / (1.0 + (step - 1.0) * hyper.lr_decay);
     }
 
-    static __device__ __forceinline__ float element(float w, float g, float *sum, float rate, const Numbers &numbers) {
-        const float total = __fmaf_rn(g, g, *sum);
-        *sum = total;
-        return __fmaf_rn(-rate, __fdiv_rn(g, __fadd_rn(__fsqrt_rn(total), numbers.eps)), w);
+    template <class State>
+    static __device__ __forceinline__ float element(float w, float g, State &state, float rate,
+                                                    const Numbers &numbers) {
+        const float gradient = numbers.weight_decay != 0.0f ? __fmaf_rn(numbers.weight_decay, w, g) : g;
+        const float total = __fmaf_rn(gradient, gradient, state[0]);
+        state[0] = total;
+        return __fmaf_rn(-rate, __fdiv_rn(gradient, __fadd_rn(__fsqrt_rn(total), numbers.eps)), w);
+    }
+
+    // --- with weight decay ---
+
+    static __device__ __forceinline__ Terms terms(const Hyper &hyper, double step) {
+        return {0.0, 1.0, 1.0, 1.0, 1.0, hyper.weight_decay != 0.0 ? 1.0 : 0.0, 0.0};
+    }
+
+    template <class State>
+    static __device__ __forceinline__ float catch_up(float w, State &state, const MissedSteps &missed,
+                                                     const Past &past) {
+        for (int step = missed.start + 1; step <= missed.replayed; step++)
+            w = element(w, 0.0f, state, past.rates[step], numbers_of(past, step));
+        return w;
     }
 };
 

@@ -75,6 +75,10 @@ class AdamW(OptimizerConfig):
     def rate(hyper: Mapping[str, float], step: Array) -> Array:
         return _rate(hyper, step)
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return ("-DDECOUPLED",)
+
     def numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
         return _means(hyper) | {"weight_decay": 0.0}
 

@@ -21,7 +21,8 @@ struct Recipe : ElementWise {
         return __fdiv_rn(rate, __fadd_rn(__fsqrt_rn(total), numbers.eps));
     }
 
-    static __device__ __forceinline__ float element(float w, float g, float *state, float rate,
+    template <class State>
+    static __device__ __forceinline__ float element(float w, float g, State &state, float rate,
                                                     const Numbers &numbers) {
         return __fmaf_rn(-rate, g, w);
     }

@@ -52,7 +52,7 @@ class SGD(OptimizerConfig):
                     f"{name} of the param group is {hyper[name]:g}, but the rows were built without room for it; build "
                     f"the tables with SGD({name}=…) above 0, which may become 0 later. Nothing was updated"
                 )
-        names = ("weight_decay", "momentum", "nesterov")
+        names = ("weight_decay", "momentum", "nesterov") if self.is_dense else ()
         return {name: float(hyper[name]) for name in names}
 
     def step_numbers(self, hyper: Mapping[str, float], step: float) -> dict[str, float]:

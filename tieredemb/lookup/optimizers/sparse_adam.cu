@@ -7,12 +7,13 @@ struct Recipe : ElementWise {
         return hyper.lr * sqrt(1.0 - pow(hyper.beta2, step)) / (1.0 - pow(hyper.beta1, step));
     }
 
-    static __device__ __forceinline__ float element(float w, float g, float *m_at, float rate, const Numbers &numbers) {
-        float *v_at = m_at + WIDTH;
-        const float m = __fmaf_rn(__fsub_rn(g, *m_at), numbers.one_less_beta1, *m_at);
-        const float v = __fmaf_rn(__fmaf_rn(g, g, -*v_at), numbers.one_less_beta2, *v_at);
-        *m_at = m;
-        *v_at = v;
+    template <class State>
+    static __device__ __forceinline__ float element(float w, float g, State &state, float rate,
+                                                    const Numbers &numbers) {
+        const float m = __fmaf_rn(__fsub_rn(g, state[0]), numbers.one_less_beta1, state[0]);
+        const float v = __fmaf_rn(__fmaf_rn(g, g, -state[1]), numbers.one_less_beta2, state[1]);
+        state[0] = m;
+        state[1] = v;
         return __fmaf_rn(-rate, __fdiv_rn(m, __fadd_rn(__fsqrt_rn(v), numbers.eps)), w);
     }
 };

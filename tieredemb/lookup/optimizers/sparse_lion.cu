@@ -5,11 +5,13 @@
 struct Recipe : ElementWise {
     static __device__ __forceinline__ double rate(const Hyper &hyper, double step) { return hyper.lr; }
 
-    static __device__ __forceinline__ float element(float w, float g, float *m_at, float rate, const Numbers &numbers) {
-        const float m = *m_at;
+    template <class State>
+    static __device__ __forceinline__ float element(float w, float g, State &state, float rate,
+                                                    const Numbers &numbers) {
+        const float m = state[0];
         const float c = __fmaf_rn(numbers.one_less_beta1, g, __fmul_rn(numbers.beta1, m));
         const float sign = c > 0.0f ? 1.0f : c < 0.0f ? -1.0f : c;  // a NaN stays one
-        *m_at = __fmaf_rn(numbers.one_less_beta2, g, __fmul_rn(numbers.beta2, m));
+        state[0] = __fmaf_rn(numbers.one_less_beta2, g, __fmul_rn(numbers.beta2, m));
         return __fmaf_rn(-rate, __fmaf_rn(numbers.weight_decay, w, sign), w);
     }
 };

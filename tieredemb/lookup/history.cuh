@@ -1,0 +1,139 @@
+// What a dense optimizer keeps of its steps, on the device: the twin of history_cpu.py. See history.py.
+#pragma once
+#include "common.cuh"
+
+// By the row's last step less `base`, with `room` for so many; `windows`: after even steps, and after odd ones · `marks`:
+// the first step whose sum grows, after even steps and after odd ones; whether the step that was begun is taken; how many
+// steps rows were made to take one by one; how many were refused for want of room.
+struct Past {
+    i64 base, room;
+    float *rates, *numbers, *sums;
+    int *ends;
+    double *logs;
+    int *coupled;
+    double *windows;
+    i64 *marks;
+};
+
+struct Terms {
+    double weight, point, first, root_second, decay, coupled, eps;
+};
+
+// What brings a row from step `start` to step `stop`, both less the base.
+struct MissedSteps {
+    int start, replayed;  // the steps after `start` until `replayed` are taken one by one
+    const float *sums;    // or, where not null, all of them from this expansion
+    float first, second;  // what falls meanwhile beside it: from the last replayed step on, if any
+    float decay, later;   // of the weights: as long as the sum grows, and from then on
+};
+
+__device__ __forceinline__ float factor_between(const Past &past, int which, int start, int stop) {
+    return (float)exp(past.logs[(i64)stop * LOGS + which] - past.logs[(i64)start * LOGS + which]);
+}
+
+__device__ __forceinline__ MissedSteps missed_steps(const Past &past, int start, int stop) {
+    if (past.coupled[stop] != past.coupled[start] || past.ends[start] < 0)
+        return {start, stop, nullptr, 1.0f, 1.0f, 1.0f, 1.0f};
+    const int end = past.ends[start] > 0 && past.ends[start] < stop ? past.ends[start] : stop;
+    const float *sums = past.sums + (i64)start * SUMS;
+    const bool series = sums[SUM_IS_SERIES] != 0.0f;
+    const int from = series ? start : end;
+    return {start,
+            from,
+            series ? sums : nullptr,
+            factor_between(past, FIRST_LOG, from, stop),
+            factor_between(past, SECOND_LOG, from, stop),
+            factor_between(past, DECAY_LOG, start, end),
+            factor_between(past, DECAY_LOG, end, stop)};
+}
+
+__device__ __forceinline__ double log_of(double factor) { return factor > 1e-300 ? log(factor) : -690.0; }
+
+// Of 9 moments: n! / (k! (n − k)!).
+__device__ __forceinline__ double binomial(int n, int k) {
+    double value = 1.0;
+    for (int i = 1; i <= k; i++) value = value * (n - k + i) / i;
+    return value;
+}
+
+__device__ __forceinline__ void sums_write(const double *entry, float *sums) {
+    const double total = entry[MOMENTS_AT], unit = entry[UNIT_AT];
+    if (total == 0.0) {
+        sums[0] = 0.0f;
+        sums[1] = (float)unit;
+        for (int k = 2; k < ORDERS - 1; k++) sums[k] = 0.0f;
+        sums[SUM_IS_SERIES] = 1.0f;
+        return;
+    }
+    const double mean = entry[MOMENTS_AT + 1] / total;
+    sums[0] = (float)total;
+    sums[1] = (float)(unit * (1.0 + mean));
+    double central = 0.0, scale = unit;
+    for (int k = 2; k < ORDERS; k++) {
+        scale *= unit;
+        double power = 1.0;
+        central = 0.0;
+        for (int i = k; i >= 0; i--) {  // of the mean's power k − i
+            central += binomial(k, i) * entry[MOMENTS_AT + i] / total * power;
+            power *= -mean;
+        }
+        if (k < ORDERS - 1) sums[k] = (float)(scale * central);
+    }
+    const double error = fabs(central) / pow(1.0 + mean, (double)(ORDERS - 1));
+    sums[SUM_IS_SERIES] = error < 1e-7 ? 1.0f : 0.0f;
+}
+
+// Keeps step `at`, less the base. All threads of one block.
+__device__ __forceinline__ void step_append(const Past &past, int at, const Terms &terms) {
+    const bool is_coupled = terms.coupled != 0.0 || !(terms.decay > 0.0);
+    const bool is_still = terms.weight == 0.0 && terms.first == 1.0;
+    const double *before = past.windows + (i64)((at - 1) % 2) * WINDOW * ENTRY;
+    double *after = past.windows + (i64)(at % 2) * WINDOW * ENTRY;
+    int first = (int)past.marks[MARK_FIRST + (at - 1) % 2];
+    if (threadIdx.x == 0) {
+        double *log_now = past.logs + (i64)at * LOGS;
+        const double *log_then = log_now - LOGS;
+        log_now[FIRST_LOG] = log_then[FIRST_LOG] + log_of(terms.first);
+        log_now[SECOND_LOG] = log_then[SECOND_LOG] + 2.0 * log_of(terms.root_second);
+        log_now[DECAY_LOG] = log_then[DECAY_LOG] + log_of(terms.decay);
+        past.coupled[at] = past.coupled[at - 1] + (is_coupled ? 1 : 0);
+        past.ends[at] = 0;
+    }
+    for (int s = first + (int)threadIdx.x; s < at; s += blockDim.x) {
+        const double *old = before + (s % WINDOW) * ENTRY;
+        double *entry = after + (s % WINDOW) * ENTRY;
+        float *sums = past.sums + (i64)s * SUMS;
+        const bool fresh = s == at - 1;  // its entry begins here
+        const double one = fresh ? terms.first : old[FIRST_PRODUCT] * terms.first;
+        const double two = fresh ? terms.root_second : old[SECOND_PRODUCT] * terms.root_second;
+        const double point = two * terms.point, unit = fresh ? point : old[UNIT_AT];
+        const bool other_eps = !fresh && old[EPS_AT] != terms.eps;
+        entry[FIRST_PRODUCT] = one;
+        entry[SECOND_PRODUCT] = two;
+        entry[UNIT_AT] = unit;
+        entry[EPS_AT] = other_eps ? nan("") : terms.eps;  // another eps in between: replayed from now on
+        double weight = terms.weight * one;
+        const double off = point / unit - 1.0;
+        for (int k = 0; k < ORDERS; k++) {
+            entry[MOMENTS_AT + k] = (fresh ? 0.0 : old[MOMENTS_AT + k] * terms.decay) + weight;
+            weight *= off;
+        }
+        sums_write(entry, sums);
+        sums[SUM_EPS] = (float)terms.eps;
+        if (other_eps) sums[SUM_IS_SERIES] = 0.0f;
+        past.ends[s] = 0;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (; first < at; first++) {
+            const double *entry = after + (first % WINDOW) * ENTRY;
+            if (is_still || entry[FIRST_PRODUCT] < 5e-8 * entry[SECOND_PRODUCT])
+                past.ends[first] = at;
+            else if (at - first >= WINDOW)
+                past.ends[first] = -1;
+            else
+                break;
+        }
+        past.marks[MARK_FIRST + at % 2] = first;
+    }
+}

@@ -1,0 +1,68 @@
+// Adam and AdamW over all rows: g ← g + weight_decay · w, m and v are running means of g and g²,
+// w ← decay · w − rate · m / (√v + step_eps).
+#include "recipe.cuh"
+
+struct Recipe : ElementWise {
+    // lr / (1 − β1^t) · √(1 − β2^t): √v is not corrected for its bias, but eps is in its place
+    static __device__ __forceinline__ double rate(const Hyper &hyper, double step) {
+        return hyper.lr * sqrt(1.0 - pow(hyper.beta2, step)) / (1.0 - pow(hyper.beta1, step));
+    }
+
+    template <class State>
+    static __device__ __forceinline__ float element(float w, float g, State &state, float rate,
+                                                    const Numbers &numbers) {
+        const float gradient = numbers.weight_decay != 0.0f ? __fmaf_rn(numbers.weight_decay, w, g) : g;
+        const float m = __fmaf_rn(__fsub_rn(gradient, state[0]), numbers.one_less_beta1, state[0]);
+        const float v = __fmaf_rn(__fmaf_rn(gradient, gradient, -state[1]), numbers.one_less_beta2, state[1]);
+        state[0] = m;
+        state[1] = v;
+        return __fmaf_rn(-rate, __fdiv_rn(m, __fadd_rn(__fsqrt_rn(v), numbers.step_eps)), __fmul_rn(w, numbers.decay));
+    }
+
+    static constexpr int STEP_NUMBERS = 2;
+    static __device__ __forceinline__ void step_numbers(const Hyper &hyper, double step, float *numbers) {
+        numbers[0] = (float)(hyper.eps * sqrt(1.0 - pow(hyper.beta2, step)));
+        numbers[1] = (float)decay(hyper);
+    }
+
+    static __device__ __forceinline__ double decay(const Hyper &hyper) {
+#ifdef DECOUPLED
+        return 1.0 - hyper.lr * hyper.weight_decay;
+#else
+        return 1.0;
+#endif
+    }
+
+    static __device__ __forceinline__ Terms terms(const Hyper &hyper, double step) {
+#ifdef DECOUPLED
+        const double coupled = 0.0;
+#else
+        const double coupled = hyper.weight_decay != 0.0 ? 1.0 : 0.0;
+#endif
+        return {hyper.lr / (1.0 - pow(hyper.beta1, step)), 1.0 / sqrt(1.0 - pow(hyper.beta2, step)), hyper.beta1,
+                sqrt(hyper.beta2), decay(hyper), coupled, hyper.eps};
+    }
+
+    template <class State>
+    static __device__ __forceinline__ float catch_up(float w, State &state, const MissedSteps &missed,
+                                                     const Past &past) {
+        for (int step = missed.start + 1; step <= missed.replayed; step++)
+            w = element(w, 0.0f, state, past.rates[step], numbers_of(past, step));
+        const float m = state[0], v = state[1];
+        state[0] = __fmul_rn(m, missed.first);
+        state[1] = __fmul_rn(v, missed.second);
+        if (missed.sums == nullptr) return missed.later != 1.0f ? __fmul_rn(w, missed.later) : w;
+        const float *of = missed.sums;
+        const float x = __fsqrt_rn(v), below = __fmaf_rn(x, of[1], of[SUM_EPS]), q = __fdiv_rn(x, below);
+        float series = __fmaf_rn(-q, of[7], of[6]);
+        series = __fmaf_rn(-q, series, of[5]);
+        series = __fmaf_rn(-q, series, of[4]);
+        series = __fmaf_rn(-q, series, of[3]);
+        series = __fmaf_rn(-q, series, of[2]);
+        series = __fmaf_rn(__fmul_rn(q, q), series, 1.0f);
+        w = __fmaf_rn(-__fdiv_rn(__fmul_rn(of[0], series), below), m, __fmul_rn(w, missed.decay));
+        return __fmul_rn(w, missed.later);
+    }
+};
+
+#include "optimizer.cuh"
