@@ -356,6 +356,16 @@ def _is_direct(array):
     return (lambda array: True) if array.dtype in _DIRECT else (lambda array: False)
 
 
+def is_float(array: Any) -> bool:
+    """Whether the rows in `array` are float32: a constant to the compiler. Inside kernels only."""
+    raise RuntimeError("a kernel function")
+
+
+@overload(is_float, inline="always")
+def _is_float(array):
+    return (lambda array: True) if array.dtype == types.float32 else (lambda array: False)
+
+
 def row_width(array: Any) -> int:
     """Weights of a row in `array`; 0 where it has no columns. Inside kernels only."""
     raise RuntimeError("a kernel function")

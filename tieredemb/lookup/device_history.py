@@ -22,10 +22,13 @@ class DeviceHistory:
         self._steps = steps
         self._device = steps.device
         self.past = torch.zeros(10, dtype=torch.int64, device=self._device)
+        self._replayed = 0  # steps, as counted before a history was replaced
+        self._marks = torch.zeros(MARKS, dtype=torch.int64, device=self._device)
         self.adopt(history)
 
     def adopt(self, history: History) -> None:
         """Takes over what a host knows. Synchronises."""
+        self._replayed += int(self._marks[MARK_REPLAYED])
         self.base = history.base
         self._most = history.steps  # at least as many as were taken
         taken = history.steps - history.base + 1
@@ -72,7 +75,7 @@ class DeviceHistory:
         marks = self._marks.tolist()
         arrays = {name: array[:taken].cpu().numpy() for name, array in self._arrays.items()}
         history.load(arrays, self._windows.cpu().numpy(), base=self.base, steps=steps, first=marks[:2])
-        history.replayed = marks[MARK_REPLAYED]
+        history.replayed = self._replayed + marks[MARK_REPLAYED]
 
     def refused(self) -> int:
         """Steps that found no room. Synchronises."""

@@ -19,6 +19,8 @@ the moments change quickly, and for betas whose terms differ much.
 
 from __future__ import annotations
 
+import io
+import zipfile
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +105,47 @@ class History:
             getattr(self, name)[:taken] = array[:taken]
         self.windows = np.array(windows)
         self.base, self.steps, self.first = base, steps, list(first)
+
+    def take(self, other: History) -> None:
+        """Takes over all that another history of the same optimizer knows."""
+        taken = other.steps - other.base + 1
+        arrays = {name: array[:taken] for name, array in other.arrays().items()}
+        self.load(arrays, other.windows, base=other.base, steps=other.steps, first=other.first)
+
+    def to_bytes(self) -> bytes:
+        """All of it, as a file holds it: an uncompressed archive of numpy's."""
+        taken, data = self.steps - self.base + 1, io.BytesIO()
+        arrays = {name: array[:taken] for name, array in self.arrays().items()}
+        numbers = np.array([self.base, self.steps, *self.first], np.int64)
+        np.savez(data, windows=self.windows, counted=numbers, **arrays)
+        return data.getvalue()
+
+    def parsed(self, data: bytes) -> History:
+        """The history of this optimizer that `to_bytes` made `data` of. Raises `ValueError` for what is none."""
+        found = History(self.recipe, self._numbers)
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+                parts = {name: archive[name] for name in (*self.arrays(), "windows", "counted")}
+        except (KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+            raise ValueError(f"it cannot be read ({error})") from error
+        windows, counted = parts.pop("windows"), parts.pop("counted")
+        if counted.dtype != np.int64 or counted.shape != (4,) or not 0 <= counted[0] <= counted[1] < 2**31:
+            raise ValueError("it does not say which steps it is of")
+        base, steps, *first = counted.tolist()
+        taken = steps - base + 1
+        for name, array in [*self.arrays().items(), ("windows", self.windows)]:
+            given = windows if name == "windows" else parts[name]
+            shape = array.shape if name == "windows" else (taken, *array.shape[1:])
+            if given.dtype != array.dtype or given.shape != shape:
+                raise ValueError(f"its {name} are {given.dtype} of shape {given.shape}, not {array.dtype} of {shape}")
+        if (
+            not all(0 <= each <= taken for each in first)
+            or (parts["ends"] >= taken).any()
+            or (parts["ends"] < -1).any()
+        ):
+            raise ValueError("it names steps that were not taken")
+        found.load(parts, windows, base=base, steps=steps, first=first)
+        return found
 
     def past(self) -> tuple[Array | int, ...]:
         """What a kernel is given of it."""

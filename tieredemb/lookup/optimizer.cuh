@@ -146,9 +146,9 @@ __device__ __forceinline__ u32 *clock_of(const Place &place) {
 
 // Brings a row to step `now`, and notes that it stands at step `noted`; all lanes of the row. Whether it was behind.
 __device__ __forceinline__ bool row_bring(const Place &place, Row &row, int lane, const Past &past, i64 now, i64 noted) {
-    const i64 last = *clock_of(place);
+    const i64 last = *clock_of(place) < past.base ? past.base : *clock_of(place);
     __syncwarp(group_mask(LANES));
-    if (lane == 0 && last != noted) *clock_of(place) = (u32)noted;
+    if (lane == 0) *clock_of(place) = (u32)noted;
     if (last >= now) return false;
     const MissedSteps missed = missed_steps(past, (int)(last - past.base), (int)(now - past.base));
 #pragma unroll
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
         if (lane == 0) own[i] = home == DROPPED ? DROPPED : (int)i;
         if (home == DROPPED) continue;
         const Place place = place_of(rows, home);
-        const i64 last = *clock_of(place);
+        const i64 last = *clock_of(place) < so_far.base ? so_far.base : *clock_of(place);
         const bool is_behind = last < now;
         MissedSteps missed{};
         if (is_behind) missed = missed_steps(so_far, (int)(last - so_far.base), (int)(now - so_far.base));

@@ -19,6 +19,7 @@ from tieredemb.kernels.cpu import (
     fma,
     inline,
     is_direct,
+    is_float,
     jit,
     load,
     prefetch,
@@ -177,11 +178,17 @@ def row_bring(weight, row, state, home, none, dense, row_catch_up):
     clock, past, noted = dense
     now, base = past[0], past[1]
     place = clock.shape[1] - 1
-    last = np.int64(clock[home, place])
+    last = max(np.int64(clock[home, place]), base)
     clock[home, place] = np.uint32(noted)
     if last >= now:
         return 0
-    return row_catch_up(weight, row, state, home, none, past, last - base, now - base)
+    if is_float(weight):
+        return row_catch_up(weight, row, state, home, none, past, last - base, now - base)
+    values = np.empty((1, none.shape[0]), np.float32)  # rounded once, whatever the number of steps
+    row_load(weight, row, values)
+    replayed = row_catch_up(values, np.int32(0), state, home, none, past, last - base, now - base)
+    row_store(weight, row, values)
+    return replayed
 
 
 @inline
@@ -189,9 +196,7 @@ def rows_walk(lo, hi, slots, weight, state, dirty, dense, bring, done):
     """Brings the rows in `slots` to the current step: what a dense recipe's kernel does in a forward. Returns how many
     steps it has replayed."""
     now, place = dense[1][0], dense[0].shape[1] - 1
-    width = row_width(weight)
-    values = np.empty((1, 0 if is_direct(weight) else width), np.float32)
-    none = np.zeros(width, np.float32)
+    none = np.zeros(row_width(weight), np.float32)
     replayed = 0
     for i in range(lo, hi):
         s = slots[i]
@@ -200,12 +205,7 @@ def rows_walk(lo, hi, slots, weight, state, dirty, dense, bring, done):
             row_prefetch(state, slots[i + AHEAD])
         if np.int64(dense[0][s, place]) >= now:
             continue
-        if is_direct(weight):
-            replayed += bring(weight, s, state, s, none, dense)
-        else:
-            row_load(weight, s, values)
-            replayed += bring(values, np.int32(0), state, s, none, dense)
-            row_store(weight, s, values)
+        replayed += bring(weight, s, state, s, none, dense)
         dirty[s] = 1
     done[lo] = 1
     return replayed
@@ -251,12 +251,11 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
         if grad_scale != F(1.0):
             for d in range(width):
                 acc[d] *= grad_scale
+        replayed += bring(weight, homes[u], state, homes[u], none, dense)
         if is_direct(weight):
-            replayed += bring(weight, homes[u], state, homes[u], none, dense)
             row_update(weight, homes[u], state, homes[u], acc, rate[table], numbers)
         else:
             row_load(weight, homes[u], values)
-            replayed += bring(values, np.int32(0), state, homes[u], none, dense)
             row_update(values, np.int32(0), state, homes[u], acc, rate[table], numbers)
             row_store(weight, homes[u], values)
         dirty[homes[u]] = 1

@@ -79,11 +79,13 @@ class Storage(abc.ABC):
 @dataclass
 class Metadata:
     """What a key space has to remember beside its rows: `batch`, the number of the last planned batch (scores are
-    relative to it); `steps`, the optimizer's step count for each table; `policy`, the unit of the scores."""
+    relative to it); `steps`, the optimizer's step count for each table; `policy`, the unit of the scores; `history`,
+    the checksum of the history that lies beside a row file, 0 where there is none."""
 
     batch: int = 0
     steps: list[int] = field(default_factory=list)
     policy: str = ""
+    history: int = 0
 
     def cleared(self) -> Metadata:
         """That of as many tables at the start."""
@@ -92,7 +94,7 @@ class Metadata:
     @classmethod
     def from_json(cls, value: Any, name: str) -> Metadata:
         """The metadata that a file says it has at `name`. Raises `ValueError` for what is none."""
-        fields = fields_of(value, name, ("batch", "steps", "policy"))
+        fields = fields_of(value, name, ("batch", "steps", "policy"), optional=("history",))
         policy = text_of(fields["policy"], f"{name}.policy")
         if not _POLICY.fullmatch(policy):
             raise ValueError(f"{name}.policy is {shown(policy)} and must be a policy's name, such as 'aged:300.0'")
@@ -103,7 +105,13 @@ class Metadata:
                 for i, step in enumerate(list_of(fields["steps"], f"{name}.steps"))
             ],
             policy=policy,
+            history=integer_of(fields.get("history", 0), f"{name}.history", high=2**32 - 1),
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """As a file says it. Without a history it is what libraries that know of none read."""
+        fields = {"batch": int(self.batch), "steps": [int(step) for step in self.steps], "policy": self.policy}
+        return fields | ({"history": self.history} if self.history else {})
 
 
 class HotArrays(Protocol):
@@ -136,6 +144,7 @@ class ColdRows(abc.ABC):
     volatile: bool  # whether it dies with the process, so that closing needs no flush
     released: bool = False  # whether `close` has begun to give the rows up: nothing but `close` may be called then
     history: Any = None  # what an optimizer that moves every row keeps of its steps: a `lookup.history.History`
+    saved_history: bytes | None = None  # what it was when the storage was closed, as `History.to_bytes` wrote it
     device_readable: bool = False  # whether GPU kernels read and write `weight` and `state` at the arrays' addresses
 
     def __init__(self, layout: RowLayout, weight: np.ndarray[Any, Any], state: np.ndarray[Any, Any]) -> None:

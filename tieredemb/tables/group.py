@@ -58,6 +58,8 @@ class Group(abc.ABC):
             _check_steps(cold, len(tables))
             if cold.history is None:
                 cold.history = new_history(config.optimizer)
+                if cold.history is not None and cold.saved_history is not None:
+                    cold.history.take(parsed_history(cold))
             self._make_cache(cold)
             self.cache.doubts.all_parts = self._parts()
             if not opened:
@@ -116,6 +118,11 @@ class Group(abc.ABC):
         """What a dense optimizer keeps of its steps; None of others. Synchronises with a GPU."""
         history: History | None = self.cache.cold.history
         return history
+
+    def restart_counts(self) -> None:
+        """Replayed steps are counted from here on, by whoever has the cold rows next."""
+        if self.cache.cold.history is not None:
+            self.cache.cold.history.replayed = 0
 
     def restart_history(self) -> None:
         """Every row of a dense optimizer stands at the steps that were taken. Synchronises with a GPU."""
@@ -179,6 +186,19 @@ class Group(abc.ABC):
 
     def _adopt_history(self) -> None:  # noqa: B027 - a host works on it as it lies
         """A history that was replaced with the cold rows counts from now on."""
+
+
+def parsed_history(cold: ColdRows) -> History:
+    """The history that a storage was closed with. Raises `StorageFormatError`."""
+    assert cold.saved_history is not None
+    try:
+        parsed: History = cold.history.parsed(cold.saved_history)
+    except ValueError as error:
+        raise StorageFormatError(
+            f"the history of steps beside the {cold.kind} tier is not one that this library writes: {error}; restore "
+            f"it, or open the file with File(path, fresh=True) and load a checkpoint"
+        ) from error
+    return parsed
 
 
 def _check_steps(cold: ColdRows, tables: int) -> None:

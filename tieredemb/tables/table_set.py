@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import weakref
@@ -249,6 +250,8 @@ class TableSet:
             config = replace(self.config, device=device)
             self.flush()
             counted, before = self.stats(), self.groups
+            for group in before:
+                group.restart_counts()
             with contextlib.ExitStack() as undo:  # tables of one width that do not fit leave the others where they are
                 groups: list[Group] = []
                 for group in before:
@@ -309,7 +312,8 @@ class TableSet:
              for start, stop in _used_chunks(g)]
             for g in self.groups
         ]  # fmt: skip
-        return _rebuild, (self.config, parts, [g.cache.cold.metadata for g in self.groups])
+        kept = [(g.cache.cold.metadata, copy.deepcopy(g.cache.cold.history)) for g in self.groups]
+        return _rebuild, (self.config, parts, kept)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableSet:
         rebuild, args = self.__reduce__()
@@ -327,14 +331,16 @@ def make_fault_report(config: TableSetConfig) -> Any:
     return FaultReport([t.name for t in config.tables], [t.num_embeddings for t in config.tables])
 
 
-def _rebuild(config: TableSetConfig, parts: list[Any], metadata: list[Any]) -> TableSet:
+def _rebuild(config: TableSetConfig, parts: list[Any], kept: list[Any]) -> TableSet:
     tables = TableSet(config)
-    for group, rows, remembered in zip(tables.groups, parts, metadata, strict=True):
+    for group, rows, (remembered, history) in zip(tables.groups, parts, kept, strict=True):
         cold = group.cache.cold
         for start, stop, weight, state in rows:
             cold.weight[start:stop] = weight
             cold.state[start:stop] = state
         cold.metadata.__dict__.update(json.loads(json.dumps(asdict(remembered))))
+        if history is not None:
+            cold.history.take(history)
         group.adopt()
     return tables
 

@@ -26,9 +26,8 @@ class SGD(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("momentum", "weight_decay"):
+        for name in ("momentum", "dampening", "weight_decay"):
             check_finite(name, getattr(self, name), low=0.0)
-        check_finite("dampening", self.dampening)
         if self.nesterov not in (True, False):
             raise ConfigError(f"nesterov must be True or False, got {shown(self.nesterov)}")
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):

@@ -30,7 +30,7 @@ from tieredemb.storage.checkpoint.manifest import (
     write_manifest,
 )
 from tieredemb.storage.file.header import difference, jsonable, layout_fields, plain_metadata
-from tieredemb.storage.file.io import fsync_directory, pread_all
+from tieredemb.storage.file.io import fsync_directory, pread_all, pwrite_all
 from tieredemb.storage.system import system
 
 Spaces = Mapping[str, ColdRows]
@@ -88,7 +88,14 @@ def _save_rows(
             chunks = write_rows(os.path.join(path, file), cold, held.get(name))
             with RowFile(path, file) as rows:
                 rows.verify(chunks, cold.layout)
+            history, data = "", b""
+            if cold.history is not None:
+                history, data = f"history-{token}-{number}.npz", cold.history.to_bytes()
+                written.append(history)
+                _write_whole(os.path.join(path, history), data)
             entries[name] = Space(
+                history=history,
+                history_bytes=len(data),
                 file=file,
                 layout=layout_fields(cold.layout),
                 identity=dict(identities[name]),
@@ -109,11 +116,52 @@ def _save_rows(
     return manifest
 
 
+def _write_whole(path: str, data: bytes) -> None:
+    """Writes a new file, durably, and reads it back."""
+    fd = system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        pwrite_all(fd, data, 0)
+        system.fsync(fd)
+        if pread_all(fd, len(data) + 1, 0) != data:
+            raise CheckpointError(f"{path!r} reads back other than it was written; check the disk")
+    finally:
+        system.close(fd)
+
+
+def _history_of(path: str, entry: Space, cold: ColdRows) -> Any:
+    """What the optimizer of a checkpoint's rows remembers of its steps, or None. Raises `CheckpointError`."""
+    if cold.history is None:
+        return None
+    if not entry.history:
+        raise CheckpointError(f"the checkpoint in {path!r} lacks the optimizer's steps; use another checkpoint")
+    fd = system.open(os.path.join(path, entry.history), os.O_RDONLY)
+    try:
+        data = pread_all(fd, entry.history_bytes + 1, 0)
+    finally:
+        system.close(fd)
+    try:
+        if len(data) != entry.history_bytes:
+            raise ValueError(f"it has other than {entry.history_bytes} bytes")
+        return cold.history.parsed(data)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{entry.history!r} in {path!r} is damaged: {error}; use another checkpoint, nothing was changed"
+        ) from error
+
+
 class Opened:
     """A checkpoint that was verified, whose row files are open: a save that replaces it meanwhile takes nothing away.
-    `extra`: what was saved beside the rows."""
+    `extra`: what was saved beside the rows · `histories`: what optimizers remember of their steps, by space."""
 
-    def __init__(self, path: str, manifest: Manifest, files: Mapping[str, RowFile], spaces: Spaces) -> None:
+    def __init__(
+        self,
+        path: str,
+        manifest: Manifest,
+        files: Mapping[str, RowFile],
+        spaces: Spaces,
+        histories: Mapping[str, Any],
+    ) -> None:
+        self._histories = histories
         self.extra = manifest.extra
         self._path, self._manifest, self._files, self._spaces = path, manifest, files, spaces
 
@@ -131,6 +179,8 @@ class Opened:
                     cold.weight[keys] = weight
                     cold.state[keys] = state
                 cold.metadata = plain_metadata(entry.metadata)
+                if self._histories[name] is not None:
+                    cold.history.take(self._histories[name])
         except CheckpointError as error:
             raise StorageError(f"loading failed after the checkpoint was verified ({error})") from error
         except TieredEmbError:
@@ -169,9 +219,10 @@ def opened(
                     f"{manifest.broken}. Use an earlier checkpoint, or take the rows as they are with "
                     "load_checkpoint(directory, recover=True); nothing was changed"
                 )
+            histories = {name: _history_of(path, manifest.spaces[name], cold) for name, cold in spaces.items()}
             for name, cold in spaces.items():
                 files[name].verify(manifest.spaces[name].chunks, cold.layout)
-        yield Opened(path, manifest, files, spaces)
+        yield Opened(path, manifest, files, spaces, histories)
 
 
 def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[str, RowFile]]:

@@ -28,19 +28,24 @@ FORMAT = "tieredemb checkpoint"
 VERSION = 1
 # 64 times what is written, and little memory: a file of holes may be of any size
 _MOST_CHUNK_BYTES = 1 << 30
+_MOST_HISTORY_BYTES = 1 << 40
 _ROW_FILE = re.compile(r"rows-[0-9a-f]{16}-[0-9]+\.bin")
+_HISTORY_FILE = re.compile(r"history-[0-9a-f]{16}-[0-9]+\.npz")
 _PENDING = re.compile(re.escape(MANIFEST) + r"\.[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """One key space: its row file, and what `load` compares with the model."""
+    """One key space: its row file, what `load` compares with the model, and where its optimizer remembers steps the
+    file of those, of `history_bytes` bytes."""
 
     file: str
     layout: dict[str, Any]
     identity: dict[str, Any]
     metadata: Metadata
     chunks: list[Chunk]
+    history: str = ""
+    history_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +59,18 @@ class Manifest:
 
 def is_leftover(name: str, manifest: Manifest) -> bool:
     """Whether a file in the directory was made by a save and is not part of `manifest`."""
-    named = {entry.file for entry in manifest.spaces.values()}
-    return bool(_PENDING.fullmatch(name) or (_ROW_FILE.fullmatch(name) and name not in named))
+    named = {name for entry in manifest.spaces.values() for name in (entry.file, entry.history)}
+    is_ours = _ROW_FILE.fullmatch(name) or _HISTORY_FILE.fullmatch(name)
+    return bool(_PENDING.fullmatch(name) or (is_ours and name not in named))
 
 
 def write_manifest(path: str, manifest: Manifest) -> None:
     """Writes a new file, durably, and reads it back. Raises `CheckpointError` where a load would refuse it."""
     fields = dataclasses.asdict(manifest)
+    for space, entry in manifest.spaces.items():
+        fields["spaces"][space]["metadata"] = entry.metadata.to_json()
+        if not entry.history:  # a library that knows of none reads it
+            del fields["spaces"][space]["history"], fields["spaces"][space]["history_bytes"]
     if not manifest.broken:
         del fields["broken"]  # a library that does not know it reads all checkpoints that are to be trusted
     body = _text(fields)
@@ -131,11 +141,17 @@ def _manifest(body: Any) -> Manifest:
 
 
 def _space(value: Any, name: str) -> Space:
-    fields = fields_of(value, name, ("file", "layout", "identity", "metadata", "chunks"))
+    required = ("file", "layout", "identity", "metadata", "chunks")
+    fields = fields_of(value, name, required, optional=("history", "history_bytes"))
     file = text_of(fields["file"], f"{name}.file")
     if not _ROW_FILE.fullmatch(file):  # it is opened: a path would lead out of the directory
         raise ValueError(f"{name}.file is {shown(file)} and must be the name of a row file")
+    history = text_of(fields.get("history", ""), f"{name}.history")
+    if history and not _HISTORY_FILE.fullmatch(history):
+        raise ValueError(f"{name}.history is {shown(history)} and must be the name of a file of steps")
     return Space(
+        history=history,
+        history_bytes=integer_of(fields.get("history_bytes", 0), f"{name}.history_bytes", high=_MOST_HISTORY_BYTES),
         file=file,
         layout=fields["layout"],
         identity=object_of(fields["identity"], f"{name}.identity"),

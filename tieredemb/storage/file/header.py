@@ -51,7 +51,8 @@ class Header:
 
 def plain_metadata(metadata: Metadata) -> Metadata:
     """A copy that JSON can hold: counters may have become numpy integers."""
-    return Metadata(int(metadata.batch), [int(step) for step in metadata.steps], metadata.policy)
+    steps = [int(step) for step in metadata.steps]
+    return Metadata(int(metadata.batch), steps, metadata.policy, metadata.history)
 
 
 def layout_fields(layout: RowLayout) -> dict[str, Any]:
@@ -168,8 +169,8 @@ class HeaderSlots:
 
 
 def _payload(header: Header) -> bytes:
-    header = dataclasses.replace(header, metadata=plain_metadata(header.metadata))
-    return json.dumps(dataclasses.asdict(header), sort_keys=True).encode()
+    fields = dataclasses.asdict(header) | {"metadata": header.metadata.to_json()}
+    return json.dumps(fields, sort_keys=True).encode()
 
 
 def _header(value: Any) -> Header:

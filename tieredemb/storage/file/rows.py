@@ -14,6 +14,7 @@ import numpy as np
 from tieredemb.errors import ForkedError, StorageError
 from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout
 from tieredemb.storage.file.header import REGION_BYTES, Header, HeaderSlots, plain_metadata
+from tieredemb.storage.file.history import write_history
 from tieredemb.storage.file.io import FULL, Descriptor, pread_into, storage_errors
 from tieredemb.storage.file.lock import FileLock
 from tieredemb.storage.file.pages import PageMap
@@ -223,6 +224,8 @@ class FileRows(ColdRows):
             self._writes_again = True
             try:
                 system.msync(self._map)
+                if self.history is not None:
+                    metadata.history = write_history(self.path, self.history.to_bytes())
                 self._is_marked &= not clean  # before it is so: later changes mark it again
                 # the mark comes after the rows: if it is what fails, the rows are durable
                 self._slots.write(replace(self._header, metadata=metadata, clean=clean))

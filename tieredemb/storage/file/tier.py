@@ -37,6 +37,7 @@ from tieredemb.storage.file.header import (
     jsonable,
     layout_fields,
 )
+from tieredemb.storage.file.history import read_history
 from tieredemb.storage.file.io import Descriptor, fsync_directory, storage_errors
 from tieredemb.storage.file.lock import FileLock
 from tieredemb.storage.file.rows import FileRows, map_rows, regions
@@ -98,6 +99,7 @@ class File(Storage):
             slots.write(header)  # who has the file
             fsync_directory(os.path.dirname(path))
             rows = FileRows(path, layout, lock, file, mapping, slots, header)
+            rows.saved_history = read_history(path, header.metadata.history, recover=self.recover)
             stack.pop_all()
         return rows
 
