@@ -115,9 +115,9 @@ class History:
     def to_bytes(self) -> bytes:
         """All of it, as a file holds it: an uncompressed archive of numpy's."""
         taken, data = self.steps - self.base + 1, io.BytesIO()
-        arrays = {name: array[:taken] for name, array in self.arrays().items()}
-        numbers = np.array([self.base, self.steps, *self.first], np.int64)
-        np.savez(data, windows=self.windows, counted=numbers, **arrays)
+        parts: dict[str, Any] = {name: array[:taken] for name, array in self.arrays().items()}
+        parts |= {"windows": self.windows, "counted": np.array([self.base, self.steps, *self.first], np.int64)}
+        np.savez(data, **parts)
         return data.getvalue()
 
     def parsed(self, data: bytes) -> History:

@@ -119,6 +119,12 @@ class Group(abc.ABC):
         history: History | None = self.cache.cold.history
         return history
 
+    @property
+    def history_bytes(self) -> int:
+        """Bytes of what a dense optimizer keeps of its steps."""
+        history: History | None = self.cache.cold.history
+        return 0 if history is None else history.size_bytes()
+
     def restart_counts(self) -> None:
         """Replayed steps are counted from here on, by whoever has the cold rows next."""
         if self.cache.cold.history is not None:
@@ -276,6 +282,10 @@ class DeviceGroup(Group):
         if history is not None and self.device_history is not None:
             self.device_history.download(history)
         return history
+
+    @property
+    def history_bytes(self) -> int:
+        return super().history_bytes + (0 if self.device_history is None else self.device_history.size_bytes())
 
     def restart_history(self) -> None:
         super().restart_history()

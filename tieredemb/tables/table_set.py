@@ -290,8 +290,14 @@ class TableSet:
             self.faults.check(EARLIER)
 
     def memory_report(self) -> dict[str, Any]:
-        """Bytes of every allocation, for each width."""
-        return {f"width {group.space.width}": group.cache.memory_report() for group in self.groups}
+        """Bytes of every allocation, for each width. `optimizer`: what a dense one keeps of its steps, about 100 bytes
+        for each."""
+        reports = {}
+        for group in self.groups:
+            report = reports[f"width {group.space.width}"] = group.cache.memory_report()
+            if group.history_bytes:
+                report["optimizer"] = {"steps": group.history_bytes}
+        return reports
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles take the rows along, which only memory tiers can."""
