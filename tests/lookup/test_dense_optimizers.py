@@ -167,7 +167,7 @@ def dense(request):
 def test_reading_leaves_rows_as_they_are(device, dense):
     plain, read = bag_of(dense, device=device), bag_of(dense, device=device)
     train(plain, 0, 360)
-    for start in range(0, 360, 40):
+    for start in range(0, 360, 60):
         train(read, start, start + 60)
         bits(read)
         with torch.no_grad():

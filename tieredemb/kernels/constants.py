@@ -30,10 +30,11 @@ TERM_WEIGHT, TERM_POINT, TERM_FIRST, TERM_ROOT_SECOND, TERM_DECAY, TERM_COUPLED,
 TERMS = 7
 FIRST_LOG, SECOND_LOG, DECAY_LOG, LOGS = 0, 1, 2, 3  # of a step's sums of logarithms, float64
 ORDERS = 9  # moments of a sum; what it is expanded from, float32: its total, mean point and central moments, then
-SUM_IS_SERIES, SUM_EPS, SUMS = 8, 9, 10  # whether they may be used, and the eps beside them
+SUM_IS_SERIES, SUM_EPS = 8, 9  # whether they may be used, and the eps beside them
+SUM_FIRST, SUM_SECOND, SUM_DECAY, SUMS = 10, 11, 12, 13  # as long as the sum grows: the products of its steps' factors
 WINDOW = 2048  # steps whose sums may still grow
-FIRST_PRODUCT, SECOND_PRODUCT, UNIT_AT, EPS_AT, MOMENTS_AT = range(5)  # of an entry of the window, float64
-ENTRY = 13
+FIRST_PRODUCT, SECOND_PRODUCT, DECAY_PRODUCT, UNIT_AT, EPS_AT, MOMENTS_AT = range(6)  # of an entry there, float64
+ENTRY = 15
 MARK_FIRST, MARK_TAKEN, MARK_REPLAYED, MARK_REFUSED, MARKS = 0, 2, 3, 4, 5  # of a history on a GPU: int64
 
 # initial values

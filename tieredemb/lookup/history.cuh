@@ -38,6 +38,14 @@ __device__ __forceinline__ MissedSteps missed_steps(const Past &past, int start,
     const float *sums = past.sums + (i64)start * SUMS;
     const bool series = sums[SUM_IS_SERIES] != 0.0f;
     const int from = series ? start : end;
+    if (past.ends[start] == 0)  // the sum grows: its own products are those until now
+        return {start,
+                from,
+                series ? sums : nullptr,
+                series ? sums[SUM_FIRST] : 1.0f,
+                series ? sums[SUM_SECOND] : 1.0f,
+                sums[SUM_DECAY],
+                1.0f};
     return {start,
             from,
             series ? sums : nullptr,
@@ -110,6 +118,7 @@ __device__ __forceinline__ void step_append(const Past &past, int at, const Term
         const bool other_eps = !fresh && old[EPS_AT] != terms.eps;
         entry[FIRST_PRODUCT] = one;
         entry[SECOND_PRODUCT] = two;
+        entry[DECAY_PRODUCT] = fresh ? terms.decay : old[DECAY_PRODUCT] * terms.decay;
         entry[UNIT_AT] = unit;
         entry[EPS_AT] = other_eps ? nan("") : terms.eps;  // another eps in between: replayed from now on
         double weight = terms.weight * one;
@@ -120,6 +129,9 @@ __device__ __forceinline__ void step_append(const Past &past, int at, const Term
         }
         sums_write(entry, sums);
         sums[SUM_EPS] = (float)terms.eps;
+        sums[SUM_FIRST] = (float)one;
+        sums[SUM_SECOND] = (float)(two * two);
+        sums[SUM_DECAY] = (float)entry[DECAY_PRODUCT];
         if (other_eps) sums[SUM_IS_SERIES] = 0.0f;
         past.ends[s] = 0;
     }

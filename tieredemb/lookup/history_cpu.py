@@ -9,6 +9,7 @@ import numpy as np
 
 from tieredemb.kernels.constants import (
     DECAY_LOG,
+    DECAY_PRODUCT,
     EPS_AT,
     FIRST_LOG,
     FIRST_PRODUCT,
@@ -16,8 +17,11 @@ from tieredemb.kernels.constants import (
     ORDERS,
     SECOND_LOG,
     SECOND_PRODUCT,
+    SUM_DECAY,
     SUM_EPS,
+    SUM_FIRST,
     SUM_IS_SERIES,
+    SUM_SECOND,
     TERM_COUPLED,
     TERM_DECAY,
     TERM_EPS,
@@ -90,6 +94,7 @@ def step_append(step, terms, first, before, after, sums, ends, logs, coupled):
         unit = point if fresh else old[UNIT_AT]
         new[FIRST_PRODUCT] = one
         new[SECOND_PRODUCT] = two
+        new[DECAY_PRODUCT] = decay if fresh else old[DECAY_PRODUCT] * decay
         new[UNIT_AT] = unit
         new[EPS_AT] = terms[TERM_EPS]
         weight = terms[TERM_WEIGHT] * one
@@ -100,6 +105,9 @@ def step_append(step, terms, first, before, after, sums, ends, logs, coupled):
             weight *= off
         sums_write(new, sums[s])
         sums[s, SUM_EPS] = np.float32(terms[TERM_EPS])
+        sums[s, SUM_FIRST] = np.float32(one)
+        sums[s, SUM_SECOND] = np.float32(two * two)
+        sums[s, SUM_DECAY] = np.float32(new[DECAY_PRODUCT])
         ends[s] = 0
         if not fresh and old[EPS_AT] != terms[TERM_EPS]:
             sums[s, SUM_IS_SERIES] = 0.0

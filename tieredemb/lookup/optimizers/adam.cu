@@ -53,14 +53,15 @@ struct Recipe : ElementWise {
         state[1] = __fmul_rn(v, missed.second);
         if (missed.sums == nullptr) return missed.later != 1.0f ? __fmul_rn(w, missed.later) : w;
         const float *of = missed.sums;
-        const float x = __fsqrt_rn(v), below = __fmaf_rn(x, of[1], of[SUM_EPS]), q = __fdiv_rn(x, below);
+        const float x = __fsqrt_rn(v), share = __fdiv_rn(1.0f, __fmaf_rn(x, of[1], of[SUM_EPS])), q = __fmul_rn(x, share);
         float series = __fmaf_rn(-q, of[7], of[6]);
         series = __fmaf_rn(-q, series, of[5]);
         series = __fmaf_rn(-q, series, of[4]);
         series = __fmaf_rn(-q, series, of[3]);
         series = __fmaf_rn(-q, series, of[2]);
         series = __fmaf_rn(__fmul_rn(q, q), series, 1.0f);
-        w = __fmaf_rn(-__fdiv_rn(__fmul_rn(of[0], series), below), m, __fmul_rn(w, missed.decay));
+        const float moves = __fmul_rn(__fmul_rn(of[0], series), share);
+        w = __fmaf_rn(-moves, m, __fmul_rn(w, missed.decay));
         return __fmul_rn(w, missed.later);
     }
 };

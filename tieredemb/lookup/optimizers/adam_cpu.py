@@ -5,7 +5,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from tieredemb.kernels.constants import DECAY_LOG, FIRST_LOG, SECOND_LOG, SUM_EPS, SUM_IS_SERIES
+from tieredemb.kernels.constants import (
+    DECAY_LOG,
+    FIRST_LOG,
+    SECOND_LOG,
+    SUM_DECAY,
+    SUM_EPS,
+    SUM_FIRST,
+    SUM_IS_SERIES,
+    SUM_SECOND,
+)
 from tieredemb.kernels.cpu import as_tuple, fma, inline, jit, load, store
 from tieredemb.lookup.optimizer_cpu import factor_between, row_bring, rows_walk, segments_walk
 
@@ -45,22 +54,26 @@ def row_catch_up(weight, row, state, home, none, past, start, stop):
     if coupled[stop] != coupled[start] or ends[start] < 0:
         replay(weight, row, state, home, none, past, start, stop)
         return stop - start
-    end = min(ends[start], stop) if ends[start] > 0 else stop
-    first = factor_between(logs, FIRST_LOG, start, stop)
-    second = factor_between(logs, SECOND_LOG, start, stop)
-    decay = factor_between(logs, DECAY_LOG, start, end)
-    later = factor_between(logs, DECAY_LOG, end, stop)
     of = sums[start]
     if of[SUM_IS_SERIES] == F(0.0):
+        end = ends[start] if ends[start] > 0 else stop
         replay(weight, row, state, home, none, past, start, end)
-        first = factor_between(logs, FIRST_LOG, end, stop)
-        second = factor_between(logs, SECOND_LOG, end, stop)
-        for d in range(width):
-            store(state, home, d, load(state, home, d) * first)
-            store(state, home, width + d, load(state, home, width + d) * second)
-            if later != F(1.0):
+        if end < stop:
+            first = factor_between(logs, FIRST_LOG, end, stop)
+            second = factor_between(logs, SECOND_LOG, end, stop)
+            later = factor_between(logs, DECAY_LOG, end, stop)
+            for d in range(width):
+                store(state, home, d, load(state, home, d) * first)
+                store(state, home, width + d, load(state, home, width + d) * second)
                 store(weight, row, d, load(weight, row, d) * later)
         return end - start
+    if ends[start] == 0:  # the sum grows: its own products are those until now
+        first, second, decay, later = of[SUM_FIRST], of[SUM_SECOND], of[SUM_DECAY], F(1.0)
+    else:
+        first = factor_between(logs, FIRST_LOG, start, stop)
+        second = factor_between(logs, SECOND_LOG, start, stop)
+        decay = factor_between(logs, DECAY_LOG, start, ends[start])
+        later = factor_between(logs, DECAY_LOG, ends[start], stop)
     eps = of[SUM_EPS]
     total, point, two, three, four, five, six, seven = of[0], of[1], of[2], of[3], of[4], of[5], of[6], of[7]
     for d in range(width):
@@ -68,14 +81,15 @@ def row_catch_up(weight, row, state, home, none, past, start, stop):
         v = load(state, home, width + d)
         x = np.sqrt(v)
         below = fma(x, point, eps)
-        q = x / below
+        share = F(1.0) / below
+        q = x * share
         series = fma(-q, seven, six)
         series = fma(-q, series, five)
         series = fma(-q, series, four)
         series = fma(-q, series, three)
         series = fma(-q, series, two)
         series = fma(q * q, series, F(1.0))
-        moved = fma(-(total * series) / below, m, load(weight, row, d) * decay)
+        moved = fma(-(total * series * share), m, load(weight, row, d) * decay)
         store(weight, row, d, moved * later)
         store(state, home, d, m * first)
         store(state, home, width + d, v * second)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tieredemb.kernels.constants import DECAY_LOG, FIRST_LOG
+from tieredemb.kernels.constants import DECAY_LOG, FIRST_LOG, SUM_DECAY, SUM_FIRST
 from tieredemb.kernels.cpu import as_tuple, fma, inline, jit, load, store
 from tieredemb.lookup.optimizer_cpu import factor_between, row_bring, rows_walk, segments_walk, stays
 
@@ -54,11 +54,13 @@ def row_catch_up(weight, row, state, home, none, past, start, stop):
         for at in range(start + 1, stop + 1):
             dense_row_update(weight, row, state, home, none, rates[at], as_tuple(numbers[at], NUMBERS))
         return stop - start
-    end = min(ends[start], stop) if ends[start] > 0 else stop
-    decay = factor_between(logs, DECAY_LOG, start, end)
-    later = factor_between(logs, DECAY_LOG, end, stop)
     total = sums[start, 0]
-    first = factor_between(logs, FIRST_LOG, start, stop)
+    if ends[start] == 0:  # the sum grows: its own products are those until now
+        first, decay, later = sums[start, SUM_FIRST], sums[start, SUM_DECAY], F(1.0)
+    else:
+        first = factor_between(logs, FIRST_LOG, start, stop)
+        decay = factor_between(logs, DECAY_LOG, start, ends[start])
+        later = factor_between(logs, DECAY_LOG, ends[start], stop)
     moves = has_momentum(state, none)
     for d in range(none.shape[0]):
         w = load(weight, row, d) * decay
