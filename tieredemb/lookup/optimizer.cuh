@@ -108,6 +108,7 @@ __device__ __forceinline__ Place place_of(const Rows &rows, int home) {
     return {rows.weight + (i64)home * WIDTH, rows.state + (i64)home * STATE};
 }
 
+#ifndef OWN_ROW_UPDATE  // of a file that does something else with a row's summed gradient
 // What an update reads of a row besides its gradient; asked for early, as it does not depend on it.
 struct Row {
     row_vector weight[STEPS];
@@ -139,6 +140,7 @@ __device__ __forceinline__ void row_update(const Place &place, Row row, float (*
         store_row(place.weight, 0, unit, value);
     }
 }
+#endif
 
 // Sums the gradients of each item. Reads 4 D bytes an occurrence; a short segment's row and state once each way. The
 // gradient of a maximum counts where its winner (`argmax`) is the occurrence (`order`) itself.
@@ -284,14 +286,17 @@ __device__ __forceinline__ void row_limit_norm(const Rows &rows, int home, int l
                                                unsigned char *dirty) {
     const Place place = place_of(rows, home);
     const bool largest = norm_type > 1e300;
-    Row row = row_read(Place{place.weight, rows.state}, lane);
+    row_vector weight[STEPS];
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+        if (s * LANES + lane < UNITS) weight[s] = load_row(place.weight, 0, s * LANES + lane);
     double norm = 0.0;
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
 #pragma unroll
         for (int k = 0; k < VECTOR; k++)
             if (s * LANES + lane < UNITS) {
-                double size = fabs((double)to_float(row.weight[s].v[k]));
+                double size = fabs((double)to_float(weight[s].v[k]));
                 if (largest) norm = size > norm ? size : norm;
                 else norm += norm_type == 2.0 ? size * size : pow(size, norm_type);
             }
@@ -308,8 +313,8 @@ __device__ __forceinline__ void row_limit_norm(const Rows &rows, int home, int l
         if (s * LANES + lane >= UNITS) break;
 #pragma unroll
         for (int k = 0; k < VECTOR; k++)
-            row.weight[s].v[k] = from_float(__fmul_rn(to_float(row.weight[s].v[k]), factor));
-        store_row(place.weight, 0, s * LANES + lane, row.weight[s]);
+            weight[s].v[k] = from_float(__fmul_rn(to_float(weight[s].v[k]), factor));
+        store_row(place.weight, 0, s * LANES + lane, weight[s]);
     }
     if (lane == 0 && home >= 0) dirty[home] = 1;
 }
