@@ -186,12 +186,8 @@ class DeviceCall(Call):
     def apply(collected: Collected) -> None:
         tables, optimizer = collected[0][0].context.tables, collected[0][0].context.check_trainable()
         calls = [(call, grad) for call, grad in collected if isinstance(call, DeviceCall)]
-        device, samples = tables.config.device, sum(call.batch for call, _ in calls)
-        if len(tables.config.tables) * samples > MAX_BAGS:
-            raise InvalidInputError(
-                f"one backward pass reached {len(calls)} forwards of {samples} samples in all; with "
-                f"{len(tables.config.tables)} tables these are more than {MAX_BAGS} bags: call backward for each"
-            )
+        device = tables.config.device
+        check_bags(len(tables.config.tables), [call for call, _ in calls])
         with tables.placed.now.rows.again(), on_device(device), contextlib.ExitStack() as used:
             for call, grad in calls:
                 call.follow(grad)
@@ -276,6 +272,16 @@ class _Combined:
         """The occurrences by row."""
         return (
             self._lookup.segments(self.homes, self.bag, self.samples) if self._part is None else self._part.segments()
+        )
+
+
+def check_bags(tables: int, calls: Sequence[Call]) -> None:
+    """Raises `InvalidInputError` for calls that are too large for one update."""
+    samples = sum(call.batch for call in calls)
+    if tables * samples > MAX_BAGS:
+        raise InvalidInputError(
+            f"one update is of {len(calls)} forwards of {samples} samples in all; with {tables} tables these are more "
+            f"than {MAX_BAGS} bags: call backward for each, and step() where a torch optimizer is followed"
         )
 
 

@@ -20,6 +20,7 @@ from tieredemb.tables.stand_in import TRACE
 from tieredemb.tables.table_set import TableSet
 
 ROUNDING = 1e-4  # of a norm that others have multiplied by several factors: their float32 roundings and ours
+LEAST = 1e-30  # below, float32 rounds more coarsely
 
 
 class PendingGradients:
@@ -35,6 +36,7 @@ class PendingGradients:
         self._dropped: set[int] = set()
         self._is_fresh = True  # whether nothing was left of the step before when the first backward came
         self._has_warned = False
+        self._table_of_column: torch.Tensor | None = None
 
     @property
     def waiting(self) -> bool:
@@ -113,16 +115,19 @@ class PendingGradients:
         self._read = self._norms = None
 
     def _columns(self, device: torch.device) -> torch.Tensor:
-        """The table of each column of the outputs, int64 (ΣD,)."""
-        widths = torch.tensor([table.embedding_dim for table in self._tables.config.tables], device="cpu")
-        columns = torch.repeat_interleave(torch.arange(len(widths), device="cpu"), widths)
-        return columns.to(device)
+        """The table of each column of the outputs, int64 (ΣD,). Kept: a capture could not bring it to a GPU."""
+        if self._table_of_column is None or self._table_of_column.device != device:
+            widths = torch.tensor([table.embedding_dim for table in self._tables.config.tables], device="cpu")
+            columns = torch.repeat_interleave(torch.arange(len(widths), device="cpu"), widths)
+            self._table_of_column = columns.to(device)
+        return self._table_of_column
 
     def check(self) -> None:
         """Raises `BackwardError` where some tables of the set have lost their gradient and others not, and
         `UnsupportedError`, on the CPU, where a gradient was changed otherwise than by a factor. Warns where torch would
         have added to the gradient of the step before."""
         self._check_dropped()
+        self._check_size()
         if not self._is_fresh and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -135,12 +140,19 @@ class PendingGradients:
         for table, (now, before) in enumerate(zip(self._read, self._norms.tolist(), strict=True)):
             norm, trace = now.tolist()
             wanted = before * (trace / TRACE)
-            if abs(norm) != float("inf") and abs(norm - wanted) > ROUNDING * abs(wanted):
+            if abs(norm) != float("inf") and abs(norm - wanted) > ROUNDING * abs(wanted) + LEAST:
                 raise UnsupportedError(
                     f"the gradient of table {self._tables.config.tables[table].name!r} was changed otherwise than by "
                     f"a factor, which is all that a table takes; clip by a norm, with torch's clip_grad_norm_ or "
                     f"tieredemb.clip_grad_norm_. Nothing was updated"
                 )
+
+    def _check_size(self) -> None:
+        device, tables = self._tables.config.device, len(self._tables.config.tables)
+        if device.type == "cuda":
+            from tieredemb.step.device_call import check_bags
+
+            check_bags(tables, [call for call, _ in self._calls])
 
     def _check_dropped(self) -> None:
         if self._dropped:

@@ -27,7 +27,7 @@ from tieredemb.tables.layout import lay_out
 from tieredemb.tables.row_state import loaded_state, state_tensors, steps_of
 from tieredemb.tables.stand_in import Gradients, StandIn
 from tieredemb.tables.table_set import TableSet
-from tieredemb.tables.torch_kinds import config_of, kind_of
+from tieredemb.tables.torch_kinds import as_numbers, config_of, kind_of
 
 GroupChoice = int | dict[str, Any] | None
 
@@ -76,6 +76,7 @@ class FollowedOptimizer:
         self._handles: list[Any] = []
         self._places: list[tuple[int, int]] = []  # group and position of each stand-in, where they were last
         self._step: tuple[Any, int] | None = None  # the frame of a step of the optimizer, and its thread
+        self._seen: tuple[dict[str, Any], OptimizerConfig] | None = None  # the param group, and what it means
         self._loading: dict[int, tuple[int, torch.Tensor | None]] | None = None
         self._on_device = DeviceOptions(self._tables)
         for stand_in in self.stand_ins:
@@ -102,7 +103,7 @@ class FollowedOptimizer:
         kind_of(type(optimizer))
         old = self._check_replaced(instead_of)
         index = self._chosen_group(optimizer, group, old)
-        config = config_of(type(optimizer), optimizer.param_groups[index])
+        config = config_of(type(optimizer), as_numbers(optimizer.param_groups[index]))
         if self.config is None or not _same_rows(self.config, config):
             lay_out(self._tables, config)
             self._on_device = DeviceOptions(self._tables)
@@ -222,13 +223,16 @@ class FollowedOptimizer:
             if me is not None:
                 me._set_states()
 
-        self._handles = [
+        self._handles = handles = [
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
             optimizer.register_state_dict_post_hook(saving),
             optimizer.register_load_state_dict_pre_hook(loading),
             optimizer.register_load_state_dict_post_hook(loaded),
         ]
+        steps = handles[1].hooks_dict_ref()  # a user's hook may call zero_grad(), as nothing is left to do in torch
+        if steps is not None:
+            steps.move_to_end(handles[1].id, last=False)
 
     def check(self) -> None:
         """Raises `BackwardError` where no optimizer is followed yet: gradients would wait for nobody."""
@@ -267,9 +271,12 @@ class FollowedOptimizer:
         if self.optimizer is None:
             assert self.config is not None
             return self.config
-        config = config_of(type(self.optimizer), self._group())
-        self._check_rows(config)
-        return config
+        options = as_numbers(self._group(), waits=self._tables.config.device.type == "cpu")
+        if self._seen is None or options != self._seen[0]:
+            config = config_of(type(self.optimizer), options)
+            self._check_rows(config)
+            self._seen = options, config
+        return self._seen[1]
 
     def _check_rows(self, config: OptimizerConfig) -> None:
         assert self.config is not None
@@ -283,7 +290,9 @@ class FollowedOptimizer:
     def _rate_there(self) -> torch.Tensor | None:
         """The learning rate, where it is a tensor on a GPU."""
         lr = None if self.optimizer is None else self._group()["lr"]
-        return lr if isinstance(lr, torch.Tensor) and lr.device.type == "cuda" else None
+        if not isinstance(lr, torch.Tensor) or "cpu" in (lr.device.type, self._tables.config.device.type):
+            return None
+        return lr
 
     # --- what a step asks -------------------------------------------------------------------------------------------
 
@@ -332,9 +341,11 @@ class FollowedOptimizer:
     def _before(self, frame: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the optimizer's step, in the `frame` that makes it. The step of a closure begins when that has run."""
         self._step = None
-        self._check_step()
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
-        if closure is None:
+        if closure is not None:
+            self.now()
+        else:
+            self._check_step()
             self._step = frame, threading.get_ident()
             return None
         here = [frame]
@@ -420,7 +431,7 @@ class FollowedOptimizer:
             return None  # torch refuses it
         state, loading = dict(state_dict["state"]), {}
         for table, g, at in self._numbered(groups):
-            self._check_rows(config_of(type(self.optimizer), saved[g]))
+            self._check_rows(config_of(type(self.optimizer), as_numbers(saved[g])))
             entry = state.pop(saved[g]["params"][at], {})
             if self.in_state_dict and self.config.state:
                 loading[table] = loaded_state(self._tables, self.config, table, entry)

@@ -1,7 +1,7 @@
 """A parameter that stands for a table in a torch optimizer.
 
 A table has no gradient tensor, so its stand-in has one of two numbers: the L2 norm of the table's gradient, and a
-constant so small (`TRACE`) that it adds nothing to any norm. GradScaler finds infinities in the first, and
+constant so small (`TRACE`) that it adds nothing to a norm. GradScaler finds infinities in the first, and
 `clip_grad_norm_` the right norm. Whatever all of them multiply it by is read from the second, exactly, and also where
 the norm is zero or infinite. That factor is what the update multiplies the table's gradient by.
 
@@ -19,7 +19,9 @@ import torch
 
 from tieredemb.errors import UnsupportedError
 
-TRACE = 2.0**-100  # a float32, and one still after a division by 2^24, the largest scale that GradScaler grows to
+# its square is beyond float32's precision beside a norm of 1e-10; and factors down to 1e-24, a scale's of 2^24 and a
+# clipping's together, leave it a normal float32
+TRACE = 2.0**-48
 _CLIPPING = "clip_grad.py"
 
 

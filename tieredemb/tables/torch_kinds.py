@@ -82,7 +82,7 @@ def row_config(optimizer: object) -> OptimizerConfig | None:
             f"optimizer=torch.optim.{type(optimizer).__name__}, the class, and then call module.follow(optimizer, "
             f"group=…) with the one that its tables are to follow"
         )
-    return config_of(type(optimizer), optimizer.param_groups[0])
+    return config_of(type(optimizer), as_numbers(optimizer.param_groups[0]))
 
 
 def known() -> str:
@@ -103,27 +103,24 @@ def kind_of(optimizer: type[torch.optim.Optimizer]) -> Kind:
     return kind
 
 
-def as_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group without its params; tensors are numbers. A learning rate on a GPU is not read, which would wait for
-    the device: it is 0 here."""
+def as_numbers(group: Mapping[str, Any], *, waits: bool = True) -> dict[str, Any]:
+    """A param group without its params; tensors are numbers. Unless it `waits` for the device a learning rate on a GPU
+    is not read: it is 0 here, and other options must not be tensors there."""
     options = {}
     for name, value in group.items():
-        if name == "params":
-            continue
-        options[name] = (
-            _number(name, value)
-            if not isinstance(value, (tuple, list))
-            else tuple(_number(name, each) for each in value)
-        )
+        if isinstance(value, (tuple, list)) and name != "params":
+            options[name] = tuple(_number(name, each, waits) for each in value)
+        elif name != "params":
+            options[name] = _number(name, value, waits)
     return options
 
 
-def _number(name: str, value: Any) -> Any:
+def _number(name: str, value: Any, waits: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.numel() != 1:
         raise ConfigError(f"{name} of the param group must be one number, got a tensor of shape {tuple(value.shape)}")
-    if value.device.type == "cpu":
+    if waits or value.device.type == "cpu":
         return value.item()
     if name == "lr":
         return 0.0
@@ -133,11 +130,10 @@ def _number(name: str, value: Any) -> Any:
     )
 
 
-def config_of(optimizer: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> OptimizerConfig:
-    """The config of ours that a param group of a torch optimizer stands for. Changes nothing. Raises
+def config_of(optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> OptimizerConfig:
+    """The config of ours that a param group of a torch optimizer stands for, `as_numbers`. Changes nothing. Raises
     `UnsupportedError` for a kind or an option that tables lack, `ConfigError` for a value that is not allowed."""
     kind, name = kind_of(optimizer), f"torch.optim.{optimizer.__name__}"
-    options = as_numbers(group)
     for option, wanted in kind.must_be.items():
         value = options.get(option, wanted)
         if bool(value) if wanted is False else value != wanted:
@@ -153,4 +149,4 @@ def default_config(optimizer: type[torch.optim.Optimizer]) -> OptimizerConfig:
     kind_of(optimizer)
     make: Callable[..., torch.optim.Optimizer] = optimizer
     probe = make([torch.nn.Parameter(torch.zeros((), device="cpu"))])
-    return config_of(optimizer, probe.param_groups[0])
+    return config_of(optimizer, as_numbers(probe.param_groups[0]))
