@@ -64,6 +64,12 @@ def test_bits_are_those_of_any_capacity_and_of_one_large_backward(device, kind):
         models[0].top.load_state_dict(models[1].top.state_dict())
     for models, optimizers in trained:
         train(models[:1], optimizers[:1], backwards=2)
+        for step in range(3):  # the norm's bits depend on no slot either
+            optimizers[0].zero_grad()
+            loss_of(models[0], step, batch=20).backward()
+            loss_of(models[0], step + 10).backward()
+            nn.utils.clip_grad_norm_(models[0].parameters(), 0.01)
+            optimizers[0].step()
     assert_same_bits(*(tensors(models[0]) for models, _ in trained))
     small, large = (make(torch.optim.Adagrad(nn.ParameterList([nn.Parameter(torch.zeros(1))]), lr=0.1)) for _ in "ab")
     for values in ([1, 2, 2], [2, 5, 1]):
@@ -160,6 +166,17 @@ def test_closures_are_run_before_the_update(device, kind):
             loss = optimizer.step(closure) if step else optimizer.step(closure=closure)
             assert loss.shape == ()
     assert_equal_models(models)
+
+
+def test_the_update_comes_before_hooks_of_others(device):
+    bag = make(torch.optim.SGD)
+    optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
+    bag.follow(optimizer)
+    before = weight(bag)
+    bag(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+    assert not equal(weight(bag), before)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ class PendingGradients:
             warnings.warn(
                 "no zero_grad() came between two steps: torch would add to the gradient of the step before, and tables "
                 "do not; call optimizer.zero_grad() in each step",
-                stacklevel=4,
+                stacklevel=6,  # where step() is called
             )
         if self._read is None or self._norms is None or self._norms.device.type != "cpu":
             return
