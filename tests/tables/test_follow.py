@@ -468,6 +468,21 @@ def test_clipping_of_other_kinds_is_refused_before_anything_changes(device):
     optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("where", ["table", "dense"])
+def test_a_gradient_that_is_not_finite_is_clipped_as_in_torch(device, where):
+    models, optimizers = pair("SGD")
+    norms = []
+    for model, optimizer in zip(models, optimizers, strict=True):
+        handle = corrupt(model, where)
+        loss_of(model, 1).backward()
+        handle.remove()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+    assert_close(*norms)
+    assert_equal_models(models, equal_nan=True)
+    assert bool(tensors(models[0])[0 if where == "table" else -1].isnan().any())
+
+
 def test_a_gradient_that_is_not_finite_can_be_made_an_error(device):
     models, _ = pair("SGD")
     (loss_of(models[0], 1) * math.inf).backward()
