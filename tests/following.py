@@ -53,7 +53,7 @@ def pair(kind, *, capacity=3, optimizer=..., configs=TABLES, seed=0, **options):
 def loss_of(model, seed, *, batch=6):
     ids, offsets, _, upstream = random_batch(TABLES, batch, seed)
     out = model(ids, offsets)
-    return (out.square() * upstream[:, : out.shape[1]].to(out)).mean() + out.mean()
+    return (out.square() + out * upstream[:, : out.shape[1]].to(out)).mean()
 
 
 def tensors(model):

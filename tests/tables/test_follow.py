@@ -171,7 +171,12 @@ def test_closures_are_run_before_the_update(device, kind):
 def test_the_update_comes_before_hooks_of_others(device):
     bag = make(torch.optim.SGD)
     optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(lambda *_: optimizer.zero_grad())
+
+    def drop(*_):
+        for param in bag.parameters():
+            param.grad = None
+
+    optimizer.register_step_post_hook(drop)
     bag.follow(optimizer)
     before = weight(bag)
     bag(torch.tensor([[1, 2]])).sum().backward()
@@ -468,6 +473,15 @@ def test_clipping_of_other_kinds_is_refused_before_anything_changes(device):
     optimizer.zero_grad()
 
 
+def test_a_norm_that_nobody_reads_is_never_computed(device, monkeypatch):
+    models, (optimizer, _) = pair("Adagrad")
+    monkeypatch.setattr("tieredemb.step.pending_gradients.gradient_norms", None)
+    train(models[:1], [optimizer], backwards=2)
+    loss_of(models[0], 1).backward()
+    with pytest.raises(TypeError):
+        nn.utils.clip_grad_norm_(models[0].parameters(), 0.1)
+
+
 @pytest.mark.parametrize("where", ["table", "dense"])
 def test_a_gradient_that_is_not_finite_is_clipped_as_in_torch(device, where):
     models, optimizers = pair("SGD")
@@ -571,7 +585,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(device):
     for change, error, said in (
         (lambda bad: bad["state"][1].update(sum=torch.zeros(2, 2)), InvalidInputError, "'sum' of table"),
         (lambda bad: bad["param_groups"][0].update(weight_decay=0.5), UnsupportedError, "weight_decay=0.5"),
-        (lambda bad: bad["param_groups"][0]["params"].pop(), ValueError, "doesn't match the size"),
+        (lambda bad: bad["param_groups"][0]["params"].pop(0), ValueError, "doesn't match the size"),
     ):
         bad = copy.deepcopy(good)
         change(bad)
@@ -712,6 +726,30 @@ def test_one_optimizer_steps_the_tables_of_several_modules(device):
         assert_close(weight(bag), whole.weight.detach())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_optimizer_may_be_followed_and_starts_anew(device, kind):
+    models, optimizers = pair(kind)
+    train(models, optimizers)
+    torch_class, options = KINDS[kind]
+    others = [torch_class(model.parameters(), **options) for model in models]
+    loss_of(models[0], 1).backward()
+    with pytest.raises(StorageError, match="zero_grad"):
+        models[0].tables.follow(others[0])
+    optimizers[0].zero_grad()
+    models[0].tables.follow(others[0])
+    train(models, others, first=4)
+    assert_equal_models(models)
+    assert not any(isinstance(each, StandIn) for each in optimizers[0].param_groups[0]["params"])
+    optimizers[0].zero_grad()
+    optimizers[0].step()
+    models[0].tables.follow(others[0])  # again
+    another = torch.optim.SparseAdam if kind == "SGD" else torch.optim.SGD
+    with pytest.raises(ConfigError, match="build new tables"):
+        models[0].tables.follow(another(models[0].tables.parameters(), lr=0.1))
+    train(models, others, first=8)
+    assert_equal_models(models)
+
+
 def test_several_param_groups_need_a_choice(device):
     dense = [nn.Parameter(torch.zeros(2)) for _ in "ab"]
     optimizer = torch.optim.SGD([{"params": dense[:1], "lr": 1.0}, {"params": dense[1:], "lr": 0.5}], lr=0.1)
@@ -793,8 +831,6 @@ def test_what_cannot_be_followed_is_refused():
         bag(torch.tensor([[1]])).sum().backward()
     optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
     bag.follow(optimizer)
-    with pytest.raises(ConfigError, match="follow a SGD already"):
-        bag.follow(torch.optim.SGD(bag.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match=r"follows a torch.optim.SGD"):
         bag.fused_optimizer  # noqa: B018
     optimizer.param_groups[0]["params"].clear()
@@ -848,6 +884,15 @@ def test_a_copy_follows_nobody_until_it_is_told_to(device, copied):
     assert_same_bits(tensors(models[0]), tensors(twin))
 
 
+def test_a_model_and_its_optimizer_copied_together_belong_together(device):
+    models, (optimizer, _) = pair("Adagrad")
+    train(models[:1], [optimizer], steps=2)
+    twin, other = copy.deepcopy((models[0], optimizer))
+    twin.tables.follow(other)
+    train([models[0], twin], [optimizer, other], steps=2, first=4)
+    assert_same_bits(tensors(models[0]), tensors(twin))
+
+
 def test_calls_that_move_rows_are_refused_while_gradients_wait(device, tmp_path):
     bag = make(torch.optim.SGD)
     optimizer = torch.optim.SGD(bag.parameters(), lr=1.0)
@@ -878,6 +923,8 @@ def test_a_module_may_be_closed_or_dropped_while_gradients_wait(device):
     bag.follow(optimizer)
     bag(torch.tensor([[1, 2]])).sum().backward()
     bag.close()
+    assert next(bag.parameters()).grad is None
+    optimizer.step()
     other = make(torch.optim.SGD)
     other.engine.follow(torch.optim.SGD(other.parameters(), lr=1.0))
     other(torch.tensor([[1, 2]])).sum().backward()

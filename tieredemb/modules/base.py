@@ -96,7 +96,8 @@ class TieredModule(nn.Module, abc.ABC):
         `in_state_dict`: whether `optimizer.state_dict()` holds the tables' state, and loading it sets that; False for
         tables larger than memory, whose state `save_checkpoint` saves.
 
-        A module that was built without an optimizer is laid out anew for the state that this one needs, which takes
+        Tables that followed another optimizer leave it; state and steps start again, as those of a new torch optimizer
+        do. A module that was built without an optimizer is laid out anew for the state that this one needs, which takes
         memory for the rows a second time. Raises `UnsupportedError` for an optimizer or an option that tables lack,
         `ConfigError` for what does not fit, and `StorageError` while batches are in flight. Does not synchronise, but
         where rows are laid out anew.

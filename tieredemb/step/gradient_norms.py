@@ -42,11 +42,9 @@ def _norm_on_host(totals: torch.Tensor, group: HostGroup, g: int, collected: Col
     for part in parts:
         group.cache.check_rows(part.ticket)
     segments, gradient = gather(group, parts, [grad for _, grad in collected])
-    filled = np.flatnonzero(np.diff(segments.starts))
+    filled = np.flatnonzero(np.diff(segments.starts))  # in the order of their first occurrences, as plans number keys
     powers = row_powers(segments, gradient, group.space, norm_type)[filled]  # type: ignore[no-untyped-call]
-    first = segments.order[segments.starts[filled]]
-    in_order = np.argsort(first)
-    powers, of = powers[in_order], gradient.table[first[in_order]]
+    of = gradient.table[segments.order[segments.starts[filled]]]
     for j, table in enumerate(group.space.tables):
         mine = powers[of == j]
         totals[int(table)] = float(np.max(mine, initial=0.0) if math.isinf(norm_type) else np.sum(mine))

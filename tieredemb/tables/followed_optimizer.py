@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tieredemb.config import OptimizerConfig
-from tieredemb.errors import BackwardError, ConfigError, shown
+from tieredemb.errors import BackwardError, ConfigError, StorageError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.group import DeviceGroup, Group
@@ -93,17 +93,14 @@ class FollowedOptimizer:
         in_state_dict: bool = True,
     ) -> None:
         """See `TieredModule.follow`."""
-        if self.optimizer is not None and self.optimizer is not optimizer:
-            raise ConfigError(
-                f"these tables follow a {type(self.optimizer).__name__} already; give one module one optimizer, and "
-                f"build another module for another one"
-            )
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"follow needs a torch.optim.Optimizer, got {shown(optimizer)}")
         kind_of(type(optimizer))
         old = self._check_replaced(instead_of)
         index = self._chosen_group(optimizer, group, old)
         config = config_of(type(optimizer), as_numbers(optimizer.param_groups[index]))
+        if self.optimizer is not None and self.optimizer is not optimizer:
+            self._leave(config)
         if self.config is None or not _same_rows(self.config, config):
             lay_out(self._tables, config)
             self._on_device = DeviceOptions(self._tables)
@@ -114,6 +111,35 @@ class FollowedOptimizer:
         if self.optimizer is None:
             self._hook_up(optimizer)
             self.optimizer = optimizer
+
+    def _leave(self, config: OptimizerConfig) -> None:
+        """Follows its optimizer no longer, for one of the same kind; state and steps start again, as torch's would."""
+        assert self.optimizer is not None
+        assert self.config is not None
+        old = type(self.optimizer).__name__
+        if self.pending is not None and self.pending.waiting:
+            raise StorageError(
+                f"gradients wait for the step() of a {old}; take it, or call zero_grad(), before the tables follow "
+                f"another optimizer"
+            )
+        if not _same_rows(self.config, config):
+            raise ConfigError(
+                f"the tables' rows hold the state of a {old}, and {type(config).__name__} needs other rows; build new "
+                f"tables, and load the weights"
+            )
+        tables = range(len(self.stand_ins))
+        trained = [table for table in tables if steps_of(self._tables, table)]
+        fresh = {table: loaded_state(self._tables, self.config, table, {}) for table in trained}
+        if fresh:
+            self._tables.set_states(fresh, lambda: None)
+        for handle in self._handles:
+            handle.remove()
+        for group in self.optimizer.param_groups:
+            kept = [at for at, each in enumerate(group["params"]) if not any(each is mine for mine in self.stand_ins)]
+            for name in ("params", "param_names"):
+                if name in group:
+                    group[name] = [group[name][at] for at in kept]
+        self.optimizer, self._handles, self._places, self._seen = None, [], [], None
 
     def _check_replaced(self, instead_of: Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
         """The params that the stand-ins take the places of, checked."""

@@ -22,7 +22,7 @@ from tieredemb.errors import UnsupportedError
 # its square is beyond float32's precision beside a norm of 1e-10; and factors down to 1e-24, a scale's of 2^24 and a
 # clipping's together, leave it a normal float32
 TRACE = 2.0**-48
-_CLIPPING = "clip_grad.py"
+_CLIPPING = torch.nn.utils.clip_grad.__file__
 
 
 class Gradients(Protocol):
@@ -89,7 +89,7 @@ def _refuse_what_norms_cannot_tell() -> None:
     """Raises `UnsupportedError` inside of torch's clipping by what a gradient's L2 norm does not tell."""
     frame: Any = sys._getframe(2)
     for _ in range(2):  # before Python 3.12 a comprehension has a frame of its own
-        if frame is None or not frame.f_code.co_filename.endswith(_CLIPPING):
+        if frame is None or frame.f_code.co_filename != _CLIPPING:
             return
         name = frame.f_code.co_name
         if name == "clip_grad_value_":
