@@ -184,6 +184,19 @@ def test_the_update_comes_before_hooks_of_others(device):
     assert not equal(weight(bag), before)
 
 
+def test_a_step_whose_closure_leaves_what_tables_lack_changes_nothing(device):
+    models, (optimizer, _) = pair("SGD")
+
+    def closure():
+        loss_of(models[0], 1).backward()
+        optimizer.param_groups[0]["weight_decay"] = 0.1
+
+    before = tensors(models[0])
+    with pytest.raises(UnsupportedError, match="weight_decay"):
+        optimizer.step(closure)
+    assert_same_bits(tensors(models[0]), before)
+
+
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
@@ -863,6 +876,14 @@ def test_freezing_a_model_freezes_its_following_tables(device):
     assert not model(torch.tensor([[1]])).requires_grad
     model.requires_grad_(True)
     assert bag.is_trainable
+    bag.requires_grad_(False)
+    assert not bag.is_trainable
+    model.requires_grad_(True)
+    assert bag.is_trainable
+    late = make(None).requires_grad_(False)
+    late.follow(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+    assert not late.is_trainable
+    assert late.requires_grad_(True).is_trainable
     before = weight(bag)
     model(torch.tensor([[1]])).sum().backward()
     optimizer.step()

@@ -109,7 +109,10 @@ class TieredModule(nn.Module, abc.ABC):
         >>> optimizer.step()
         """
         self.engine.follow(optimizer, group=group, instead_of=instead_of, in_state_dict=in_state_dict)
+        was_frozen, self._frozen = self._frozen, False
         self._connect()
+        if was_frozen:
+            self.requires_grad_(False)
 
     @property
     def is_trainable(self) -> bool:
@@ -159,9 +162,10 @@ class TieredModule(nn.Module, abc.ABC):
 
     def requires_grad_(self, requires_grad: bool = True) -> TieredModule:
         """Freezes the tables (False): outputs need no gradient and rows stay; or thaws them. Call it on this module:
-        that of a model around it reaches parameters alone, and the tables are none."""
+        that of a model around it reaches parameters alone, and the tables are none, unless they follow a torch
+        optimizer."""
         super().requires_grad_(requires_grad)
-        self._frozen = not requires_grad
+        self._frozen = not requires_grad and not self._stand_ins  # which say it themselves
         self._hook = self._make_hook()
         return self
 
