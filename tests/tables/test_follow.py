@@ -12,7 +12,7 @@ import weakref
 
 import pytest
 import torch
-from devices import assert_close, assert_same_bits, equal, idle
+from devices import assert_close, assert_same_bits, equal, idle, randn
 from following import DENSE_KINDS, KINDS, loss_of, pair, states, tensors
 from torch import nn
 
@@ -78,6 +78,20 @@ def test_bits_are_those_of_any_capacity_and_of_one_large_backward(device, kind):
     for bag in (small, large):
         bag.engine.optimizer.optimizer.step()
     assert equal(weight(small), weight(large))
+
+
+def test_calls_are_applied_in_the_order_of_their_forwards(device):
+    bags, norms = [make(torch.optim.Adagrad) for _ in "ab"], []
+    for bag, order in zip(bags, ([0, 1, 2], [2, 0, 1]), strict=True):
+        optimizer = torch.optim.Adagrad(bag.parameters(), lr=0.1)
+        bag.follow(optimizer)
+        outputs = [bag(torch.tensor([[1, 2], [part, 1]])) for part in range(3)]
+        for part in order:
+            outputs[part].backward(randn(2, 4, seed=part))
+        norms.append(nn.utils.clip_grad_norm_(bag.parameters(), 0.5))
+        optimizer.step()
+    assert equal(*norms)
+    assert equal(*map(weight, bags))
 
 
 def test_backward_alone_changes_nothing_and_a_step_is_taken_once(device):
