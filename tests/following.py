@@ -57,12 +57,12 @@ def loss_of(model, seed, *, batch=6):
 
 
 def tensors(model):
-    """The weights of a model, in one order for both."""
+    """Copies of the weights of a model, in one order for both."""
     if isinstance(model.tables, te.TieredEmbeddingBagCollection):
         tables = list(model.tables.state_dict().values())
     else:
         tables = [bag.weight for bag in model.tables.bags]
-    return [each.detach().cpu() for each in (*tables, *model.top.parameters())]
+    return [each.detach().cpu().clone() for each in (*tables, *model.top.parameters())]
 
 
 def states(optimizer):
