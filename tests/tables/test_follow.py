@@ -83,12 +83,12 @@ def test_bits_are_those_of_any_capacity_and_of_one_large_backward(device, kind):
 def test_calls_are_applied_in_the_order_of_their_forwards(device):
     bags, norms = [make(torch.optim.SGD) for _ in "ab"], []
     for bag, order in zip(bags, ([0, 1, 2], [2, 0, 1]), strict=True):
-        optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(bag.parameters(), lr=1e4)  # so that weights hide no rounding of the sums
         bag.follow(optimizer)
         outputs = [bag(torch.tensor([[1, 2], [part, 1]])) for part in range(3)]
         for part in order:
             outputs[part].backward(randn(2, 4, seed=part))
-        norms.append(nn.utils.clip_grad_norm_(bag.parameters(), 0.5))
+        norms.append(nn.utils.clip_grad_norm_(bag.parameters(), 1e9))
         optimizer.step()
     assert equal(*norms)
     assert equal(*map(weight, bags))
