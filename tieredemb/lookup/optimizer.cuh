@@ -108,7 +108,6 @@ __device__ __forceinline__ Place place_of(const Rows &rows, int home) {
     return {rows.weight + (i64)home * WIDTH, rows.state + (i64)home * STATE};
 }
 
-#ifndef OWN_ROW_UPDATE  // of a file that does something else with a row's summed gradient
 // What an update reads of a row besides its gradient; asked for early, as it does not depend on it.
 struct Row {
     row_vector weight[STEPS];
@@ -140,7 +139,6 @@ __device__ __forceinline__ void row_update(const Place &place, Row row, float (*
         store_row(place.weight, 0, unit, value);
     }
 }
-#endif
 
 // Sums the gradients of each item. Reads 4 D bytes an occurrence; a short segment's row and state once each way. The
 // gradient of a maximum counts where its winner (`argmax`) is the occurrence (`order`) itself.
@@ -168,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         Row row;
         if (whole) {
             place = place_of(rows, item.home);
-            row = row_read(place, lane);
+            if constexpr (!Recipe::KEEPS_SUM) row = row_read(place, lane);
         }
         float acc[STEPS][VECTOR];
 #pragma unroll
@@ -229,7 +227,8 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = __fmul_rn(acc[s][k], constants.scale);
-        row_update(place, row, acc, lane, rate[table], constants);
+        if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
+        else row_update(place, row, acc, lane, rate[table], constants);
         if (lane == 0 && item.home >= 0) dirty[item.home] = 1;
     }
 }
@@ -275,7 +274,8 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = __fmul_rn(acc[s][k], constants.scale);
         const Place place = place_of(rows, segment.home);
-        row_update(place, row_read(place, lane), acc, lane, rate[segment.table], constants);
+        if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
+        else row_update(place, row_read(place, lane), acc, lane, rate[segment.table], constants);
         if (lane == 0 && segment.home >= 0) dirty[segment.home] = 1;
     }
 }

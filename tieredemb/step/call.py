@@ -88,7 +88,11 @@ class CallContext:
                 "optimizer=tieredemb.Adagrad(lr=…), or a torch optimizer, or call requires_grad_(False) on the module "
                 "to keep it as it is"
             )
-        optimizer.check()
+        if not optimizer.is_there:
+            raise BackwardError(
+                "backward reached a module that is to follow a torch optimizer and does not yet, so nothing would "
+                "update its rows; call module.follow(optimizer) before. A copy follows nobody, either"
+            )
         return optimizer
 
 

@@ -71,7 +71,7 @@ class Engine:
         """Where a torch optimizer is followed, gradients wait for its step."""
         self._pending: PendingGradients | None = None
         if isinstance(self.optimizer, FollowedOptimizer):
-            self._pending = self.optimizer.pending = PendingGradients(self.tables, self._update)
+            self._pending = self.optimizer.pending = PendingGradients(self.tables, ranged("update")(self._update))
 
     def follow(self, optimizer: torch.optim.Optimizer, **keywords: Any) -> None:
         """See `TieredModule.follow`."""
@@ -201,6 +201,7 @@ class Engine:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
+    @ranged("update")
     def _apply(self, collected: Collected) -> None:
         """Applies the calls of one backward pass in forward order, or keeps them for the end of `accumulate()`, or for
         the step of the optimizer that is followed."""
@@ -212,7 +213,6 @@ class Engine:
         else:
             self._update(collected)
 
-    @ranged("update")
     def _update(self, collected: Collected) -> None:
         """Applies calls, which are in forward order, as one update."""
         try:

@@ -185,7 +185,7 @@ class HostCall(Call):
 
     @staticmethod
     def apply(collected: Collected) -> None:
-        place, optimizer = collected[0][0].context.tables.placed.now, collected[0][0].context.optimizer
+        place, optimizer = collected[0][0].context.tables.placed.now, collected[0][0].context.updater.optimizer
         assert optimizer is not None  # the backward has asked for it
         todo: list[tuple[HostGroup, Pass]] = []
         grads = [grad for _, grad in collected]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tieredemb.config import OptimizerConfig
-from tieredemb.errors import BackwardError, ConfigError, StorageError, shown
+from tieredemb.errors import ConfigError, StorageError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.group import DeviceGroup, Group
@@ -260,13 +260,10 @@ class FollowedOptimizer:
         if steps is not None:
             steps.move_to_end(handles[1].id, last=False)
 
-    def check(self) -> None:
-        """Raises `BackwardError` where no optimizer is followed yet: gradients would wait for nobody."""
-        if self.optimizer is None:
-            raise BackwardError(
-                "backward reached a module that is to follow a torch optimizer and does not yet, so nothing would "
-                "update its rows; call module.follow(optimizer) before. A copy follows nobody, either"
-            )
+    @property
+    def is_there(self) -> bool:
+        """Whether an optimizer is followed: else gradients would wait for nobody."""
+        return self.optimizer is not None
 
     # --- the param group --------------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     …}}, "param_groups": […]}`.
     """
 
+    is_there = True  # see `RowOptimizer`
+
     def __init__(self, tables: TableSet, config: OptimizerConfig) -> None:
         device = tables.config.device
         stand_ins = [torch.nn.Parameter(torch.zeros((), device=device)) for _ in tables.config.tables]
@@ -59,9 +61,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not isinstance(scaler, torch.amp.GradScaler):
             raise ConfigError(f"attach_grad_scaler needs a torch.amp.GradScaler, got {scaler!r}")
         self._scaler = scaler
-
-    def check(self) -> None:
-        """Its gradients are always taken."""
 
     def numbers(self, group: Group, grads: list[torch.Tensor]) -> Hyperparameters | None:
         """The numbers of the next step of `group`, or None where a scaler is attached and `grads` are not finite."""

@@ -17,8 +17,9 @@ class RowOptimizer(Protocol):
     """`FusedOptimizer`, whose update comes with the backward, or `FollowedOptimizer`, whose update comes with a torch
     optimizer's step."""
 
-    def check(self) -> None:
-        """Raises `BackwardError` where no gradient can be taken."""
+    @property
+    def is_there(self) -> bool:
+        """Whether gradients can be taken: not where a torch optimizer is to be followed that has yet to come."""
 
     def numbers(self, group: Group, grads: list[torch.Tensor]) -> Hyperparameters | None:
         """On the CPU: the numbers of the next step of `group`, or None where it takes none."""
