@@ -8,6 +8,7 @@ from tieredemb.lookup.optimizers.row_wise_adagrad import RowWiseAdagrad
 from tieredemb.lookup.optimizers.sgd import SGD
 from tieredemb.lookup.optimizers.sparse_adam import SparseAdam
 from tieredemb.lookup.optimizers.sparse_lion import SparseLion
+from tieredemb.modules.clipping import clip_grad_norm_
 from tieredemb.modules.collection import TieredEmbeddingBagCollection
 from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag
@@ -44,6 +45,7 @@ __all__ = [
     "TieredEmbeddingBagCollection",
     "UnifiedMemory",
     "Uniform",
+    "clip_grad_norm_",
     "graph_forward",
     "graph_step",
     "prefetch",

@@ -37,8 +37,15 @@ TABLES = [
 
 def make(storage: Any = None, capacity: Any = 14, **keywords: Any) -> te.TieredEmbeddingBagCollection:
     """Two tables of two widths, so that a call touches two caches."""
-    optimizer = te.SparseAdam(lr=0.1)
-    return te.TieredEmbeddingBagCollection(TABLES, capacity=capacity, storage=storage, optimizer=optimizer, **keywords)
+    keywords = {"optimizer": te.SparseAdam(lr=0.1), **keywords}
+    return te.TieredEmbeddingBagCollection(TABLES, capacity=capacity, storage=storage, **keywords)
+
+
+def make_following(**keywords: Any) -> te.TieredEmbeddingBagCollection:
+    """As `make`, following a torch optimizer."""
+    module = make(optimizer=torch.optim.SparseAdam, **keywords)
+    module.follow(torch.optim.SparseAdam(module.parameters(), lr=0.1))
+    return module
 
 
 def batch(number: int, samples: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,8 +63,11 @@ def train(module: Any, number: int, samples: int = 3) -> None:
 
 def contents(module: Any) -> list[torch.Tensor]:
     """Weights, optimizer states and steps of all tables."""
-    state = module.fused_optimizer.state_dict()["state"]
-    return [*module.state_dict().values(), *(value for entry in state.values() for value in entry.values())]
+    follows = bool(module.engine.stand_ins)
+    optimizer = module.engine.optimizer.optimizer if follows else module.fused_optimizer
+    state = optimizer.state_dict()["state"]
+    values = (torch.as_tensor(value, device="cpu") for entry in state.values() for value in entry.values())
+    return [*module.state_dict().values(), *values]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -136,10 +146,10 @@ class Pair:
     """A module that is disturbed, and its twin that is not. `reopen`: makes a module of what a closed one has left, or
     a new one. `clear`: ends what keeps the disk from working."""
 
-    def __init__(self, build: Callable[[], Any], directory: Path) -> None:
+    def __init__(self, build: Callable[[], Any], directory: Path, twin: Any = None) -> None:
         self._build = build
         self.module = build()
-        self.twin = make(capacity=1.0)
+        self.twin = make(capacity=1.0) if twin is None else twin
         self.directory = directory
         self.broken = 0  # how often the cache knew itself broken
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from disturbed import Disturbance, LineInterrupts, Pair, batch, contents, make, positions, same, train
+from disturbed import Disturbance, LineInterrupts, Pair, batch, contents, make, make_following, positions, same, train
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.overrides import _get_current_function_mode_stack
 
@@ -101,6 +101,22 @@ def campaign(pair: Pair, act: Any, request: Any, most: int = SAMPLED) -> None:
 @pytest.mark.parametrize("name", ACTS)
 def test_interrupt_before_any_line_is_all_or_nothing(pair, name, request):
     campaign(pair, ACTS[name], request)
+
+
+def stepped(module: Any, number: int) -> None:
+    optimizer = module.engine.optimizer.optimizer
+    optimizer.zero_grad()
+    for part in range(2):
+        train(module, number + part)
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+    optimizer.step()
+
+
+def test_an_interrupted_step_of_a_torch_optimizer_is_all_or_nothing(device, request, tmp_path):
+    pair = Pair(make_following, tmp_path, make_following(capacity=1.0))
+    pair.run(lambda module: stepped(module, 0), Disturbing())
+    with torch.autograd.set_multithreading_enabled(False):
+        campaign(pair, stepped, request)
 
 
 def test_interrupted_save_leaves_a_whole_checkpoint(pair, request, tmp_path):

@@ -13,6 +13,7 @@ from nvrtc import compiled
 from tieredemb.kernels.compiler import OPTIONS, options
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.source import PACKAGE, text
+from tieredemb.lookup.gradient_norm import GradientNorm
 from tieredemb.lookup.optimizer import recipe_file, recipe_flags, state_width
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
@@ -23,7 +24,7 @@ BY_ROW = (
     "cache/device/transfer.cu",
     "lookup/embedding_bag.cu",
 )
-OPTIMIZERS = dict(zip(training.NAMES, training.OPTIMIZERS, strict=True))
+OPTIMIZERS = dict(zip(training.NAMES, training.OPTIMIZERS, strict=True)) | {"norms": GradientNorm()}
 FLOAT, HALF, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 ROWS = [(FLOAT, 1), (FLOAT, 6), (FLOAT, 128), (FLOAT, 300), (HALF, 6), (HALF, 64), (BFLOAT16, 100), (BFLOAT16, 128)]
 
@@ -55,7 +56,8 @@ def row_flags(file, dtype, width):
     optimizer = next((each for name, each in OPTIMIZERS.items() if file in (name, recipe_file(each))), None)
     if optimizer is None:
         return options(dtype, width)
-    row = RowFormat(width=width, dtype=dtype, state_width=state_width(optimizer, width))
+    words = 2 if isinstance(optimizer, GradientNorm) else state_width(optimizer, width)
+    row = RowFormat(width=width, dtype=dtype, state_width=words)
     return (*OPTIONS, *row.flags, *recipe_flags(optimizer))
 
 

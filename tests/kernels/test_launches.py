@@ -28,6 +28,7 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.kernels import compiler
 from tieredemb.kernels.arguments import signature, struct_type
 from tieredemb.kernels.compiler import Kernel
+from tieredemb.kernels.constants import DROPPED
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.source import PACKAGE, read
 from tieredemb.lookup.bags import KeySpace
@@ -40,6 +41,7 @@ from tieredemb.lookup.device_bags import (
     tell_fault,
 )
 from tieredemb.lookup.device_lookup import DeviceLookup
+from tieredemb.lookup.gradient_norm import first_occurrences, occurrence_powers
 from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
@@ -267,6 +269,23 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
     kernels = {*read("lookup/embedding_bag.cu").kernels, *read(recipe_file(optimizer)).kernels}
     kernels |= {*read("lookup/bags.cu").kernels}
     assert {*launched} == (kernels if optimizer.is_dense else kernels - dense)
+
+
+def test_norms_of_gradients_are_launched_as_they_fit(launched):
+    space = a_space()
+    lookup = DeviceLookup(space, RowFormat(width=8, state_width=16), te.SparseAdam())
+    bags, _ = found_bags(space)
+    grad, weights, argmax = torch.zeros(3, 16), torch.zeros(10), torch.zeros(3, 16, dtype=torch.int32)
+    for scale, winners in ((weights, None), (None, argmax)):
+        homes = torch.zeros(10, dtype=torch.int32)
+        powers = occurrence_powers(lookup, homes, bags.bag, bags.batch, grad, scale, winners, 2.0)
+        assert (powers.shape, powers.dtype) == ((10,), torch.float64)
+    assert {*launched} >= {"segments_find", "segments_update", "long_segments_update", "scale_gather"}
+
+
+def test_rows_are_named_by_their_first_occurrence():
+    homes = torch.tensor([5, -3, DROPPED, 5, 2, -3, DROPPED], dtype=torch.int32)
+    assert first_occurrences(homes).tolist() == [0, 1, DROPPED, 0, 4, 1, DROPPED]
 
 
 @pytest.mark.parametrize("overflow", [NOWHERE, ELSEWHERE])

@@ -268,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         Row row;
         if (whole) {
             place = place_of(rows, item.home);
-            row = row_read(place, lane);
+            if constexpr (!Recipe::KEEPS_SUM) row = row_read(place, lane);
         }
         float acc[STEPS][VECTOR];
 #pragma unroll
@@ -330,7 +330,8 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = __fmul_rn(acc[s][k], constants.scale);
         if constexpr (IS_DENSE) row_bring(place, row, lane, *past, *steps - 1, *steps);
-        row_update(place, row, acc, lane, rate[table], constants);
+        if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
+        else row_update(place, row, acc, lane, rate[table], constants);
         if (lane == 0 && item.home >= 0) dirty[item.home] = 1;
     }
 }
@@ -377,9 +378,11 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = __fmul_rn(acc[s][k], constants.scale);
         const Place place = place_of(rows, segment.home);
-        Row row = row_read(place, lane);
+        Row row;
+        if constexpr (!Recipe::KEEPS_SUM) row = row_read(place, lane);
         if constexpr (IS_DENSE) row_bring(place, row, lane, *past, *steps - 1, *steps);
-        row_update(place, row, acc, lane, rate[segment.table], constants);
+        if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
+        else row_update(place, row, acc, lane, rate[segment.table], constants);
         if (lane == 0 && segment.home >= 0) dirty[segment.home] = 1;
     }
 }
@@ -390,14 +393,17 @@ __device__ __forceinline__ void row_limit_norm(const Rows &rows, int home, int l
                                                unsigned char *dirty) {
     const Place place = place_of(rows, home);
     const bool largest = norm_type > 1e300;
-    Row row = row_read(Place{place.weight, rows.state}, lane);
+    row_vector weight[STEPS];
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+        if (s * LANES + lane < UNITS) weight[s] = load_row(place.weight, 0, s * LANES + lane);
     double norm = 0.0;
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
 #pragma unroll
         for (int k = 0; k < VECTOR; k++)
             if (s * LANES + lane < UNITS) {
-                double size = fabs((double)to_float(row.weight[s].v[k]));
+                double size = fabs((double)to_float(weight[s].v[k]));
                 if (largest) norm = size > norm ? size : norm;
                 else norm += norm_type == 2.0 ? size * size : pow(size, norm_type);
             }
@@ -414,8 +420,8 @@ __device__ __forceinline__ void row_limit_norm(const Rows &rows, int home, int l
         if (s * LANES + lane >= UNITS) break;
 #pragma unroll
         for (int k = 0; k < VECTOR; k++)
-            row.weight[s].v[k] = from_float(__fmul_rn(to_float(row.weight[s].v[k]), factor));
-        store_row(place.weight, 0, s * LANES + lane, row.weight[s]);
+            weight[s].v[k] = from_float(__fmul_rn(to_float(weight[s].v[k]), factor));
+        store_row(place.weight, 0, s * LANES + lane, weight[s]);
     }
     if (lane == 0 && home >= 0) dirty[home] = 1;
 }

@@ -77,6 +77,10 @@ struct Sparse {
 
 // A recipe in which nothing concerns the row as a whole. Others hide these.
 struct ElementWise : Sparse {
+    // Whether a row's summed gradient is all that counts, and no row is read or written (lookup/gradient_norm.cu).
+    static constexpr bool KEEPS_SUM = false;
+    static __device__ __forceinline__ void keep_sum(float *state, const float (*g)[VECTOR], int lane,
+                                                    const Numbers &numbers) {}
     struct Whole {};  // what is read of the row's state before its gradient is there
     static __device__ __forceinline__ Whole whole_of(const float *state) { return {}; }
     // Comes before the elements, on all lanes of the row, which hold its summed gradient `g` [STEPS][VECTOR]: the rate of

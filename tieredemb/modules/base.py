@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,9 @@ from tieredemb.step.call import inside_backward
 from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned
 from tieredemb.storage.base import CARRIERS
+from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
+from tieredemb.tables.stand_in import StandIn
 from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
 class TieredModule(nn.Module, abc.ABC):
     """Base of the public modules: a face of an `engine`, which may have others. Its tables are no parameters:
-    `parameters()` holds nothing of them."""
+    `parameters()` holds nothing of them, but where they follow a torch optimizer: then it lists a stand-in a table, of
+    two numbers, which `state_dict()` leaves out."""
 
     def __init__(self, engine: Engine, options: LookupOptions) -> None:
         super().__init__()
@@ -44,6 +47,8 @@ class TieredModule(nn.Module, abc.ABC):
         self._context = self.engine.context(self.options)
         # a plain tensor, no Parameter: it only makes autograd ask for a gradient, and lies where the tables are
         self._hook = self._make_hook()
+        self._stand_ins = {f"stand_in_{each.table}": each for each in self.engine.stand_ins}
+        self._parameters.update(self._stand_ins)
 
     def _make_hook(self) -> torch.Tensor:
         with torch.inference_mode(False):  # a module built in inference mode may be trained later
@@ -56,26 +61,77 @@ class TieredModule(nn.Module, abc.ABC):
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
-        """The optimizer that backward applies. Raises `ConfigError` where the module was built without one."""
-        if self.engine.optimizer is None:
+        """The optimizer that backward applies. Raises `ConfigError` where the module was built without one, and where
+        it follows a torch optimizer."""
+        optimizer = self.engine.optimizer
+        if optimizer is None:
             raise ConfigError(
                 "this module has no optimizer; pass optimizer=tieredemb.Adagrad(lr=…), or another one "
                 f"({', '.join(OptimizerConfig.known())}), to its constructor to train it"
             )
-        return self.engine.optimizer
+        if isinstance(optimizer, FollowedOptimizer):
+            followed = "is to follow a torch optimizer, by follow(optimizer)"
+            if optimizer.optimizer is not None:
+                followed = f"follows a torch.optim.{type(optimizer.optimizer).__name__}"
+            raise ConfigError(
+                f"this module {followed}, and has no fused optimizer: options, state_dict() and schedulers are the "
+                f"torch optimizer's"
+            )
+        return optimizer
+
+    def follow(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        group: int | dict[str, Any] | None = None,
+        instead_of: Sequence[torch.Tensor] | None = None,
+        in_state_dict: bool = True,
+    ) -> None:
+        """From now on the rows are updated by `optimizer.step()`, as the optimizer would update whole tables.
+
+        All backward passes since the last step are one update; `zero_grad()` drops what they have brought. The options
+        are read from the param group at each step. Its params get a stand-in for each table: those of `parameters()`
+        that it has already, or new ones at the end of the `group` (an index, or one of its `param_groups`; the only one
+        by default), or in the places of the params `instead_of`, one a table, whose state becomes the tables'.
+        `in_state_dict`: whether `optimizer.state_dict()` holds the tables' state, and loading it sets that; False for
+        tables larger than memory, whose state `save_checkpoint` saves.
+
+        Tables that followed another optimizer leave it; state and steps start again, as those of a new torch optimizer
+        do. A module that was built without an optimizer is laid out anew for the state that this one needs, which takes
+        memory for the rows a second time. Raises `UnsupportedError` for an optimizer or an option that tables lack,
+        `ConfigError` for what does not fit, and `StorageError` while batches are in flight. Does not synchronise, but
+        where rows are laid out anew.
+
+        >>> model = nn.Sequential(TieredEmbeddingBag(1000, 4, mode="sum"), nn.Linear(4, 1))
+        >>> optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        >>> model[0].follow(optimizer)
+        >>> model(torch.tensor([[1, 2]])).sum().backward()
+        >>> optimizer.step()
+        """
+        self.engine.follow(optimizer, group=group, instead_of=instead_of, in_state_dict=in_state_dict)
+        was_frozen, self._frozen = self._frozen, False
+        self._connect()
+        if was_frozen:
+            self.requires_grad_(False)
 
     @property
     def is_trainable(self) -> bool:
         """Whether a backward updates the rows."""
-        return self.engine.optimizer is not None and not self._frozen
+        return self.engine.optimizer is not None and self._trains
+
+    @property
+    def _trains(self) -> bool:
+        """Whether gradients are wanted: not of a frozen module, nor where the stand-ins are, as `requires_grad_(False)`
+        of a model around it does."""
+        return not self._frozen and all(each.requires_grad for each in self._stand_ins.values())
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
     def _lookup(self, batch: Batch) -> torch.Tensor:
         """Pools a batch: (B, ΣD)."""
         if LISTENERS and not inside_backward():
-            tell(self, batch, trains=torch.is_grad_enabled() and not self._frozen)
-        return self.engine.lookup(batch, self._context, self._hook)
+            tell(self, batch, trains=torch.is_grad_enabled() and self._trains)
+        return self.engine.lookup(batch, self._context, self._hook if self._trains else self._hook.detach())
 
     @abc.abstractmethod
     def _batch(self, *inputs: Any) -> Batch:
@@ -87,7 +143,7 @@ class TieredModule(nn.Module, abc.ABC):
         """Plans a forward before it comes, by `executor`, from the ids and offsets that it will be given. A forward of
         other tensors, or of these once they were changed, plans by itself, and so does one whose plan failed; plans
         never taken are to be dropped. `trains`: whether a backward is expected · `memory`: on a GPU, where to plan."""
-        trains = trains and not self._frozen
+        trains = trains and self._trains
         return self.engine.plan_ahead(executor, inputs, self._batch, self._context, trains=trains, memory=memory)
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
@@ -106,9 +162,10 @@ class TieredModule(nn.Module, abc.ABC):
 
     def requires_grad_(self, requires_grad: bool = True) -> TieredModule:
         """Freezes the tables (False): outputs need no gradient and rows stay; or thaws them. Call it on this module:
-        that of a model around it reaches parameters alone, and the tables are none."""
+        that of a model around it reaches parameters alone, and the tables are none, unless they follow a torch
+        optimizer."""
         super().requires_grad_(requires_grad)
-        self._frozen = not requires_grad
+        self._frozen = not requires_grad and not self._stand_ins  # which say it themselves
         self._hook = self._make_hook()
         return self
 
@@ -127,7 +184,9 @@ class TieredModule(nn.Module, abc.ABC):
         self.tables.flush()
 
     def close(self) -> None:
-        """Flushes and closes the cold storage; the module is unusable afterwards. Runs by itself at exit."""
+        """Flushes and closes the cold storage; the module is unusable afterwards. Gradients that wait for a step
+        are dropped. Runs by itself at exit."""
+        self.engine.drop_gradient()
         self.tables.close()
 
     def save_checkpoint(self, directory: str | os.PathLike[str], *, extra: dict[str, Any] | None = None) -> None:
@@ -151,6 +210,7 @@ class TieredModule(nn.Module, abc.ABC):
         """
         from tieredemb.tables.checkpoint import load
 
+        self.engine.check_no_gradient("load a checkpoint")
         self.engine.planned.drop_all()
         extra: dict[str, Any] = load(self.tables, self.engine.optimizer, directory, recover=recover)
         return extra
@@ -161,6 +221,8 @@ class TieredModule(nn.Module, abc.ABC):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._stand_ins:
+            destination.pop(prefix + name, None)
         for table in range(len(self.tables.config.tables)):
             destination[prefix + self._weight_key(table)] = self.tables.weight(table)
 
@@ -178,6 +240,7 @@ class TieredModule(nn.Module, abc.ABC):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        missing_keys[:] = [key for key in missing_keys if key not in {prefix + name for name in self._stand_ins}]
         weights: dict[int, torch.Tensor] = {}
         for table, config in enumerate(self.tables.config.tables):
             key = prefix + self._weight_key(table)
@@ -211,7 +274,11 @@ class TieredModule(nn.Module, abc.ABC):
         shared = fn(torch.zeros(1, device="cpu"))  # tensors on a GPU count as shared whatever fn does
         if shared.device.type == "cpu" and shared.is_shared():  # type: ignore[no-untyped-call]
             raise UnsupportedError("rows cannot be shared between processes; train in one process")
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if probe.device != self._hook.device:
+            self.engine.check_no_gradient("move the tables")
+        # stand-ins move with the tables
+        super()._apply(lambda tensor: tensor if isinstance(tensor, StandIn) else fn(tensor), recurse)  # type: ignore[no-untyped-call]
+        self._parameters.update(self._stand_ins)
         self.engine.move(probe.device)
         if probe.device != self._hook.device:  # of an interrupted move, too, or one of another module on the tables
             self._hook = self._make_hook()
@@ -227,7 +294,7 @@ class TieredModule(nn.Module, abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_context"], state["_hook"]
+        del state["_context"], state["_hook"], state["_stand_ins"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tieredemb.config import Capacity, CheckIds, OptimizerConfig, Policy, TableConfig
+from tieredemb.config import Capacity, CheckIds, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.base import TieredModule
@@ -16,6 +16,7 @@ from tieredemb.step.call import untraced
 from tieredemb.step.engine import Engine
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import table_set_config
+from tieredemb.tables.torch_kinds import Optimizer
 
 
 class TieredEmbeddingBagCollection(TieredModule):
@@ -39,7 +40,7 @@ class TieredEmbeddingBagCollection(TieredModule):
         capacity: Capacity = 0.01,
         policy: Policy | None = None,
         storage: Storage | None = None,
-        optimizer: OptimizerConfig | None = None,
+        optimizer: Optimizer = None,
         seed: int = 0,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -59,7 +60,7 @@ class TieredEmbeddingBagCollection(TieredModule):
             device=device, check_ids=check_ids,
         )  # fmt: skip
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
-        super().__init__(Engine(config), options)
+        super().__init__(Engine(config, optimizer), options)
 
     @untraced
     def forward(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tieredemb.config import Capacity, CheckIds, Init, Normal, OptimizerConfig, Placement, Policy, TableConfig
+from tieredemb.config import Capacity, CheckIds, Init, Normal, Placement, Policy, TableConfig
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.inputs import as_ids, equal_bags
@@ -16,6 +16,7 @@ from tieredemb.step.call import untraced
 from tieredemb.step.engine import Engine
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import table_set_config
+from tieredemb.tables.torch_kinds import Optimizer
 
 
 class TieredEmbedding(TieredModule):
@@ -46,7 +47,7 @@ class TieredEmbedding(TieredModule):
         capacity: Capacity = 0.01,
         policy: Policy | None = None,
         storage: Storage | None = None,
-        optimizer: OptimizerConfig | None = None,
+        optimizer: Optimizer = None,
         seed: int = 0,
         init: Init | None = None,
         placement: Placement = "auto",
@@ -72,7 +73,7 @@ class TieredEmbedding(TieredModule):
             scale_grad_by_freq=scale_grad_by_freq,
             padding_is_dropped=False,
         )
-        super().__init__(Engine(config), options)
+        super().__init__(Engine(config, optimizer), options)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = table.padding_idx

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, OptimizerConfig, Placement, Policy, TableConfig
+from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, Placement, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.base import TieredModule
@@ -17,6 +17,7 @@ from tieredemb.step.call import untraced
 from tieredemb.step.engine import Engine
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import table_set_config
+from tieredemb.tables.torch_kinds import Optimizer
 
 
 class TieredEmbeddingBag(TieredModule):
@@ -29,8 +30,9 @@ class TieredEmbeddingBag(TieredModule):
     - `policy`: `LFU(half_life_batches=300)` or `LRU()`.
     - `storage`: `HostMemory()` (the default on the CPU), `UnifiedMemory()` (the default on a GPU), `File(path)` or
       `Pmem(directory)`.
-    - `optimizer`: `Adagrad(lr=…)` or another of the library's optimizers, applied in backward. Without one the module
-      serves, and a backward through it raises `BackwardError`.
+    - `optimizer`: `Adagrad(lr=…)` or another of the library's optimizers, applied in backward; or a torch optimizer,
+      with whose `step()` the update comes, or the class of one that is to be followed later (see `follow`). Without one
+      the module serves, and a backward through it raises `BackwardError`.
     - `seed`, `init`: what the rows start as; a row is generated when it is first used.
     - `placement`: whether all rows stay in the hot cache (`"resident"`), come and go (`"cached"`), or as suits the
       capacity (`"auto"`).
@@ -66,7 +68,7 @@ class TieredEmbeddingBag(TieredModule):
         capacity: Capacity = 0.01,
         policy: Policy | None = None,
         storage: Storage | None = None,
-        optimizer: OptimizerConfig | None = None,
+        optimizer: Optimizer = None,
         seed: int = 0,
         init: Init | None = None,
         placement: Placement = "auto",
@@ -90,7 +92,7 @@ class TieredEmbeddingBag(TieredModule):
             device=device, check_ids=check_ids,
         )  # fmt: skip
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
-        super().__init__(Engine(config), options)
+        super().__init__(Engine(config, optimizer), options)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.max_norm = max_norm

@@ -122,8 +122,8 @@ class StepFunction(Generic[R]):
         """What the host does at a forward and at an update, which a replay is neither of."""
         for module in self.modules:
             module.tables.check_earlier()
-            if self.trains and module.is_trainable:
-                module.fused_optimizer.upload()
+            if self.trains and module.is_trainable and module.engine.optimizer is not None:
+                module.engine.optimizer.upload()
 
     def after_capture(self) -> None:
         """The caches go on from the current stream, where replays run, and not from the one that was captured."""

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from tieredemb.errors import BackwardError
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
-from tieredemb.tables.fused_optimizer import FusedOptimizer
+from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 
 P = ParamSpec("P")
@@ -55,32 +55,50 @@ def inside_backward() -> bool:
 Collected = list[tuple["Call", torch.Tensor]]  # calls, and the gradients of their outputs, float32 (B, ΣD)
 
 
+class Updater(Protocol):
+    """Who has the optimizer of the rows, if there is one."""
+
+    @property
+    def optimizer(self) -> RowOptimizer | None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class CallContext:
     """What a call needs of who makes it. `tables`: those it looks up in · `options`: how it treats their rows ·
-    `optimizer`: what updates them, if anything does · `backward_pass`: where its gradient is collected · `apply`: what
-    is called with all that one backward pass has collected. A call keeps it, and so the tables, alive."""
+    `updater`: who has the `optimizer` that updates them, if any · `backward_pass`: where its gradient is collected ·
+    `apply`: what is called with all that one backward pass has collected. A call keeps it, and so the tables, alive."""
 
     tables: TableSet
     options: LookupOptions
-    optimizer: FusedOptimizer | None
+    updater: Updater
     backward_pass: BackwardPass
     apply: Callable[[Collected], None]
 
-    @functools.cached_property
+    @property
     def is_dense(self) -> bool:
         """Whether the optimizer moves every row in every step."""
-        config = self.tables.config.optimizer
-        return config is not None and config.is_dense
+        return self.tables.placed.now.groups[0].cache.cold.history is not None
 
-    def check_trainable(self) -> FusedOptimizer:
+    @property
+    def optimizer(self) -> RowOptimizer | None:
+        """What updates the rows now: a module may come to follow an optimizer later."""
+        return self.updater.optimizer
+
+    def check_trainable(self) -> RowOptimizer:
         """The optimizer; raises `BackwardError` without one (never a silent default learning rate)."""
-        if self.optimizer is None:
+        optimizer = self.optimizer
+        if optimizer is None:
             raise BackwardError(
                 "backward reached a module that was built without an optimizer, so it cannot update its rows; pass "
-                "optimizer=tieredemb.Adagrad(lr=…), or call requires_grad_(False) on the module to keep it as it is"
+                "optimizer=tieredemb.Adagrad(lr=…), or a torch optimizer, or call requires_grad_(False) on the module "
+                "to keep it as it is"
             )
-        return self.optimizer
+        if not optimizer.is_there:
+            raise BackwardError(
+                "backward reached a module that is to follow a torch optimizer and does not yet, so nothing would "
+                "update its rows; call module.follow(optimizer) before. A copy follows nobody, either"
+            )
+        return optimizer
 
 
 class Call(abc.ABC):

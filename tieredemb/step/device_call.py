@@ -16,6 +16,7 @@ from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.streams import on_device, synchronize
 from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, tell_fault
+from tieredemb.lookup.device_lookup import Segments
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, Collected
 from tieredemb.step.call_memory import CallMemory
@@ -189,12 +190,8 @@ class DeviceCall(Call):
     def apply(collected: Collected) -> None:
         tables, optimizer = collected[0][0].context.tables, collected[0][0].context.check_trainable()
         calls = [(call, grad) for call, grad in collected if isinstance(call, DeviceCall)]
-        device, samples = tables.config.device, sum(call.batch for call, _ in calls)
-        if len(tables.config.tables) * samples > MAX_BAGS:
-            raise InvalidInputError(
-                f"one backward pass reached {len(calls)} forwards of {samples} samples in all; with "
-                f"{len(tables.config.tables)} tables these are more than {MAX_BAGS} bags: call backward for each"
-            )
+        device = tables.config.device
+        check_bags(len(tables.config.tables), [call for call, _ in calls])
         with tables.placed.now.rows.again(), on_device(device), contextlib.ExitStack() as used:
             for call, grad in calls:
                 call.follow(grad)
@@ -208,19 +205,17 @@ class DeviceCall(Call):
                 assert isinstance(group, DeviceGroup)
                 parts = [call.parts[g] for call, _ in calls]
                 batch = _Combined(parts, grads)
-                if group.device_history is not None:
-                    group.device_history.note_step()
-                todo.append((group, batch, optimizer.options_on(group), [part.ticket for part in parts]))
-            for group, _, _, tickets in todo:
+                todo.append((group, batch, batch.segments(), optimizer.options_on(group), [p.ticket for p in parts]))
+            for group, *_, tickets in todo:
                 used.enter_context(group.cache.using(*tickets))
             with _half_done(group.cache for group, *_ in todo):
-                for group, batch, options, tickets in todo:
+                for group, batch, segments, options, tickets in todo:
                     rate, numbers = group.lookup.begin(
                         options, group.device_steps, faults, found_inf, grad_scale,
-                        batch.segments.work, group.past,
+                        segments.work, group.past,
                     )  # fmt: skip
                     group.lookup.update(
-                        group.cache.hot, group.cache.overflow(tickets), batch.segments, batch.grad, batch.scale,
+                        group.cache.hot, group.cache.overflow(tickets), segments, batch.grad, batch.scale,
                         batch.argmax, rate, numbers, group.past, group.device_steps,
                     )  # fmt: skip
                     if group.past is not None:
@@ -249,15 +244,17 @@ def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
 
 
 class _Combined:
-    """The calls of one backward pass in one group, as one batch: samples and winning occurrences count on."""
+    """The calls of one backward pass in one group, as one batch: samples and winning occurrences count on. `homes`,
+    `bag`: int32 (N,), of the trained occurrences · `samples`: bags a table."""
 
     def __init__(self, parts: list[DeviceGroupCall], grads: list[torch.Tensor]) -> None:
-        lookup = parts[0].group.lookup
+        self._lookup = parts[0].group.lookup
         scales = [part.scale() for part in parts]
         if len(parts) == 1:
             part = parts[0]
             self.grad, self.scale, self.argmax = grads[0], scales[0], part.argmax
-            self.segments = part.segments()
+            self.homes, self.bag, self.samples = part.trained, part.bags.bag, part.bags.batch
+            self._part: DeviceGroupCall | None = part
             return
         samples = sum(len(grad) for grad in grads)
         bags, argmax, first_sample, first = [], [], 0, 0
@@ -274,8 +271,33 @@ class _Combined:
         ones = [torch.ones(p.trained.shape[0], device=p.trained.device, dtype=torch.float32) for p in parts]
         filled = [one if scale is None else scale for one, scale in zip(ones, scales, strict=True)]
         self.scale = torch.cat(filled) if any(scale is not None for scale in scales) else None
-        homes = torch.cat([part.trained for part in parts])
-        self.segments = lookup.segments(homes, torch.cat(bags), samples)
+        self.homes, self.bag, self.samples = torch.cat([part.trained for part in parts]), torch.cat(bags), samples
+        self._part = None
+
+    def segments(self) -> Segments:
+        """The occurrences by row."""
+        return (
+            self._lookup.segments(self.homes, self.bag, self.samples) if self._part is None else self._part.segments()
+        )
+
+
+def check_bags(tables: int, calls: Sequence[Call]) -> None:
+    """Raises `InvalidInputError` for calls that are too large for one update."""
+    samples = sum(call.batch for call in calls)
+    if tables * samples > MAX_BAGS:
+        raise InvalidInputError(
+            f"one update is of {len(calls)} forwards of {samples} samples in all; with {tables} tables these are more "
+            f"than {MAX_BAGS} bags: call backward for each, and step() where a torch optimizer is followed"
+        )
+
+
+def combined(group: DeviceGroup, collected: Collected, g: int) -> tuple[_Combined, list[DeviceTicket]]:
+    """The calls as one batch in their group number `g`, and its tickets. The caller holds the locks of the rows."""
+    parts = [call.parts[g] for call, _ in collected]
+    for call, grad in collected:
+        assert isinstance(call, DeviceCall)
+        call.follow(grad)
+    return _Combined(parts, [grad for _, grad in collected]), [part.ticket for part in parts]
 
 
 def _check_at_once(tables: TableSet, device: torch.device) -> None:

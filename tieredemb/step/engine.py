@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tieredemb.errors import BackwardError, UnsupportedError
+from tieredemb.errors import BackwardError, ConfigError, StorageError, UnsupportedError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import BackwardPass, Call, CallContext, Collected, LookupFunction, inside_backward
+from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import Given, PlanExecutor, Planned, PlannedForwards
 from tieredemb.tables.config import TableSetConfig
+from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
+from tieredemb.tables.stand_in import StandIn
 from tieredemb.tables.table_set import TableSet
+from tieredemb.tables.torch_kinds import Optimizer, is_torch_optimizer
 
 if TYPE_CHECKING:
     from tieredemb.step.call_memory import CallMemory
@@ -40,24 +44,69 @@ class _Accumulated:
 class Engine:
     """Opens the tables of `config`, looks up in them, and updates their rows by its optimizer, if it has one.
 
+    `follows`: the torch optimizer with whose step the update is to come, and not with the backward, or its class ·
     `planned`: forwards that were planned before they come · `ids_may_exceed_bags`: threads whose captured step gives it
     buffers, in which ids of longer batches are left.
     """
 
-    def __init__(self, config: TableSetConfig) -> None:
+    def __init__(self, config: TableSetConfig, follows: Optimizer = None) -> None:
         self.tables = TableSet(config)
-        self.optimizer = None if config.optimizer is None else FusedOptimizer(self.tables, config.optimizer)
+        self.optimizer: FusedOptimizer | FollowedOptimizer | None = None
+        if is_torch_optimizer(follows):
+            self.optimizer = FollowedOptimizer(self.tables, config.optimizer)
+        elif config.optimizer is not None:
+            self.optimizer = FusedOptimizer(self.tables, config.optimizer)
         self._connect()
+        if isinstance(follows, torch.optim.Optimizer):
+            self.follow(follows)
 
     def _connect(self) -> None:
         self.planned = PlannedForwards()
         self.ids_may_exceed_bags: set[int] = set()
         self._backward_pass = BackwardPass()
         self._accumulates: weakref.ref[_Accumulated] | None = None
+        self._wait_for_steps()
+
+    def _wait_for_steps(self) -> None:
+        """Where a torch optimizer is followed, gradients wait for its step."""
+        self._pending: PendingGradients | None = None
+        if isinstance(self.optimizer, FollowedOptimizer):
+            self._pending = self.optimizer.pending = PendingGradients(self.tables, ranged("update")(self._update))
+
+    def follow(self, optimizer: torch.optim.Optimizer, **keywords: Any) -> None:
+        """See `TieredModule.follow`."""
+        if isinstance(self.optimizer, FusedOptimizer):
+            raise ConfigError(
+                f"this module's rows are updated in backward, by {type(self.tables.config.optimizer).__name__}; build "
+                f"it with the torch optimizer, its class or no optimizer at all for it to follow one"
+            )
+        followed = self.optimizer or FollowedOptimizer(self.tables, None)
+        followed.follow(optimizer, **keywords)
+        if self.optimizer is None:
+            self.optimizer = followed
+            self._wait_for_steps()
+
+    @property
+    def stand_ins(self) -> list[StandIn]:
+        """What stands for the tables in a torch optimizer: one a table, where they follow one or are to."""
+        return self.optimizer.stand_ins if isinstance(self.optimizer, FollowedOptimizer) else []
+
+    def check_no_gradient(self, call: str) -> None:
+        """Raises `StorageError` where gradients wait for a step, whose rows have to stay where they are."""
+        if self._pending is not None and self._pending.waiting:
+            raise StorageError(
+                f"cannot {call} while gradients wait for the optimizer's step(), as their rows must stay; call step() "
+                f"or zero_grad() before"
+            )
+
+    def drop_gradient(self) -> None:
+        """Drops what waits for a step."""
+        if self._pending is not None:
+            self._pending.drop()
 
     def context(self, options: LookupOptions) -> CallContext:
         """What the calls of a module need, whose lookups treat rows as `options` say."""
-        return CallContext(self.tables, options, self.optimizer, self._backward_pass, self._apply)
+        return CallContext(self.tables, options, self, self._backward_pass, self._apply)
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -154,11 +203,18 @@ class Engine:
 
     @ranged("update")
     def _apply(self, collected: Collected) -> None:
-        """Applies the calls of one backward pass in forward order, or keeps them for the end of `accumulate()`."""
+        """Applies the calls of one backward pass in forward order, or keeps them for the end of `accumulate()`, or for
+        the step of the optimizer that is followed."""
         kept = None if self._accumulates is None else self._accumulates()
         if kept is not None:
             kept.calls += collected
-            return
+        elif self._pending is not None:
+            self._pending.add(collected)
+        else:
+            self._update(collected)
+
+    def _update(self, collected: Collected) -> None:
+        """Applies calls, which are in forward order, as one update."""
         try:
             type(collected[0][0]).apply(collected)
         finally:
@@ -195,12 +251,14 @@ class Engine:
         """Moves the tables to `device`, and with them what knows where they are. Raises `StorageError` while batches
         are in flight. A second call goes on with one that was interrupted."""
         if device != self.tables.config.device:
+            self.check_no_gradient("move the tables")
             self.planned.drop_all()
             self.tables.move(device)
         if self.optimizer is not None:
             self.optimizer.move()
 
     def __getstate__(self) -> dict[str, Any]:
+        self.check_no_gradient("copy or pickle the tables")
         self.planned.drop_all()  # the copy plans for itself, and tables are copied while no batch is in flight
         return {"tables": self.tables, "optimizer": self.optimizer}
 

@@ -14,7 +14,7 @@ from tieredemb.cache.tickets import Ticket
 from tieredemb.kernels.cpu import Pass
 from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.row_format import CARRIERS
-from tieredemb.kernels.segments_cpu import segments_of, segments_of_homes
+from tieredemb.kernels.segments_cpu import Segments, segments_of, segments_of_homes
 from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
 from tieredemb.lookup.history import History
@@ -222,7 +222,7 @@ class HostCall(Call):
 
     @staticmethod
     def apply(collected: Collected) -> None:
-        place, optimizer = collected[0][0].context.tables.placed.now, collected[0][0].context.optimizer
+        place, optimizer = collected[0][0].context.tables.placed.now, collected[0][0].context.updater.optimizer
         assert optimizer is not None  # the backward has asked for it
         todo: list[tuple[HostGroup, Pass, Hyperparameters | None]] = []
         grads = [grad for _, grad in collected]
@@ -244,15 +244,19 @@ def prepare_update(
     group: HostGroup, parts: list[HostGroupCall], grads: list[torch.Tensor], numbers: Hyperparameters
 ) -> Pass:
     """One optimizer step of a group for the calls of one backward pass, in forward order. The caller holds the lock."""
+    segments, gradient = gather(group, parts, grads)
+    return update(group.cache.hot, segments, gradient, group.space, numbers, group.cache.cold.history)
+
+
+def gather(group: HostGroup, parts: list[HostGroupCall], grads: list[torch.Tensor]) -> tuple[Segments, Gradient]:
+    """The calls of one backward pass as one batch: its trained occurrences by row, and their gradient."""
     gradients = [part.gradient(grad.numpy()) for part, grad in zip(parts, grads, strict=True)]
     if len(parts) == 1:
         trained, inverse = parts[0].is_trained(), parts[0].ticket.inverse
         inverse = inverse if trained is None else np.where(trained, inverse, np.int32(-1))
-        segments = segments_of(inverse, parts[0].ticket.unique_slots)
-        return update(group.cache.hot, segments, gradients[0], group.space, numbers, group.cache.cold.history)
+        return segments_of(inverse, parts[0].ticket.unique_slots), gradients[0]
     homes = np.concatenate([_trained_homes(part) for part in parts])
-    segments = segments_of_homes(homes, len(group.cache.hot))
-    return update(group.cache.hot, segments, _concatenate(gradients), group.space, numbers, group.cache.cold.history)
+    return segments_of_homes(homes, len(group.cache.hot)), _concatenate(gradients)
 
 
 def _trained_homes(part: HostGroupCall) -> Array:

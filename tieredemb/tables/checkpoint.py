@@ -11,12 +11,12 @@ from tieredemb.storage.base import ColdRows
 from tieredemb.storage.checkpoint import directory as checkpoint
 from tieredemb.storage.checkpoint.files import HeldRows
 from tieredemb.tables.checkpoint_notes import check_noted, note
-from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.group import Group
+from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 
 
-def save(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str], extra: Any) -> None:
+def save(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.PathLike[str], extra: Any) -> None:
     """See `TieredModule.save_checkpoint`."""
     _check_directory(directory)
     noted = note(optimizer, extra)
@@ -35,9 +35,7 @@ def save(tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os
         checkpoint.save(directory, spaces, identities=identities, extra=noted, broken=broken, held=held)
 
 
-def load(
-    tables: TableSet, optimizer: FusedOptimizer | None, directory: str | os.PathLike[str], *, recover: bool
-) -> Any:
+def load(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.PathLike[str], *, recover: bool) -> Any:
     """See `TieredModule.load_checkpoint`."""
     _check_directory(directory)
     with tables.changing("load_checkpoint") as change:

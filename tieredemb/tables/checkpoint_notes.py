@@ -9,10 +9,10 @@ from typing import Any
 
 from tieredemb.errors import CheckpointError, ConfigError, shown
 from tieredemb.storage.stored_json import fields_of, object_of
-from tieredemb.tables.fused_optimizer import FusedOptimizer
+from tieredemb.tables.row_optimizer import RowOptimizer
 
 
-def note(optimizer: FusedOptimizer | None, extra: Any) -> dict[str, Any]:
+def note(optimizer: RowOptimizer | None, extra: Any) -> dict[str, Any]:
     """What a checkpoint keeps. Raises `ConfigError` for an `extra` that is no dict, and for a param group that holds
     what no optimizer works with."""
     if not isinstance(extra, dict):
@@ -24,7 +24,7 @@ def note(optimizer: FusedOptimizer | None, extra: Any) -> dict[str, Any]:
     return {"extra": extra, "param_group": options}
 
 
-def check_noted(optimizer: FusedOptimizer | None, noted: dict[str, Any]) -> None:
+def check_noted(optimizer: RowOptimizer | None, noted: dict[str, Any]) -> None:
     """Raises `CheckpointError` unless `noted` is what `note` returned for an optimizer such as this one."""
     try:
         fields = fields_of(noted, "extra", ("extra", "param_group"))

@@ -27,6 +27,7 @@ from tieredemb.kernels.row_format import Encoding, encoding_of
 from tieredemb.storage.base import Storage
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.unified import UnifiedMemory
+from tieredemb.tables.torch_kinds import Optimizer, row_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ def table_set_config(
     capacity: Capacity,
     policy: Policy | None,
     storage: Storage | None,
-    optimizer: OptimizerConfig | None,
+    optimizer: Optimizer,
     seed: int,
     dtype: torch.dtype | Encoding | None,
     device: torch.device | str | None,
@@ -97,11 +98,6 @@ def table_set_config(
     """Fills in the defaults: `LFU()`, torch's default dtype and device, `HostMemory()`, on a GPU `UnifiedMemory()`."""
     if policy is not None and not isinstance(policy, (LFU, LRU)):
         raise ConfigError(f"policy must be LFU(…) or LRU(), got {shown(policy)}")
-    if optimizer is not None and not isinstance(optimizer, OptimizerConfig):
-        raise ConfigError(
-            f"optimizer must be one of tieredemb's {', '.join(OptimizerConfig.known())} (it is fused into backward; "
-            f"torch.optim instances cannot reach the rows), got {shown(optimizer)}"
-        )
     place = torch.get_default_device() if device is None else torch.device(device)
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
@@ -112,7 +108,7 @@ def table_set_config(
         capacity=capacity,
         policy=LFU() if policy is None else policy,
         storage=storage,
-        optimizer=optimizer,
+        optimizer=row_config(optimizer),
         seed=seed,
         dtype=dtype or torch.get_default_dtype(),
         device=place,

@@ -11,9 +11,10 @@ import torch
 
 from tieredemb.config import OptimizerConfig, check_finite, is_number
 from tieredemb.errors import ConfigError, InvalidInputError, shown
-from tieredemb.kernels.streams import outside_capture
-from tieredemb.lookup.optimizer import MOST_NUMBERS, Hyperparameters, check_rate, hyperparameters
+from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters
+from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.group import DeviceGroup, Group
+from tieredemb.tables.row_state import check_together, loaded_state, state_tensors, steps_of
 from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     …}}, "param_groups": […]}`.
     """
 
+    is_there = True  # see `RowOptimizer`
+
     def __init__(self, tables: TableSet, config: OptimizerConfig) -> None:
         device = tables.config.device
         stand_ins = [torch.nn.Parameter(torch.zeros((), device=device)) for _ in tables.config.tables]
@@ -37,8 +40,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._config = config
         self._scaler: torch.amp.GradScaler | None = None
         self.found_inf: bool | torch.Tensor = False
-        self._options = self._make_options()  # what a GPU knows of the param group, and what it was told last
-        self._told: dict[str, Any] | None = None
+        self._on_device = DeviceOptions(tables)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -89,37 +91,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Tells the GPU of the param group as it is now. Every eager step does; after a scheduler has changed `lr`,
         call it before replaying a captured step. Does not synchronise; on the CPU there is nobody to tell. Raises
         `ConfigError` for a learning rate that is negative or no number."""
-        for each in self._tables.groups:
-            if isinstance(each, DeviceGroup) and each.device_history is not None:
-                each.device_history.note_step()
-        group = self.options()
-        if self._told == group:
-            return
-        check_rate(group["lr"])
-        first = self._tables.groups[0]
-        if self._options is None or not isinstance(first, DeviceGroup):
-            return
-        with first.cache.using(), outside_capture(first.config.device):
-            first.lookup.set_options(self._options, group)
-        self._told = group
-
-    def _make_options(self) -> torch.Tensor | None:
-        """Made with the optimizer: memory taken while a step is captured would belong to the graph."""
-        device = self._tables.config.device
-        return torch.zeros(MOST_NUMBERS, dtype=torch.float64, device=device) if device.type == "cuda" else None
+        self._on_device.tell(self.options())
 
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
         """The param group as the GPU of `group` knows it, float64 (`MOST_NUMBERS`,); see `device_numbers`."""
         self.upload()
-        assert self._options is not None
-        return self._options
+        return self._on_device.numbers
 
     def move(self) -> None:
         """Follows the tables to another device, if they are on one."""
         device, params = self._tables.config.device, self.param_groups[0]["params"]
         if params[-1].device == device:
             return
-        self._options, self._told = self._make_options(), None
+        self._on_device = DeviceOptions(self._tables)
         self.found_inf = False
         for param in params:
             param.grad = None
@@ -137,12 +121,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Copies of all row states, and the param group. Raises `StorageFullError` where memory cannot hold them."""
         state: dict[int, dict[str, torch.Tensor]] = {}
         for table in range(len(self._tables.config.tables)):
-            group, position, _ = self._tables.locate(table)
-            entry = {"step": torch.tensor(float(group.steps[position]), dtype=torch.float32, device="cpu")}
-            if shapes := self._state_shapes(table):
-                parts = torch.split(self._tables.state(table), [width for _, width in shapes.values()], dim=1)
-                entry |= {name: part.clone() for name, part in zip(shapes, parts, strict=True)}
-            state[table] = entry
+            step = torch.tensor(float(steps_of(self._tables, table)), dtype=torch.float32, device="cpu")
+            state[table] = {"step": step, **state_tensors(self._tables, self._config, table)}
         return {"state": state, "param_groups": [self.options() | {"params": list(state)}]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -156,19 +136,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise InvalidInputError(f"the state dict must have one param group of {len(tables)} tables")
         loaded: dict[int, tuple[int, torch.Tensor | None]] = {}
         for table, key in enumerate(groups[0]["params"]):
-            entry = state_dict["state"].get(key, {})
-            words, shapes = self._words(table, entry), self._state_shapes(table)
-            step = int(entry.get("step", words is not None))  # torch's SGD counts none
-            if words is None and (shapes or self._config.is_dense):  # torch's have no state before their first step
-                shape = (tables[table].num_embeddings, sum(width for _, width in shapes.values()))
-                words = torch.full((1, 1), self._config.state_start, device="cpu").expand(shape)
-            loaded[table] = step, words
-        steps = {step for step, _ in loaded.values()}
-        if self._config.is_dense and len(steps) > 1:
-            raise InvalidInputError(
-                f"the tables have taken different numbers of steps ({', '.join(map(str, sorted(steps)))}), and those "
-                f"of one module take steps together; give each number a module of its own"
-            )
+            loaded[table] = loaded_state(self._tables, self._config, table, state_dict["state"].get(key, {}))
+        check_together(self._config, loaded)
         self._tables.set_states(loaded, lambda: self.set_options(groups[0]))
 
     def options(self) -> dict[str, Any]:
@@ -201,26 +170,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             if name in known:
                 self.param_groups[0][name] = tuple(value) if isinstance(value, list) else value
 
-    def _state_shapes(self, table: int) -> dict[str, tuple[int, int]]:
-        """Shapes of a table's state tensors by name, in the order in which a row holds them."""
-        config = self._tables.config.tables[table]
-        return {t.name: (config.num_embeddings, t.width(config.embedding_dim)) for t in self._config.tensors}
-
-    def _words(self, table: int, entry: dict[str, Any]) -> torch.Tensor | None:
-        shapes = self._state_shapes(table)
-        if shapes.keys().isdisjoint(entry):
-            return None
-        for name, wanted in shapes.items():
-            shape = tuple(entry[name].shape) if name in entry else None
-            if shape != wanted:
-                table_name = self._tables.config.tables[table].name
-                raise InvalidInputError(f"{name!r} of table {table_name!r} must have shape {wanted}, got {shape}")
-        return torch.cat([entry[name].to(torch.float32) for name in shapes], dim=1)
-
     def __getstate__(self) -> dict[str, Any]:
         own = {"_tables": self._tables, "_config": self._config, "_scaler": None, "found_inf": self.found_inf}
-        return {**super().__getstate__(), **own, "_options": None, "_told": None}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._options = self._make_options()
+        self._on_device = DeviceOptions(self._tables)

@@ -1,0 +1,79 @@
+"""Pairs of models for tests of tables that follow a torch optimizer: tiered tables and a dense layer, and the same
+model with whole tables, which torch trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from devices import on_cpu
+from oracle import OracleCollection
+from torch import nn
+from training import random_batch, table_configs
+
+import tieredemb as te
+
+KINDS = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.01}),
+    "Adam": (torch.optim.Adam, {"lr": 0.02, "betas": (0.8, 0.95)}),
+    "Adam L2": (torch.optim.Adam, {"lr": 0.02, "weight_decay": 0.1}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1}),
+    "SGD nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.5, "nesterov": True}),
+    "SGD weight_decay": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.5, "dampening": 0.25, "weight_decay": 0.1}),
+    "Adagrad weight_decay": (torch.optim.Adagrad, {"lr": 0.1, "weight_decay": 0.1}),
+    "SparseAdam": (torch.optim.SparseAdam, {"lr": 0.05, "betas": (0.8, 0.95)}),
+}
+DENSE_KINDS = tuple(
+    name for name in KINDS if name != "SparseAdam"
+)  # that take dense gradients, too, and so train the whole model
+TABLES = table_configs(widths=(4, 5), modes=("sum", "mean", "max"), rows=(3, 17, 40), padding=(None, 0))
+
+
+class Model(nn.Module):
+    """Tables and, unless they are `alone`, a dense layer over their outputs."""
+
+    def __init__(self, tables: nn.Module, *, alone: bool = False) -> None:
+        super().__init__()
+        self.tables = tables
+        self.top = nn.Identity() if alone else nn.Linear(sum(table.embedding_dim for table in TABLES), 3)
+
+    def forward(self, ids, offsets):
+        return self.top(self.tables(ids, offsets))
+
+
+def pair(kind, *, capacity=3, optimizer=..., configs=TABLES, seed=0, **options):
+    """A tiered model that follows an optimizer of `kind`, the same model with whole tables, and their optimizers."""
+    torch_class, defaults = KINDS[kind]
+    alone, keywords = kind not in DENSE_KINDS, {**defaults, **options}
+    if alone:  # torch has no maxima with sparse gradients
+        configs = [replace(table, mode="sum") if table.mode == "max" else table for table in configs]
+    given = torch_class if optimizer is ... else optimizer
+    tables = te.TieredEmbeddingBagCollection(configs, capacity=capacity, optimizer=given, seed=seed)
+    ours = Model(tables, alone=alone)
+    theirs = on_cpu(Model(OracleCollection(configs, sparse=alone).load_from(tables), alone=alone))
+    theirs.top.load_state_dict(ours.top.state_dict())
+    optimizers = [torch_class(model.parameters(), **keywords) for model in (ours, theirs)]
+    tables.follow(optimizers[0])
+    return (ours, theirs), optimizers
+
+
+def loss_of(model, seed, *, batch=6):
+    ids, offsets, _, upstream = random_batch(TABLES, batch, seed)
+    out = model(ids, offsets)
+    return (out.square() + out * upstream[:, : out.shape[1]].to(out)).mean()
+
+
+def tensors(model):
+    """Copies of the weights of a model, in one order for both."""
+    if isinstance(model.tables, te.TieredEmbeddingBagCollection):
+        tables = list(model.tables.state_dict().values())
+    else:
+        tables = [bag.weight for bag in model.tables.bags]
+    return [each.detach().cpu().clone() for each in (*tables, *model.top.parameters())]
+
+
+def states(optimizer):
+    """The state in an optimizer's state dict as one list."""
+    found = optimizer.state_dict()["state"]
+    return {key: {name: torch.as_tensor(value).cpu() for name, value in entry.items()} for key, entry in found.items()}

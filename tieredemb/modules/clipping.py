@@ -1,0 +1,89 @@
+"""Clipping of gradients by their global norm, tables included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from tieredemb.config import is_number
+from tieredemb.errors import ConfigError, InvalidInputError, shown
+from tieredemb.modules.base import TieredModule
+from tieredemb.tables.followed_optimizer import FollowedOptimizer
+from tieredemb.tables.stand_in import StandIn
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """As `torch.nn.utils.clip_grad_norm_`, for models with tables that follow a torch optimizer, and any `norm_type`.
+
+    `parameters`: a model, or parameters, among them the stand-ins of tables. Returns the norm of all gradients, float32
+    (), tables' included: what torch returns for the model with whole tables. torch's own does the same with its usual
+    `norm_type` of 2. Does not synchronise, unless `error_if_nonfinite`.
+
+    Raises `ConfigError` for tables that are updated in backward, whose gradients are gone, and `InvalidInputError` for
+    a `norm_type` of 0 or less.
+
+    >>> bag = TieredEmbeddingBag(1000, 4, mode="sum", optimizer=torch.optim.SGD)
+    >>> optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+    >>> bag.follow(optimizer)
+    >>> bag(torch.tensor([[1, 2]])).sum().backward()
+    >>> tieredemb.clip_grad_norm_(bag, 1.0, norm_type=1)
+    tensor(8.)
+    """
+    if isinstance(norm_type, str):  # torch takes "inf"
+        norm_type = float(norm_type)
+    if not is_number(norm_type) or not norm_type > 0:
+        raise InvalidInputError(f"norm_type must be a number above 0, or math.inf, got {shown(norm_type)}")
+    norm_type = float(norm_type)
+    if isinstance(parameters, nn.Module):
+        _check_clippable(parameters)
+        parameters = parameters.parameters()
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    with torch.no_grad():
+        dense = [each.grad for each in params if not isinstance(each, StandIn) and each.grad is not None]
+        norms = [torch.nn.utils.get_total_norm(dense, norm_type, False, foreach)] if dense else []
+        norms += _table_norms([each for each in params if isinstance(each, StandIn)], norm_type)
+        total = torch.tensor(0.0)
+        if norms:
+            first = norms[0].device
+            total = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped; pass "
+                f"error_if_nonfinite=False to multiply them by what comes of it all the same"
+            )
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, total, foreach)
+    return total
+
+
+def _table_norms(stand_ins: list[StandIn], norm_type: float) -> list[torch.Tensor]:
+    """The norm of each table that has a gradient."""
+    norms = []
+    found: dict[int, torch.Tensor] = {}  # of all tables of a module
+    for each in stand_ins:
+        followed = None if each.gradients is None else each.gradients()
+        if not isinstance(followed, FollowedOptimizer) or followed.pending is None or each.grad is None:
+            continue
+        if norm_type == 2.0:
+            norms.append(each.grad[0])
+            continue
+        if id(followed) not in found:
+            found[id(followed)] = followed.pending.norms(norm_type)
+        norms.append(found[id(followed)][each.table])
+    return norms
+
+
+def _check_clippable(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, TieredModule) and module.is_trainable and not module.engine.stand_ins:
+            raise ConfigError(
+                f"the tables of {name or 'the model'} are updated in backward, and their gradients are gone when it "
+                f"returns; build the module with a torch optimizer, or clip the other parameters alone"
+            )

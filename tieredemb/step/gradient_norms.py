@@ -1,0 +1,67 @@
+"""The norms of tables' gradients, over all calls that wait for one update.
+
+A row's gradient is summed over all of its occurrences first, as the update sums it. Rows are then counted in the order
+of their first occurrence, in float64: which slots they are in changes no bit.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from tieredemb.kernels.streams import on_device
+from tieredemb.step.call import Collected
+from tieredemb.tables.group import DeviceGroup, HostGroup
+from tieredemb.tables.table_set import TableSet
+
+
+def gradient_norms(tables: TableSet, collected: Collected, norm_type: float) -> torch.Tensor:
+    """The p-norm of each table's gradient, float32 (T,) on the tables' device; p is `norm_type`, above 0, or infinite.
+    Padding is left out. Does not synchronise with a GPU."""
+    totals = torch.zeros(len(tables.config.tables), dtype=torch.float64, device=tables.config.device)
+    collected = sorted(collected, key=lambda pair: pair[0].number)
+    with tables.placed.now.rows.again():
+        for g, group in enumerate(tables.groups):
+            if isinstance(group, DeviceGroup):
+                _norm_on_device(totals, group, g, collected, norm_type)
+            else:
+                assert isinstance(group, HostGroup)
+                _norm_on_host(totals, group, g, collected, norm_type)
+    if not math.isinf(norm_type):
+        totals = totals.sqrt() if norm_type == 2.0 else totals.pow(1.0 / norm_type)
+    return totals.to(torch.float32)
+
+
+def _norm_on_host(totals: torch.Tensor, group: HostGroup, g: int, collected: Collected, norm_type: float) -> None:
+    from tieredemb.lookup.gradient_norm_cpu import row_powers
+    from tieredemb.step.host_call import gather
+
+    parts = [call.parts[g] for call, _ in collected]
+    for part in parts:
+        group.cache.check_rows(part.ticket)
+    segments, gradient = gather(group, parts, [grad for _, grad in collected])
+    filled = np.flatnonzero(np.diff(segments.starts))  # in the order of their first occurrences, as plans number keys
+    powers = row_powers(segments, gradient, group.space, norm_type)[filled]  # type: ignore[no-untyped-call]
+    of = gradient.table[segments.order[segments.starts[filled]]]
+    for j, table in enumerate(group.space.tables):
+        mine = powers[of == j]
+        totals[int(table)] = float(np.max(mine, initial=0.0) if math.isinf(norm_type) else np.sum(mine))
+
+
+def _norm_on_device(totals: torch.Tensor, group: DeviceGroup, g: int, collected: Collected, norm_type: float) -> None:
+    from tieredemb.lookup.gradient_norm import occurrence_powers
+    from tieredemb.step.device_call import combined
+
+    batch, tickets = combined(group, collected, g)
+    with on_device(group.config.device), group.cache.using(*tickets):
+        powers = occurrence_powers(
+            group.lookup, batch.homes, batch.bag, batch.samples, batch.grad, batch.scale, batch.argmax, norm_type
+        )
+        if powers.numel() == 0:
+            return
+        of = torch.div(batch.bag, max(1, batch.samples), rounding_mode="floor")
+        for j, table in enumerate(group.space.tables):
+            mine = torch.where(of == j, powers, 0.0)
+            totals[int(table)] = mine.max() if math.isinf(norm_type) else mine.sum()

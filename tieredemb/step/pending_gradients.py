@@ -1,0 +1,183 @@
+"""Calls that wait for the step of a torch optimizer, and what of their gradient is known meanwhile.
+
+They are kept as `accumulate()` keeps them: their rows stay in their slots, and the update is that of one backward over
+all of them as one batch. Of the gradient nothing is computed but each table's norm, when somebody reads it. What
+others multiply it by meanwhile is multiplied into the gradients that are there then, as torch would multiply the
+gradient that it has; what a later backward brings is added to that.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError, shown
+from tieredemb.step.call import Collected
+from tieredemb.step.gradient_norms import gradient_norms
+from tieredemb.tables.stand_in import TRACE
+from tieredemb.tables.table_set import TableSet
+
+ROUNDING = 1e-4  # of a norm that others have multiplied by several factors: their float32 roundings and ours
+LEAST = 1e-30  # below, float32 rounds more coarsely
+
+
+class PendingGradients:
+    """What one set of tables has collected since the last step. `update`: applies calls in forward order, and releases
+    them."""
+
+    def __init__(self, tables: TableSet, update: Callable[[Collected], None]) -> None:
+        self._tables = tables
+        self._update = update
+        self._calls: Collected = []
+        self._read: list[torch.Tensor] | None = None  # of each table float32 (2,): its norm and the trace
+        self._norms: torch.Tensor | None = None  # float32 (T,), as they were computed
+        self._dropped: set[int] = set()
+        self._is_fresh = True  # whether nothing was left of the step before when the first backward came
+        self._has_warned = False
+        self._table_of_column: torch.Tensor | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything is collected."""
+        return bool(self._calls)
+
+    def add(self, collected: Collected) -> None:
+        """Adds the calls of a backward pass."""
+        self._check_dropped()
+        self._fold()
+        self._calls += collected
+
+    # --- what stand-ins show ----------------------------------------------------------------------------------------
+
+    def read(self, table: int) -> torch.Tensor | None:
+        """The `.grad` of a stand-in, the same tensor until the next backward."""
+        if not self._calls:
+            self._is_fresh = True  # zero_grad() looks here
+            return None
+        if table in self._dropped:
+            return None
+        return self._values()[table]
+
+    def write(self, table: int, value: torch.Tensor | None) -> None:
+        """Replaces it by another one of the same kind; None drops the table's gradient."""
+        if value is None:
+            self._is_fresh = True
+            self._dropped.add(table)
+            if len(self._dropped) == len(self._tables.config.tables):
+                self.drop()
+            return
+        if not self._calls:
+            raise UnsupportedError("a table has no gradient before a backward, and takes none from outside")
+        values = self._values()
+        if not isinstance(value, torch.Tensor) or value.shape != (2,) or value.dtype != torch.float32:
+            raise InvalidInputError(
+                f"the gradient of a table's stand-in is float32 (2,), its norm and a constant, to be multiplied by one "
+                f"factor; got {shown(value)}"
+            )
+        self._dropped.discard(table)
+        values[table] = value.detach()
+
+    def norms(self, norm_type: float) -> torch.Tensor:
+        """The norms of the tables' gradients as they are now, float32 (T,); zero for those dropped. Does not
+        synchronise."""
+        if not self._calls:
+            return torch.zeros(len(self._tables.config.tables), device=self._tables.config.device)
+        self._fold()
+        norms = gradient_norms(self._tables, self._calls, norm_type)
+        for table in self._dropped:
+            norms[table] = 0.0
+        return norms
+
+    def _values(self) -> list[torch.Tensor]:
+        if self._read is None:
+            with torch.no_grad():
+                self._norms = gradient_norms(self._tables, self._calls, 2.0)
+                trace = torch.full_like(self._norms, TRACE)
+                self._read = list(torch.stack([self._norms, trace], 1).unbind())
+        return self._read
+
+    # --- factors ----------------------------------------------------------------------------------------------------
+
+    def _fold(self) -> None:
+        """Multiplies what others have multiplied the gradients by into them. Does not synchronise."""
+        if self._read is None:
+            return
+        with torch.no_grad():
+            values = torch.stack(self._read)
+            if values.device.type != "cpu" or bool((values[:, 1] != TRACE).any()):
+                factors, zeroed = values[:, 1] / TRACE, values[:, 0] == 0
+                columns = self._columns(values.device)
+                factor, zero = factors[columns], zeroed[columns]
+                # where the norm is zero now nothing is left of the gradient, infinities included
+                self._calls = [(call, (grad * factor).masked_fill_(zero, 0.0)) for call, grad in self._calls]
+        self._read = self._norms = None
+
+    def _columns(self, device: torch.device) -> torch.Tensor:
+        """The table of each column of the outputs, int64 (ΣD,). Kept: a capture could not bring it to a GPU."""
+        if self._table_of_column is None or self._table_of_column.device != device:
+            widths = torch.tensor([table.embedding_dim for table in self._tables.config.tables], device="cpu")
+            columns = torch.repeat_interleave(torch.arange(len(widths), device="cpu"), widths)
+            self._table_of_column = columns.to(device)
+        return self._table_of_column
+
+    def check(self) -> None:
+        """Raises `BackwardError` where some tables of the set have lost their gradient and others not, and
+        `UnsupportedError`, on the CPU, where a gradient was changed otherwise than by a factor. Warns where torch would
+        have added to the gradient of the step before."""
+        self._check_dropped()
+        self._check_size()
+        if not self._is_fresh and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "no zero_grad() came between two steps: torch would add to the gradient of the step before, and tables "
+                "do not; call optimizer.zero_grad() in each step",
+                stacklevel=6,  # where step() is called
+            )
+        if self._read is None or self._norms is None or self._norms.device.type != "cpu":
+            return
+        for table, (now, before) in enumerate(zip(self._read, self._norms.tolist(), strict=True)):
+            norm, trace = now.tolist()
+            wanted = before * (trace / TRACE)
+            if abs(norm) != float("inf") and abs(norm - wanted) > ROUNDING * abs(wanted) + LEAST:
+                raise UnsupportedError(
+                    f"the gradient of table {self._tables.config.tables[table].name!r} was changed otherwise than by "
+                    f"a factor, which is all that a table takes; clip by a norm, with torch's clip_grad_norm_ or "
+                    f"tieredemb.clip_grad_norm_. Nothing was updated"
+                )
+
+    def _check_size(self) -> None:
+        device, tables = self._tables.config.device, len(self._tables.config.tables)
+        if device.type == "cuda":
+            from tieredemb.step.device_call import check_bags
+
+            check_bags(tables, [call for call, _ in self._calls])
+
+    def _check_dropped(self) -> None:
+        if self._dropped:
+            names = ", ".join(repr(self._tables.config.tables[table].name) for table in sorted(self._dropped))
+            raise BackwardError(
+                f"the gradients of some tables of one module were set to None and others not ({names}); tables of one "
+                f"module step together: zero all of them, or give them modules of their own"
+            )
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def apply(self) -> None:
+        """Applies what is collected as one update. Interrupted before that has begun, it is dropped."""
+        self._fold()
+        calls = self._taken()
+        self._is_fresh = False
+        self._update(sorted(calls, key=lambda pair: pair[0].number))
+
+    def drop(self) -> None:
+        """Drops what is collected, and gives its rows free."""
+        for call, _ in self._taken():
+            call.release()
+
+    def _taken(self) -> Collected:
+        calls, self._calls = self._calls, []
+        self._read = self._norms = None
+        self._dropped = set()
+        return calls

@@ -1,0 +1,50 @@
+"""What a GPU knows of a param group: told when it has changed, and not at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tieredemb.kernels.streams import outside_capture
+from tieredemb.lookup.optimizer import MOST_NUMBERS, check_rate
+from tieredemb.tables.group import DeviceGroup
+from tieredemb.tables.table_set import TableSet
+
+
+class DeviceOptions:
+    """The options of the tables' optimizer on their GPU; on the CPU there is nobody to tell.
+
+    Made with the optimizer: memory taken while a step is captured would belong to the graph.
+    """
+
+    def __init__(self, tables: TableSet) -> None:
+        device = tables.config.device
+        self._tables = tables
+        self._numbers: torch.Tensor | None = None
+        if device.type == "cuda":
+            self._numbers = torch.zeros(MOST_NUMBERS, dtype=torch.float64, device=device)
+        self._told: dict[str, Any] | None = None
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """float64 (`MOST_NUMBERS`,), of which the learning rate is the first; see `device_numbers`."""
+        assert self._numbers is not None
+        return self._numbers
+
+    def tell(self, options: Mapping[str, Any]) -> None:
+        """Takes over `options`, numbers by name. Does not synchronise, and is no part of a capture. Raises
+        `ConfigError` for a learning rate that is negative or no number."""
+        for each in self._tables.groups:
+            if isinstance(each, DeviceGroup) and each.device_history is not None:
+                each.device_history.note_step()
+        if self._told == options:
+            return
+        check_rate(options["lr"])
+        first = self._tables.groups[0]
+        if self._numbers is None or not isinstance(first, DeviceGroup):
+            return
+        with first.cache.using(), outside_capture(first.config.device):
+            first.lookup.set_options(self._numbers, options)
+        self._told = dict(options)

@@ -1,0 +1,507 @@
+"""Tables that follow a torch optimizer: their update comes with its `step()`, by the numbers of its param group.
+
+A stand-in a table lies among the optimizer's params (`StandIn`). Hooks tell of its `step()`: the one before it checks
+what it will need, before anything changes, and the one after it applies what was collected since the last step. While
+the optimizer itself runs, stand-ins have no gradient, so that it leaves them alone whatever its kind. Hooks and
+stand-ins know the tables weakly: an optimizer keeps none alive.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from tieredemb.config import OptimizerConfig
+from tieredemb.errors import ConfigError, StorageError, shown
+from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters, named_numbers
+from tieredemb.tables.device_options import DeviceOptions
+from tieredemb.tables.group import DeviceGroup, Group
+from tieredemb.tables.layout import lay_out
+from tieredemb.tables.row_state import check_together, loaded_state, state_tensors, steps_of
+from tieredemb.tables.stand_in import Gradients, StandIn
+from tieredemb.tables.table_set import TableSet
+from tieredemb.tables.torch_kinds import as_numbers, config_of, kind_of
+
+GroupChoice = int | dict[str, Any] | None
+
+
+class Pending(Gradients, Protocol):
+    """What was collected for one set of tables since the last step."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything was."""
+
+    def norms(self, norm_type: float) -> torch.Tensor:
+        """The norms of the tables' gradients as they are now, float32 (T,)."""
+
+    def check(self) -> None:
+        """Raises `BackwardError` or `UnsupportedError`, before anything changes, if it cannot be applied."""
+
+    def apply(self) -> None:
+        """Applies it as one update."""
+
+    def drop(self) -> None:
+        """Drops it: it updates nothing."""
+
+
+class FollowedOptimizer:
+    """The torch optimizer that one set of tables follows, or will.
+
+    `config`: what the tables' rows are laid out for · `optimizer`: the torch optimizer, None before `follow` ·
+    `stand_ins`: one a table · `pending`: what waits for its next step.
+    """
+
+    def __init__(self, tables: TableSet, config: OptimizerConfig | None) -> None:
+        device = tables.config.device
+        self._tables = tables
+        self.config = config
+        self.stand_ins = [
+            StandIn(torch.zeros(2, dtype=torch.float32, device=device), table=t)
+            for t in range(len(tables.config.tables))
+        ]
+        self._connect()
+
+    def _connect(self) -> None:
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.pending: Pending | None = None
+        self.in_state_dict = True
+        self._handles: list[Any] = []
+        self._places: list[tuple[int, int]] = []  # group and position of each stand-in, where they were last
+        self._step: tuple[Any, int] | None = None  # the frame of a step of the optimizer, and its thread
+        self._seen: tuple[dict[str, Any], OptimizerConfig] | None = None  # the param group, and what it means
+        self._loading: dict[int, tuple[int, torch.Tensor | None]] | None = None
+        self._on_device = DeviceOptions(self._tables)
+        for stand_in in self.stand_ins:
+            stand_in.gradients = weakref.ref(self)
+
+    # --- following --------------------------------------------------------------------------------------------------
+
+    def follow(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        group: GroupChoice = None,
+        instead_of: Sequence[torch.Tensor] | None = None,
+        in_state_dict: bool = True,
+    ) -> None:
+        """See `TieredModule.follow`."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"follow needs a torch.optim.Optimizer, got {shown(optimizer)}")
+        kind_of(type(optimizer))
+        old = self._check_replaced(instead_of)
+        index = self._chosen_group(optimizer, group, old)
+        config = config_of(type(optimizer), as_numbers(optimizer.param_groups[index]))
+        if self.optimizer is not None and self.optimizer is not optimizer:
+            self._leave(config)
+        if self.config is None or not _same_rows(self.config, config):
+            lay_out(self._tables, config)
+            self._on_device = DeviceOptions(self._tables)
+        self.config = config
+        self._take_over(optimizer, old)
+        self._put(optimizer, index, old)
+        self.in_state_dict = in_state_dict
+        if self.optimizer is None:
+            self._hook_up(optimizer)
+            self.optimizer = optimizer
+
+    def _leave(self, config: OptimizerConfig) -> None:
+        """Follows its optimizer no longer, for one of the same kind; state and steps start again, as torch's would."""
+        assert self.optimizer is not None
+        assert self.config is not None
+        old = type(self.optimizer).__name__
+        if self.pending is not None and self.pending.waiting:
+            raise StorageError(
+                f"gradients wait for the step() of a {old}; take it, or call zero_grad(), before the tables follow "
+                f"another optimizer"
+            )
+        if not _same_rows(self.config, config):
+            raise ConfigError(
+                f"the tables' rows hold the state of a {old}, and {type(config).__name__} needs other rows; build new "
+                f"tables, and load the weights"
+            )
+        tables = range(len(self.stand_ins))
+        trained = [table for table in tables if steps_of(self._tables, table)]
+        fresh = {table: loaded_state(self._tables, self.config, table, {}) for table in trained}
+        if fresh:
+            self._tables.set_states(fresh, lambda: None)
+        for handle in self._handles:
+            handle.remove()
+        for group in self.optimizer.param_groups:
+            kept = [at for at, each in enumerate(group["params"]) if not any(each is mine for mine in self.stand_ins)]
+            for name in ("params", "param_names"):
+                if name in group:
+                    group[name] = [group[name][at] for at in kept]
+        self.optimizer, self._handles, self._places, self._seen = None, [], [], None
+
+    def _check_replaced(self, instead_of: Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
+        """The params that the stand-ins take the places of, checked."""
+        if instead_of is None:
+            return None
+        old, tables = list(instead_of), self._tables.config.tables
+        if len(old) != len(tables):
+            raise ConfigError(f"instead_of has {len(old)} params for {len(tables)} tables; give one a table, in order")
+        for param, table in zip(old, tables, strict=True):
+            if tuple(param.shape) != (table.num_embeddings, table.embedding_dim):
+                raise ConfigError(
+                    f"instead_of has a param of shape {tuple(param.shape)} for table {table.name!r} of shape "
+                    f"{(table.num_embeddings, table.embedding_dim)}"
+                )
+        return old
+
+    def _chosen_group(
+        self, optimizer: torch.optim.Optimizer, group: GroupChoice, old: list[torch.Tensor] | None
+    ) -> int:
+        """Index of the param group for the stand-ins: where they or what they replace are, or the one asked for."""
+        groups = optimizer.param_groups
+        asked: int | None = None
+        if isinstance(group, dict):
+            asked = next((i for i, each in enumerate(groups) if each is group), None)
+            if asked is None:
+                raise ConfigError(
+                    "group is no param group of this optimizer; pass one of its param_groups, or an index"
+                )
+        elif group is not None:
+            if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(groups):
+                raise ConfigError(f"group must be an index from 0 to {len(groups) - 1} or a dict, got {shown(group)}")
+            asked = group
+        params: Sequence[torch.Tensor] = self.stand_ins
+        found = [_find(optimizer, each) for each in self.stand_ins]
+        if any(found) and old is not None:
+            raise ConfigError("the tables' stand-ins are among this optimizer's params already; leave instead_of out")
+        if old is not None:
+            params, found = old, [_find(optimizer, each) for each in old]
+            if not all(found):
+                raise ConfigError("instead_of has a param that this optimizer does not have; give the old params")
+        if any(found):
+            at = {place[0] if place else None for place in found}
+            if len(at) > 1 or None in at:
+                raise ConfigError(
+                    f"the {len(params)} tables of one module follow one param group, but theirs are in several, or "
+                    f"some in none; put them into one"
+                )
+            (there,) = at
+            assert there is not None
+            if asked is not None and asked != there:
+                raise ConfigError(f"the tables are in param group {there} already, not in {asked}; leave group out")
+            return there
+        if asked is None and len(groups) > 1:
+            raise ConfigError(
+                f"this optimizer has {len(groups)} param groups; say which the tables are to follow, by "
+                f"tables.follow(optimizer, group=…) with an index or a dict of its param_groups. A module that follows "
+                f"later is built with optimizer={type(optimizer).__module__}.{type(optimizer).__name__}, the class"
+            )
+        return asked or 0
+
+    def _take_over(self, optimizer: torch.optim.Optimizer, old: list[torch.Tensor] | None) -> None:
+        """The state that the optimizer has of the params `old` becomes the tables'."""
+        assert self.config is not None
+        states: dict[int, tuple[int, torch.Tensor | None]] = {}
+        for table, param in enumerate(old or ()):
+            entry = optimizer.state.get(param, {})
+            states[table] = loaded_state(self._tables, self.config, table, entry)
+        if any(step for step, _ in states.values()):  # else they are those of new tables, which need not be written
+            check_together(self.config, states)
+            self._tables.set_states(states, lambda: None)
+
+    def _put(self, optimizer: torch.optim.Optimizer, index: int, old: list[torch.Tensor] | None) -> None:
+        group = optimizer.param_groups[index]
+        params = group["params"]
+        for table, stand_in in enumerate(self.stand_ins):
+            if old is not None:
+                at = next(i for i, each in enumerate(params) if each is old[table])
+                params[at] = stand_in
+                optimizer.state.pop(old[table], None)
+            elif _find(optimizer, stand_in) is None:
+                params.append(stand_in)
+                if "param_names" in group:
+                    group["param_names"].append(f"stand_in.{self._tables.config.tables[table].name}")
+
+    def _hook_up(self, optimizer: torch.optim.Optimizer) -> None:
+        mine = weakref.ref(self)
+
+        def before(_: Any, args: Any, kwargs: Any) -> Any:
+            me = mine()
+            return None if me is None else me._before(sys._getframe(1), args, kwargs)
+
+        def after(_: Any, args: Any, kwargs: Any) -> None:
+            me = mine()
+            if me is not None:
+                me._after()
+
+        def saving(_: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+            me = mine()
+            return None if me is None else me._add_states(state_dict)
+
+        def loading(_: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+            me = mine()
+            return None if me is None else me._take_states(state_dict)
+
+        def loaded(_: Any) -> None:
+            me = mine()
+            if me is not None:
+                me._set_states()
+
+        self._handles = handles = [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+            optimizer.register_state_dict_post_hook(saving),
+            optimizer.register_load_state_dict_pre_hook(loading),
+            optimizer.register_load_state_dict_post_hook(loaded),
+        ]
+        steps = handles[1].hooks_dict_ref()  # a user's hook may call zero_grad(), as nothing is left to do in torch
+        if steps is not None:
+            steps.move_to_end(handles[1].id, last=False)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether an optimizer is followed: else gradients would wait for nobody."""
+        return self.optimizer is not None
+
+    # --- the param group --------------------------------------------------------------------------------------------
+
+    def _group(self) -> dict[str, Any]:
+        """The param group as it is now; other code replaces it, `load_state_dict` for one."""
+        assert self.optimizer is not None
+        groups = self.optimizer.param_groups
+        try:
+            there = all(
+                groups[g]["params"][at] is each for (g, at), each in zip(self._places, self.stand_ins, strict=True)
+            )
+        except (IndexError, ValueError):
+            there = False
+        if not there:
+            found = [_find(self.optimizer, each) for each in self.stand_ins]
+            if not all(found) or len({place[0] for place in found if place}) > 1:
+                raise ConfigError(
+                    f"the stand-ins of the tables are no longer in one param group of the "
+                    f"{type(self.optimizer).__name__} that they follow; leave them where follow() has put them. "
+                    f"Nothing was changed"
+                )
+            self._places = [place for place in found if place]
+        group: dict[str, Any] = groups[self._places[0][0]]
+        return group
+
+    def now(self) -> OptimizerConfig:
+        """The options as they are, checked. A learning rate on a GPU is 0 here, and read there."""
+        if self.optimizer is None:
+            assert self.config is not None
+            return self.config
+        options = as_numbers(self._group(), waits=self._tables.config.device.type == "cpu")
+        if self._seen is None or options != self._seen[0]:
+            config = config_of(type(self.optimizer), options)
+            self._check_rows(config)
+            self._seen = options, config
+        return self._seen[1]
+
+    def _check_rows(self, config: OptimizerConfig) -> None:
+        assert self.config is not None
+        if type(config) is not type(self.config):
+            raise ConfigError(
+                f"the param group now means {type(config).__name__}, and the tables' rows hold the state of "
+                f"{type(self.config).__name__}; options that need another state cannot change. Nothing was changed"
+            )
+        self.config.numbers(named_numbers(type(config), asdict(config)))
+
+    @property
+    def _rate_there(self) -> torch.Tensor | None:
+        """The learning rate, where it is a tensor on a GPU."""
+        lr = None if self.optimizer is None else self._group()["lr"]
+        if not isinstance(lr, torch.Tensor) or "cpu" in (lr.device.type, self._tables.config.device.type):
+            return None
+        return lr
+
+    # --- what a step asks -------------------------------------------------------------------------------------------
+
+    def numbers(self, group: Group, grads: list[torch.Tensor]) -> Hyperparameters | None:
+        """See `RowOptimizer.numbers`."""
+        config = self.now()
+        scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler, where the optimizer is a fused one
+        steps = np.array(group.cache.cold.metadata.steps, np.int64) + 1
+        assert self.config is not None  # whose rows hold the state, whatever the options are by now
+        return hyperparameters(self.config, asdict(config), steps, 1.0 if scale is None else 1.0 / float(scale))
+
+    def scaling(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """See `RowOptimizer.scaling`: what a GradScaler gives an optimizer that is a fused one."""
+        device = self._tables.config.device
+        found, scale = (getattr(self.optimizer, name, None) for name in ("found_inf", "grad_scale"))
+        as_float = (
+            None if each is None else each.to(device=device, dtype=torch.float32, non_blocking=True).reshape(())
+            for each in (found, scale)
+        )
+        found, scale = as_float
+        return found, scale
+
+    def upload(self) -> None:
+        """See `RowOptimizer.upload`. A learning rate that is a tensor on the GPU is read there, at each replay."""
+        self._on_device.tell(asdict(self.now()))
+
+    def options_on(self, group: DeviceGroup) -> torch.Tensor:
+        """See `RowOptimizer.options_on`."""
+        self.upload()
+        numbers, rate = self._on_device.numbers, self._rate_there
+        if rate is not None:
+            with group.cache.using():
+                numbers[:1].copy_(rate.detach().reshape(1))
+        return numbers
+
+    def move(self) -> None:
+        """Follows the tables to another device, if they are on one."""
+        device = self._tables.config.device
+        if self.stand_ins[-1].device == device:
+            return
+        self._on_device = DeviceOptions(self._tables)
+        for stand_in in self.stand_ins:
+            stand_in.data = stand_in.data.to(device)
+
+    # --- the optimizer's step ---------------------------------------------------------------------------------------
+
+    def _before(self, frame: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the optimizer's step, in the `frame` that makes it. The step of a closure begins when that has run."""
+        self._step = None
+        closure = kwargs.get("closure") if len(args) < 2 else args[1]
+        if closure is not None:
+            self.now()
+        else:
+            self._check_step()
+            self._step = frame, threading.get_ident()
+            return None
+        here = [frame]
+
+        def run() -> Any:
+            self._step = None
+            result = closure()
+            self._check_step()
+            self._step = here[0], threading.get_ident()
+            return result
+
+        return (args, {**kwargs, "closure": run}) if len(args) < 2 else ((args[0], run, *args[2:]), kwargs)
+
+    def _check_step(self) -> None:
+        self.now()
+        if self.pending is not None and self.pending.waiting:
+            self.pending.check()
+
+    def _after(self) -> None:
+        self._step = None
+        if self.pending is not None and self.pending.waiting and not self._is_skipped():
+            self.pending.apply()
+
+    def _is_skipped(self) -> bool:
+        """Whether a GradScaler has told a fused optimizer to skip the step; a GPU finds that out by itself."""
+        found = getattr(self.optimizer, "found_inf", None)
+        return found is not None and self._tables.config.device.type == "cpu" and bool(found)
+
+    def _is_stepping(self) -> bool:
+        """Whether the optimizer's own code asks: inside a step, on its thread. A step that an exception has ended is
+        over, whoever keeps its frame."""
+        if self._step is None or self._step[1] != threading.get_ident():
+            return False
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if frame is self._step[0]:
+                return True
+            frame = frame.f_back
+        self._step = None
+        return False
+
+    def read(self, table: int) -> torch.Tensor | None:
+        """The `.grad` of a stand-in."""
+        return None if self.pending is None or self._is_stepping() else self.pending.read(table)
+
+    def write(self, table: int, value: torch.Tensor | None) -> None:
+        """Replaces it; None drops the table's gradient."""
+        if self.pending is not None:
+            self.pending.write(table, value)
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def _numbered(self, groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, int]]:
+        """Table, group and position of each stand-in; `groups` are the optimizer's own."""
+        for table, stand_in in enumerate(self.stand_ins):
+            for g, group in enumerate(groups):
+                for at, param in enumerate(group["params"]):
+                    if param is stand_in:
+                        yield table, g, at
+
+    def _add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What the optimizer's `state_dict()` says of the stand-ins becomes the tables' state, in torch's form."""
+        assert self.optimizer is not None
+        assert self.config is not None
+        kind, state = kind_of(type(self.optimizer)), dict(state_dict["state"])
+        for table, g, at in self._numbered(self.optimizer.param_groups):
+            number = state_dict["param_groups"][g]["params"][at]
+            state.pop(number, None)
+            steps = steps_of(self._tables, table)
+            if self.in_state_dict and (steps or kind.at_once):
+                counted = {} if kind.step is None else {"step": kind.step(steps)}
+                if entry := {**counted, **state_tensors(self._tables, self.config, table)}:
+                    state[number] = entry
+        if all(isinstance(number, int) for number in state):
+            state = dict(sorted(state.items()))
+        return {**state_dict, "state": state}
+
+    def _take_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Takes the tables' entries out of a state dict that the optimizer is about to load, checked."""
+        self._loading = None
+        assert self.optimizer is not None
+        assert self.config is not None
+        groups, saved = self.optimizer.param_groups, state_dict["param_groups"]
+        if [len(each["params"]) for each in groups] != [len(each["params"]) for each in saved]:
+            return None  # torch refuses it
+        state, loading = dict(state_dict["state"]), {}
+        for table, g, at in self._numbered(groups):
+            self._check_rows(config_of(type(self.optimizer), as_numbers(saved[g])))
+            entry = state.pop(saved[g]["params"][at], {})
+            if self.in_state_dict and (self.config.tensors or self.config.is_dense):
+                loading[table] = loaded_state(self._tables, self.config, table, entry)
+        check_together(self.config, loading)
+        self._loading = loading
+        return {**state_dict, "state": state}
+
+    def _set_states(self) -> None:
+        """The optimizer has loaded the rest."""
+        loading, self._loading = self._loading, None
+        if loading:
+            self._tables.set_states(loading, lambda: None)
+
+    def options(self) -> dict[str, Any]:
+        """lr, eps, … as they are now, which a checkpoint notes. Waits for the GPU where lr lies there."""
+        options, rate = asdict(self.now()), self._rate_there
+        return options if rate is None else {**options, "lr": rate.item()}
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Nothing of them is taken over: the param group is the torch optimizer's to save and load."""
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Does nothing, see `check_options`."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy follows nobody: the torch optimizer is another's."""
+        return {"_tables": self._tables, "config": self.config, "stand_ins": self.stand_ins}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._connect()
+
+
+def _find(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> tuple[int, int] | None:
+    """Group and position of a param among the optimizer's."""
+    for g, group in enumerate(optimizer.param_groups):
+        for at, each in enumerate(group["params"]):
+            if each is param:
+                return g, at
+    return None
+
+
+def _same_rows(one: OptimizerConfig, other: OptimizerConfig) -> bool:
+    """Whether rows of one are rows of the other."""
+    held = [(type(each), each.tensors, each.is_dense, each.state_start) for each in (one, other)]
+    return held[0] == held[1]

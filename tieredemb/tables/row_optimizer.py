@@ -1,0 +1,47 @@
+"""What updates rows: the contract between a step and whoever knows the numbers of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from tieredemb.lookup.optimizer import Hyperparameters
+
+if TYPE_CHECKING:
+    from tieredemb.tables.group import DeviceGroup, Group
+
+
+class RowOptimizer(Protocol):
+    """`FusedOptimizer`, whose update comes with the backward, or `FollowedOptimizer`, whose update comes with a torch
+    optimizer's step."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether gradients can be taken: not where a torch optimizer is to be followed that has yet to come."""
+
+    def numbers(self, group: Group, grads: list[torch.Tensor]) -> Hyperparameters | None:
+        """On the CPU: the numbers of the next step of `group`, or None where it takes none."""
+
+    def scaling(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """On a GPU: whether the step is to be skipped, and what gradients are divided by, both float32 (), or None.
+        Does not synchronise."""
+
+    def options_on(self, group: DeviceGroup) -> torch.Tensor:
+        """On a GPU: what it knows of the options, float64 (`MOST_NUMBERS`,). Does not synchronise."""
+
+    def upload(self) -> None:
+        """Tells the GPU of the options as they are now, before a captured step is replayed. Does not synchronise."""
+
+    def move(self) -> None:
+        """Follows the tables to another device."""
+
+    def options(self) -> dict[str, Any]:
+        """lr, eps, … as numbers, for a checkpoint."""
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` unless `options` of a checkpoint can be taken over. Changes nothing."""
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Takes over those of a checkpoint."""

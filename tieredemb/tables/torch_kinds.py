@@ -1,0 +1,156 @@
+"""Which torch optimizers tables can follow, and what each one's param group means to them.
+
+One entry a kind: the exact torch class (a subclass may do anything), how its param group becomes a config of ours, the
+options that must keep one value, and the form in which torch keeps a parameter's state. A new kind is one more entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from tieredemb.config import OptimizerConfig
+from tieredemb.errors import ConfigError, UnsupportedError, shown
+from tieredemb.lookup.optimizers.adagrad import Adagrad
+from tieredemb.lookup.optimizers.adam import Adam, AdamW
+from tieredemb.lookup.optimizers.sgd import SGD
+from tieredemb.lookup.optimizers.sparse_adam import SparseAdam
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How tables follow optimizers of one torch class.
+
+    `config`: makes a config of ours of a param group, whose tensors are numbers already · `must_be`: options of the
+    group that have to keep a value, as nothing else is there for tables · `step`: a table's steps as torch keeps them
+    beside a parameter's state, or None where it keeps none · `at_once`: whether torch has a state before the first
+    step.
+    """
+
+    config: Callable[[Mapping[str, Any]], OptimizerConfig]
+    must_be: Mapping[str, Any] = field(default_factory=dict)
+    step: Callable[[int], Any] | None = None
+    at_once: bool = False
+
+
+def _of(ours: type[OptimizerConfig]) -> Callable[[Mapping[str, Any]], OptimizerConfig]:
+    """A config of which every hyperparameter stands under its own name in the group."""
+    return lambda group: ours(**{each.name: group[each.name] for each in fields(ours) if each.name in group})
+
+
+def _tensor_step(step: int) -> torch.Tensor:
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
+
+
+_NEITHER = {"maximize": False, "differentiable": False}
+_NOR_MAXIMA = {"amsgrad": False, **_NEITHER}
+
+KINDS: dict[type[torch.optim.Optimizer], Kind] = {
+    torch.optim.SGD: Kind(_of(SGD), _NEITHER),
+    torch.optim.Adagrad: Kind(_of(Adagrad), _NEITHER, _tensor_step, at_once=True),
+    torch.optim.SparseAdam: Kind(_of(SparseAdam), {"maximize": False}, int),
+    torch.optim.Adam: Kind(_of(Adam), {"decoupled_weight_decay": False, **_NOR_MAXIMA}, _tensor_step),
+    torch.optim.AdamW: Kind(_of(AdamW), _NOR_MAXIMA, _tensor_step),
+}
+
+
+Optimizer = OptimizerConfig | torch.optim.Optimizer | type[torch.optim.Optimizer] | None  # what modules take
+
+
+def is_torch_optimizer(optimizer: object) -> bool:
+    """Whether it is a torch optimizer, or the class of one."""
+    if isinstance(optimizer, type):
+        return issubclass(optimizer, torch.optim.Optimizer)
+    return isinstance(optimizer, torch.optim.Optimizer)
+
+
+def row_config(optimizer: object) -> OptimizerConfig | None:
+    """What rows are laid out for, given what a module was: a config of ours, a torch optimizer to follow, the class of
+    one to come, or None. Raises `ConfigError` and `UnsupportedError`."""
+    if optimizer is None or isinstance(optimizer, OptimizerConfig):
+        return optimizer
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        return default_config(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer must be one of tieredemb's {', '.join(OptimizerConfig.known())}, applied in backward, or a "
+            f"torch optimizer to follow ({known()}) or its class; got {shown(optimizer)}"
+        )
+    kind_of(type(optimizer))
+    if len(optimizer.param_groups) > 1:
+        raise ConfigError(
+            f"this optimizer has {len(optimizer.param_groups)} param groups; build the module with "
+            f"optimizer=torch.optim.{type(optimizer).__name__}, the class, and then call module.follow(optimizer, "
+            f"group=…) with the one that its tables are to follow"
+        )
+    return config_of(type(optimizer), as_numbers(optimizer.param_groups[0]))
+
+
+def known() -> str:
+    """The torch classes that tables can follow, in words."""
+    return ", ".join(f"torch.optim.{each.__name__}" for each in KINDS)
+
+
+def kind_of(optimizer: type[torch.optim.Optimizer]) -> Kind:
+    """The kind of a torch class. Raises `UnsupportedError` for one that tables cannot follow."""
+    kind = KINDS.get(optimizer)
+    if kind is None:
+        base = next((each for each in KINDS if issubclass(optimizer, each)), None)
+        which = f", a subclass of torch.optim.{base.__name__} that may do anything" if base else ""
+        raise UnsupportedError(
+            f"tables cannot follow {optimizer.__name__}{which}; they can follow {known()}, or be updated in backward "
+            f"by one of tieredemb's {', '.join(OptimizerConfig.known())}"
+        )
+    return kind
+
+
+def as_numbers(group: Mapping[str, Any], *, waits: bool = True) -> dict[str, Any]:
+    """A param group without its params; tensors are numbers. Unless it `waits` for the device a learning rate on a GPU
+    is not read: it is 0 here, and other options must not be tensors there."""
+    options = {}
+    for name, value in group.items():
+        if isinstance(value, (tuple, list)) and name != "params":
+            options[name] = tuple(_number(name, each, waits) for each in value)
+        elif name != "params":
+            options[name] = _number(name, value, waits)
+    return options
+
+
+def _number(name: str, value: Any, waits: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.numel() != 1:
+        raise ConfigError(f"{name} of the param group must be one number, got a tensor of shape {tuple(value.shape)}")
+    if waits or value.device.type == "cpu":
+        return value.item()
+    if name == "lr":
+        return 0.0
+    raise ConfigError(
+        f"{name} of the param group is a tensor on {value.device}, which the host cannot read without waiting; on a "
+        f"GPU lr alone may be one: pass {name} as a number"
+    )
+
+
+def config_of(optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> OptimizerConfig:
+    """The config of ours that a param group of a torch optimizer stands for, `as_numbers`. Changes nothing. Raises
+    `UnsupportedError` for a kind or an option that tables lack, `ConfigError` for a value that is not allowed."""
+    kind, name = kind_of(optimizer), f"torch.optim.{optimizer.__name__}"
+    for option, wanted in kind.must_be.items():
+        value = options.get(option, wanted)
+        if bool(value) if wanted is False else value != wanted:
+            raise UnsupportedError(
+                f"{name} has {option}={shown(value)}, which tables lack; they can follow it with {option}={wanted!r}. "
+                f"Nothing was changed"
+            )
+    return kind.config(options)
+
+
+def default_config(optimizer: type[torch.optim.Optimizer]) -> OptimizerConfig:
+    """The config of ours for tables that will follow an optimizer of a torch class with its usual options."""
+    kind_of(optimizer)
+    make: Callable[..., torch.optim.Optimizer] = optimizer
+    probe = make([torch.nn.Parameter(torch.zeros((), device="cpu"))])
+    return config_of(optimizer, as_numbers(probe.param_groups[0]))
