@@ -74,6 +74,8 @@ def tensors(model):
 
 
 def states(optimizer):
-    """The state in an optimizer's state dict as one list."""
-    found = optimizer.state_dict()["state"]
-    return {key: {name: torch.as_tensor(value).cpu() for name, value in entry.items()} for key, entry in found.items()}
+    """The state in an optimizer's state dict, as torch has it."""
+    return {
+        key: {name: torch.as_tensor(value).cpu() for name, value in entry.items() if name != "lagging"}
+        for key, entry in optimizer.state_dict()["state"].items()
+    }

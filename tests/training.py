@@ -76,6 +76,7 @@ def train(model, tables, steps, *, weighted=False, optimizer=None, integer=False
 
 
 def bits(model):
-    """All that training changes."""
+    """All that training changes, at the current step."""
     state = model.fused_optimizer.state_dict()["state"]
-    return [*model.state_dict().values(), *(value for entry in state.values() for value in entry.values())]
+    found = (value for entry in state.values() for name, value in entry.items() if name != "lagging")
+    return [*model.state_dict().values(), *found]

@@ -206,6 +206,41 @@ def test_copies_checkpoints_and_files_go_on_with_the_same_bits(device, dense, tm
         assert_same_bits(bits(each), bits(whole))
 
 
+def test_state_dicts_go_on_with_the_same_bits(device, dense):
+    whole = bag_of(dense, capacity=ROWS, device=device)
+    train(whole, 0, 360)
+    saved, loaded = bag_of(dense, device=device), bag_of(dense, capacity=3, device=device)
+    train(saved, 0, 230)
+    loaded.load_state_dict(saved.state_dict())
+    loaded.fused_optimizer.load_state_dict(saved.fused_optimizer.state_dict())
+    assert_same_bits(bits(loaded), bits(saved))
+    train(loaded, 230, 360)
+    assert_same_bits(bits(loaded), bits(whole))
+
+
+def test_rows_that_have_other_weights_do_not_go_back(device, dense):
+    """A state dict says how rows lay; they lie so where the weights are those of then, and nowhere else."""
+    saved, other = bag_of(dense, device=device), bag_of(dense, capacity=3, device=device)
+    train(saved, 0, 120)
+    weights = {name: torch.full_like(value, 0.5) for name, value in other.state_dict().items()}
+    other.load_state_dict(weights)
+    other.fused_optimizer.load_state_dict(saved.fused_optimizer.state_dict())
+    assert_same_bits([weight_of(other)], list(weights.values()))
+
+
+@pytest.mark.parametrize("name", ["rows", "weight", "state", "history"])
+def test_lagging_rows_that_do_not_fit_are_refused_before_anything_changes(name):
+    saved, other = bag_of(te.Adam(lr=0.1), device="cpu"), bag_of(te.Adam(lr=0.1), device="cpu")
+    train(saved, 0, 20)
+    train(other, 0, 3)
+    before, state = bits(other), saved.fused_optimizer.state_dict()
+    part = state["state"][0]["lagging"][name]
+    state["state"][0]["lagging"][name] = part.flip(0) if name == "rows" else part[:-1]
+    with pytest.raises(InvalidInputError, match="lagging"):
+        other.fused_optimizer.load_state_dict(state)
+    assert_same_bits(bits(other), before)
+
+
 def test_weights_that_rows_have_already_change_nothing(device, dense):
     plain, loaded = bag_of(dense, device=device), bag_of(dense, device=device)
     for start in (0, 150):

@@ -569,7 +569,8 @@ def test_the_state_dict_is_that_of_the_model_with_whole_tables(device, kind):
         for name, value in entry.items():
             assert_close(ours[key][name], value)
     types = [
-        {name: type(value) for name, value in each.state_dict()["state"].get(0, {}).items()} for each in optimizers
+        {name: type(value) for name, value in each.state_dict()["state"].get(0, {}).items() if name != "lagging"}
+        for each in optimizers
     ]
     assert types[0] == types[1]
 
@@ -599,8 +600,7 @@ def test_a_file_resumes_in_either_direction(device, kind, tmp_path):
         for ours, theirs, wanted in zip(*map(tensors, (*again, went_on[0][0])), strict=True):
             assert_close(ours, wanted)
             assert_close(theirs, wanted)
-            # a dict holds rows as they are now; those of dense kinds, which lag behind, get there by other roundings
-            if name == "ours" and not models[0].tables.tables.config.optimizer.is_dense:
+            if name == "ours":
                 assert equal(ours, wanted)
         went_on[0][0].load_state_dict(kept[0])
         went_on[0][1].load_state_dict(kept[1])

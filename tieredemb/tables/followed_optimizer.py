@@ -24,9 +24,9 @@ from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters, named_n
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.layout import lay_out
-from tieredemb.tables.row_state import check_together, loaded_state, state_tensors, steps_of
+from tieredemb.tables.row_state import check_together, lagging_rows, loaded_state, state_tensors, steps_of
 from tieredemb.tables.stand_in import Gradients, StandIn
-from tieredemb.tables.table_set import TableSet
+from tieredemb.tables.table_set import LoadedState, TableSet
 from tieredemb.tables.torch_kinds import as_numbers, config_of, kind_of
 
 GroupChoice = int | dict[str, Any] | None
@@ -77,7 +77,7 @@ class FollowedOptimizer:
         self._places: list[tuple[int, int]] = []  # group and position of each stand-in, where they were last
         self._step: tuple[Any, int] | None = None  # the frame of a step of the optimizer, and its thread
         self._seen: tuple[dict[str, Any], OptimizerConfig] | None = None  # the param group, and what it means
-        self._loading: dict[int, tuple[int, torch.Tensor | None]] | None = None
+        self._loading: dict[int, LoadedState] | None = None
         self._on_device = DeviceOptions(self._tables)
         for stand_in in self.stand_ins:
             stand_in.gradients = weakref.ref(self)
@@ -203,11 +203,11 @@ class FollowedOptimizer:
     def _take_over(self, optimizer: torch.optim.Optimizer, old: list[torch.Tensor] | None) -> None:
         """The state that the optimizer has of the params `old` becomes the tables'."""
         assert self.config is not None
-        states: dict[int, tuple[int, torch.Tensor | None]] = {}
+        states: dict[int, LoadedState] = {}
         for table, param in enumerate(old or ()):
             entry = optimizer.state.get(param, {})
             states[table] = loaded_state(self._tables, self.config, table, entry)
-        if any(step for step, _ in states.values()):  # else they are those of new tables, which need not be written
+        if any(state.step for state in states.values()):  # else they are those of new tables, which need not be written
             check_together(self.config, states)
             self._tables.set_states(states, lambda: None)
 
@@ -442,7 +442,8 @@ class FollowedOptimizer:
             steps = steps_of(self._tables, table)
             if self.in_state_dict and (steps or kind.at_once):
                 counted = {} if kind.step is None else {"step": kind.step(steps)}
-                if entry := {**counted, **state_tensors(self._tables, self.config, table)}:
+                tensors = state_tensors(self._tables, self.config, table)
+                if entry := {**counted, **tensors, **lagging_rows(self._tables, table)}:
                     state[number] = entry
         if all(isinstance(number, int) for number in state):
             state = dict(sorted(state.items()))

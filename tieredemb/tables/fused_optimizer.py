@@ -14,8 +14,8 @@ from tieredemb.errors import ConfigError, InvalidInputError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.group import DeviceGroup, Group
-from tieredemb.tables.row_state import check_together, loaded_state, state_tensors, steps_of
-from tieredemb.tables.table_set import TableSet
+from tieredemb.tables.row_state import check_together, lagging_rows, loaded_state, state_tensors, steps_of
+from tieredemb.tables.table_set import LoadedState, TableSet
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -122,7 +122,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         state: dict[int, dict[str, torch.Tensor]] = {}
         for table in range(len(self._tables.config.tables)):
             step = torch.tensor(float(steps_of(self._tables, table)), dtype=torch.float32, device="cpu")
-            state[table] = {"step": step, **state_tensors(self._tables, self._config, table)}
+            tensors = state_tensors(self._tables, self._config, table)
+            state[table] = {"step": step, **tensors, **lagging_rows(self._tables, table)}
         return {"state": state, "param_groups": [self.options() | {"params": list(state)}]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -134,7 +135,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = state_dict.get("param_groups", [])
         if len(groups) != 1 or len(groups[0]["params"]) != len(tables):
             raise InvalidInputError(f"the state dict must have one param group of {len(tables)} tables")
-        loaded: dict[int, tuple[int, torch.Tensor | None]] = {}
+        loaded: dict[int, LoadedState] = {}
         for table, key in enumerate(groups[0]["params"]):
             loaded[table] = loaded_state(self._tables, self._config, table, state_dict["state"].get(key, {}))
         check_together(self._config, loaded)

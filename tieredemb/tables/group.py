@@ -173,6 +173,34 @@ class Group(abc.ABC):
             state = np.concatenate([state, np.full((len(state), 1), step, np.uint32)], axis=1)
         self.cache.import_rows(start, weight, state)
 
+    def export_lagging(self, start: int, stop: int) -> tuple[Array, Array, Array]:
+        """Of the rows start … stop − 1 those that bringing to the current step changes: their positions, int64 (K,),
+        and weights and states as they lie."""
+        raw = self._room(start, stop)
+        self.cache.export_rows(start, stop, raw.weight, raw.state)
+        now = CopiedRows(raw.weight.copy(), raw.state.copy(), raw.dirty)
+        self._catch_up(now)
+        differ = (now.weight.view(np.uint8) != raw.weight.view(np.uint8)).any(1)
+        differ |= (now.state[:, :-1] != raw.state[:, :-1]).any(1)
+        rows = np.flatnonzero(differ)
+        return rows, raw.weight[rows], raw.state[rows]
+
+    def import_lagging(self, start: int, count: int, rows: Array, weight: Array, state: Array) -> None:
+        """Rows (positions after `start`, int64 (K,)) lie as they did at an earlier step, where that makes them what
+        they are at the current one: `weight` carrier (K, D), `state` uint32 (K, S)."""
+        held = self._room(start, start + count)
+        self.cache.copy_rows(start, start + count, held.weight, held.state)
+        now = CopiedRows(weight.copy(), state.copy(), held.dirty)
+        self._catch_up(now)
+        same = (now.weight.view(np.uint8) == held.weight[rows].view(np.uint8)).all(1)
+        held.weight[rows[same]], held.state[rows[same]] = weight[same], state[same]
+        self.cache.import_rows(start, held.weight, held.state)
+
+    def take_history(self, history: History) -> None:
+        """Takes over what a saved optimizer of the same kind kept of its steps. Synchronises with a GPU."""
+        self.cache.cold.history.take(history)
+        self._adopt_history()
+
     def _room(self, start: int, stop: int) -> CopiedRows:
         layout, rows = self.cache.cold.layout, stop - start
         weight = np.empty((rows, layout.columns), layout.carrier)

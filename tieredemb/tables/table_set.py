@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from tieredemb.config import Capacity, parse_bytes
 from tieredemb.errors import ConfigError, StorageError, StorageFullError
 from tieredemb.kernels.row_format import RowFormat, carrier_view
 from tieredemb.lookup.bags import KeySpace
+from tieredemb.lookup.history import History
 from tieredemb.stats import CacheStats
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.group import Group, make_group, move_group, row_layout, slot_bytes
@@ -32,6 +33,25 @@ COPY_ROWS = 1 << 18  # rows copied at once by whole-table calls: bounds their me
 
 EARLIER = "; this was in an earlier batch, which has updated no row"
 NOT_BEGUN = f"{EARLIER}, and this one was not begun: call it again"
+
+
+class LaggingRows(NamedTuple):
+    """Rows as they lie, at an earlier step: rows int64 (K,), ascending, weight carrier (K, D), state uint32 (K, S), and
+    the history that brings them to the current one."""
+
+    rows: Array
+    weight: Array
+    state: Array
+    history: History | None
+
+
+class LoadedState(NamedTuple):
+    """A table's optimizer state from a state dict: the steps taken, float32 (rows, S) or None without any, and of a
+    dense optimizer the rows that stood at an earlier step, where it says so."""
+
+    step: int
+    words: torch.Tensor | None
+    lagging: LaggingRows | None = None
 
 
 class Place:
@@ -169,22 +189,56 @@ class TableSet:
             group.export_rows(first + start, first + stop, no_weight, out[start:stop].numpy().view(np.uint32))
         return out
 
-    def set_states(self, states: Mapping[int, tuple[int, torch.Tensor | None]], then: Callable[[], None]) -> None:
-        """Overwrites the steps that tables have taken, and their optimizer state with float32 (rows, S), where there is
-        any. `then`: what belongs to it. Raises `StorageFullError` before anything changes."""
+    def set_states(self, states: Mapping[int, LoadedState], then: Callable[[], None]) -> None:
+        """Overwrites the steps that tables have taken, and their optimizer state, where there is any. `then`: what
+        belongs to it. Raises `StorageFullError` before anything changes."""
         with self.changing("load_state_dict of the optimizer", [(table, "state") for table in states]) as change:
-            for table, (_, words) in states.items():
-                if words is not None:
+            for table, state in states.items():
+                if state.words is not None:
                     self._reserve(table)
             change.has_begun = True
-            for table, (step, words) in states.items():
+            for table, state in states.items():
+                if state.words is not None:
+                    self._write_state(table, state.words, state.step)
+            for table, state in states.items():
                 group, position, _ = self.locate(table)
-                group.steps = [*group.steps[:position], step, *group.steps[position + 1 :]]
-                if words is not None:
-                    self._write_state(table, words, step)
+                group.steps = [*group.steps[:position], state.step, *group.steps[position + 1 :]]
             for group in self.groups:
                 group.restart_history()
+            self._write_lagging({table: state.lagging for table, state in states.items() if state.lagging is not None})
             then()
+
+    def _write_lagging(self, lagging: Mapping[int, LaggingRows]) -> None:
+        """Rows that were saved at an earlier step stand at it again, where their weights at the current one are those
+        that the tables have."""
+        for group in self.groups:
+            history = next(
+                (lagging[t].history for t in group.space.tables if t in lagging and lagging[t].history), None
+            )
+            if history is None or history.steps != group.steps[0]:
+                continue
+            group.take_history(history)
+            for table in (int(t) for t in group.space.tables if t in lagging):
+                _, _, first = self.locate(table)
+                for start, stop in _chunks(self.config.tables[table].num_embeddings):
+                    rows = lagging[table]
+                    some = slice(*np.searchsorted(rows.rows, (start, stop)))
+                    if some.stop > some.start:
+                        part = rows.rows[some] - start
+                        group.import_lagging(first + start, stop - start, part, rows.weight[some], rows.state[some])
+
+    def lagging(self, table: int, *, with_history: bool) -> LaggingRows | None:
+        """The rows of a dense optimizer's table that stand at an earlier step, where that makes a difference; None of
+        other optimizers. `with_history`: and what the optimizer keeps of its steps."""
+        group, _, first = self.locate(table)
+        if group.history is None:
+            return None
+        found = []
+        for start, stop in _chunks(self.config.tables[table].num_embeddings):
+            rows, weight, state = group.export_lagging(first + start, first + stop)
+            found.append((rows + start, weight, state))
+        rows, weight, state = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        return LaggingRows(rows, weight, state, group.history if with_history else None)
 
     def _write_state(self, table: int, state: torch.Tensor, step: int) -> None:
         group, _, first = self.locate(table)
