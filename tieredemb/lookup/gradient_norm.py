@@ -6,7 +6,6 @@ in an order that no slot has a part in, and their bits are those of any other ca
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,7 +75,7 @@ def occurrence_powers(
     )
     rate = torch.zeros(len(lookup.space), dtype=torch.float32, device=device)
     numbers = torch.full((2,), 1.0, dtype=torch.float32, device=device)  # p, and the scale
-    numbers[0] = math.inf if math.isinf(norm_type) else norm_type
+    numbers[:1].fill_(norm_type)  # an assignment to an element would copy it from the host, and wait
     norms.update(hot, cast("Any", _NOWHERE), segments, grad, scale, argmax, rate, numbers)
     return powers
 

@@ -87,7 +87,7 @@ class PendingGradients:
         self._fold()
         norms = gradient_norms(self._tables, self._calls, norm_type)
         for table in self._dropped:
-            norms[table] = 0.0
+            norms[table].zero_()  # an assignment would copy the zero from the host, and wait
         return norms
 
     def _values(self) -> list[torch.Tensor]:
