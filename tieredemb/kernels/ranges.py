@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
-KERNELS = {  # by the range that launches them; the norms are limited for a lookup
+KERNELS = {  # by the range that launches them; for a lookup rows catch up and their norms are limited
     "plan": (
         *("offsets_check", "bags_fill", "fault_tell"),
         *("plan_begin", "records_clear", "records_index", "keys_find", "victims_select", "missed_settle"),
@@ -31,10 +31,10 @@ KERNELS = {  # by the range that launches them; the norms are limited for a look
     ),
     "swap": ("missed_tell", "rows_swap", "rows_write_back", "rows_generate", "rows_generate_range"),
     "sort": ("segments_find",),  # beside the swap, within the plan
-    "lookup": ("bags_pool", "rows_gather", "segments_limit_norm"),
+    "lookup": ("bags_pool", "rows_gather", "segments_limit_norm", "segments_catch_up", "rows_read_current"),
     "update": (
         *("options_set", "step_begin", "bags_mean_scale", "weights_gradient", "scale_gather"),
-        *("segments_update", "long_segments_update"),
+        *("segments_update", "long_segments_update", "step_end"),
     ),
 }
 _PART_OF = {kernel: part for part, kernels in KERNELS.items() for kernel in kernels}

@@ -22,7 +22,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _FIRST_ROOM = 1024  # steps
+
+
+class CopiedRows(NamedTuple):
+    """Copies of rows, to be brought to the current step without a change to them: weight carrier (K, D), state uint32
+    (K, S), and marks uint8 (K,) that nobody reads."""
+
+    weight: Array
+    state: Array
+    dirty: Array
 
 
 class History:

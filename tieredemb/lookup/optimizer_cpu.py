@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -56,15 +56,6 @@ class Gradient:
     table: Array
     scale: Array
     argmax: Array
-
-
-class CopiedRows(NamedTuple):
-    """Copies of rows, to be brought to the current step without a change to them: weight carrier (K, D), state uint32
-    (K, S), and marks uint8 (K,) that nobody reads."""
-
-    weight: Array
-    state: Array
-    dirty: Array
 
 
 @functools.cache

@@ -17,9 +17,9 @@ from tieredemb.kernels.row_format import CARRIERS
 from tieredemb.kernels.segments_cpu import Segments, segments_of, segments_of_homes
 from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
-from tieredemb.lookup.history import History
+from tieredemb.lookup.history import CopiedRows, History
 from tieredemb.lookup.optimizer import Hyperparameters
-from tieredemb.lookup.optimizer_cpu import CopiedRows, CountedPass, Gradient, catch_up, limit_norms, update
+from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, catch_up, limit_norms, update
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, Collected

@@ -19,9 +19,8 @@ from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
 from tieredemb.config import Capacity, TableConfig, slots_for
 from tieredemb.errors import ConfigError, StorageError, StorageFormatError
 from tieredemb.lookup.bags import KeySpace
-from tieredemb.lookup.history import History
+from tieredemb.lookup.history import CopiedRows, History
 from tieredemb.lookup.optimizer import new_history, state_start, state_width
-from tieredemb.lookup.optimizer_cpu import CopiedRows, catch_up
 from tieredemb.storage.base import ColdRows, RowLayout, Storage
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.unified import UnifiedMemory
@@ -208,6 +207,8 @@ class Group(abc.ABC):
 
     def _catch_up(self, rows: CopiedRows) -> None:
         """Brings copies of rows to the steps that were taken."""
+        from tieredemb.lookup.optimizer_cpu import catch_up
+
         assert self.history is not None
         numbers = np.arange(len(rows.weight), dtype=np.int32)
         catch_up(rows, numbers, self.history).run()
