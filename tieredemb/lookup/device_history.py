@@ -69,13 +69,18 @@ class DeviceHistory:
         self._tell()
 
     def download(self, history: History) -> None:
-        """Tells the host's `history` what the device knows. Synchronises."""
+        """Tells the host's `history` what the device knows, unless it is at the same step. Synchronises."""
         steps = int(self._steps[0])
+        if (history.base, history.steps) == (self.base, steps):
+            return
         taken = steps - self.base + 1
-        marks = self._marks.tolist()
         arrays = {name: array[:taken].cpu().numpy() for name, array in self._arrays.items()}
-        history.load(arrays, self._windows.cpu().numpy(), base=self.base, steps=steps, first=marks[:2])
-        history.replayed = self._replayed + marks[MARK_REPLAYED]
+        first = self._marks[:2].tolist()
+        history.load(arrays, self._windows.cpu().numpy(), base=self.base, steps=steps, first=first)
+
+    def replayed(self) -> int:
+        """Steps that rows were made to take one by one, since this was made. Synchronises."""
+        return self._replayed + int(self._marks[MARK_REPLAYED])
 
     def refused(self) -> int:
         """Steps that found no room. Synchronises."""

@@ -59,6 +59,7 @@ class Group(abc.ABC):
                 cold.history = new_history(config.optimizer)
                 if cold.history is not None and cold.saved_history is not None:
                     cold.history.take(parsed_history(cold))
+                    cold.metadata.steps = [cold.history.steps] * len(tables)  # an unclean file's header may be older
             self._make_cache(cold)
             self.cache.doubts.all_parts = self._parts()
             if not opened:
@@ -123,6 +124,12 @@ class Group(abc.ABC):
         """Bytes of what a dense optimizer keeps of its steps."""
         history: History | None = self.cache.cold.history
         return 0 if history is None else history.size_bytes()
+
+    @property
+    def steps_replayed(self) -> int:
+        """Steps that rows of a dense optimizer were made to take one by one. Synchronises with a GPU."""
+        history: History | None = self.cache.cold.history
+        return 0 if history is None else history.replayed
 
     def restart_counts(self) -> None:
         """Replayed steps are counted from here on, by whoever has the cold rows next."""
@@ -311,6 +318,10 @@ class DeviceGroup(Group):
         if history is not None and self.device_history is not None:
             self.device_history.download(history)
         return history
+
+    @property
+    def steps_replayed(self) -> int:
+        return 0 if self.device_history is None else self.device_history.replayed()
 
     @property
     def history_bytes(self) -> int:

@@ -327,9 +327,7 @@ class TableSet:
     def stats(self) -> CacheStats:
         """Totals of all groups. Synchronises with a GPU, and raises what it has found wrong since."""
         total = sum((group.cache.stats() for group in self.groups), self.placed.now.earlier)
-        histories = [group.history for group in self.groups]
-        replayed = sum(history.replayed for history in histories if history is not None)
-        total += CacheStats(steps_replayed=replayed)
+        total += CacheStats(steps_replayed=sum(group.steps_replayed for group in self.groups))
         self.check_faults()
         return total
 
