@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from inspect import isabstract
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -268,15 +269,17 @@ class OptimizerConfig(abc.ABC):
         return {}
 
     def step_terms(self, hyper: Mapping[str, float], step: float) -> StepTerms:
-        """What the `step`-th step does to rows that have no gradient. The CUDA recipe spells it too."""
-        raise NotImplementedError
+        """What the `step`-th step does to rows that have no gradient: nothing, unless the optimizer is dense. The CUDA
+        recipe spells it too."""
+        return StepTerms(weight=0.0)
 
     @staticmethod
     def known() -> dict[str, type[OptimizerConfig]]:
         """The optimizers that there are, by name."""
-        return {
-            each.__name__: each for each in sorted(OptimizerConfig.__subclasses__(), key=lambda each: each.__name__)
-        }
+        kinds = list(OptimizerConfig.__subclasses__())
+        for kind in kinds:
+            kinds += kind.__subclasses__()
+        return {kind.__name__: kind for kind in sorted(kinds, key=lambda each: each.__name__) if not isabstract(kind)}
 
 
 def check_betas(betas: tuple[float, float]) -> None:

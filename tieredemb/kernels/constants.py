@@ -35,6 +35,8 @@ SUM_FIRST, SUM_SECOND, SUM_DECAY, SUMS = 10, 11, 12, 13  # as long as the sum gr
 WINDOW = 2048  # steps whose sums may still grow
 FIRST_PRODUCT, SECOND_PRODUCT, DECAY_PRODUCT, UNIT_AT, EPS_AT, MOMENTS_AT = range(6)  # of an entry there, float64
 ENTRY = 15
+SUM_ENDS_AT = 5e-8  # what the terms of a sum, of a geometric series nearly, have fallen to when it ends
+SERIES_ERROR = 1e-7  # relative, of a move; above it steps are replayed
 MARK_FIRST, MARK_TAKEN, MARK_REPLAYED, MARK_REFUSED, MARKS = 0, 2, 3, 4, 5  # of a history on a GPU: int64
 
 # initial values

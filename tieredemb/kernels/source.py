@@ -129,13 +129,15 @@ def header(name: str, place: str) -> str:
 
 @functools.cache
 def constants_header() -> str:
-    """The numbers of `constants.py`, as C knows them: an int where it can be one."""
+    """The numbers of `constants.py`, as C knows them: an int where it can be one, or a double."""
     lines = []
     for name, value in vars(constants).items():
         if name.isupper() and isinstance(value, int):
             type = "int" if value < 2**31 else "unsigned int"
             text = f"{value + 1} - 1" if value < 0 else f"{value}{'u' * (value >= 2**31)}"  # C has no literal of −2³¹
             lines.append(f"[[maybe_unused]] constexpr {type} {name} = {text};\n")
+        elif name.isupper() and isinstance(value, float):
+            lines.append(f"[[maybe_unused]] constexpr double {name} = {value!r};\n")
     return "".join(lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tieredemb.errors import BackwardError
 from tieredemb.kernels.constants import MARK_REFUSED, MARK_REPLAYED, MARKS
 from tieredemb.lookup.history import History
 
@@ -15,7 +16,8 @@ class DeviceHistory:
     for good, as graphs have it. `steps`: int64 (T,), those that the tables have taken.
 
     There is room for more steps than were taken. Only the host can make more: `note_step` counts those that may have
-    been launched, and looks at the device's number where they come near. A step without room is refused.
+    been launched, and looks at the device's number where they come near. A step without room is refused, and `check`
+    tells.
     """
 
     def __init__(self, history: History, steps: torch.Tensor) -> None:
@@ -82,9 +84,16 @@ class DeviceHistory:
         """Steps that rows were made to take one by one, since this was made. Synchronises."""
         return self._replayed + int(self._marks[MARK_REPLAYED])
 
-    def refused(self) -> int:
-        """Steps that found no room. Synchronises."""
-        return int(self._marks[MARK_REFUSED])
+    def check(self) -> None:
+        """Raises `BackwardError`, once, where steps found no room and so were not taken. Synchronises."""
+        refused = int(self._marks[MARK_REFUSED])
+        if refused:
+            self._marks[MARK_REFUSED].zero_()
+            raise BackwardError(
+                f"{refused} step(s) of a CUDA graph were refused, as there was no room to keep more than {self._room} "
+                f"of them: before each replay of a graph that you captured yourself, call the optimizer's upload(), "
+                f"which makes room; tieredemb.graph_step does so"
+            )
 
     def size_bytes(self) -> int:
         return self._windows.nbytes + sum(array.nbytes for array in self._arrays.values())

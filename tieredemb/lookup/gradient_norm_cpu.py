@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from tieredemb.kernels.cpu import Pass, even_bounds, inline, jit
-from tieredemb.lookup.optimizer_cpu import UPDATE_GRAIN, segments_walk, stays
+from tieredemb.lookup.optimizer_cpu import UPDATE_GRAIN, segments_walk, stays, walked
 
 F = np.float32
 
@@ -20,18 +20,7 @@ def row_powers(segments, gradient, space, norm_type):
     powers = np.zeros((rows, 1), np.float64)
     # no row is read or written: of the weights only the width counts
     out = (np.empty((0, space.width), np.float32), powers, np.empty(rows, np.uint8))
-    batch = (
-        np.arange(rows, dtype=np.int32),
-        segments.starts,
-        segments.order,
-        space.mode,
-        space.column,
-        gradient.grad,
-        gradient.sample,
-        gradient.table,
-        gradient.scale,
-        gradient.argmax,
-    )
+    batch = walked(np.arange(rows, dtype=np.int32), segments, gradient, space)
     bounds = even_bounds(rows, max(1, UPDATE_GRAIN // space.width))
     rate = np.zeros(len(space), np.float32)
     Pass(segments_norm, bounds, batch, out, rate, (F(norm_type),), F(1.0)).run()

@@ -88,7 +88,7 @@ __device__ __forceinline__ void sums_write(const double *entry, float *sums) {
         if (k < ORDERS - 1) sums[k] = (float)(scale * central);
     }
     const double error = fabs(central) / pow(1.0 + mean, (double)(ORDERS - 1));
-    sums[SUM_IS_SERIES] = error < 1e-7 ? 1.0f : 0.0f;
+    sums[SUM_IS_SERIES] = error < SERIES_ERROR ? 1.0f : 0.0f;
 }
 
 // Keeps step `at`, less the base. All threads of one block.
@@ -139,7 +139,7 @@ __device__ __forceinline__ void step_append(const Past &past, int at, const Term
     if (threadIdx.x == 0) {
         for (; first < at; first++) {
             const double *entry = after + (first % WINDOW) * ENTRY;
-            if (is_still || entry[FIRST_PRODUCT] < 5e-8 * entry[SECOND_PRODUCT])
+            if (is_still || entry[FIRST_PRODUCT] < SUM_ENDS_AT * entry[SECOND_PRODUCT])
                 past.ends[first] = at;
             else if (at - first >= WINDOW)
                 past.ends[first] = -1;

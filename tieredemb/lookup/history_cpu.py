@@ -17,7 +17,9 @@ from tieredemb.kernels.constants import (
     ORDERS,
     SECOND_LOG,
     SECOND_PRODUCT,
+    SERIES_ERROR,
     SUM_DECAY,
+    SUM_ENDS_AT,
     SUM_EPS,
     SUM_FIRST,
     SUM_IS_SERIES,
@@ -34,8 +36,6 @@ from tieredemb.kernels.constants import (
 )
 from tieredemb.kernels.cpu import inline, jit
 
-LEAST = 5e-8  # of a sum that falls like a geometric series, what is left once its terms have fallen to this
-INACCURATE = 1e-7  # relative error of a move above which it is replayed
 _BINOMIAL = np.array([[math.comb(n, k) for k in range(ORDERS)] for n in range(ORDERS)], np.float64)
 
 
@@ -71,7 +71,7 @@ def sums_write(entry, sums):
         if k < ORDERS - 1:
             sums[k] = np.float32(scale * central)
     error = abs(central) / (1.0 + mean) ** (ORDERS - 1)
-    sums[SUM_IS_SERIES] = np.float32(1.0 if error < INACCURATE else 0.0)
+    sums[SUM_IS_SERIES] = np.float32(1.0 if error < SERIES_ERROR else 0.0)
 
 
 @jit
@@ -113,7 +113,7 @@ def step_append(step, terms, first, before, after, sums, ends, logs, coupled):
             sums[s, SUM_IS_SERIES] = 0.0
             new[EPS_AT] = math.nan  # another eps in between: replayed from now on
         if s == first:
-            if is_still or one < LEAST * two:
+            if is_still or one < SUM_ENDS_AT * two:
                 ends[s] = step
                 first += 1
             elif step - s >= WINDOW:

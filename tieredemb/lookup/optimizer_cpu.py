@@ -75,18 +75,10 @@ class CountedPass(Pass):
         return int(self._replayed.sum())
 
 
-def update(
-    hot: Any,
-    segments: Segments,
-    gradient: Gradient,
-    space: KeySpace,
-    hyper: Hyperparameters,
-    history: History | None = None,
-) -> Pass:
-    """One optimizer step of the rows of `segments` in `hot` (`weight`, `state`, `dirty`), which its `run` applies and
-    marks dirty. A segment without occurrences changes nothing. `history`: that of a dense optimizer."""
-    batch = (
-        segments.homes,
+def walked(homes: Array, segments: Segments, gradient: Gradient, space: KeySpace) -> tuple[Array, ...]:
+    """What `segments_walk` is given of a batch, whose segments have their rows at `homes`, int32 (U,)."""
+    return (
+        homes,
         segments.starts,
         segments.order,
         space.mode,
@@ -97,6 +89,19 @@ def update(
         gradient.scale,
         gradient.argmax,
     )
+
+
+def update(
+    hot: Any,
+    segments: Segments,
+    gradient: Gradient,
+    space: KeySpace,
+    hyper: Hyperparameters,
+    history: History | None = None,
+) -> Pass:
+    """One optimizer step of the rows of `segments` in `hot` (`weight`, `state`, `dirty`), which its `run` applies and
+    marks dirty. A segment without occurrences changes nothing. `history`: that of a dense optimizer."""
+    batch = walked(segments.homes, segments, gradient, space)
     rows = (hot.weight, hot.state.view(F), hot.dirty)
     args = (batch, rows, hyper.rate, tuple(map(F, hyper.numbers)), F(hyper.scale))
     occurrences = len(segments.order)

@@ -131,6 +131,9 @@ class Group(abc.ABC):
         history: History | None = self.cache.cold.history
         return 0 if history is None else history.replayed
 
+    def check_steps(self) -> None:  # noqa: B027 - a host takes every step
+        """Raises `BackwardError` where a GPU has refused steps. Synchronises with it."""
+
     def restart_counts(self) -> None:
         """Replayed steps are counted from here on, by whoever has the cold rows next."""
         if self.cache.cold.history is not None:
@@ -144,24 +147,25 @@ class Group(abc.ABC):
 
     def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
         """As that of the cache, but rows of a dense optimizer as they are at the steps that were taken."""
-        if self.history is None:
+        history = self.history
+        if history is None:
             self.cache.export_rows(start, stop, weight, state)
             return
         rows = self._room(start, stop)
         self.cache.export_rows(start, stop, rows.weight, rows.state)
-        self._catch_up(rows)
+        _catch_up(rows, history)
         weight[:], state[:] = rows.weight[:, : weight.shape[1]], rows.state[:, : state.shape[1]]
 
     def import_weights(self, start: int, weight: Array) -> None:
         """Overwrites the weights (carrier (K, D)) of the rows from `start` on, as `Cache.import_rows` does. Rows of a
         dense optimizer are at the current step then; those that have these weights already stay as they lie, so that
         what is saved and loaded again goes on with the same bits."""
-        state = None
-        if self.history is not None:
+        state, history = None, self.history
+        if history is not None:
             raw = self._room(start, start + len(weight))
             self.cache.copy_rows(start, start + len(weight), raw.weight, raw.state)
             now = CopiedRows(raw.weight.copy(), raw.state.copy(), raw.dirty)
-            self._catch_up(now)
+            _catch_up(now, history)
             same = (now.weight.view(np.uint8) == weight.view(np.uint8)).all(1)
             weight, state = weight.copy(), now.state
             weight[same], state[same] = raw.weight[same], raw.state[same]
@@ -170,34 +174,36 @@ class Group(abc.ABC):
     def import_states(self, start: int, state: Array, step: int) -> None:
         """Overwrites the optimizer state, uint32 (K, ·) without the step of a dense one, of the rows from `start` on.
         Those are at the current step then, which is to be called `step`."""
-        weight = None
-        if self.history is not None:
+        weight, history = None, self.history
+        if history is not None:
             now = self._room(start, start + len(state))
             self.cache.copy_rows(start, start + len(state), now.weight, now.state)
-            self._catch_up(now)
+            _catch_up(now, history)
             weight = now.weight
             state = np.concatenate([state, np.full((len(state), 1), step, np.uint32)], axis=1)
         self.cache.import_rows(start, weight, state)
 
-    def export_lagging(self, start: int, stop: int) -> tuple[Array, Array, Array]:
+    def export_lagging(self, start: int, stop: int, history: History) -> tuple[Array, Array, Array]:
         """Of the rows start … stop − 1 those that bringing to the current step changes: their positions, int64 (K,),
         and weights and states as they lie."""
         raw = self._room(start, stop)
         self.cache.export_rows(start, stop, raw.weight, raw.state)
         now = CopiedRows(raw.weight.copy(), raw.state.copy(), raw.dirty)
-        self._catch_up(now)
+        _catch_up(now, history)
         differ = (now.weight.view(np.uint8) != raw.weight.view(np.uint8)).any(1)
         differ |= (now.state[:, :-1] != raw.state[:, :-1]).any(1)
         rows = np.flatnonzero(differ)
         return rows, raw.weight[rows], raw.state[rows]
 
-    def import_lagging(self, start: int, count: int, rows: Array, weight: Array, state: Array) -> None:
+    def import_lagging(
+        self, start: int, count: int, rows: Array, weight: Array, state: Array, history: History
+    ) -> None:
         """Rows (positions after `start`, int64 (K,)) lie as they did at an earlier step, where that makes them what
         they are at the current one: `weight` carrier (K, D), `state` uint32 (K, S)."""
         held = self._room(start, start + count)
         self.cache.copy_rows(start, start + count, held.weight, held.state)
         now = CopiedRows(weight.copy(), state.copy(), held.dirty)
-        self._catch_up(now)
+        _catch_up(now, history)
         same = (now.weight.view(np.uint8) == held.weight[rows].view(np.uint8)).all(1)
         held.weight[rows[same]], held.state[rows[same]] = weight[same], state[same]
         self.cache.import_rows(start, held.weight, held.state)
@@ -212,14 +218,6 @@ class Group(abc.ABC):
         weight = np.empty((rows, layout.columns), layout.carrier)
         return CopiedRows(weight, np.empty((rows, layout.state_width), np.uint32), np.empty(rows, np.uint8))
 
-    def _catch_up(self, rows: CopiedRows) -> None:
-        """Brings copies of rows to the steps that were taken."""
-        from tieredemb.lookup.optimizer_cpu import catch_up
-
-        assert self.history is not None
-        numbers = np.arange(len(rows.weight), dtype=np.int32)
-        catch_up(rows, numbers, self.history).run()
-
     def adopt(self) -> None:
         """Takes over cold rows and metadata that were replaced as a whole."""
         self.cache.forget()
@@ -228,6 +226,13 @@ class Group(abc.ABC):
 
     def _adopt_history(self) -> None:  # noqa: B027 - a host works on it as it lies
         """A history that was replaced with the cold rows counts from now on."""
+
+
+def _catch_up(rows: CopiedRows, history: History) -> None:
+    """Brings copies of rows to the steps that were taken."""
+    from tieredemb.lookup.optimizer_cpu import catch_up
+
+    catch_up(rows, np.arange(len(rows.weight), dtype=np.int32), history).run()
 
 
 def parsed_history(cold: ColdRows) -> History:
@@ -322,6 +327,10 @@ class DeviceGroup(Group):
     @property
     def steps_replayed(self) -> int:
         return 0 if self.device_history is None else self.device_history.replayed()
+
+    def check_steps(self) -> None:
+        if self.device_history is not None:
+            self.device_history.check()
 
     @property
     def history_bytes(self) -> int:

@@ -225,20 +225,22 @@ class TableSet:
                     some = slice(*np.searchsorted(rows.rows, (start, stop)))
                     if some.stop > some.start:
                         part = rows.rows[some] - start
-                        group.import_lagging(first + start, stop - start, part, rows.weight[some], rows.state[some])
+                        weight, state = rows.weight[some], rows.state[some]
+                        group.import_lagging(first + start, stop - start, part, weight, state, history)
 
     def lagging(self, table: int, *, with_history: bool) -> LaggingRows | None:
         """The rows of a dense optimizer's table that stand at an earlier step, where that makes a difference; None of
         other optimizers. `with_history`: and what the optimizer keeps of its steps."""
         group, _, first = self.locate(table)
-        if group.history is None:
+        history = group.history
+        if history is None:
             return None
         found = []
         for start, stop in _chunks(self.config.tables[table].num_embeddings):
-            rows, weight, state = group.export_lagging(first + start, first + stop)
+            rows, weight, state = group.export_lagging(first + start, first + stop, history)
             found.append((rows + start, weight, state))
         rows, weight, state = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        return LaggingRows(rows, weight, state, group.history if with_history else None)
+        return LaggingRows(rows, weight, state, history if with_history else None)
 
     def _write_state(self, table: int, state: torch.Tensor, step: int) -> None:
         group, _, first = self.locate(table)
@@ -295,6 +297,8 @@ class TableSet:
             for group in self.groups:
                 all_of_them.callback(group.cache.flush)
         self.check_faults()
+        for group in self.groups:
+            group.check_steps()
 
     def move(self, device: torch.device) -> None:
         """Moves the caches to `device` over the same cold rows. Raises `StorageError` while batches are in flight."""
@@ -327,6 +331,8 @@ class TableSet:
     def stats(self) -> CacheStats:
         """Totals of all groups. Synchronises with a GPU, and raises what it has found wrong since."""
         total = sum((group.cache.stats() for group in self.groups), self.placed.now.earlier)
+        for group in self.groups:
+            group.check_steps()
         total += CacheStats(steps_replayed=sum(group.steps_replayed for group in self.groups))
         self.check_faults()
         return total
