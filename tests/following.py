@@ -3,6 +3,7 @@ model with whole tables, which torch trains."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -53,9 +54,24 @@ def pair(kind, *, capacity=3, optimizer=..., configs=TABLES, seed=0, **options):
     ours = Model(tables, alone=alone)
     theirs = on_cpu(Model(OracleCollection(configs, sparse=alone).load_from(tables), alone=alone))
     theirs.top.load_state_dict(ours.top.state_dict())
-    optimizers = [torch_class(model.parameters(), **keywords) for model in (ours, theirs)]
-    tables.follow(optimizers[0])
-    return (ours, theirs), optimizers
+    with torch.device("cpu"):
+        reference = steps_on_cpu(torch_class(theirs.parameters(), **keywords))
+    optimizer = torch_class(ours.parameters(), **keywords)
+    tables.follow(optimizer)
+    return (ours, theirs), [optimizer, reference]
+
+
+def steps_on_cpu(optimizer):
+    """Keeps the state that an oracle's optimizer makes beside its parameters, whatever the default device."""
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def run(*args, **keywords):
+        with torch.device("cpu"):
+            return step(*args, **keywords)
+
+    optimizer.step = run
+    return optimizer
 
 
 def loss_of(model, seed, *, batch=6):
