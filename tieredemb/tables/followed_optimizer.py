@@ -267,6 +267,12 @@ class FollowedOptimizer:
 
     # --- the param group --------------------------------------------------------------------------------------------
 
+    @property
+    def group(self) -> int:
+        """Index of the param group that is followed."""
+        self._group()
+        return self._places[0][0]
+
     def _group(self) -> dict[str, Any]:
         """The param group as it is now; other code replaces it, `load_state_dict` for one."""
         assert self.optimizer is not None
