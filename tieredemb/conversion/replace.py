@@ -23,6 +23,7 @@ from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.file.tier import File
+from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.group import slot_bytes
 from tieredemb.tables.shares import Sharer, shares
 
@@ -155,6 +156,9 @@ def _follow(found: list[Found], twins: Mapping[str, TieredModule], assigned: Map
         for each in found:
             to_follow = assigned[each.name].follows
             if to_follow is not None:
+                followed = twins[each.name].engine.optimizer
+                assert isinstance(followed, FollowedOptimizer)
+                undo.callback(followed.unfollow)
                 twins[each.name].follow(to_follow, instead_of=[each.module.weight])
             twins[each.name].requires_grad_(assigned[each.name].trains)
         undo.pop_all()
