@@ -61,7 +61,7 @@ class TieredEmbedding(TieredModule):
             init=Normal() if init is None else init,
             placement=placement,
         )
-        check_rows(_weight, num_embeddings, embedding_dim)
+        check_rows(_weight, table)
         dtype = dtype or (None if _weight is None else _weight.dtype)
         config = table_set_config(
             (table,), capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
@@ -74,11 +74,11 @@ class TieredEmbedding(TieredModule):
             padding_is_dropped=False,
         )
         super().__init__(Engine(config, optimizer), options)
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
+        self.num_embeddings = table.num_embeddings
+        self.embedding_dim = table.embedding_dim
         self.padding_idx = table.padding_idx
-        self.max_norm = max_norm
-        self.norm_type = norm_type
+        self.max_norm = options.max_norm
+        self.norm_type = options.norm_type
         self.scale_grad_by_freq = scale_grad_by_freq
         self.sparse = sparse
         if _weight is not None:

@@ -16,7 +16,7 @@ import torch
 
 from tieredemb.cache.changes import HalfWritten, Part
 from tieredemb.cache.locks import Locks
-from tieredemb.config import Capacity, parse_bytes
+from tieredemb.config import Capacity, is_whole, parse_bytes
 from tieredemb.errors import ConfigError, StorageError, StorageFullError
 from tieredemb.kernels.row_format import RowFormat, carrier_view
 from tieredemb.lookup.bags import KeySpace
@@ -433,7 +433,7 @@ def _share(capacity: Capacity, space: KeySpace, config: TableSetConfig) -> Capac
             )
         total = sum(table.num_embeddings * each[table.embedding_dim] for table in config.tables)
         return max(1, (budget - least) * space.rows // total)
-    if isinstance(capacity, int) and capacity >= 1:
+    if is_whole(capacity) and capacity >= 1:
         return max(1, capacity * space.rows // sum(table.num_embeddings for table in config.tables))
     return capacity
 
