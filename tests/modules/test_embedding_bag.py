@@ -395,15 +395,6 @@ def test_conversion_offers_only_dtypes_that_a_module_is_built_with():
             te.TieredEmbeddingBag(10, 4, device="cpu", dtype=getattr(torch, name))
 
 
-def test_weight_raises_with_guidance(device):
-    bag = te.TieredEmbeddingBag(10, 4)
-    assert not hasattr(bag, "weight")
-    with pytest.raises(AttributeError, match="state_dict"):
-        bag.weight  # noqa: B018
-    with pytest.raises(AttributeError, match="nothing"):
-        bag.nothing  # noqa: B018
-
-
 def cache_bytes(module):
     """Bytes of all caches, without batch buffers."""
     report = module.memory_report()

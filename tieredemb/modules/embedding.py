@@ -8,8 +8,8 @@ import torch
 
 from tieredemb.config import Capacity, CheckIds, Init, Normal, Placement, Policy, TableConfig
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.modules.base import TieredModule
 from tieredemb.modules.inputs import as_ids, equal_bags
+from tieredemb.modules.one_table import OneTable
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
@@ -19,7 +19,7 @@ from tieredemb.tables.config import table_set_config
 from tieredemb.tables.torch_kinds import Optimizer
 
 
-class TieredEmbedding(TieredModule):
+class TieredEmbedding(OneTable):
     """Drop-in for `torch.nn.Embedding` whose table lives in cold storage behind a hot cache.
 
     The arguments up to `dtype` are those of `torch.nn.Embedding`; the keywords are those of `TieredEmbeddingBag`. The
@@ -94,9 +94,6 @@ class TieredEmbedding(TieredModule):
         the constructor. To train it pass `freeze=False` and an `optimizer`."""
         names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
         return cls(_freeze=freeze, **pretrained_arguments(embeddings, freeze, names, args, kwargs))
-
-    def _weight_key(self, table: int) -> str:
-        return "weight"
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, Placement, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedInputError
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.modules.base import TieredModule
 from tieredemb.modules.inputs import as_ids, as_offsets, check_weights, equal_bags, widened
+from tieredemb.modules.one_table import OneTable
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
@@ -20,7 +20,7 @@ from tieredemb.tables.config import table_set_config
 from tieredemb.tables.torch_kinds import Optimizer
 
 
-class TieredEmbeddingBag(TieredModule):
+class TieredEmbeddingBag(OneTable):
     """Drop-in for `torch.nn.EmbeddingBag` whose table lives in cold storage behind a hot cache.
 
     The arguments up to `dtype` are those of `torch.nn.EmbeddingBag`. `sparse` is accepted and changes nothing: the
@@ -125,9 +125,6 @@ class TieredEmbeddingBag(TieredModule):
         module = cls(**pretrained_arguments(embeddings, freeze, names, args, kwargs))
         module.requires_grad_(not freeze)
         return module
-
-    def _weight_key(self, table: int) -> str:
-        return "weight"
 
     @untraced
     def forward(
