@@ -93,6 +93,12 @@ def test_what_torch_refuses_of_bags_is_refused_by_its_type(device, what):
     assert ours.stats().batches == 0
 
 
+def test_weights_of_another_dtype_are_refused_in_words_of_torch(device):
+    for module in torch_and_ours("EmbeddingBag", mode="sum"):
+        with pytest.raises(RuntimeError, match="have the same type as"):
+            module(torch.tensor([[1]]), None, torch.ones(1, 1, dtype=torch.float16))
+
+
 @pytest.mark.parametrize("ids", [[1, 2], 3, None, np.array([1])], ids=str)
 def test_ids_that_are_no_tensor_are_a_type_error_as_in_torch(device, ids):
     theirs, ours = torch_and_ours("Embedding")
@@ -208,3 +214,13 @@ def test_capacity_that_is_no_number_is_refused(value):
     for some in (tables[:1], tables):
         with pytest.raises(TieredEmbError, match="capacity"):
             te.TieredEmbeddingBagCollection(some, capacity=value, device="cpu")
+
+
+def test_max_norm_scales_the_padding_row_of_an_embedding_as_torch_does(device):
+    theirs, ours = torch_and_ours("Embedding", padding_idx=1, max_norm=1.0)
+    rows = torch.full((10, 4), 9.0)
+    theirs.load_state_dict({"weight": rows})
+    ours.load_state_dict({"weight": rows})
+    for module in (theirs, ours):
+        module(torch.tensor([1, 2, 1]))
+    assert_close(ours.state_dict()["weight"], theirs.state_dict()["weight"])

@@ -69,8 +69,16 @@ def test_weight_tells_what_it_is_and_reads_nothing(device, monkeypatch, dtype):
     assert weight.is_cuda == (where.type == "cuda")
     assert (weight.nbytes, weight.is_floating_point()) == (160 * dtype.itemsize, True)
     assert repr(weight) == f"TableWeight((40, 4), dtype={dtype}, device={str(where)!r})"
-    for made in (weight.new_zeros(3), torch.zeros_like(weight), weight.new_ones((2, 2))):
-        assert (made.dtype, made.device) == (dtype, where)
+    assert torch.ones(160).view_as(weight).shape == (40, 4)
+    ones = torch.ones(3, dtype=torch.float64)
+    made = [
+        weight.new_zeros(3),
+        torch.zeros_like(weight),
+        weight.new_ones((2, 2)),
+        ones.to(weight),
+        ones.type_as(weight),
+    ]
+    assert {(each.dtype, each.device) for each in made} == {(dtype, where)}
     assert list(module.parameters()) == []
 
 

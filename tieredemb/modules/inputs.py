@@ -63,7 +63,7 @@ def check_weights(
         raise InputTypeError(f"per_sample_weights must be a floating-point tensor, got {type(weights).__name__}")
     if dtype is not None and weights.dtype != dtype:
         raise InvalidInputError(
-            f"per_sample_weights must have the dtype of the rows, {dtype}, got {weights.dtype}; use "
+            f"per_sample_weights must have the same type as the rows, {dtype}, got {weights.dtype}; use "
             f"per_sample_weights.to({dtype})"
         )
     if not weights.is_floating_point():
@@ -74,6 +74,6 @@ def check_weights(
         )
     if weights.shape != ids.shape:
         raise InvalidInputError(
-            f"per_sample_weights must have the ids' shape {tuple(ids.shape)}, got {tuple(weights.shape)}"
+            f"per_sample_weights must have the same shape as the input, {tuple(ids.shape)}, got {tuple(weights.shape)}"
         )
     return weights.reshape(-1)

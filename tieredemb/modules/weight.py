@@ -49,6 +49,8 @@ _LIKE = {
     _T.new, _T.new_empty, _T.new_zeros, _T.new_ones, _T.new_full, _T.new_tensor, torch.empty_like, torch.zeros_like,
     torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
 }  # fmt: skip
+# asked of another tensor, which becomes like it
+_AS_IT = {_T.view_as, _T.expand_as, _T.reshape_as, _T.type_as, _T.is_same_size, _T.to}
 _DETACHED = {_T.detach, torch.detach, _T.data.__get__}
 _OF_A_PARAMETER = {
     _T.grad.__get__, _T.grad.__set__, _T.is_leaf.__get__, _T.backward, _T.register_hook, _T.retain_grad,
@@ -94,15 +96,17 @@ class TableWeight(torch.Tensor):
                 module.requires_grad_(*args[1:], **kwargs)
                 return first
             if func in _LIKE or (func == _T.type and len(args) == 1 and not kwargs):
-                with torch._C.DisableTorchFunctionSubclass():
-                    like = torch.empty((), dtype=first.dtype, device=first.device).expand(first.shape)
-                return func(like, *args[1:], **kwargs) if args else func(**{**kwargs, next(iter(kwargs)): like})
+                args, kwargs = tree_map_only(TableWeight, _like, (tuple(args), kwargs))
+                return func(*args, **kwargs)
             if func in _DETACHED:
                 return _rows(module)
             if func in _OF_A_PARAMETER:
                 raise UnsupportedError(_NO_PARAMETER)
             if func in _OF_MEMORY:
                 raise UnsupportedError(_NO_MEMORY)
+        elif func in _AS_IT:
+            args, kwargs = tree_map_only(TableWeight, _like, (tuple(args), kwargs))
+            return func(*args, **kwargs)
         _refuse_writing(func, first, kwargs)
         copies: dict[int, torch.Tensor] = {}
 
@@ -158,6 +162,11 @@ class ReadOnlyRows(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.as_subclass(torch.Tensor))  # type: ignore[arg-type]
+
+
+def _like(weight: TableWeight) -> torch.Tensor:
+    """A tensor of its shape, dtype and device, without its rows."""
+    return torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
 
 
 def _rows(module: OneTable) -> torch.Tensor:
