@@ -150,7 +150,9 @@ class TieredEmbeddingBag(OneTable):
     ) -> Batch:
         ids = as_ids("input", widened(input, offsets), self._hook.device)
         if per_sample_weights is not None and self.mode != "sum":
-            raise UnsupportedInputError(f"per_sample_weights needs mode='sum', this module has mode={self.mode!r}")
+            raise UnsupportedInputError(
+                f"per_sample_weights is only supported for mode='sum', this module has mode={self.mode!r}"
+            )
         weights = check_weights(per_sample_weights, input, self.tables.config.output_dtype)
         if input.dim() == 2:
             if offsets is not None:
