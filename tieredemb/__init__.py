@@ -14,6 +14,7 @@ from tieredemb.modules.clipping import clip_grad_norm_
 from tieredemb.modules.collection import TieredEmbeddingBagCollection
 from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag
+from tieredemb.modules.scores import scores
 from tieredemb.pipeline.graphs import graph_forward, graph_step
 from tieredemb.pipeline.prefetch import prefetch
 from tieredemb.stats import CacheStats
@@ -52,4 +53,5 @@ __all__ = [
     "graph_step",
     "prefetch",
     "replace_embedding_bags",
+    "scores",
 ]

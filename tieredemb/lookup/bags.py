@@ -73,7 +73,7 @@ def offsets_out_of_order(k: int, value: int, before: int, ids: int, count: int) 
 
 def id_out_of_range(table: str, rows: int, value: int, position: int) -> str:
     """What is wrong with an id."""
-    return (
-        f"id {value} at position {position} is out of range for table {table!r} (0 … {rows - 1}); "
-        f"check the feature's hashing or raise num_embeddings"
-    )
+    advice = "check the feature's hashing or raise num_embeddings"
+    if value < 0:
+        advice = "give what is missing an id of its own, and name that padding_idx"
+    return f"id {value} at position {position} is out of range for table {table!r} (0 … {rows - 1}); {advice}"

@@ -301,8 +301,8 @@ class TieredModule(nn.Module, abc.ABC):
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
-                "a tiered table has no weight tensor: its rows live in several places; use state_dict() for a copy of "
-                "the whole table, load_state_dict() to set it, or call the module to look rows up"
+                "tables of a collection have no weight tensor: their rows live in several places; use state_dict() for "
+                "copies of the tables, load_state_dict() to set them, or tieredemb.scores(collection, x, table=name)"
             )
         return super().__getattr__(name)
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tieredemb.config import OptimizerConfig
+from tieredemb.config import OptimizerConfig, is_whole, plain
 from tieredemb.errors import ConfigError, StorageError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters, named_numbers
 from tieredemb.tables.device_options import DeviceOptions
@@ -173,9 +173,10 @@ class FollowedOptimizer:
                     "group is no param group of this optimizer; pass one of its param_groups, or an index"
                 )
         elif group is not None:
-            if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(groups):
+            index: Any = plain(group)
+            if not is_whole(index) or not 0 <= index < len(groups):
                 raise ConfigError(f"group must be an index from 0 to {len(groups) - 1} or a dict, got {shown(group)}")
-            asked = group
+            asked = index
         params: Sequence[torch.Tensor] = self.stand_ins
         found = [_find(optimizer, each) for each in self.stand_ins]
         if any(found) and old is not None:

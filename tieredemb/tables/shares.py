@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tieredemb.config import Capacity, parse_bytes
+from tieredemb.config import Capacity, is_whole, parse_bytes, parse_capacity, plain
 from tieredemb.errors import ConfigError
 
 
@@ -21,6 +21,7 @@ def shares(capacity: Capacity, sharers: Sequence[Sharer]) -> list[Capacity]:
     `ConfigError` for bytes that hold no row of each."""
     if len(sharers) == 1:
         return [capacity]
+    capacity = plain(parse_capacity(capacity) if isinstance(capacity, str) else capacity)
     if isinstance(capacity, str):
         budget, least = parse_bytes(capacity), sum(each.slot_bytes for each in sharers)
         if budget < least:
@@ -29,7 +30,7 @@ def shares(capacity: Capacity, sharers: Sequence[Sharer]) -> list[Capacity]:
             )
         total = sum(each.rows * each.slot_bytes for each in sharers)
         return [max(1, (budget - least) * each.rows // total) for each in sharers]
-    if isinstance(capacity, int) and capacity >= 1:
+    if is_whole(capacity) and capacity >= 1:
         rows = sum(each.rows for each in sharers)
         return [max(1, capacity * each.rows // rows) for each in sharers]
     return [capacity] * len(sharers)
