@@ -51,8 +51,8 @@ __device__ __forceinline__ void clock_advance(Clock *clock, Counts *counts, int 
     counts->totals.batches += scored && is_later;
 }
 
-// Starts a plan: its number and time, zero counts, empty claims and `selection` (16-byte units each). Slots of the `lag`
-// batches before it are locked.
+// Starts a plan: its number and time, zero counts, empty claims and `selection` (16-byte units each). Slots of the
+// `lag` batches before it are locked.
 extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units_per_batch, int lag, int scored,
                                       int ages, int4 *claims, i64 n_claims, int4 *selection, i64 n_selection,
                                       Records records) {
