@@ -5,10 +5,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := .venv/.installed
+CLIENTS := build/clients
 
 help:
 	@echo 'make train [DATA=log.tsv] [ARGS=…]   train the example DLRM, on a generated log without DATA'
 	@echo 'make test [ARGS=…]                   run the tests'
+	@echo 'make test-clients [ARGS=…]           convert and train models of deepctr-torch, torch-rechub and torchfm'
 	@echo 'make lint                            ruff and mypy'
 	@echo 'make docs                            build the documentation into build/docs; a warning is an error'
 	@echo 'make wheel-check                     build the wheel, and use it from outside the tree'
@@ -20,6 +22,9 @@ train: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-clients: $(CLIENTS)/.installed
+	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .
@@ -55,4 +60,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 		test -z "$$cuda" || $(PIP) install --constraint constraints.txt --no-build-isolation --editable ".[dev,cuda$$cuda]"
 	@touch $@
 
-.PHONY: help train test lint docs wheel-check bench clean
+# an environment of its own, in which the packages of .venv are found as well: torch is not installed twice, and the
+# libraries add nothing to .venv
+$(CLIENTS)/.installed: $(INSTALLED) tests/clients/requirements.txt
+	$(BIN)/python -m venv --without-pip --clear $(CLIENTS)
+	$(PIP) --python $(CLIENTS)/bin/python install --no-deps --requirement tests/clients/requirements.txt
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		>"$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	@touch $@
+
+.PHONY: help train test test-clients lint docs wheel-check bench clean

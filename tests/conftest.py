@@ -110,6 +110,17 @@ def gpu() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small work in many calls: torch's threads would wait for each other longer than they work."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """Directory of the real logs (never part of the repository): TIEREDEMB_DATA, or `../shared/data`."""

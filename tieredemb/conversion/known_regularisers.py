@@ -48,12 +48,28 @@ def torch_rechub(model: nn.Module, old: Weights) -> list[str]:
     for loss in gc.get_objects():
         if type(loss).__name__ == "RegularizationLoss" and isinstance(loss, nn.Module):
             l1, l2 = getattr(loss, "embedding_l1", 0), getattr(loss, "embedding_l2", 0)
-            if l1 or l2:
+            if (l1 or l2) and not _of_another(loss, model):
                 return [
                     f"a RegularizationLoss has {_terms(l1, l2)} of embeddings, and finds no tables: "
                     f"{_instead(l1, l2, 'embedding_l2=0')}"
                 ]
     return []
+
+
+def _of_another(loss: nn.Module, model: nn.Module) -> bool:
+    """Whether who holds a loss has other models beside it, and not this one: a trainer from before, for one."""
+    held = [
+        holder if isinstance(holder, dict) else getattr(holder, "__dict__", {}) for holder in gc.get_referrers(loss)
+    ]
+    beside = [
+        each
+        for attributes in held
+        if any(value is loss for value in attributes.values())
+        for each in attributes.values()
+        if isinstance(each, nn.Module) and next(each.parameters(), None) is not None
+    ]
+    ours = set(model.modules())
+    return bool(beside) and all(ours.isdisjoint(each.modules()) for each in beside)
 
 
 def _terms(l1: float, l2: float) -> str:
@@ -63,8 +79,8 @@ def _terms(l1: float, l2: float) -> str:
 def _instead(l1: float, l2: float, switched_off: str) -> str:
     lost = "an l1 term has no counterpart. " if l1 else ""
     return (
-        f"{lost}For an l2 term build the model with {switched_off} and give the tables' param group "
-        f"weight_decay={2 * l2:g}, which is 2 * l2: the same gradient"
+        f"{lost}For an l2 term build the model with {switched_off} and add {2 * l2:g} to the weight_decay of the "
+        f"tables' param group, which is 2 * l2: the same gradient, unless the optimizer decouples it as AdamW does"
     )
 
 
