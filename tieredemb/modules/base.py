@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -282,6 +283,19 @@ class TieredModule(nn.Module, abc.ABC):
         self.engine.move(probe.device)
         if probe.device != self._hook.device:  # of an interrupted move, too, or one of another module on the tables
             self._hook = self._make_hook()
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> TieredModule:
+        """As `nn.Module.apply`; warns where `fn` names `Embedding`, as code does that looks for `nn.Embedding` to begin
+        its weights: it finds none."""
+        names = getattr(getattr(fn, "__code__", None), "co_names", ())
+        if "Embedding" in names or "EmbeddingBag" in names:
+            warnings.warn(
+                f"apply({getattr(fn, '__name__', 'fn')}) looks for embeddings, and tiered tables are none: their rows "
+                f"stay as they are; call it before the model is converted, or set rows by load_state_dict()",
+                stacklevel=3,
+            )
+        super().apply(fn)
         return self
 
     def __getattr__(self, name: str) -> Any:

@@ -16,7 +16,6 @@ import torch
 
 from tieredemb.cache.changes import HalfWritten, Part
 from tieredemb.cache.locks import Locks
-from tieredemb.config import Capacity, is_whole, parse_bytes
 from tieredemb.errors import ConfigError, DeviceMemoryError, StorageError, StorageFullError
 from tieredemb.kernels.row_format import RowFormat, carrier_view
 from tieredemb.lookup.bags import KeySpace
@@ -24,6 +23,7 @@ from tieredemb.lookup.history import History
 from tieredemb.stats import CacheStats
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.group import Group, make_group, move_group, row_layout, slot_bytes
+from tieredemb.tables.shares import Sharer, shares
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -110,10 +110,10 @@ class TableSet:
         widths = sorted({table.embedding_dim for table in config.tables})
         self._replaced = 0  # how often rows were
         self._finalizer = weakref.finalize(self, self.placed.close)
-        for width in widths:
-            members = [t for t, table in enumerate(config.tables) if table.embedding_dim == width]
-            space = KeySpace(config.tables, members, list(self.columns))
-            capacity = _share(config.capacity, space, config) if len(widths) > 1 else config.capacity
+        members = [[t for t, table in enumerate(config.tables) if table.embedding_dim == width] for width in widths]
+        spaces = [KeySpace(config.tables, each, list(self.columns)) for each in members]
+        sharers = [Sharer(s.rows, slot_bytes(row_layout(config, 1, s.width), config.device)) for s in spaces]
+        for width, space, capacity in zip(widths, spaces, shares(config.capacity, sharers), strict=True):
             try:
                 self.placed.now.add(make_group(config, space, capacity, f"width{width}" if len(widths) > 1 else ""))
             except BaseException:
@@ -453,25 +453,6 @@ def _used_chunks(group: Group) -> Iterator[tuple[int, int]]:
 
 def _chunks(rows: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + COPY_ROWS, rows)) for start in range(0, rows, COPY_ROWS))
-
-
-def _share(capacity: Capacity, space: KeySpace, config: TableSetConfig) -> Capacity:
-    """The part of a capacity that one of several widths gets: the same share of its rows as the others, but at least
-    one row."""
-    if isinstance(capacity, str):
-        each = {
-            t.embedding_dim: slot_bytes(row_layout(config, 1, t.embedding_dim), config.device) for t in config.tables
-        }
-        budget, least = parse_bytes(capacity), sum(each.values())
-        if budget < least:
-            raise ConfigError(
-                f"capacity {capacity!r} holds no row of each width; one of each takes {least} bytes in the cache"
-            )
-        total = sum(table.num_embeddings * each[table.embedding_dim] for table in config.tables)
-        return max(1, (budget - least) * space.rows // total)
-    if is_whole(capacity) and capacity >= 1:
-        return max(1, capacity * space.rows // sum(table.num_embeddings for table in config.tables))
-    return capacity
 
 
 def encoded(values: torch.Tensor, row: RowFormat) -> Array:
