@@ -351,6 +351,11 @@ def parse_capacity(text: str) -> Capacity:
         return text
 
 
+def as_capacity(given: Any) -> Capacity:
+    """A capacity as it was given: in words, or as a number of NumPy or torch. Its value is not checked."""
+    return parse_capacity(given) if isinstance(given, str) else plain(given)  # type: ignore[no-any-return]
+
+
 def slots_for(capacity: Capacity, *, rows: int, slot_bytes: int) -> int:
     """Slots that `capacity` buys for a key space of `rows` rows.
 

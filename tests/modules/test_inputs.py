@@ -224,3 +224,10 @@ def test_max_norm_scales_the_padding_row_of_an_embedding_as_torch_does(device):
     for module in (theirs, ours):
         module(torch.tensor([1, 2, 1]))
     assert_close(ours.state_dict()["weight"], theirs.state_dict()["weight"])
+
+
+@pytest.mark.parametrize("capacity", ["5%", np.float64(0.05), np.int64(10)], ids=repr)
+def test_capacity_of_a_converted_model_may_be_in_words(capacity):
+    model = nn.Sequential(nn.EmbeddingBag(100, 4), nn.Linear(4, 100), nn.Embedding(100, 8)).cpu()
+    te.replace_embedding_bags(model, capacity=capacity)
+    assert [group.slots for table in (model[0], model[2]) for group in table.tables.groups] == [5, 5]

@@ -19,9 +19,9 @@ from tieredemb.config import (
     OptimizerConfig,
     Policy,
     TableConfig,
+    as_capacity,
     is_whole,
     keep_plain,
-    parse_capacity,
 )
 from tieredemb.errors import ConfigError, shown
 from tieredemb.kernels import check_device
@@ -55,8 +55,7 @@ class TableSetConfig:
     def __post_init__(self) -> None:
         check_device(self.device)
         keep_plain(self)
-        if isinstance(self.capacity, str):
-            object.__setattr__(self, "capacity", parse_capacity(self.capacity))
+        object.__setattr__(self, "capacity", as_capacity(self.capacity))
         if self.check_ids not in CHECKS:
             raise ConfigError(f"check_ids must be one of {', '.join(CHECKS)}, got {shown(self.check_ids)}")
         if not self.tables:

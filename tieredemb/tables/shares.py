@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tieredemb.config import Capacity, is_whole, parse_bytes, parse_capacity, plain
+from tieredemb.config import Capacity, as_capacity, is_whole, parse_bytes
 from tieredemb.errors import ConfigError
 
 
@@ -19,9 +19,9 @@ class Sharer(NamedTuple):
 def shares(capacity: Capacity, sharers: Sequence[Sharer]) -> list[Capacity]:
     """What of `capacity` each of the `sharers` gets. A share of the rows stays one; rows and bytes are divided. Raises
     `ConfigError` for bytes that hold no row of each."""
+    capacity = as_capacity(capacity)
     if len(sharers) == 1:
         return [capacity]
-    capacity = plain(parse_capacity(capacity) if isinstance(capacity, str) else capacity)
     if isinstance(capacity, str):
         budget, least = parse_bytes(capacity), sum(each.slot_bytes for each in sharers)
         if budget < least:
