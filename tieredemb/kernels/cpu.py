@@ -21,7 +21,7 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba.core import event, types
+from numba.core import cgutils, event, types
 from numba.extending import overload
 from numba.np.numpy_support import as_dtype
 from numba.np.unsafe.ndarray import to_fixed_tuple
@@ -205,6 +205,45 @@ def even_bounds(n: int, grain: int) -> list[int]:
     it brings (a hand-over takes about 20 microseconds)."""
     parts = max(1, min(num_threads(), n // max(1, grain)))
     return [n * part // parts for part in range(parts + 1)]
+
+
+def _without_owner(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    """Emits a value of numba's type `kind` whose arrays name no owner of their memory."""
+    if isinstance(kind, types.Array):
+        array = context.make_array(kind)(context, builder, value)
+        array.meminfo = array.meminfo.type(None)
+        return array._getvalue()
+    if isinstance(kind, types.BaseTuple):
+        kinds: Any = kind
+        parts = zip(kinds, cgutils.unpack_tuple(builder, value), strict=True)
+        return context.make_tuple(builder, kind, [_without_owner(context, builder, *part) for part in parts])
+    return value
+
+
+@intrinsic
+def borrowed(typingctx, value):
+    """An array, or a tuple of arrays and other values, whose references are not counted.
+
+    numba counts a reference, atomically, wherever a loop hands an array to a device function behind a branch. In the
+    kernels of dense optimizers that took longer than the work on a row, and made threads wait for each other. The owner
+    has to live on: arguments of a kernel do, and what the kernel allocates does until its `keep`.
+    """
+
+    def codegen(context, builder, signature, args):
+        return _without_owner(context, builder, signature.args[0], args[0])
+
+    return value(value), codegen
+
+
+@intrinsic
+def keep(typingctx, array):
+    """Makes an array that a kernel has allocated live until here. numba frees it after its last use, and takes no
+    notice of those of what is `borrowed` from it."""
+
+    def codegen(context, builder, signature, args):
+        return context.get_dummy_value()
+
+    return types.void(array), codegen
 
 
 @intrinsic

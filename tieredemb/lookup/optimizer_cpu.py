@@ -15,12 +15,14 @@ from tieredemb.kernels import twin
 from tieredemb.kernels.constants import CHUNK, MAX
 from tieredemb.kernels.cpu import (
     Pass,
+    borrowed,
     even_bounds,
     fma,
     inline,
     is_direct,
     is_float,
     jit,
+    keep,
     load,
     prefetch,
     row_load,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 UPDATE_GRAIN = 32768  # gradient elements a thread is worth
 AHEAD = 4  # segments whose rows are requested early
+CLOCK_AHEAD = 16  # rows whose last step is requested early: it says whether the rest of the row is needed
 F = np.float32
 
 
@@ -191,18 +194,24 @@ def row_bring(weight, row, state, home, none, dense, row_catch_up):
 def rows_walk(lo, hi, slots, weight, state, dirty, dense, bring, done):
     """Brings the rows in `slots` to the current step: what a dense recipe's kernel does in a forward. Returns how many
     steps it has replayed."""
-    now, place = dense[1][0], dense[0].shape[1] - 1
-    none = np.zeros(row_width(weight), np.float32)
+    slots, weight, state, dirty, dense = borrowed((slots, weight, state, dirty, dense))
+    clock, past, _ = dense
+    now, place = np.int64(past[0]), clock.shape[1] - 1
+    scratch = np.zeros(row_width(weight), np.float32)
+    none = borrowed(scratch)
     replayed = 0
     for i in range(lo, hi):
         s = slots[i]
-        if i + AHEAD < hi:
+        if i + CLOCK_AHEAD < hi:
+            prefetch(clock, np.int64(slots[i + CLOCK_AHEAD]) * clock.shape[1] + place)
+        if i + AHEAD < hi and clock[slots[i + AHEAD], place] < now:
             row_prefetch(weight, slots[i + AHEAD])
             row_prefetch(state, slots[i + AHEAD])
-        if np.int64(dense[0][s, place]) >= now:
+        if clock[s, place] >= now:
             continue
         replayed += bring(weight, s, state, s, none, dense)
         dirty[s] = 1
+    keep(scratch)
     done[lo] = 1
     return replayed
 
@@ -217,13 +226,12 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
     `numbers`: tuple of float32, as the config derives them. It rounds weights once. `bring` is `stays`, or of a dense
     recipe what `row_bring` makes of its part, given `dense`.
     """
-    homes, starts, order, mode, column, grad, sample, tables, scale, argmax = batch
-    weight, state, dirty = rows
+    homes, starts, order, mode, column, grad, sample, tables, scale, argmax = borrowed(batch)
+    weight, state, dirty = borrowed(rows)
+    dense = borrowed(dense)
     width = row_width(weight)
-    values = np.empty((1, 0 if is_direct(weight) else width), np.float32)
-    acc = np.empty(width, np.float32)
-    part = np.empty(width, np.float32)
-    none = np.zeros(width, np.float32)
+    scratch = np.zeros((4, width), np.float32)
+    values, acc, part, none = borrowed((scratch[:1], scratch[1], scratch[2], scratch[3]))
     replayed = 0
     for u in range(lo, hi):
         if u + AHEAD < hi:
@@ -255,6 +263,7 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
             row_update(values, np.int32(0), state, homes[u], acc, rate[table], numbers)
             row_store(weight, homes[u], values)
         dirty[homes[u]] = 1
+    keep(scratch)
     done[lo] = 1
     return replayed
 
