@@ -182,7 +182,7 @@ def test_missed_steps_move_a_row_as_they_do_one_by_one(betas):
     for step in range(1, 801):
         group = asdict(optimizer) | {"lr": 0.01 * warm_up_and_decay(step)}
         taken = hyperparameters(optimizer, group, np.array([step]), 1.0)
-        history.append(step, taken.rate[0], taken.numbers, taken.terms)
+        history.append(step, taken.rate[0], taken.missed, taken.terms)
         terms.append(taken.terms)
         if step in (2, 3, 4, 5, 7, 11, 20, 50, 101, 160, 250, 350, 500, 800):
             for start in np.unique(np.geomspace(1, step - 1, 12).astype(int)):
@@ -262,6 +262,78 @@ def test_decay_is_exact_where_its_product_is_no_normal_float(device):
     spent = history.logs[70_000, 2] - history.logs[69_900, 2]
     assert np.exp(history.logs[70_000, 2]) < 1e-38
     assert np.exp(spent) == pytest.approx(0.99**100, rel=1e-9)
+
+
+# --- L2 of the rows in use --------------------------------------------------------------------------------------------
+
+ON_USE = [
+    te.Adam(lr=0.01, weight_decay_on_use=0.1),
+    te.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay_on_use=0.1),
+    te.SGD(lr=0.1, weight_decay_on_use=0.1),
+    te.Adagrad(lr=0.1, weight_decay_on_use=0.1),
+]
+
+
+def on_use_reference(optimizer, weight, steps, decay_of):
+    """Weights after `steps` of torch's optimizer, in float64, which is given the decay in the gradients of rows that a
+    step uses, and 0 for others."""
+    weight = torch.nn.Parameter(weight.double())
+    trainer = torch_optimizer(optimizer, [weight])
+    for step in range(steps):
+        ids, used = ids_of(step), ids_of(step).unique()
+        weight.grad = torch.zeros_like(weight)
+        weight.grad.index_add_(0, ids.ravel(), upstream(step).double().repeat_interleave(ids.shape[1], 0))
+        weight.grad[used] += decay_of(step) * weight.detach()[used]
+        trainer.step()
+    return weight.detach()
+
+
+@pytest.mark.parametrize("optimizer", ON_USE, ids=str)
+def test_decay_on_use_is_in_the_gradients_of_the_rows_that_a_step_uses(device, optimizer):
+    """Whatever lies in the cache, and replaying no more steps than without it."""
+
+    def decay_of(step):
+        return 0.1 if step < 150 else 0.02
+
+    bags = [
+        bag_of(each, capacity, device=device)
+        for each, capacity in ((optimizer, 7), (optimizer, ROWS), (replace(optimizer, weight_decay_on_use=0.0), 7))
+    ]
+    start = weight_of(bags[0]).cpu()
+    for bag in bags:
+        train(bag, 0, 150)
+        if bag is not bags[-1]:
+            bag.fused_optimizer.param_groups[0]["weight_decay_on_use"] = 0.02
+        train(bag, 150, 300)
+    assert_same_bits(bits(bags[0]), bits(bags[1]))
+    torch.testing.assert_close(
+        weight_of(bags[0]).cpu().double(), on_use_reference(optimizer, start, 300, decay_of), rtol=1e-5, atol=1e-5
+    )
+    assert bags[0].stats().steps_replayed == bags[2].stats().steps_replayed
+
+
+def test_decay_on_use_alone_moves_no_other_row(device):
+    for optimizer in ON_USE[2:]:
+        assert not optimizer.is_dense
+        bag = bag_of(optimizer, device=device)
+        before = weight_of(bag)
+        bag(torch.tensor([[3, 4]], device=device)).backward(torch.zeros(1, WIDTH, device=device))
+        moved = (weight_of(bag) != before).any(1)
+        assert moved.nonzero().ravel().tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("kind", [te.Adam, te.SGD, te.Adagrad])
+def test_one_kind_of_l2_excludes_the_other(kind):
+    with pytest.raises(ConfigError, match=r"weight_decay is 0\.1 and weight_decay_on_use is 0\.2"):
+        kind(lr=0.1, weight_decay=0.1, weight_decay_on_use=0.2)
+    with pytest.raises(ConfigError, match="weight_decay_on_use must be"):
+        kind(lr=0.1, weight_decay_on_use=-0.1)
+    bag = bag_of(kind(lr=0.1, weight_decay=0.1), device="cpu")
+    before = bits(bag)
+    bag.fused_optimizer.param_groups[0]["weight_decay_on_use"] = 0.2
+    with pytest.raises(ConfigError, match="leave one of them at 0"):
+        bag(torch.tensor([[1]])).sum().backward()
+    assert_same_bits(bits(bag), before)
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------
