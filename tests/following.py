@@ -4,6 +4,7 @@ model with whole tables, which torch trains."""
 from __future__ import annotations
 
 import functools
+import types
 from dataclasses import replace
 
 import torch
@@ -66,11 +67,11 @@ def steps_on_cpu(optimizer):
     step = optimizer.step
 
     @functools.wraps(step)
-    def run(*args, **keywords):
+    def run(_, *args, **keywords):
         with torch.device("cpu"):
             return step(*args, **keywords)
 
-    optimizer.step = run
+    optimizer.step = types.MethodType(run, optimizer)  # schedulers ask for a method
     return optimizer
 
 

@@ -53,8 +53,9 @@ CONSTRUCTORS = {
     te.Normal: ("mean", "std"),
     te.Uniform: ("low", "high"),
     te.LFU: ("half_life_batches",),
-    te.SGD: ("lr",),
-    te.Adagrad: ("lr", "lr_decay", "initial_accumulator_value", "eps"),
+    te.SGD: ("lr", "weight_decay_on_use"),
+    te.Adagrad: ("lr", "lr_decay", "initial_accumulator_value", "eps", "weight_decay_on_use"),
+    te.Adam: ("lr", "betas", "eps", "weight_decay", "weight_decay_on_use"),
     te.RowWiseAdagrad: ("lr", "initial_accumulator_value", "eps"),
     te.SparseAdam: ("lr", "betas", "eps"),
     te.SparseLion: ("lr", "betas", "weight_decay"),
@@ -63,7 +64,12 @@ CONSTRUCTORS = {
     table_config: ("name", "num_embeddings", "embedding_dim", "mode", "padding_idx", "init", "placement"),
     module_config: ("num_embeddings", "embedding_dim", "padding_idx", "capacity", "policy", "storage", "seed"),
 }
-REQUIRED = {te.Uniform: {"low": 0.0, "high": 1.0}, te.SparseLion: {"lr": 0.1}, te.Pmem: {"directory": "rows"}}
+REQUIRED = {
+    te.Uniform: {"low": 0.0, "high": 1.0},
+    te.SGD: {"lr": 0.1},
+    te.SparseLion: {"lr": 0.1},
+    te.Pmem: {"directory": "rows"},
+}
 
 
 @pytest.mark.parametrize("make", CONSTRUCTORS, ids=lambda make: make.__name__)

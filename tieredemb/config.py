@@ -295,6 +295,11 @@ class OptimizerConfig(abc.ABC):
         spells it too. For optimizers that are dense, whose tables take steps together."""
         return {}
 
+    def missed_numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
+        """What of `numbers` is another one, by name, for rows that miss a step and replay it. The CUDA recipe spells
+        it too."""
+        return {}
+
     def step_terms(self, hyper: Mapping[str, float], step: float) -> StepTerms:
         """What the `step`-th step does to rows that have no gradient: nothing, unless the optimizer is dense. The CUDA
         recipe spells it too."""
@@ -317,6 +322,19 @@ def check_betas(betas: tuple[float, float]) -> None:
         check_finite("betas", beta, low=0.0)
         if beta >= 1:
             raise ConfigError(f"betas must lie in [0, 1), got {shown(betas)}")
+
+
+def used_decay(hyper: Mapping[str, float]) -> float:
+    """What of its weights is added to the gradient of a row that a step uses. Raises `ConfigError` where both kinds of
+    L2 are asked for."""
+    always, on_use = hyper["weight_decay"], hyper["weight_decay_on_use"]
+    if always != 0 and on_use != 0:
+        raise ConfigError(
+            f"weight_decay is {always:g} and weight_decay_on_use is {on_use:g}: the first is added to the gradient of "
+            f"every row in every step, as torch does, and the second to that of rows which a step uses alone; leave "
+            f"one of them at 0"
+        )
+    return always + on_use
 
 
 # --- capacity -------------------------------------------------------------------------------------------------------

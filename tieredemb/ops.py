@@ -232,7 +232,7 @@ def _add_on_device(
         scale = lookup.mean_scale(bags.homes, bags)
     segments = lookup.segments(bags.homes, bags.bag, bags.batch)
     rate = torch.full((1,), -1.0, dtype=torch.float32, device=grad.device)
-    numbers = torch.ones(1, dtype=torch.float32, device=grad.device)  # to SGD the scale alone
+    numbers = torch.arange(2, dtype=torch.float32, device=grad.device)  # to SGD: no weight decay, and a scale of 1
     lookup.update(hot, _nowhere(), segments, _float32(grad), scale, argmax, rate, numbers)
 
 

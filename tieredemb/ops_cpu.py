@@ -56,7 +56,8 @@ def add_gradient(
         scale = mean_scale(bags, space, bags.keys)
     shares = Gradient(_float32(grad), bags.sample, bags.table, scale, argmax)
     rows = _Rows(carrier_view(out), np.empty((len(out), 0), np.float32), np.empty(len(out), np.uint8))
-    segments, numbers = segments_of_homes(bags.keys, len(out)), Hyperparameters(SGD, np.array([-1], np.float32))
+    segments = segments_of_homes(bags.keys, len(out))
+    numbers = Hyperparameters(SGD, np.array([-1], np.float32), (0.0,))  # no weight decay
     update(rows, segments, shares, space, numbers).run()
 
 

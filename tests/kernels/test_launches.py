@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import struct
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -254,7 +255,7 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
     lookup.weights_gradient(lookup.gather(hot, overflow, homes), homes, bags, grad)
     segments = lookup.segments(homes, bags.bag, bags.batch)
     lookup.limit_norms(hot, overflow, segments, fault, 2.0, 1.5)
-    lookup.set_options(options, {"lr": 1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0})
+    lookup.set_options(options, asdict(optimizer))
     past = torch.zeros(10, dtype=torch.int64) if optimizer.is_dense else None
     for scaler in (None, torch.ones(())):
         rate, numbers = lookup.begin(options, steps, torch.cat([fault, fault]), scaler, scaler, segments.work, past)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+import functools
+import math
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +17,9 @@ from training import DENSE, bits, name_of
 
 import tieredemb as te
 from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.kernels.constants import WINDOW
+from tieredemb.lookup.optimizer import hyperparameters, new_history
+from tieredemb.lookup.optimizer_cpu import catch_up
 
 ROWS, WIDTH = 60, 5
 SERIES = [
@@ -43,35 +49,18 @@ def ids_of(step, rows=ROWS):
     return torch.from_numpy(found)
 
 
-def upstream(step, scale=1.0):
-    return torch.from_numpy(np.random.default_rng(10_000 + step).standard_normal((4, WIDTH)) * scale).float()
+def upstream(step):
+    return torch.from_numpy(np.random.default_rng(10_000 + step).standard_normal((4, WIDTH))).float()
 
 
 def bag_of(optimizer, capacity=7, **keywords):
     return te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum", capacity=capacity, optimizer=optimizer, seed=1, **keywords)
 
 
-def train(bag, start, stop, *, scale=1.0, schedule=None):
+def train(bag, start, stop):
     device = bag.tables.config.device
     for step in range(start, stop):
-        if schedule is not None:
-            bag.fused_optimizer.param_groups[0]["lr"] = schedule(step)
-        bag(ids_of(step).to(device)).backward(upstream(step, scale).to(device))
-
-
-def reference(optimizer, weight, steps, dtype, *, scale=1.0, schedule=None):
-    """Weights of `nn.EmbeddingBag` after `steps` of torch's optimizer, in `dtype`."""
-    table = torch.nn.EmbeddingBag(ROWS, WIDTH, mode="sum", dtype=dtype, device="cpu")
-    with torch.no_grad():
-        table.weight.copy_(weight)
-    trainer = torch_optimizer(optimizer, table.parameters())
-    for step in range(steps):
-        if schedule is not None:
-            trainer.param_groups[0]["lr"] = schedule(step)
-        trainer.zero_grad()
-        table(ids_of(step)).backward(upstream(step, scale).to(dtype))
-        trainer.step()
-    return table.weight.detach(), trainer.state[table.weight]
+        bag(ids_of(step).to(device)).backward(upstream(step).to(device))
 
 
 def weight_of(bag):
@@ -82,28 +71,147 @@ def weight_of(bag):
 # --- torch's numbers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", [*SERIES, *REPLAYED], ids=str)
-@pytest.mark.parametrize("scale", [1.0, 1e-8])
-def test_rows_end_where_torch_takes_them(device, optimizer, scale):
-    """Gradients of a sum, of a mean loss, and next to eps. The measure is what torch's own float32 loses against
-    float64: 4 times that, as its errors are as random as ours, and a few roundings."""
+STEPS = WINDOW + 50  # a sum that still grows then is given up
+SCALES = 10.0 ** -np.arange(9)  # of the gradients of a column: from those of a sum, past a mean's, to Adam's eps
+ONCE = (1, 3, 7, 15, 30, 50, 75, 100, 130, 160, 200, 250, 300, 600, 1000, 1500)  # steps that use a row each
+LONG_ROWS = {"missed 1": 7, "missed 10": 11, "missed 500": 20, "once": len(ONCE), "never": 6}
+LONG = [
+    te.Adam(lr=0.01),
+    te.Adam(lr=0.01, betas=(0.9, 0.99)),
+    te.Adam(lr=0.01, betas=(0.9, 0.95)),
+    te.Adam(lr=0.01, betas=(0.95, 0.999)),
+    te.Adam(lr=0.01, betas=(0.9, 0.8)),  # β1 ≥ √β2: the sums grow for good
+    te.AdamW(lr=0.01, weight_decay=0.1),
+    te.Adam(lr=2e-4, weight_decay=0.1),  # no weight comes near 0, where the sign of L2 would hang on a rounding
+    te.SGD(lr=0.1, momentum=0.9, nesterov=True),
+    te.SGD(lr=0.1, weight_decay=0.1),
+    te.SGD(lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    te.Adagrad(lr=0.02, lr_decay=0.01, weight_decay=0.1),
+]
 
-    def schedule(step):
-        return optimizer.lr * (0.55 + 0.45 * np.cos(step / 40))
 
-    bag = bag_of(optimizer, device=device)
-    start = weight_of(bag).cpu()
-    train(bag, 0, 450, scale=scale, schedule=schedule)
-    exact, state = reference(optimizer, start, 450, torch.float64, scale=scale, schedule=schedule)
-    rounded, _ = reference(optimizer, start, 450, torch.float32, scale=scale, schedule=schedule)
-    lost = (rounded.double() - exact).abs().max()
-    off = (weight_of(bag).cpu().double() - exact).abs().max()
-    assert off <= 4 * lost + 2e-6
+def rows_used_alike():
+    """(how they are used, their first row, how many they are)"""
+    first = 0
+    for use, count in LONG_ROWS.items():
+        yield use, first, count
+        first += count
+
+
+@functools.cache
+def long_batches():
+    """(rows that a step uses, row 0 in every one; the gradients of their outputs) of each step."""
+    found = []
+    for step in range(STEPS):
+        rows = [0, 0]
+        for use, first, count in rows_used_alike():
+            if use.startswith("missed"):
+                period = int(use.split()[1]) + 1
+                rows += [first + i for i in range(count) if step % period == i * period // count]
+        once = next(first for use, first, _ in rows_used_alike() if use == "once")
+        rows += [once + i for i, at in enumerate(ONCE) if at == step]
+        gradient = np.random.default_rng(step).standard_normal((len(rows), len(SCALES))) * SCALES
+        found.append((torch.from_numpy(np.array(rows)), torch.from_numpy(gradient).float()))
+    return found
+
+
+def long_start(optimizer):
+    """Weights of the size of what moves them; those of rows used once are 0, so that they are what moved them."""
+    normal = torch.randn(sum(LONG_ROWS.values()), len(SCALES), generator=torch.Generator("cpu").manual_seed(1))
+    start = normal.sign() * (0.5 + normal.abs())
+    if isinstance(optimizer, te.SGD):
+        start *= torch.from_numpy(SCALES)
+    for use, first, count in rows_used_alike():
+        if use == "once":
+            start[first : first + count] = 0.0
+    return start
+
+
+def warm_up_and_decay(step):
+    return min(1.0, (step + 1) / 150) * (0.505 + 0.495 * math.cos(math.pi * step / STEPS))
+
+
+def long_reference(optimizer, start, dtype):
+    """Weights after all steps of torch's optimizer, in `dtype`, and its state."""
+    weight = torch.nn.Parameter(start.to(dtype, copy=True))
+    trainer = torch_optimizer(optimizer, [weight])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(trainer, warm_up_and_decay)
+    for rows, gradient in long_batches():
+        weight.grad = torch.zeros_like(weight).index_add_(0, rows, gradient.to(dtype))
+        trainer.step()
+        scheduler.step()
+    return weight.detach().double(), trainer.state[weight]
+
+
+@pytest.mark.parametrize("optimizer", LONG, ids=str)
+def test_rows_end_where_torch_takes_them(device, optimizer):
+    """The measure is what torch's own float32 loses against float64, the most in rows that are used alike and gradients
+    of one size: 3 times that, as errors are random, and 8 roundings. Rows that missed 500 steps and more are no worse
+    than torch's, but for luck (1.5 times): ours are the same operations, or fewer."""
+    start = long_start(optimizer).cpu()
+    rows, width = start.shape
+    bag = te.TieredEmbeddingBag(rows, width, mode="sum", capacity=7, optimizer=optimizer, device=device)
+    bag.load_state_dict({"weight": start})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(bag.fused_optimizer, warm_up_and_decay)
+    for ids, gradient in long_batches():
+        bag(ids[:, None].to(device)).backward(gradient.to(device))
+        bag.fused_optimizer.step()
+        scheduler.step()
+    exact, state = long_reference(optimizer, start, torch.float64)
+    rounded, _ = long_reference(optimizer, start, torch.float32)
+    lost, off = (rounded - exact).abs(), (weight_of(bag).cpu().double() - exact).abs()
+    for use, first, count in rows_used_alike():
+        alike = slice(first, first + count)
+        times = 3.0 if use in ("missed 1", "missed 10") else 1.5
+        bound = times * lost[alike].amax(0) + 8 * 2.0**-24 * exact[alike].abs().amax(0)
+        assert (off[alike].amax(0) <= bound).all(), (use, off[alike].amax(0), lost[alike].amax(0))
     kept = bag.fused_optimizer.state_dict()["state"][0]
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.ndim:
-            close = (kept[name].cpu().double() - value).abs() <= 1e-4 * value.abs() + 1e-4 * value.abs().max()
+            close = (kept[name].cpu().double() - value).abs() <= 1e-5 * value.abs() + 1e-6 * value.abs().amax(0)
             assert close.all(), name
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.99), (0.9, 0.95), (0.95, 0.999), (0.99, 0.999)], ids=str)
+def test_missed_steps_move_a_row_as_they_do_one_by_one(betas):
+    """A weight of 0 becomes the move itself, whose error then shows: 1e-7 of a series that ends, and roundings. Steps
+    that are replayed round again and again."""
+    optimizer = te.AdamW(lr=0.01, betas=betas, weight_decay=0.1)
+    history, terms = new_history(optimizer), []
+    lost = {"at once": 0.0, "replayed": 0.0}
+    for step in range(1, 801):
+        group = asdict(optimizer) | {"lr": 0.01 * warm_up_and_decay(step)}
+        taken = hyperparameters(optimizer, group, np.array([step]), 1.0)
+        history.append(step, taken.rate[0], taken.missed, taken.terms)
+        terms.append(taken.terms)
+        if step in (2, 3, 4, 5, 7, 11, 20, 50, 101, 160, 250, 350, 500, 800):
+            for start in np.unique(np.geomspace(1, step - 1, 12).astype(int)):
+                found, how = moved(history, start)
+                lost[how] = max(lost[how], abs(found / exact_move(terms[start:]) - 1).max())
+    assert 0 < lost["at once"] < 4.5e-7
+    assert 0 < lost["replayed"] < 4e-6
+
+
+ROOTS = np.concatenate([[0.0], np.logspace(-12, 2, 29)]).astype(np.float32)  # √v: on both sides of any eps
+
+
+def moved(history, start):
+    """Where weights of 0 whose m is 1 go from step `start` to the last one, and how they were brought there."""
+    state = np.concatenate([np.ones_like(ROOTS), ROOTS**2, [0.0]], dtype=np.float32)[None].view(np.uint32)
+    state[0, -1] = start
+    hot = SimpleNamespace(weight=np.zeros((1, len(ROOTS)), np.float32), state=state, dirty=np.zeros(1, np.uint8))
+    bring = catch_up(hot, np.zeros(1, np.int32), history)
+    bring.run()
+    return hot.weight[0], "replayed" if bring.replayed else "at once"
+
+
+def exact_move(terms):
+    """The same, step by step in float64."""
+    weight, m, root = np.zeros(len(ROOTS)), 1.0, np.sqrt((ROOTS**2).astype(np.float64))
+    for term in terms:
+        m, root = m * term.first, root * term.root_second
+        weight = term.decay * weight - term.weight * m / (term.point * root + term.eps)
+    return weight
 
 
 @pytest.mark.parametrize("optimizer", [*SERIES, *REPLAYED], ids=str)
@@ -154,6 +262,78 @@ def test_decay_is_exact_where_its_product_is_no_normal_float(device):
     spent = history.logs[70_000, 2] - history.logs[69_900, 2]
     assert np.exp(history.logs[70_000, 2]) < 1e-38
     assert np.exp(spent) == pytest.approx(0.99**100, rel=1e-9)
+
+
+# --- L2 of the rows in use --------------------------------------------------------------------------------------------
+
+ON_USE = [
+    te.Adam(lr=0.01, weight_decay_on_use=0.1),
+    te.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay_on_use=0.1),
+    te.SGD(lr=0.1, weight_decay_on_use=0.1),
+    te.Adagrad(lr=0.1, weight_decay_on_use=0.1),
+]
+
+
+def on_use_reference(optimizer, weight, steps, decay_of):
+    """Weights after `steps` of torch's optimizer, in float64, which is given the decay in the gradients of rows that a
+    step uses, and 0 for others."""
+    weight = torch.nn.Parameter(weight.double())
+    trainer = torch_optimizer(optimizer, [weight])
+    for step in range(steps):
+        ids, used = ids_of(step), ids_of(step).unique()
+        weight.grad = torch.zeros_like(weight)
+        weight.grad.index_add_(0, ids.ravel(), upstream(step).double().repeat_interleave(ids.shape[1], 0))
+        weight.grad[used] += decay_of(step) * weight.detach()[used]
+        trainer.step()
+    return weight.detach()
+
+
+@pytest.mark.parametrize("optimizer", ON_USE, ids=str)
+def test_decay_on_use_is_in_the_gradients_of_the_rows_that_a_step_uses(device, optimizer):
+    """Whatever lies in the cache, and replaying no more steps than without it."""
+
+    def decay_of(step):
+        return 0.1 if step < 150 else 0.02
+
+    bags = [
+        bag_of(each, capacity, device=device)
+        for each, capacity in ((optimizer, 7), (optimizer, ROWS), (replace(optimizer, weight_decay_on_use=0.0), 7))
+    ]
+    start = weight_of(bags[0]).cpu()
+    for bag in bags:
+        train(bag, 0, 150)
+        if bag is not bags[-1]:
+            bag.fused_optimizer.param_groups[0]["weight_decay_on_use"] = 0.02
+        train(bag, 150, 300)
+    assert_same_bits(bits(bags[0]), bits(bags[1]))
+    torch.testing.assert_close(
+        weight_of(bags[0]).cpu().double(), on_use_reference(optimizer, start, 300, decay_of), rtol=1e-5, atol=1e-5
+    )
+    assert bags[0].stats().steps_replayed == bags[2].stats().steps_replayed
+
+
+def test_decay_on_use_alone_moves_no_other_row(device):
+    for optimizer in ON_USE[2:]:
+        assert not optimizer.is_dense
+        bag = bag_of(optimizer, device=device)
+        before = weight_of(bag)
+        bag(torch.tensor([[3, 4]], device=device)).backward(torch.zeros(1, WIDTH, device=device))
+        moved = (weight_of(bag) != before).any(1)
+        assert moved.nonzero().ravel().tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("kind", [te.Adam, te.SGD, te.Adagrad])
+def test_one_kind_of_l2_excludes_the_other(kind):
+    with pytest.raises(ConfigError, match=r"weight_decay is 0\.1 and weight_decay_on_use is 0\.2"):
+        kind(lr=0.1, weight_decay=0.1, weight_decay_on_use=0.2)
+    with pytest.raises(ConfigError, match="weight_decay_on_use must be"):
+        kind(lr=0.1, weight_decay_on_use=-0.1)
+    bag = bag_of(kind(lr=0.1, weight_decay=0.1), device="cpu")
+    before = bits(bag)
+    bag.fused_optimizer.param_groups[0]["weight_decay_on_use"] = 0.2
+    with pytest.raises(ConfigError, match="leave one of them at 0"):
+        bag(torch.tensor([[1]])).sum().backward()
+    assert_same_bits(bits(bag), before)
 
 
 # --- bits -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def history_of(steps):
     history = new_history(OPTIMIZER)
     for step in range(1, steps + 1):
         taken = hyperparameters(OPTIMIZER, OPTIONS, np.array([step]), 1.0)
-        history.append(step, taken.rate[0], taken.numbers, taken.terms)
+        history.append(step, taken.rate[0], taken.missed, taken.terms)
     return history
 
 
@@ -36,7 +36,7 @@ def test_a_history_comes_back_from_a_device_as_it_went():
     assert same(found, history)
     taken = hyperparameters(OPTIMIZER, OPTIONS, np.array([701]), 1.0)
     for each in (history, found):
-        each.append(701, taken.rate[0], taken.numbers, taken.terms)
+        each.append(701, taken.rate[0], taken.missed, taken.terms)
     assert same(found, history)
 
 

@@ -49,10 +49,10 @@ class History:
     may stand at.
 
     Arrays by step less `base`, with room for more than were taken: `rates`, float32 (·), and `numbers`, float32
-    (·, N), what the update took · `sums`, float32 (·, `SUMS`): total, mean point and moments of the moves since a
-    step, whether they may be used, and eps · `ends`, int32: the step after which the sum grows no more, 0 while it
-    does, and −1 where it never ends · `logs`, float64 (·, `LOGS`): sums of logarithms of the factors · `coupled`,
-    int32: how many steps had no closed form.
+    (·, N), what rows that missed the step replay it by · `sums`, float32 (·, `SUMS`): total, mean point and moments of
+    the moves since a step, whether they may be used, and eps · `ends`, int32: the step after which the sum grows no
+    more, 0 while it does, and −1 where it never ends · `logs`, float64 (·, `LOGS`): sums of logarithms of the factors ·
+    `coupled`, int32: how many steps had no closed form.
     """
 
     def __init__(self, recipe: type[OptimizerConfig], numbers: int) -> None:
@@ -74,7 +74,8 @@ class History:
         self.coupled = np.zeros(room, np.int32)
 
     def append(self, step: int, rate: float, numbers: Sequence[float], terms: StepTerms) -> None:
-        """Keeps what `step`, the next one, took. Of a step that it has it takes no notice."""
+        """Keeps what rows that missed `step`, the next one, will need: its rate, the `numbers` by which they replay it,
+        and its terms. Of a step that it has it takes no notice."""
         from tieredemb.lookup.history_cpu import step_append
 
         if step <= self.steps:

@@ -489,7 +489,7 @@ extern "C" __global__ void step_begin(const Options *options, i64 *steps, int n_
     }
 }
 
-// After the update of a step that was begun: keeps what it took, for rows that it did not reach. One block.
+// After the update of a step that was begun: keeps what rows that it did not reach will need. One block.
 extern "C" __global__ void step_end(const Options *options, const i64 *steps, const float *rate, const Numbers *numbers,
                                     const Past *past) {
     wait_for_prior_kernel();
@@ -497,8 +497,14 @@ extern "C" __global__ void step_end(const Options *options, const i64 *steps, co
     if (!so_far.marks[MARK_TAKEN]) return;
     const i64 step = *steps;
     const int at = (int)(step - so_far.base);
-    if (threadIdx.x == 0) so_far.rates[at] = rate[0];
-    for (int k = threadIdx.x; k < NUMBER_WORDS; k += blockDim.x)
-        so_far.numbers[(i64)at * NUMBER_WORDS + k] = reinterpret_cast<const float *>(numbers)[k];
-    step_append(so_far, at, Recipe::terms(*reinterpret_cast<const Hyper *>(options), (double)step));
+    const Hyper hyper = *reinterpret_cast<const Hyper *>(options);
+    if (threadIdx.x == 0) {
+        Numbers missed = *numbers;
+        Recipe::missed_numbers(hyper, missed);
+        so_far.rates[at] = rate[0];
+#pragma unroll
+        for (int k = 0; k < NUMBER_WORDS; k++)
+            so_far.numbers[(i64)at * NUMBER_WORDS + k] = reinterpret_cast<const float *>(&missed)[k];
+    }
+    step_append(so_far, at, Recipe::terms(hyper, (double)step));
 }

@@ -79,14 +79,15 @@ def device_numbers(optimizer: OptimizerConfig, group: Mapping[str, Any]) -> list
 class Hyperparameters:
     """One update's numbers. `recipe`: the optimizer's config · `rate`: float32 (T,), the step size of each table,
     decays and bias corrections included · `numbers`: what the row update takes beside it · `scale`: what gradients
-    are multiplied by · `step`: of a dense optimizer, the step that all tables take · `terms`: what it does to rows
-    without a gradient."""
+    are multiplied by · `step`: of a dense optimizer, the step that all tables take · `missed`: the numbers by which
+    rows that miss it replay it · `terms`: what it does to rows without a gradient."""
 
     recipe: type[OptimizerConfig]
     rate: Array
     numbers: tuple[float, ...] = ()
     scale: float = 1.0
     step: int = 0
+    missed: tuple[float, ...] = ()
     terms: StepTerms | None = None
 
 
@@ -109,12 +110,14 @@ def hyperparameters(
     check_rate(group["lr"])
     hyper = named_numbers(type(optimizer), group)
     rate = optimizer.rate(hyper, steps.astype(np.float64)).astype(np.float32)
-    numbers = tuple(optimizer.numbers(hyper).values())
+    numbers = optimizer.numbers(hyper)
     if not optimizer.is_dense:
-        return Hyperparameters(type(optimizer), rate, numbers, scale)
+        return Hyperparameters(type(optimizer), rate, tuple(numbers.values()), scale)
     step = int(steps[0])
-    numbers += tuple(optimizer.step_numbers(hyper, float(step)).values())
-    return Hyperparameters(type(optimizer), rate, numbers, scale, step, optimizer.step_terms(hyper, float(step)))
+    numbers |= optimizer.step_numbers(hyper, float(step))
+    missed = tuple((numbers | optimizer.missed_numbers(hyper)).values())
+    terms = optimizer.step_terms(hyper, float(step))
+    return Hyperparameters(type(optimizer), rate, tuple(numbers.values()), scale, step, missed, terms)
 
 
 def new_history(optimizer: OptimizerConfig | None) -> History | None:

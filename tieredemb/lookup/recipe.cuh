@@ -65,6 +65,8 @@ __device__ __forceinline__ Numbers numbers_of(const Past &past, int step) {
 struct Sparse {
     static constexpr int STEP_NUMBERS = 0;  // of the numbers, those that change from step to step: the last ones
     static __device__ __forceinline__ void step_numbers(const Hyper &hyper, double step, float *numbers) {}
+    // Of the numbers, those that rows which miss a step replay it by where they are others.
+    static __device__ __forceinline__ void missed_numbers(const Hyper &hyper, Numbers &numbers) {}
     // What a step does to rows that have no gradient (`StepTerms` in config.py).
     static __device__ __forceinline__ Terms terms(const Hyper &hyper, double step) { return {}; }
     // Brings an element to the current step, and returns its new weight.

@@ -61,7 +61,7 @@ class RowPass(Change):
     def remember(self, numbers: Hyperparameters) -> None:
         """Keeps what the step of a dense optimizer took, for rows that it did not reach. A second call does nothing."""
         assert numbers.terms is not None
-        self.group.cache.cold.history.append(numbers.step, numbers.rate[0], numbers.numbers, numbers.terms)
+        self.group.cache.cold.history.append(numbers.step, numbers.rate[0], numbers.missed, numbers.terms)
 
 
 def carry_out(passes: Sequence[tuple[HostGroup, Pass, Hyperparameters | None]]) -> None:

@@ -17,6 +17,10 @@ struct Recipe : ElementWise {
 
     // --- with weight decay ---
 
+    static __device__ __forceinline__ void missed_numbers(const Hyper &hyper, Numbers &numbers) {
+        numbers.weight_decay = (float)hyper.weight_decay;
+    }
+
     static __device__ __forceinline__ Terms terms(const Hyper &hyper, double step) {
         return {0.0, 1.0, 1.0, 1.0, 1.0, hyper.weight_decay != 0.0 ? 1.0 : 0.0, 0.0};
     }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from tieredemb.config import Array, OptimizerConfig, StateTensor, StepTerms, check_finite
+from tieredemb.config import Array, OptimizerConfig, StateTensor, StepTerms, check_finite, used_decay
 from tieredemb.errors import ConfigError
 
 
@@ -15,7 +15,8 @@ class Adagrad(OptimizerConfig):
     """`torch.optim.Adagrad`: state D words a row (sum of squared gradients).
 
     With `weight_decay`, which is added to the gradient (L2), every row moves in every step: the steps that a row missed
-    are replayed one by one when it is next used. State D + 1 words a row then.
+    are replayed one by one when it is next used. State D + 1 words a row then. `weight_decay_on_use` is added to the
+    gradients of the rows of a batch alone, which is FBGEMM's L2 and not torch's: other rows stay as they are.
     """
 
     lr: float = 0.01
@@ -23,13 +24,15 @@ class Adagrad(OptimizerConfig):
     weight_decay: float = 0.0
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
+    weight_decay_on_use: float = 0.0
 
     state: ClassVar[tuple[StateTensor, ...]] = (StateTensor("sum"),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("lr_decay", "weight_decay", "initial_accumulator_value", "eps"):
+        for name in ("lr_decay", "weight_decay", "initial_accumulator_value", "eps", "weight_decay_on_use"):
             check_finite(name, getattr(self, name), low=0.0)
+        used_decay(asdict(self))
 
     @property
     def is_dense(self) -> bool:
@@ -50,7 +53,10 @@ class Adagrad(OptimizerConfig):
                 f"for it; build the tables with Adagrad(weight_decay=…) above 0, which may become 0 later. Nothing was "
                 f"updated"
             )
-        return {"eps": hyper["eps"], "weight_decay": hyper["weight_decay"]}
+        return {"eps": hyper["eps"], "weight_decay": used_decay(hyper)}
+
+    def missed_numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
+        return {"weight_decay": hyper["weight_decay"]}
 
     def step_terms(self, hyper: Mapping[str, float], step: float) -> StepTerms:
         return StepTerms(weight=0.0, coupled=float(hyper["weight_decay"] != 0))

@@ -1,4 +1,4 @@
-// Adam and AdamW over all rows: g ← g + weight_decay · w, m and v are running means of g and g²,
+// Adam and AdamW over all rows: g ← g + weight_decay · w (that of rows in use, or of those that miss a step), m and v are running means of g and g²,
 // w ← decay · w − rate · m / (√v + step_eps).
 #include "recipe.cuh"
 
@@ -23,6 +23,12 @@ struct Recipe : ElementWise {
     static __device__ __forceinline__ void step_numbers(const Hyper &hyper, double step, float *numbers) {
         numbers[0] = (float)(hyper.eps * sqrt(1.0 - pow(hyper.beta2, step)));
         numbers[1] = (float)decay(hyper);
+    }
+
+    static __device__ __forceinline__ void missed_numbers(const Hyper &hyper, Numbers &numbers) {
+#ifndef DECOUPLED
+        numbers.weight_decay = (float)hyper.weight_decay;
+#endif
     }
 
     static __device__ __forceinline__ double decay(const Hyper &hyper) {

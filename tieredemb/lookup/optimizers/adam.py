@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from tieredemb.config import Array, OptimizerConfig, StateTensor, StepTerms, check_betas, check_finite
+from tieredemb.config import Array, OptimizerConfig, StateTensor, StepTerms, check_betas, check_finite, used_decay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +71,24 @@ class _OfMoments(OptimizerConfig):
 class Adam(_OfMoments):
     """`torch.optim.Adam`: every row moves in every step, those outside the batch when they are next used.
 
-    `weight_decay` is added to the gradient (L2): the steps that a row missed are then replayed one by one. State
-    2 D + 1 words a row.
+    `weight_decay` is added to the gradient (L2): the steps that a row missed are then replayed one by one.
+    `weight_decay_on_use` is added to the gradients of the rows of a batch alone, which is FBGEMM's L2 and not torch's:
+    no step is replayed for it. State 2 D + 1 words a row.
     """
 
     weight_decay: float = 0.0
+    weight_decay_on_use: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_finite("weight_decay_on_use", self.weight_decay_on_use, low=0.0)
+        used_decay(asdict(self))
+
+    def numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
+        return super().numbers(hyper) | {"weight_decay": used_decay(hyper)}
+
+    def missed_numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
+        return {"weight_decay": hyper["weight_decay"]}
 
     @staticmethod
     def decays(hyper: Mapping[str, float]) -> tuple[float, float]:

@@ -8,8 +8,8 @@ struct Recipe : ElementWise {
     template <class State>
     static __device__ __forceinline__ float element(float w, float g, State &state, float rate,
                                                     const Numbers &numbers) {
-#ifdef DENSE
         if (numbers.weight_decay != 0.0f) g = __fmaf_rn(numbers.weight_decay, w, g);
+#ifdef DENSE
         if (TENSORS > 0 && numbers.momentum != 0.0f) {
             const float buffer = __fmaf_rn(numbers.share, g, __fmul_rn(numbers.momentum, state[0]));
             state[0] = buffer;
@@ -19,11 +19,15 @@ struct Recipe : ElementWise {
         return __fmaf_rn(-rate, g, w);
     }
 
-    // --- with momentum or weight decay ---
+    // --- with momentum or weight decay of every row ---
 
     static constexpr int STEP_NUMBERS = 1;
     static __device__ __forceinline__ void step_numbers(const Hyper &hyper, double step, float *numbers) {
         numbers[0] = step == 1.0 ? 1.0f : (float)(1.0 - hyper.dampening);
+    }
+
+    static __device__ __forceinline__ void missed_numbers(const Hyper &hyper, Numbers &numbers) {
+        numbers.weight_decay = (float)hyper.weight_decay;
     }
 
     static __device__ __forceinline__ Terms terms(const Hyper &hyper, double step) {

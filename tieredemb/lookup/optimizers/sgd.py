@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from tieredemb.config import OptimizerConfig, StateTensor, StepTerms, check_finite
+from tieredemb.config import OptimizerConfig, StateTensor, StepTerms, check_finite, used_decay
 from tieredemb.errors import ConfigError, shown
 
 _BUFFER = (StateTensor("momentum_buffer"),)
@@ -14,7 +14,9 @@ _BUFFER = (StateTensor("momentum_buffer"),)
 @dataclass(frozen=True, kw_only=True)
 class SGD(OptimizerConfig):
     """`torch.optim.SGD`. With `momentum` or `weight_decay` every row moves in every step, those outside the batch when
-    they are next used; with both, the steps that a row missed are replayed one by one.
+    they are next used; with both, the steps that a row missed are replayed one by one. `weight_decay_on_use` is added
+    to the gradients of the rows of a batch alone, which is FBGEMM's L2 and not torch's: no other row moves for it, and
+    no step is replayed.
 
     State: none; with `momentum` D + 1 words a row, with `weight_decay` alone one.
     """
@@ -23,11 +25,13 @@ class SGD(OptimizerConfig):
     dampening: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
+    weight_decay_on_use: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("momentum", "dampening", "weight_decay"):
+        for name in ("momentum", "dampening", "weight_decay", "weight_decay_on_use"):
             check_finite(name, getattr(self, name), low=0.0)
+        used_decay(asdict(self))
         if self.nesterov not in (True, False):
             raise ConfigError(f"nesterov must be True or False, got {shown(self.nesterov)}")
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
@@ -51,11 +55,14 @@ class SGD(OptimizerConfig):
                     f"{name} of the param group is {hyper[name]:g}, but the rows were built without room for it; build "
                     f"the tables with SGD({name}=…) above 0, which may become 0 later. Nothing was updated"
                 )
-        names = ("weight_decay", "momentum", "nesterov") if self.is_dense else ()
-        return {name: float(hyper[name]) for name in names}
+        names = ("momentum", "nesterov") if self.is_dense else ()
+        return {"weight_decay": used_decay(hyper)} | {name: float(hyper[name]) for name in names}
 
     def step_numbers(self, hyper: Mapping[str, float], step: float) -> dict[str, float]:
         return {"share": 1.0 if step == 1 else 1.0 - hyper["dampening"]}  # the first gradient is the first momentum
+
+    def missed_numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
+        return {"weight_decay": hyper["weight_decay"]}
 
     def step_terms(self, hyper: Mapping[str, float], step: float) -> StepTerms:
         lr, momentum, weight_decay = hyper["lr"], hyper["momentum"], hyper["weight_decay"]

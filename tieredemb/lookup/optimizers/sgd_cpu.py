@@ -15,8 +15,11 @@ NUMBERS = 4
 
 @inline
 def row_update(weight, row, state, home, g, rate, numbers):
+    (weight_decay,) = numbers
     for d in range(g.shape[0]):
-        store(weight, row, d, fma(-rate, g[d], load(weight, row, d)))
+        w = load(weight, row, d)
+        gradient = fma(weight_decay, w, g[d]) if weight_decay != F(0.0) else g[d]
+        store(weight, row, d, fma(-rate, gradient, w))
 
 
 @jit
@@ -24,7 +27,7 @@ def segments_update(lo, hi, batch, rows, rate, numbers, scale, done):
     segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, stays, 0, done)
 
 
-# --- with momentum or weight decay ------------------------------------------------------------------------------------
+# --- with momentum or weight decay of every row -----------------------------------------------------------------------
 
 
 @inline
