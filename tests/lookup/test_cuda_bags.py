@@ -60,11 +60,11 @@ def expected(tables, chosen, resident, samples, ids, edges):
     """The same by the CPU twin: it has no homes, and no place for ids of other tables."""
     space = KeySpace(tables, chosen, [0] * len(tables))
     bags = make_bags(ids, edges, space, samples, padding_is_dropped=True)
-    n, slot = len(bags.keys), np.array(resident)[bags.table]
+    n, slot = len(bags.keys), np.array(resident)[bags.feature]
     keys, homes, bag = np.full(len(ids), -1), np.full(len(ids), DROPPED, np.int32), np.zeros(len(ids), np.int32)
     keys[:n] = np.where(slot < 0, bags.keys, -1)
-    homes[:n] = np.where(bags.keys < 0, DROPPED, np.where(slot < 0, -1, slot + bags.keys - space.start[bags.table]))
-    bag[:n] = bags.table * samples + bags.sample
+    homes[:n] = np.where(bags.keys < 0, DROPPED, np.where(slot < 0, -1, slot + bags.keys - space.first[bags.feature]))
+    bag[:n] = bags.feature * samples + bags.sample
     position = None
     if bags.position is not None:
         position = np.zeros(len(ids), np.int64)

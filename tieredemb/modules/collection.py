@@ -69,10 +69,11 @@ class TieredEmbeddingBagCollection(TieredModule):
         offsets: torch.Tensor,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Pools the bags of all tables: (B, ΣD), the tables' outputs side by side in their order.
+        """Pools the bags of all features: (B, ΣD), the features' outputs side by side.
 
-        `indices`: int32 or int64 (N,), table-major: all bags of the first table, then all of the second, … ·
-        `offsets`: (T·B + 1,), the last element N · `per_sample_weights`: floats (N,), for mode "sum". As FBGEMM and
+        Features come in the order of the tables and of their `feature_names`; a table that names none has one. ·
+        `indices`: int32 or int64 (N,), feature-major: all bags of the first feature, then all of the second, … ·
+        `offsets`: (F·B + 1,), the last element N · `per_sample_weights`: floats (N,), for mode "sum". As FBGEMM and
         TorchRec's `KeyedJaggedTensor.values()` and `.offsets()` lay them out. Raises `InvalidInputError` or
         `IdOutOfRangeError` and changes nothing.
         """
@@ -90,10 +91,11 @@ class TieredEmbeddingBagCollection(TieredModule):
             raise InvalidInputError(f"per_sample_weights needs mode='sum'; table {other.name!r} has {other.mode!r}")
         weights = check_weights(per_sample_weights, indices)
         edges = as_offsets(offsets, self._hook.device)
-        batch, rest = divmod(len(edges) - 1, len(configs))
+        features = self.tables.n_features
+        batch, rest = divmod(len(edges) - 1, features)
         if len(edges) == 0 or rest:
             raise InvalidInputError(
-                f"offsets has {len(edges)} elements; {len(configs)} tables need {len(configs)} · B + 1 of them"
+                f"offsets has {len(edges)} elements; {features} features need {features} · B + 1 of them"
             )
         return Batch(ids, edges, len(edges), True, batch, weights, (indices, offsets))
 

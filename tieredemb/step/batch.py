@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Batch:
-    """`ids`: int32 or int64 (N,) · `offsets`: int32 or int64, edges of the bags of all tables · `edges`: T·B + 1, how
+    """`ids`: int32 or int64 (N,) · `offsets`: int32 or int64, edges of the bags of all features · `edges`: F·B + 1, how
     many there are; the last may be missing and is then N · `exact`: whether the last must be N · `size`: B · `weights`:
     floats (N,) or None · `given`: ids, and offsets where there are any, as the caller passed them."""
 

@@ -46,10 +46,10 @@ class DeviceCall(Call):
         memory: CallMemory | None = None,
     ) -> None:
         tables = self.context.tables
-        if len(tables.config.tables) * self.batch > MAX_BAGS:
+        features = tables.n_features
+        if features * self.batch > MAX_BAGS:
             raise InvalidInputError(
-                f"{len(tables.config.tables)} tables × {self.batch} samples are more than {MAX_BAGS} bags; split the "
-                f"batch"
+                f"{features} features × {self.batch} samples are more than {MAX_BAGS} bags; split the batch"
             )
         if ahead and tables.config.check_ids == "always":
             raise UnsupportedError("check_ids='always' waits for the GPU in every forward: nothing is planned ahead")
@@ -191,7 +191,7 @@ class DeviceCall(Call):
         tables, optimizer = collected[0][0].context.tables, collected[0][0].context.check_trainable()
         calls = [(call, grad) for call, grad in collected if isinstance(call, DeviceCall)]
         device = tables.config.device
-        check_bags(len(tables.config.tables), [call for call, _ in calls])
+        check_bags(tables, [call for call, _ in calls])
         with tables.placed.now.rows.again(), on_device(device), contextlib.ExitStack() as used:
             for call, grad in calls:
                 call.follow(grad)
@@ -245,7 +245,7 @@ def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
 
 class _Combined:
     """The calls of one backward pass in one group, as one batch: samples and winning occurrences count on. `homes`,
-    `bag`: int32 (N,), of the trained occurrences · `samples`: bags a table."""
+    `bag`: int32 (N,), of the trained occurrences · `samples`: bags a feature."""
 
     def __init__(self, parts: list[DeviceGroupCall], grads: list[torch.Tensor]) -> None:
         self._lookup = parts[0].group.lookup
@@ -260,8 +260,8 @@ class _Combined:
         bags, argmax, first_sample, first = [], [], 0, 0
         for part in parts:
             own = max(1, part.bags.batch)
-            table = torch.div(part.bags.bag, own, rounding_mode="floor")
-            bags.append(part.bags.bag + table * (samples - part.bags.batch) + first_sample)
+            feature = torch.div(part.bags.bag, own, rounding_mode="floor")
+            bags.append(part.bags.bag + feature * (samples - part.bags.batch) + first_sample)
             if part.argmax is not None:
                 argmax.append(torch.where(part.argmax < 0, part.argmax, part.argmax + first))
             first_sample += part.bags.batch
@@ -281,13 +281,13 @@ class _Combined:
         )
 
 
-def check_bags(tables: int, calls: Sequence[Call]) -> None:
+def check_bags(tables: TableSet, calls: Sequence[Call]) -> None:
     """Raises `InvalidInputError` for calls that are too large for one update."""
-    samples = sum(call.batch for call in calls)
-    if tables * samples > MAX_BAGS:
+    samples, features = sum(call.batch for call in calls), tables.n_features
+    if features * samples > MAX_BAGS:
         raise InvalidInputError(
-            f"one update is of {len(calls)} forwards of {samples} samples in all; with {tables} tables these are more "
-            f"than {MAX_BAGS} bags: call backward for each, and step() where a torch optimizer is followed"
+            f"one update is of {len(calls)} forwards of {samples} samples in all; with {features} features these are "
+            f"more than {MAX_BAGS} bags: call backward for each, and step() where a torch optimizer is followed"
         )
 
 

@@ -154,7 +154,7 @@ class HostGroupCall:
             counts = np.maximum(np.bincount(inverse[inverse >= 0], minlength=1), 1)  # padding alone has no count
             share = np.where(inverse >= 0, 1 / counts[inverse].astype(np.float32), 0).astype(np.float32)
             scale = share if len(scale) == 0 else scale * share
-        return Gradient(grad, self.bags.sample, self.bags.table, scale, self.argmax)
+        return Gradient(grad, self.bags.sample, self.bags.feature, scale, self.argmax)
 
     def is_trained(self) -> Array | None:
         """Which occurrences a gradient may reach, bool (N,): not the padding where lookups read it. None for all."""
@@ -276,7 +276,7 @@ def _concatenate(gradients: list[Gradient]) -> Gradient:
         sample=np.concatenate([g.sample + first for g, first in zip(gradients, samples, strict=False)]).astype(
             np.int32
         ),
-        table=np.concatenate([g.table for g in gradients]),
+        feature=np.concatenate([g.feature for g in gradients]),
         scale=np.concatenate(scales) if scaled else NO_WEIGHTS,
         argmax=np.concatenate(argmax).astype(np.int32),
     )

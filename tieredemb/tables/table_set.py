@@ -16,10 +16,10 @@ import torch
 
 from tieredemb.cache.changes import HalfWritten, Part
 from tieredemb.cache.locks import Locks
-from tieredemb.config import Capacity, parse_bytes
+from tieredemb.config import Capacity, features_of, parse_bytes
 from tieredemb.errors import ConfigError, StorageError, StorageFullError
 from tieredemb.kernels.row_format import RowFormat, carrier_view
-from tieredemb.lookup.bags import KeySpace
+from tieredemb.lookup.bags import KeySpace, feature_name
 from tieredemb.lookup.history import History
 from tieredemb.stats import CacheStats
 from tieredemb.tables.config import TableSetConfig
@@ -104,7 +104,8 @@ class TableSet:
 
     def __init__(self, config: TableSetConfig) -> None:
         self.placed = Placed(Place(config, [], CacheStats()))
-        self.columns = np.concatenate([[0], np.cumsum([t.embedding_dim for t in config.tables])]).astype(np.int64)
+        widths_of = [config.tables[feature.table].embedding_dim for feature in features_of(config.tables)]
+        self.columns = np.concatenate([[0], np.cumsum(widths_of)]).astype(np.int64)
         widths = sorted({table.embedding_dim for table in config.tables})
         self._finalizer = weakref.finalize(self, self.placed.close)
         for width in widths:
@@ -130,6 +131,11 @@ class TableSet:
     def faults(self) -> Any:
         """Where a GPU reports bad ids and offsets; None on the CPU."""
         return self.placed.now.faults
+
+    @property
+    def n_features(self) -> int:
+        """Those of all tables."""
+        return len(self.columns) - 1
 
     @property
     def output_width(self) -> int:
@@ -392,7 +398,9 @@ def make_fault_report(config: TableSetConfig) -> Any:
         return None
     from tieredemb.lookup.device_bags import FaultReport
 
-    return FaultReport([t.name for t in config.tables], [t.num_embeddings for t in config.tables])
+    tables = config.tables
+    of = [(feature_name(feature, tables[feature.table]), tables[feature.table]) for feature in features_of(tables)]
+    return FaultReport([name for name, _ in of], [table.num_embeddings for _, table in of])
 
 
 def _rebuild(config: TableSetConfig, parts: list[Any], kept: list[Any]) -> TableSet:
