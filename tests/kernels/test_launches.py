@@ -206,7 +206,7 @@ def a_space(chosen=(0, 1), modes=("mean", "max"), features=((), ())):
 def found_bags(space, batch=3):
     ids, words = torch.arange(10), new_fault(CPU).zero_()
     fault, report = words[:3], words[3:]
-    bags = new_device_bags(len(ids), space, batch)
+    bags = new_device_bags(len(ids), space, batch, is_all=space.space.covers_all)
     count = max(2, len(space.space.features)) * batch + 1
     edges = Edges(torch.arange(count), count, exact=True)
     find_device_bags(bags, ids, edges, space, fault, report.data_ptr(), padding_is_dropped=True)
@@ -421,7 +421,7 @@ SPACE = struct_type("lookup/bags.cu", "Space")
 
 
 def test_struct_has_the_bytes_of_its_fields():
-    space = SPACE(places=0, features=3, first=KEYS, size=0, padding=2**40, resident=CELLS, n_features=7)
+    space = SPACE(blocks=0, features=3, first=KEYS, size=0, padding=2**40, resident=CELLS, n_features=7)
     assert space == struct.pack("@qqqqqqi4x", 0, 3, KEYS.data_ptr(), 0, 2**40, CELLS.data_ptr(), 7)
     assert len(space) == read("lookup/bags.cu").layout("Space").size
     assert any(field is KEYS for field in space.fields)  # else its memory might be another's at the launch
@@ -429,7 +429,7 @@ def test_struct_has_the_bytes_of_its_fields():
 
 @pytest.mark.parametrize("fields", [{}, {"first": 0, "padding": 0, "resident": 0, "n_features": 0, "keys": 0}])
 def test_struct_refuses_other_fields(fields):
-    with pytest.raises(InvalidInputError, match="a Space has the fields places, features, first, size, padding"):
+    with pytest.raises(InvalidInputError, match="a Space has the fields blocks, features, first, size, padding"):
         SPACE(**fields)
 
 
@@ -442,7 +442,7 @@ def test_struct_is_packed_where_c_aligns_it():
 
 @pytest.mark.parametrize("bad", [{"first": KEYS.int()}, {"first": CELLS[:, 0]}, {"padding": 3}])
 def test_launch_refuses_a_struct_that_does_not_fit(launched, bad):
-    fields = {"places": 0, "features": KEYS, "first": KEYS, "size": KEYS, "padding": KEYS, "resident": KEYS}
+    fields = {"blocks": 0, "features": KEYS, "first": KEYS, "size": KEYS, "padding": KEYS, "resident": KEYS}
     fields["n_features"] = 2
     check = Kernel("lookup/bags.cu", "offsets_check")
     check(1, 32, KEYS, 3, 3, 3, True, 1, SPACE(**fields), KEYS, KEYS)

@@ -7,11 +7,11 @@
 
 constexpr i64 FAR = 1ll << 62;  // a fault at position p is marked as FAR − p, so that the largest is the first
 
-// The features of a key space. `places`: where their bags are among those given, null where these are theirs alone and in
-// their order; `features`: their numbers in the collection; `first`, `size`: first key and rows of the table of each;
+// The features of a key space. `blocks`: of each one the number of its block of bags among those given, null where these
+// are theirs alone and in their order; `features`: their numbers in the collection; `first`, `size`: first key and rows of the table of each;
 // `padding`: an id of each, or −1; `resident`: the slot of its table's first row, or −1.
 struct Space {
-    const i64 *places, *features, *first, *size, *padding, *resident;
+    const i64 *blocks, *features, *first, *size, *padding, *resident;
     int n_features;
 };
 
@@ -31,22 +31,22 @@ extern "C" __global__ void offsets_check(const i64 *offsets, i64 given, i64 n_id
                                          Space space, Fault *fault, i64 *local) {
     wait_for_prior_kernel();
     const Edges edges{offsets, given, n_ids};
-    const i64 *places = space.places;
+    const i64 *blocks = space.blocks;
     const i64 bags = batch * space.n_features;
     for (i64 k = thread_index(); k < n_edges; k += thread_count()) {
         i64 at = edges[k], before = k ? edges[k - 1] : 0;
         bool bad = k == 0 ? at != 0 : at < before;
         if (k == n_edges - 1) bad = bad || at > n_ids || (exact && at != n_ids);
         if (bad) mark(&fault->offset, k);
-        if (!places) local[k] = at;
+        if (!blocks) local[k] = at;
     }
-    if (!places) return;
+    if (!blocks) return;
     for (i64 bag = thread_index(); bag <= bags; bag += thread_count()) {
         i64 edge = 0, last = bag / (batch ? batch : 1);
         for (i64 j = 0; j < last && j < space.n_features; j++)
-            edge += edges[(places[j] + 1) * batch] - edges[places[j] * batch];
+            edge += edges[(blocks[j] + 1) * batch] - edges[blocks[j] * batch];
         if (last < space.n_features)
-            edge += edges[places[last] * batch + (bag - last * batch)] - edges[places[last] * batch];
+            edge += edges[blocks[last] * batch + (bag - last * batch)] - edges[blocks[last] * batch];
         local[bag] = edge;
     }
 }
@@ -103,9 +103,9 @@ __device__ void fault_report(const volatile Fault *fault, const i64 *ids, const 
             else high = middle;
         }
         i64 feature = low / (batch ? batch : 1);
-        if (space.places) {
+        if (space.blocks) {
             int j = 0;
-            while (j < space.n_features - 1 && space.places[j] != feature) j++;
+            while (j < space.n_features - 1 && space.blocks[j] != feature) j++;
             feature = space.features[j];
         }
         report->feature = feature;
@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
             const u32 j = own / (u32)batch;
             const Table table = j - near_feature < NEAR ? near[j - near_feature] : table_of(space, j);
             if (position) {
-                i = edges[space.places[j] * batch + (own - j * batch)] + k - local[own];
+                i = edges[space.blocks[j] * batch + (own - j * batch)] + k - local[own];
                 id = ids[i];
                 position[k] = i;
             }

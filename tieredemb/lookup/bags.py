@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,15 @@ from tieredemb.kernels.constants import MAX, MEAN
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where features have their bags in a batch that brings them in another order, or those of others too: `blocks`, of
+    each feature of the collection the number of its block of B bags · `count`: how many blocks there are."""
+
+    blocks: tuple[int, ...]
+    count: int
 
 
 class KeySpace:
@@ -57,6 +67,14 @@ class KeySpace:
 
     def __len__(self) -> int:
         return len(self.tables)
+
+    def blocks(self, places: Places | None) -> Array:
+        """Of each feature the number of its block of bags among those given, int64 (F,)."""
+        return self.features if places is None else np.array(places.blocks, np.int64)[self.features]
+
+    def is_all(self, places: Places | None) -> bool:
+        """Whether the bags given are those of these features, in their order."""
+        return self.covers_all and places is None
 
     @property
     def rows(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
 from tieredemb.kernels.cpu import even_bounds, jit, parallel_for
-from tieredemb.lookup.bags import KeySpace, id_out_of_range, offsets_out_of_order
+from tieredemb.lookup.bags import KeySpace, Places, id_out_of_range, offsets_out_of_order
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -59,48 +59,58 @@ def check_offsets(offsets: Array, ids: int) -> None:
         raise InvalidInputError(offsets_out_of_order(first, int(offsets[first]), int(before), ids, len(offsets)))
 
 
-def make_bags(ids: Array, offsets: Array, space: KeySpace, batch: int, *, padding_is_dropped: bool) -> Bags:
-    """The bags of `space` among `ids` (int32 or int64 (N,)) and checked `offsets` (int64 (F·B + 1,), all features).
+def make_bags(
+    ids: Array,
+    offsets: Array,
+    space: KeySpace,
+    batch: int,
+    *,
+    padding_is_dropped: bool,
+    places: Places | None = None,
+) -> Bags:
+    """The bags of `space` among `ids` (int32 or int64 (N,)) and checked `offsets` (int64, all features, or those that
+    `places` says).
 
     Padding becomes a negative key if `padding_is_dropped`. Raises `IdOutOfRangeError` for the first id outside its
     table.
     """
-    local = offsets if space.covers_all else _local_offsets(offsets, space, batch)
+    blocks, is_all = space.blocks(places), space.is_all(places)
+    local = offsets if is_all else _local_offsets(offsets, blocks, batch)
     n = int(local[-1])
     bags = Bags(
         keys=np.empty(n, np.int64),
         offsets=local,
         sample=np.empty(n, np.int32),
         feature=np.empty(n, np.int32),
-        position=None if space.covers_all else np.empty(n, np.int64),
+        position=None if is_all else np.empty(n, np.int64),
         batch=batch,
     )
     padding = space.padding if padding_is_dropped else np.full(len(space.features), -1, np.int64)
-    bad = fill(ids, offsets, space, padding, bags)
+    bad = fill(ids, offsets, blocks, space, padding, bags)
     if bad >= 0:
-        _refuse_id(ids, offsets, space, batch, bad)
+        _refuse_id(ids, offsets, blocks, space, batch, bad)
     return bags
 
 
-def _local_offsets(offsets: Array, space: KeySpace, batch: int) -> Array:
-    """The offsets of the features of `space` alone, as if only their ids had been given."""
-    local = np.zeros(len(space.features) * batch + 1, np.int64)
-    for j, feature in enumerate(space.features):
-        bags = offsets[feature * batch : (feature + 1) * batch + 1]
+def _local_offsets(offsets: Array, blocks: Array, batch: int) -> Array:
+    """The offsets of some blocks of bags alone, as if only their ids had been given."""
+    local = np.zeros(len(blocks) * batch + 1, np.int64)
+    for j, block in enumerate(blocks):
+        bags = offsets[block * batch : (block + 1) * batch + 1]
         local[j * batch : (j + 1) * batch + 1] = bags - bags[0] + local[j * batch]
     return local
 
 
-def _refuse_id(ids: Array, offsets: Array, space: KeySpace, batch: int, position: int) -> None:
+def _refuse_id(ids: Array, offsets: Array, blocks: Array, space: KeySpace, batch: int, position: int) -> None:
     bag = int(np.searchsorted(offsets, position, side="right")) - 1
-    j = int(np.flatnonzero(space.features == bag // batch)[0])
+    j = int(np.flatnonzero(blocks == bag // batch)[0])
     raise IdOutOfRangeError(id_out_of_range(space.names[j], int(space.size[j]), int(ids[position]), position))
 
 
-def fill(ids: Array, offsets: Array, space: KeySpace, padding: Array, bags: Bags) -> int:
+def fill(ids: Array, offsets: Array, blocks: Array, space: KeySpace, padding: Array, bags: Bags) -> int:
     """Fills the arrays of `bags` but its offsets; returns the first position of an id out of range, or −1."""
     position = np.empty(0, np.int64) if bags.position is None else bags.position
-    of = (space.features, space.first, space.size, padding)
+    of = (blocks, space.first, space.size, padding)
     outputs = (bags.keys, bags.sample, bags.feature, position)
     bad = [
         first
@@ -115,13 +125,13 @@ def fill(ids: Array, offsets: Array, space: KeySpace, padding: Array, bags: Bags
 
 
 @jit
-def bags_fill(lo, hi, ids, offsets, local, features, start, size, padding, batch, keys, sample, feature, position):
+def bags_fill(lo, hi, ids, offsets, local, blocks, start, size, padding, batch, keys, sample, feature, position):
     """Bags lo … hi − 1 of the key space. Moves 8 + 16 bytes an occurrence."""
     bad = ALL_VALID
     for bag in range(lo, hi):
         j = bag // batch
         b = bag - j * batch
-        first = offsets[features[j] * batch + b]
+        first = offsets[blocks[j] * batch + b]
         rows = size[j]
         for k in range(local[bag], local[bag + 1]):
             i = first + k - local[bag]

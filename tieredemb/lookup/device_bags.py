@@ -18,7 +18,7 @@ from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.kernels.constants import BAD_ID, FILL_THREADS
 from tieredemb.kernels.source import read
-from tieredemb.lookup.bags import KeySpace, id_out_of_range, offsets_out_of_order
+from tieredemb.lookup.bags import KeySpace, Places, id_out_of_range, offsets_out_of_order
 
 FILE = "lookup/bags.cu"
 THREADS = 256
@@ -46,22 +46,28 @@ class DeviceKeySpace:
         self.column = upload(space.column)
         self.mode = upload(space.mode)
         self.table = upload(space.table) if space.is_shared else None
-        padding = upload(space.padding)
-        shared = {
-            "places": 0 if space.covers_all else upload(space.features),
+        self._paddings = {True: upload(space.padding), False: upload(np.full_like(space.padding, -1))}
+        self._fields = {
             "features": upload(space.features),
             "first": upload(space.first),
             "size": upload(space.size),
             "resident": upload(np.array(resident, np.int64)[space.table]),
             "n_features": len(space.features),
         }
-        space_type = struct_type(FILE, "Space")
-        self._dropping = space_type(padding=padding, **shared)
-        self._reading = space_type(padding=torch.full_like(padding, -1), **shared)
+        # those that were asked for are kept: a captured step counts on their memory
+        self._features: dict[tuple[bool, Places | None], StructValue] = {}
+        for dropped in self._paddings:
+            self.features(padding_is_dropped=dropped)
 
-    def features(self, *, padding_is_dropped: bool) -> StructValue:
-        """What kernels know of the features; without `padding_is_dropped` none has any padding."""
-        return self._dropping if padding_is_dropped else self._reading
+    def features(self, places: Places | None = None, *, padding_is_dropped: bool) -> StructValue:
+        """What kernels know of the features; without `padding_is_dropped` none has any padding. Synchronises for
+        `places` that it is asked for first."""
+        key = padding_is_dropped, places
+        if key not in self._features:
+            is_all, padding = self.space.is_all(places), self._paddings[padding_is_dropped]
+            blocks = 0 if is_all else torch.from_numpy(self.space.blocks(places)).to(self.device)
+            self._features[key] = struct_type(FILE, "Space")(blocks=blocks, padding=padding, **self._fields)
+        return self._features[key]
 
 
 @dataclass(frozen=True)
@@ -103,15 +109,16 @@ def tell_fault(report: torch.Tensor, address: int) -> None:
     kernel(FILE, "fault_tell")(1, 32, report, address)
 
 
-def new_device_bags(n: int, space: DeviceKeySpace, batch: int) -> DeviceBags:
-    """Room for the bags of `space` in a batch of `batch` samples with `n` ids."""
+def new_device_bags(n: int, space: DeviceKeySpace, batch: int, *, is_all: bool) -> DeviceBags:
+    """Room for the bags of `space` in a batch of `batch` samples with `n` ids. `is_all`: whether all of them are the
+    space's, in its features' order."""
     device = space.device
     return DeviceBags(
         keys=torch.empty(n, dtype=torch.int64, device=device),
         homes=torch.empty(n, dtype=torch.int32, device=device),
         offsets=torch.empty(len(space.space.features) * batch + 1, dtype=torch.int64, device=device),
         bag=torch.empty(n, dtype=torch.int32, device=device),
-        position=None if space.space.covers_all else torch.empty(n, dtype=torch.int64, device=device),
+        position=None if is_all else torch.empty(n, dtype=torch.int64, device=device),
         batch=batch,
     )
 
@@ -123,13 +130,15 @@ def find_device_bags(
     space: DeviceKeySpace,
     fault: torch.Tensor,
     report: int,
+    places: Places | None = None,
     *,
     padding_is_dropped: bool,
 ) -> None:
-    """Finds the bags of `space` among `ids` (int64 (N,)). Does not synchronise; bad ids, and offsets that do not start
-    at 0, fall, or leave the ids, leave a mark in `fault` and are reported to the words at `report`."""
+    """Finds the bags of `space` among `ids` (int64 (N,)), in which features have theirs at `places`. Does not
+    synchronise, but for new places; bad ids, and offsets that do not start at 0, fall, or leave the ids, leave a mark
+    in `fault` and are reported to the words at `report`."""
     n, given, batch = ids.shape[0], edges.offsets.shape[0], bags.batch
-    features = space.features(padding_is_dropped=padding_is_dropped)
+    features = space.features(places, padding_is_dropped=padding_is_dropped)
     check = kernel(FILE, "offsets_check")
     check(
         blocks_for(edges.count, THREADS, MOST_BLOCKS), THREADS, edges.offsets, given, n, edges.count, edges.exact,

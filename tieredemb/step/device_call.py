@@ -15,6 +15,7 @@ from tieredemb.cache.device.planner import LARGE
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.streams import on_device, synchronize
+from tieredemb.lookup.bags import Places
 from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, tell_fault
 from tieredemb.lookup.device_lookup import Segments
 from tieredemb.step.batch import Batch
@@ -61,8 +62,8 @@ class DeviceCall(Call):
         self._told_stream: int | None = None  # the last one that the allocator was told of, see `follow`
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
         with on_device(ids.device):
-            fits = memory is not None and memory.fits(groups, self.ids, self.batch)
-            self.memory = memory if fits and memory else self._allocate(groups, trains=trains)
+            fits = memory is not None and memory.fits(groups, self.ids, self.batch, batch.places)
+            self.memory = memory if fits and memory else self._allocate(groups, batch.places, trains=trains)
             given = None
             # beside the beginning of a plan, where that takes longer than to go there; events cost an eager host more
             if self.ids >= LARGE and torch.cuda.is_current_stream_capturing():
@@ -89,12 +90,12 @@ class DeviceCall(Call):
         finally:
             self.memory.planned(part.ticket.aside for part in self.parts)
 
-    def _allocate(self, groups: list[DeviceGroup], *, trains: bool) -> CallMemory:
+    def _allocate(self, groups: list[DeviceGroup], places: Places | None, *, trains: bool) -> CallMemory:
         dropped = self.context.options.padding_is_dropped
         reads_padding = [not dropped and int(group.space.padding[0]) >= 0 for group in groups]
         sorts = [trains and not reads for reads in reads_padding]  # the padding's occurrences are known afterwards
         with groups[0].cache.memory():
-            return CallMemory(groups, self.ids, self.batch, sorts=sorts, masks=reads_padding)
+            return CallMemory(groups, self.ids, self.batch, places, sorts=sorts, masks=reads_padding)
 
     def _find_bags(self, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges) -> None:
         memory, faults = self.memory, self.context.tables.faults
@@ -103,7 +104,7 @@ class DeviceCall(Call):
         dropped = self.context.options.padding_is_dropped
         for group, bags in zip(groups, memory.bags, strict=True):
             space = group.device_space
-            find_device_bags(bags, ids, edges, space, memory.fault, report, padding_is_dropped=dropped)
+            find_device_bags(bags, ids, edges, space, memory.fault, report, memory.places, padding_is_dropped=dropped)
 
     @property
     def tickets(self) -> list[DeviceTicket]:

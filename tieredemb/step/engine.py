@@ -18,10 +18,10 @@ import torch
 from tieredemb.errors import BackwardError, ConfigError, StorageError, UnsupportedError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.step.batch import Batch
+from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import BackwardPass, Call, CallContext, Collected, LookupFunction, inside_backward
 from tieredemb.step.pending_gradients import PendingGradients
-from tieredemb.step.planned_forwards import Given, PlanExecutor, Planned, PlannedForwards
+from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
@@ -186,11 +186,12 @@ class Engine:
             for cache in caches:
                 cache.let_go()
         holds = [cache.hold() if executor.apart else None for cache in caches]
+        tensors = [part for part in given if isinstance(part, torch.Tensor)]
 
         def plan() -> Call:
             with contextlib.ExitStack() as ahead:
                 for cache, hold in zip(caches, holds, strict=True):
-                    ahead.enter_context(cache.ahead(given, hold))
+                    ahead.enter_context(cache.ahead(tensors, hold))
                 return self._call(make_batch(*given), context, trains=trains, ahead=True, memory=memory)
 
         # before the executor's stream is used: a capture on another thread may have forked into it

@@ -181,7 +181,7 @@ class HostCall(Call):
         edges = checked_edges(batch.offsets.numpy(), len(ids), batch.edges, exact=batch.exact)
         bags, dropped = [], options.padding_is_dropped
         for group in groups:  # every id is checked before any group plans
-            bags.append(make_bags(ids, edges, group.space, batch.size, padding_is_dropped=dropped))
+            bags.append(make_bags(ids, edges, group.space, batch.size, padding_is_dropped=dropped, places=batch.places))
         self.ids = len(ids)
         try:
             for group, its_bags in zip(groups, bags, strict=True):
