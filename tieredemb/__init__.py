@@ -12,6 +12,7 @@ from tieredemb.modules.clipping import clip_grad_norm_
 from tieredemb.modules.collection import TieredEmbeddingBagCollection
 from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag
+from tieredemb.modules.embedding_collection import TieredEmbeddingCollection
 from tieredemb.modules.replace import replace_embedding_bags
 from tieredemb.pipeline.graphs import graph_forward, graph_step
 from tieredemb.pipeline.prefetch import prefetch
@@ -43,6 +44,7 @@ __all__ = [
     "TieredEmbedding",
     "TieredEmbeddingBag",
     "TieredEmbeddingBagCollection",
+    "TieredEmbeddingCollection",
     "UnifiedMemory",
     "Uniform",
     "clip_grad_norm_",

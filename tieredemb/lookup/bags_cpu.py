@@ -92,6 +92,13 @@ def make_bags(
     return bags
 
 
+def one_by_one(bags: Bags) -> Bags:
+    """Each occurrence as a bag, and a sample, of its own."""
+    n = len(bags.keys)
+    own = np.arange(n + 1, dtype=np.int64)
+    return Bags(bags.keys, own, own[:n].astype(np.int32), bags.feature, bags.position, n)
+
+
 def _local_offsets(offsets: Array, blocks: Array, batch: int) -> Array:
     """The offsets of some blocks of bags alone, as if only their ids had been given."""
     local = np.zeros(len(blocks) * batch + 1, np.int64)

@@ -33,9 +33,9 @@ def words_of(struct: str) -> int:
 
 
 class DeviceKeySpace:
-    """The arrays of a `KeySpace` on a device: `column`, `mode` and, where tables are shared, the `table` of each
-    feature; and those that kernels take as one struct. `resident`: (T,), the slot of the first row of a table that is
-    resident, or −1."""
+    """The arrays of a `KeySpace` on a device: `column`, `mode`, `padding` and, where tables are shared, the `table` of
+    each feature; and those that kernels take as one struct. `resident`: (T,), the slot of the first row of a table that
+    is resident, or −1."""
 
     def __init__(self, space: KeySpace, resident: Sequence[int], device: torch.device) -> None:
         def upload(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
@@ -46,7 +46,8 @@ class DeviceKeySpace:
         self.column = upload(space.column)
         self.mode = upload(space.mode)
         self.table = upload(space.table) if space.is_shared else None
-        self._paddings = {True: upload(space.padding), False: upload(np.full_like(space.padding, -1))}
+        self.padding = upload(space.padding)
+        self._paddings = {True: self.padding, False: upload(np.full_like(space.padding, -1))}
         self._fields = {
             "features": upload(space.features),
             "first": upload(space.first),
@@ -150,6 +151,13 @@ def find_device_bags(
         batch, features, bags.keys, bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count,
         fault, report,
     )  # fmt: skip
+
+
+def number_one_by_one(bags: DeviceBags, own: torch.Tensor) -> None:
+    """Writes the bag that each occurrence would have if it were a sample of its own to `own`, int32 (N,)."""
+    n = own.shape[0]
+    torch.div(bags.bag, max(1, bags.batch), rounding_mode="floor", out=own)
+    own.mul_(n).add_(torch.arange(n, dtype=torch.int32, device=own.device))
 
 
 class FaultReport:

@@ -133,9 +133,14 @@ class DeviceLookup:
         )  # fmt: skip
         return rows, own
 
-    def gather(self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor) -> torch.Tensor:
-        """The rows of `homes`, (N, D); zeros for padding."""
-        rows = torch.empty((homes.shape[0], hot.weight.shape[1]), dtype=hot.weight.dtype, device=hot.weight.device)
+    def gather(
+        self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The rows of `homes`, (N, D), to `out` if it is given; zeros for padding."""
+        rows = out
+        if rows is None:
+            shape = homes.shape[0], hot.weight.shape[1]
+            rows = torch.empty(shape, dtype=hot.weight.dtype, device=hot.weight.device)
         gather = kernel(BAG, "rows_gather", *self._rows, *overflow.flags)
         blocks = blocks_for(homes.shape[0] * self._lanes, THREADS, MOST_BLOCKS)
         gather(blocks, THREADS, hot.weight, overflow.weight, _address(overflow.records), homes, homes.shape[0], rows)

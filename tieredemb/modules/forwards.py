@@ -32,7 +32,7 @@ LISTENERS: list[Callable[[Forward], object]] = []
 
 def tell(module: TieredModule, batch: Batch, *, trains: bool) -> None:
     """Tells the listeners of a forward."""
-    offsets = batch.given[1] if len(batch.given) > 1 else None
+    offsets = batch.given[1] if batch.names_ends and len(batch.given) > 1 else None
     ends_bags = isinstance(offsets, torch.Tensor) and len(offsets) == batch.edges
     for listener in tuple(LISTENERS):
         listener(Forward(module, batch.given, batch.weights, ends_bags, trains))

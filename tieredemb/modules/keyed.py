@@ -80,10 +80,31 @@ class KeyedTensor:
         return f"KeyedTensor({{{blocks}}}, {len(self._values)} rows)"
 
 
+class JaggedTensor:
+    """Rows of several samples: `values()` is (N, D), and `lengths()`, (B,), how many of them each sample has."""
+
+    def __init__(self, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        self._values = values
+        self._lengths = lengths
+        self._weights = weights
+
+    def values(self) -> torch.Tensor:
+        """The rows of all samples, one after the other."""
+        return self._values
+
+    def lengths(self) -> torch.Tensor:
+        """Rows of each sample."""
+        return self._lengths
+
+    def weights_or_none(self) -> torch.Tensor | None:
+        """The ids of the rows, where they were asked for."""
+        return self._weights
+
+
 def sibling(value: object, name: str, default: type) -> Any:
     """The class `name` that lies beside the class of `value`, or of one that it derives from; `default` where there is
     none."""
-    for kind in type(value).__mro__:
+    for kind in reversed(type(value).__mro__):  # a module that derives one may have classes of any library
         found = getattr(sys.modules.get(kind.__module__), name, None)
         if isinstance(found, type):
             return found

@@ -11,6 +11,7 @@ import torch
 from tieredemb.errors import ConfigError
 from tieredemb.lookup.bags import Places
 from tieredemb.modules.base import TieredModule
+from tieredemb.modules.embedding_collection import TieredEmbeddingCollection
 from tieredemb.modules.keyed import KeyedModule, is_keyed
 from tieredemb.pipeline.batches import Path, resolve, tensors_of
 from tieredemb.step.batch import Given
@@ -59,7 +60,7 @@ def learn(batch: Any, seen: Sequence[LookupSpec]) -> tuple[Learned, list[TieredM
 
 class NamedLookups:
     """The lookups that a user's function names: for a model of one tiered module its inputs, else a mapping from
-    modules or their names to inputs. Inputs are ids, (ids, offsets), what a collection takes by keys, or a list of such
+    modules or their names to inputs. Inputs are ids, (ids, offsets), what a collection takes by name, or a list of such
     for several forwards."""
 
     def __init__(self, modules: Mapping[str, TieredModule], ids_of: Callable[[Any], Any]) -> None:
@@ -68,7 +69,7 @@ class NamedLookups:
 
     def __call__(self, batch: Any) -> list[LookupSpec]:
         told = self._ids_of(batch)
-        if not isinstance(told, Mapping):
+        if not isinstance(told, Mapping) or self._is_input(told):
             if len(self._modules) != 1:
                 raise ConfigError(
                     f"ids_of must return a mapping for a model of {len(self._modules)} tiered modules, from "
@@ -80,6 +81,11 @@ class NamedLookups:
             for module, value in ((self._module(key), value) for key, value in told.items())
             for inputs in (value if isinstance(value, list) else [value])
         ]
+
+    def _is_input(self, told: Mapping[Any, Any]) -> bool:
+        """Whether it maps features to ids, for the only module, and not modules to inputs."""
+        (name, module), *others = self._modules.items()
+        return isinstance(module, TieredEmbeddingCollection) and not others and not {name, module} & set(told)
 
     def _module(self, key: Any) -> TieredModule:
         if isinstance(key, TieredModule) and any(key is module for module in self._modules.values()):
@@ -93,6 +99,8 @@ class NamedLookups:
 
 
 def _inputs(module: TieredModule, value: Any) -> Given:
+    if isinstance(module, TieredEmbeddingCollection) and isinstance(value, Mapping):
+        return module.given_by_features(value)
     if isinstance(module, KeyedModule) and is_keyed(value):
         return module.given_by_keys(value)
     inputs = value if isinstance(value, tuple) else (value,)

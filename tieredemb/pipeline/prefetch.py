@@ -79,7 +79,7 @@ def prefetch(
     `loader`: any iterable of batches, which must not change once they were handed on; where all tables are on one GPU
     batches in host memory are copied there, from pinned memory without waiting · `model`: holds the tiered modules ·
     `ids_of`: a function that names what a batch's forwards will look up: ids or (ids, offsets), the very tensors, or
-    the `KeyedJaggedTensor` of a collection; a list of such for several forwards; for several tiered modules a mapping
+    what a collection takes by name; a list of such for several forwards; for several tiered modules a mapping
     from them, or from their names, to these. Without it the first batch shows which of its tensors reach which module,
     and fetching ahead starts with the second; ids that the model computes cannot be guessed, which a warning says.
 

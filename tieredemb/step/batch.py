@@ -16,7 +16,8 @@ class Batch:
     """`ids`: int32 or int64 (N,) · `offsets`: int32 or int64, edges of the bags of all features · `edges`: F·B + 1, how
     many there are; the last may be missing and is then N · `exact`: whether the last must be N · `size`: B · `weights`:
     floats (N,) or None · `given`: ids, offsets where there are any, and `places` where there are, as the caller passed
-    them · `places`: where features have their bags, if not in their order; there may be more bags then."""
+    them · `places`: where features have their bags, if not in their order; there may be more bags then ·
+    `names_ends`: whether offsets were given, as the second of those."""
 
     ids: torch.Tensor
     offsets: torch.Tensor
@@ -26,3 +27,4 @@ class Batch:
     weights: torch.Tensor | None
     given: Given
     places: Places | None = None
+    names_ends: bool = True

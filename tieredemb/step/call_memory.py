@@ -42,6 +42,10 @@ class CallMemory:
             group.lookup.new_segments(ids, device) if wanted else None
             for group, wanted in zip(groups, sorts, strict=True)
         ]
+        # of each occurrence, where rows are not pooled, its number among as many for each feature: a bag of its own
+        self.own_bag = None
+        if not groups[0].config.pooled:
+            self.own_bag = torch.empty(ids, dtype=torch.int32, device=device)
         self.trained = [torch.empty(ids, dtype=torch.int32, device=device) if wanted else None for wanted in masks]
         self._pending: list[torch.cuda.Event] = []
 
@@ -66,7 +70,8 @@ class CallMemory:
     def tensors(self) -> list[torch.Tensor]:
         """All of them."""
         parts = (value for part in (*self.bags, *self.segments) if part is not None for value in vars(part).values())
-        return [value for value in (self.words, *parts, *self.trained) if isinstance(value, torch.Tensor)]
+        single = self.words, self.own_bag
+        return [value for value in (*single, *parts, *self.trained) if isinstance(value, torch.Tensor)]
 
     def __del__(self) -> None:
         """Given up before its forward came, it is reused behind the plan that still writes to it."""

@@ -109,10 +109,12 @@ class PendingGradients:
             values = torch.stack(self._read)
             if values.device.type != "cpu" or bool((values[:, 1] != TRACE).any()):
                 factors, zeroed = values[:, 1] / TRACE, values[:, 0] == 0
-                columns = self._columns(values.device)
-                factor, zero = factors[columns], zeroed[columns]
                 # where the norm is zero now nothing is left of the gradient, infinities included
-                self._calls = [(call, (grad * factor).masked_fill_(zero, 0.0)) for call, grad in self._calls]
+                scaled = []
+                for call, grad in self._calls:
+                    of = self._columns(values.device) if self._tables.config.pooled else call.tables_of_rows()[:, None]
+                    scaled.append((call, (grad * factors[of]).masked_fill_(zeroed[of], 0.0)))
+                self._calls = scaled
         self._read = self._norms = None
 
     def _columns(self, device: torch.device) -> torch.Tensor:

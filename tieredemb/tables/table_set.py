@@ -105,7 +105,9 @@ class TableSet:
     def __init__(self, config: TableSetConfig) -> None:
         self.placed = Placed(Place(config, [], CacheStats()))
         widths_of = [config.tables[feature.table].embedding_dim for feature in features_of(config.tables)]
-        self.columns = np.concatenate([[0], np.cumsum(widths_of)]).astype(np.int64)
+        starts = np.concatenate([[0], np.cumsum(widths_of)])
+        # rows that are not pooled, all of one width, lie below each other
+        self.columns = (starts if config.pooled else np.array([0] * len(widths_of) + widths_of[:1])).astype(np.int64)
         widths = sorted({table.embedding_dim for table in config.tables})
         self._finalizer = weakref.finalize(self, self.placed.close)
         for width in widths:
@@ -139,7 +141,7 @@ class TableSet:
 
     @property
     def output_width(self) -> int:
-        """ΣD, columns of a pooled output."""
+        """ΣD, columns of a pooled output; or D."""
         return int(self.columns[-1])
 
     def locate(self, table: int) -> tuple[Group, int, int]:
