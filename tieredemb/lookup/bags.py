@@ -68,9 +68,9 @@ class KeySpace:
     def __len__(self) -> int:
         return len(self.tables)
 
-    def blocks(self, places: Places | None) -> Array:
+    def blocks(self, places: Places) -> Array:
         """Of each feature the number of its block of bags among those given, int64 (F,)."""
-        return self.features if places is None else np.array(places.blocks, np.int64)[self.features]
+        return np.array(places.blocks, np.int64)[self.features]
 
     def is_all(self, places: Places | None) -> bool:
         """Whether the bags given are those of these features, in their order."""

@@ -74,7 +74,8 @@ def make_bags(
     Padding becomes a negative key if `padding_is_dropped`. Raises `IdOutOfRangeError` for the first id outside its
     table.
     """
-    blocks, is_all = space.blocks(places), space.is_all(places)
+    blocks = space.features if places is None else space.blocks(places)
+    is_all = space.covers_all and places is None
     local = offsets if is_all else _local_offsets(offsets, blocks, batch)
     n = int(local[-1])
     bags = Bags(

@@ -65,8 +65,11 @@ class DeviceKeySpace:
         `places` that it is asked for first."""
         key = padding_is_dropped, places
         if key not in self._features:
-            is_all, padding = self.space.is_all(places), self._paddings[padding_is_dropped]
-            blocks = 0 if is_all else torch.from_numpy(self.space.blocks(places)).to(self.device)
+            blocks: torch.Tensor | int = 0
+            if not self.space.is_all(places):
+                given = self.space.features if places is None else self.space.blocks(places)
+                blocks = torch.from_numpy(given).to(self.device)
+            padding = self._paddings[padding_is_dropped]
             self._features[key] = struct_type(FILE, "Space")(blocks=blocks, padding=padding, **self._fields)
         return self._features[key]
 

@@ -136,7 +136,7 @@ class TieredEmbeddingBagCollection(KeyedModule):
             raise InvalidInputError(f"per_sample_weights needs mode='sum'; table {other.name!r} has {other.mode!r}")
         weights = check_weights(weights, indices)
         edges = as_offsets(offsets, self._hook.device)
-        features = self.tables.n_features if places is None else places.count
+        features = self._n_features if places is None else places.count
         batch, rest = divmod(len(edges) - 1, features)
         if len(edges) == 0 or rest:
             raise InvalidInputError(

@@ -152,7 +152,7 @@ class TieredEmbeddingCollection(KeyedModule):
     def by_feature(self, keyed: KeyedJagged) -> tuple[torch.Tensor, torch.Tensor, Places | None]:
         """See `KeyedModule`; with places always, which tell such a batch from ids by feature."""
         values, offsets, places = super().by_feature(keyed)
-        features = self.tables.n_features
+        features = self._n_features
         return values, offsets, places or Places(tuple(range(features)), features)
 
     def _batch(self, *given: Any) -> Batch:
@@ -171,7 +171,7 @@ class TieredEmbeddingCollection(KeyedModule):
             raise InvalidInputError(
                 f"offsets has {len(edges)} elements; {places.count} keys need {places.count} · B + 1 of them"
             )
-        given, own = (values, offsets, places), tuple(range(self.tables.n_features))
+        given, own = (values, offsets, places), tuple(range(self._n_features))
         ids, edges, _, places = blocks_once(ids, edges, None, places)
         moved = None if places.blocks == own and places.count == len(own) else places
         return Batch(ids, edges, len(edges), True, batch, None, given, moved)

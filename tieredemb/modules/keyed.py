@@ -127,6 +127,7 @@ class KeyedModule(TieredModule):
     def _connect(self) -> None:
         super()._connect()
         self._places: dict[tuple[str, ...], Places | None] = {}
+        self._n_features = len(features_of(self.table_configs))
 
     def given_by_keys(self, keyed: KeyedJagged) -> Given:
         """What a forward of it is known by, see `by_feature`."""

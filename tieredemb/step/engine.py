@@ -186,12 +186,11 @@ class Engine:
             for cache in caches:
                 cache.let_go()
         holds = [cache.hold() if executor.apart else None for cache in caches]
-        tensors = [part for part in given if isinstance(part, torch.Tensor)]
 
         def plan() -> Call:
             with contextlib.ExitStack() as ahead:
                 for cache, hold in zip(caches, holds, strict=True):
-                    ahead.enter_context(cache.ahead(tensors, hold))
+                    ahead.enter_context(cache.ahead(given, hold))
                 return self._call(make_batch(*given), context, trains=trains, ahead=True, memory=memory)
 
         # before the executor's stream is used: a capture on another thread may have forked into it
