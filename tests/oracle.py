@@ -15,7 +15,7 @@ class OracleCache:
     """Which keys are resident after each batch, and how many lookups hit: LRFU in float64 over dicts.
 
     `half_life`: batches, `math.inf` for exact counts, 0 for LRU. Ties of score go to the older batch; rows of the last
-    `lock_window` batches stay.
+    `lock_window` batches stay. `time`: the batches that have aged scores.
     """
 
     def __init__(
@@ -30,11 +30,12 @@ class OracleCache:
         self.resident: set[int] = set()
         self.score: dict[int, float] = {}
         self.last: dict[int, int] = {}
-        self.batch = 0
+        self.batch = self.time = 0
 
-    def plan(self, keys: list[int]) -> int:
-        """Serves one batch; returns the lookups that hit."""
+    def plan(self, keys: list[int], *, ages: bool = True) -> int:
+        """Serves one batch, with `ages=False` at the time of the one before; returns the lookups that hit."""
         self.batch += 1
+        self.time = max(1, self.time + ages)
         hits = sum(key in self.resident for key in keys)
         unique = list(OrderedDict.fromkeys(keys))
         missed = [key for key in unique if key not in self.resident]
@@ -62,10 +63,10 @@ class OracleCache:
 
     def _raised(self, old: float | None) -> float:
         if self.half_life == 0:
-            return float(self.batch)
+            return float(self.time)
         if math.isinf(self.half_life):
             return (old or 0.0) + 1
-        now = self.batch / self.half_life
+        now = self.time / self.half_life
         return now if old is None else max(old, now) + math.log2(1 + 2 ** -abs(old - now))
 
 

@@ -1,5 +1,5 @@
 """Imports go down only: errors, config, stats ← kernels ← hash, storage, lookup ← cache ← tables ← step ← modules ←
-pipeline ← tools.
+conversion, pipeline ← tools.
 
 The imports are read from the source, so those under `TYPE_CHECKING` and inside functions count too.
 """
@@ -19,7 +19,7 @@ TABLES = CACHE | {"cache", "lookup"}
 STEP = TABLES | {"tables"}
 MODULES = STEP | {"step"}
 PIPELINE = MODULES | {"modules"}
-SURFACES = PIPELINE | {"pipeline"}
+SURFACES = PIPELINE | {"conversion", "pipeline"}
 TOOLS = {"plots", "cache_hit", "doctor", "__main__"}
 OPS = {"ops", "ops_cpu"}  # operators for users, loaded on demand: nothing here uses them
 SURFACE = ""  # the package's own __init__: for users, so nothing inside imports it
@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = (
     | {"kernels": BASE}
     | dict.fromkeys(("hash", "storage", "lookup"), BASE | {"kernels"})  # never each other
     | {"cache": CACHE}
-    | {"tables": TABLES, "step": STEP | {"modules"}, "modules": MODULES, "pipeline": PIPELINE}
+    | {"tables": TABLES, "step": STEP | {"modules"}, "modules": MODULES, "conversion": PIPELINE, "pipeline": PIPELINE}
     | dict.fromkeys(OPS, SURFACES | OPS)
     | dict.fromkeys(TOOLS, SURFACES | TOOLS)
     | {SURFACE: SURFACES}

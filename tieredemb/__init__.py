@@ -1,6 +1,8 @@
 """Embedding tables larger than memory, behind a hot cache: bit for bit the results of a table held whole."""
 
 from tieredemb.config import LFU, LRU, Normal, TableConfig, Uniform
+from tieredemb.conversion.description import describe
+from tieredemb.conversion.replace import replace_embedding_bags
 from tieredemb.errors import TieredEmbError
 from tieredemb.lookup.optimizers.adagrad import Adagrad
 from tieredemb.lookup.optimizers.adam import Adam, AdamW
@@ -13,7 +15,7 @@ from tieredemb.modules.collection import TieredEmbeddingBagCollection
 from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag
 from tieredemb.modules.embedding_collection import TieredEmbeddingCollection
-from tieredemb.modules.replace import replace_embedding_bags
+from tieredemb.modules.scores import scores
 from tieredemb.pipeline.graphs import graph_forward, graph_step
 from tieredemb.pipeline.prefetch import prefetch
 from tieredemb.stats import CacheStats
@@ -48,8 +50,10 @@ __all__ = [
     "UnifiedMemory",
     "Uniform",
     "clip_grad_norm_",
+    "describe",
     "graph_forward",
     "graph_step",
     "prefetch",
     "replace_embedding_bags",
+    "scores",
 ]

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import abc
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from inspect import isabstract
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from tieredemb.errors import ConfigError, shown
+from tieredemb.errors import ConfigError, ConfigTypeError, shown
 
 Array = np.ndarray[Any, Any]
 
@@ -34,6 +35,28 @@ MAX_SLOTS = 2**31 - 2**16  # slots are int32; the lowest int32 values are sentin
 FLOAT32_MAX = (2.0 - 2.0**-23) * 2.0**127  # rows and updates are computed in float32, where more is infinite
 
 
+def plain(value: Any) -> Any:
+    """`value` as Python's own int or float, where it is an integer of NumPy, of torch or of whoever else has
+    `__index__`, or a float of NumPy; a tuple of such; anything else, True and False of all kinds included, as it is."""
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    if str(getattr(value, "dtype", "")) in ("bool", "torch.bool") or isinstance(value, bool):
+        return value
+    if isinstance(value, (float, np.floating)):
+        return float(value)
+    try:
+        return operator.index(value)
+    except TypeError:  # no integer; tensors and arrays of several elements are none, too
+        return value
+
+
+def keep_plain(config: object) -> None:
+    """Makes the numbers in the fields of a frozen config `plain`, before they are checked: configs are compared, and
+    written to files, by what they hold."""
+    for field in fields(config):  # type: ignore[arg-type]
+        object.__setattr__(config, field.name, plain(getattr(config, field.name)))
+
+
 def is_number(value: object) -> bool:
     """Whether `value` is an int or a float; True and False are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -47,7 +70,7 @@ def is_whole(value: object) -> bool:
 def check_finite(name: str, value: float, *, low: float = -math.inf, open_low: bool = False) -> None:
     """Raises `ConfigError` unless `value` is a number of at least (with `open_low` above) `low` that float32 holds."""
     if not is_number(value):
-        raise ConfigError(f"{name} must be a number, got {shown(value)}")
+        raise ConfigTypeError(f"{name} must be a number, got {shown(value)}")
     # compared and not converted: a huge int has no float
     if not abs(value) <= FLOAT32_MAX or value < low or (open_low and value == low):
         bound = "" if low == -math.inf else f" {'above' if open_low else 'of at least'} {low:g}"
@@ -57,7 +80,8 @@ def check_finite(name: str, value: float, *, low: float = -math.inf, open_low: b
 def check_whole(name: str, value: int, *, low: int, high: int) -> None:
     """Raises `ConfigError` unless `value` is an int from `low` to `high`."""
     if not is_whole(value) or not low <= value <= high:
-        raise ConfigError(f"{name} must be an integer of at least {low} and at most {high}, got {shown(value)}")
+        kind = ConfigError if is_whole(value) else ConfigTypeError
+        raise kind(f"{name} must be an integer of at least {low} and at most {high}, got {shown(value)}")
 
 
 def _as_floats(config: object, *names: str) -> None:
@@ -77,6 +101,7 @@ class Normal:
     std: float = 1.0
 
     def __post_init__(self) -> None:
+        keep_plain(self)
         check_finite("mean", self.mean)
         check_finite("std", self.std, low=0.0)
         _as_floats(self, "mean", "std")
@@ -90,6 +115,7 @@ class Uniform:
     high: float
 
     def __post_init__(self) -> None:
+        keep_plain(self)
         check_finite("low", self.low)
         check_finite("high", self.high)
         if self.high < self.low:
@@ -125,6 +151,7 @@ class TableConfig:
     feature_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        keep_plain(self)
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"a table's name must be a non-empty string, got {shown(self.name)}")
         check_whole(f"num_embeddings of table {self.name!r}", self.num_embeddings, low=1, high=MAX_ROWS)
@@ -140,7 +167,7 @@ class TableConfig:
         if self.padding_idx is not None:
             rows, padding = self.num_embeddings, shown(self.padding_idx)
             if not is_whole(self.padding_idx):
-                raise ConfigError(f"padding_idx of table {self.name!r} must be an integer, got {padding}")
+                raise ConfigTypeError(f"padding_idx of table {self.name!r} must be an integer, got {padding}")
             if not -rows <= self.padding_idx < rows:
                 raise ConfigError(
                     f"padding_idx {padding} of table {self.name!r} is out of range ({-rows} … {rows - 1})"
@@ -188,6 +215,7 @@ class LFU:
     remember_evicted: bool = True
 
     def __post_init__(self) -> None:
+        keep_plain(self)  # files and checkpoints name the policy by its repr
         half_life = self.half_life_batches
         if not is_number(half_life) or not half_life >= 1:
             raise ConfigError(f"half_life_batches must be a number of at least 1, or math.inf, got {shown(half_life)}")
@@ -196,8 +224,6 @@ class LFU:
                 f"half_life_batches of {shown(half_life)} is not told apart from math.inf; pass math.inf, or at most "
                 f"{2**26}"
             )
-        # plain, as files and checkpoints name the policy by its repr, which is another one for numpy's numbers
-        object.__setattr__(self, "half_life_batches", (int if isinstance(half_life, int) else float)(half_life))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,6 +288,7 @@ class OptimizerConfig(abc.ABC):
         return self.state
 
     def __post_init__(self) -> None:
+        keep_plain(self)
         check_finite("lr", self.lr, low=0.0)
 
     @property
@@ -340,6 +367,17 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def parse_capacity(text: str) -> Capacity:
+    """What a capacity in words means, here and on the command lines: rows (`"5000"`) as an int, a share of the rows
+    (`"5%"`, `"0.05"`) as a float, or else bytes (`"512MiB"`), as they are. Its value is not checked."""
+    try:
+        if text.endswith("%"):
+            return float(text[:-1]) / 100
+        return int(text) if re.fullmatch(r"[+-]?[\d_]{1,4000}", text) else float(text)
+    except ValueError:
+        return text
+
+
 def slots_for(capacity: Capacity, *, rows: int, slot_bytes: int) -> int:
     """Slots that `capacity` buys for a key space of `rows` rows.
 
@@ -359,7 +397,7 @@ def slots_for(capacity: Capacity, *, rows: int, slot_bytes: int) -> int:
         slots = capacity
     else:
         raise ConfigError(
-            f"capacity must be rows (an int of at least 1), a share (a float in (0, 1]) or bytes ('512MiB'), "
+            f"capacity must be rows (an int of at least 1), a share (a float in (0, 1], or '5%') or bytes ('512MiB'), "
             f"got {shown(capacity)}"
         )
     slots = max(1, min(slots, rows))

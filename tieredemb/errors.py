@@ -28,12 +28,25 @@ class ConfigError(TieredEmbError, ValueError):
     """A constructor argument or a config value is not allowed."""
 
 
+class ConfigTypeError(ConfigError, TypeError):
+    """A constructor argument is no number, or no integer, where one is needed."""
+
+
 class UnsupportedError(TieredEmbError, NotImplementedError):
     """Something that `torch` offers and tieredemb refuses, or a device without its kernels."""
 
 
-class InvalidInputError(TieredEmbError, ValueError):
-    """A batch is malformed: an offset, a shape, a dtype, a device. Nothing was changed."""
+class InvalidInputError(TieredEmbError, ValueError, RuntimeError):
+    """A batch is malformed: an offset, a shape, a dtype, a device. Nothing was changed. `torch` raises `ValueError` for
+    some of these and `RuntimeError` for others."""
+
+
+class InputTypeError(InvalidInputError, TypeError):
+    """A batch holds something else where a tensor is needed."""
+
+
+class UnsupportedInputError(InvalidInputError, UnsupportedError):
+    """A batch asks for what neither `torch` nor tieredemb has, as `per_sample_weights` with mode "mean"."""
 
 
 class IdOutOfRangeError(InvalidInputError, IndexError):

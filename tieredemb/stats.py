@@ -12,8 +12,9 @@ class CacheStats:
     `lookups`: occurrences of ids, padding excluded · `hits`: those whose row was resident when their batch was planned
     · `unique`: rows used, summed over batches · `rows_filled`, `bytes_filled`: cold → slot · `evictions`: rows that
     left the cache · `rows_written_back`, `bytes_written_back`: slot → cold, of evictions and flushes · `rows_overflow`:
-    rows of batches larger than the cache, served beyond its capacity · `batches`: batches planned · `steps_replayed`:
-    optimizer steps that rows missed and were made to take one by one, summed over rows.
+    rows of batches larger than the cache, served beyond its capacity · `batches`: batches planned, where several plans
+    of one time are one · `steps_replayed`: optimizer steps that rows missed and were made to take one by one, summed
+    over rows.
     """
 
     batches: int = 0

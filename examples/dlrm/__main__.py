@@ -17,7 +17,7 @@ from examples.dlrm.optional import require
 from examples.dlrm.profile import StepProfile
 from examples.dlrm.trainer import Trainer
 from tieredemb import LFU, LRU, File, HostMemory, Pmem, UnifiedMemory
-from tieredemb.config import Capacity, OptimizerConfig
+from tieredemb.config import OptimizerConfig, parse_capacity
 from tieredemb.errors import ConfigError, TieredEmbError
 from tieredemb.kernels import check_device
 from tieredemb.storage.base import Storage
@@ -25,16 +25,6 @@ from tieredemb.storage.base import Storage
 _OPTIMIZERS = {name.lower(): kind for name, kind in OptimizerConfig.known().items()}
 _TIERS = ("unified", "host", "file", "pmem")
 _GENERATED_ROWS = 200_000  # under a minute of training on two cores
-
-
-def _capacity(text: str) -> Capacity:
-    """Rows ("5000"), a share ("0.01", "1%") or bytes ("512MiB")."""
-    try:
-        if text.endswith("%"):
-            return float(text[:-1]) / 100
-        return int(text) if text.isdecimal() else float(text)
-    except ValueError:
-        return text
 
 
 def _widths(text: str) -> tuple[int, ...]:
@@ -93,7 +83,7 @@ def _add_model(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_tables(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--capacity", type=_capacity, default="0.01", help="cache: rows, share or bytes (512MiB)")
+    group.add_argument("--capacity", type=parse_capacity, default="0.01", help="cache: rows, share or bytes (512MiB)")
     group.add_argument("--tier", choices=("auto", *_TIERS), default="auto",
                        help="where all rows live; auto: unified on a GPU, host on the CPU")  # fmt: skip
     group.add_argument("--tier-path", type=Path, help="file of the file tier, directory of the pmem tier")

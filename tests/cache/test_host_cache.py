@@ -66,6 +66,7 @@ def check_consistent(cache):
 
 
 BATCHES = st.lists(st.lists(st.integers(-1, ROWS - 1), max_size=30), min_size=1, max_size=15)
+AGES = st.lists(st.booleans(), min_size=15, max_size=15)
 
 
 @given(BATCHES, st.integers(1, ROWS), st.data())
@@ -93,25 +94,26 @@ def test_rows_survive_any_capacity_and_any_tickets_in_flight(batches, slots, dat
     assert whole_table(cache)[0] == expected.tolist()
 
 
-@given(BATCHES, st.integers(1, 20), st.integers(0, 2), st.sampled_from([0, 1, 7, 300, math.inf]), st.booleans())
+@given(BATCHES, AGES, st.integers(1, 20), st.integers(0, 2), st.sampled_from([0, 1, 7, 300, math.inf]), st.booleans())
 @settings(max_examples=200)
-def test_residents_and_hits_are_those_of_the_oracle(batches, slots, window, half_life, remember):
+def test_residents_and_hits_are_those_of_the_oracle(batches, ages, slots, window, half_life, remember):
     policy = LRU() if half_life == 0 else LFU(half_life_batches=half_life, remember_evicted=remember)
     cache = make_cache(slots, policy=policy, lock_window=window)
     fixed_point = 8 / scoring(policy).unit if half_life in (1, 7, 300) else 0.0  # each use rounds to half a unit
     oracle = OracleCache(
         slots, half_life, remember=remember or half_life == 0, lock_window=window, precision=fixed_point
     )
-    for batch in batches:
+    for batch, is_later in zip(batches, ages, strict=False):
         keys = [key for key in batch if key >= 0]
         before = cache.stats()
-        cache.plan(keys_of(batch)).release()
+        cache.plan(keys_of(batch), ages=is_later).release()
         counted = cache.stats() - before
         resident = {int(key) for key in cache.hot.key[:slots] if key >= 0}
-        hits = oracle.plan(keys)
+        hits = oracle.plan(keys, ages=is_later)
         if oracle.ambiguous and resident != oracle.resident:
             return  # of rows of equal score either may go
         assert (counted.hits, counted.lookups) == (hits, len(keys))
+        assert cache.stats().batches == oracle.time
         assert resident == oracle.resident
 
 

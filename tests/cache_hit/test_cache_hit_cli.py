@@ -15,7 +15,7 @@ import pytest
 
 from tieredemb.__main__ import main
 from tieredemb.cache_hit import cli
-from tieredemb.cache_hit.options import parse_capacity, parse_policy, words
+from tieredemb.cache_hit.options import capacity_rows, parse_policy, words
 from tieredemb.config import LFU, LRU, Policy
 from tieredemb.errors import ConfigError
 
@@ -223,13 +223,13 @@ def test_policy_words_without_meaning_are_refused(word: str) -> None:
     [("1", 1), ("2583", 2583), ("2_583", 2583), ("10000", 10_000), ("0.01", 100), ("1%", 100), ("1.0", 10_000)],
 )
 def test_capacity_words(word: str, rows: int) -> None:
-    assert parse_capacity(word, 10_000) == rows
+    assert capacity_rows(word, 10_000) == rows
 
 
 @pytest.mark.parametrize("word", ["", "0", "-5", "10001", "0.0", "-1%", "101%", "1.5", "nan", "5MiB", "%"])
 def test_capacity_words_without_meaning_are_refused(word: str) -> None:
     with pytest.raises(ConfigError, match=rf"capacity {word!r} is not"):
-        parse_capacity(word, 10_000)
+        capacity_rows(word, 10_000)
 
 
 def test_words_are_split_at_commas_and_taken_once() -> None:

@@ -310,9 +310,9 @@ def test_plan_is_launched_as_it_fits(launched, overflow):
     plan = DevicePlan(rows, scoring(LFU()), CPU)
     plan.records.reserve(40)
     keys, homes, missed = torch.arange(30), torch.full((30,), -1, dtype=torch.int32), Missed(30, CPU)
-    for scored in (True, False):
-        plan.count(homes, scored=scored)
-        plan.begin(missed, lag=1, scored=scored, overflow=overflow)
+    for scored, ages in ((True, True), (True, False), (False, True)):
+        plan.count(homes, scored=scored, ages=ages)
+        plan.begin(missed, lag=1, scored=scored, ages=ages, overflow=overflow)
         plan.find(keys, homes, missed, scored=scored, overflow=overflow)
     plan.place(homes, missed, overflow)
     plan.choose(missed)

@@ -107,7 +107,7 @@ def choose_victims(score, last, needed, *, batch, oldest, unit=1024.0, now=None)
     slots = len(score)
     selection, victims, counts = zeros(read("cache/policy.cu").layout("Selection").size // 4), zeros(slots), zeros(28)
     counts[0], counts[2] = needed, slots  # missed, used
-    clock = torch.tensor([batch, batch if now is None else now, (oldest << 32) | batch], device=GPU)
+    clock = torch.tensor([batch, batch, batch if now is None else now, (oldest << 32) | batch], device=GPU)
     select = Kernel("cache/policy.cu", "victims_select", options(), cooperative=True)
     select(16, 1024, selection, counts, clock, score, last, slots, unit, 1, victims)
     assert counts[1].item() == needed

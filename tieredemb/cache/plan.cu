@@ -1,6 +1,6 @@
 // Planning a batch on the device: find and lock what is resident, claim what is missed, pair it with slots.
 //
-// Nothing here waits for the host: counts live in `Counts`, the batch number in `Clock`. With -DSLOTLESS a batch may
+// Nothing here waits for the host: counts live in `Counts`, number and time in `Clock`. With -DSLOTLESS a batch may
 // exceed the cache: rows left over are used where they lie, under a record that lives as long as a ticket uses it. No
 // home changes while a ticket is in flight, so a row under a record gets a slot only in a plan after its last ticket.
 #include "common.cuh"
@@ -42,22 +42,31 @@ struct Slots {
     int capacity;
 };
 
-// Starts a plan: the next batch number, zero counts, empty claims and `selection` (16-byte units each). Slots of the
-// `lag` batches before it are locked.
+// Gives a plan the next number, and its time: the next one where it `ages` scores, as the first plan does, else the one
+// that stands.
+__device__ __forceinline__ void clock_advance(Clock *clock, Counts *counts, int scored, int ages) {
+    const bool is_later = ages || clock->time == 0;
+    clock->batch += 1;
+    clock->time += is_later;
+    counts->totals.batches += scored && is_later;
+}
+
+// Starts a plan: its number and time, zero counts, empty claims and `selection` (16-byte units each). Slots of the `lag`
+// batches before it are locked.
 extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units_per_batch, int lag, int scored,
-                                      int4 *claims, i64 n_claims, int4 *selection, i64 n_selection, Records records) {
+                                      int ages, int4 *claims, i64 n_claims, int4 *selection, i64 n_selection,
+                                      Records records) {
     wait_for_prior_kernel();
     for (i64 at = thread_index(); at < n_claims; at += thread_count()) claims[at] = make_int4(0, 0, 0, 0);
     for (i64 at = thread_index(); at < n_selection; at += thread_count()) selection[at] = make_int4(0, 0, 0, 0);
     if (thread_index() != 0) return;
-    clock->batch += 1;
-    double now = (double)MIN_SCORE + floor((double)clock->batch * units_per_batch);
+    clock_advance(clock, counts, scored, ages);
+    double now = (double)MIN_SCORE + floor((double)clock->time * units_per_batch);
     clock->now = now < (double)MAX_SCORE ? (i64)now : (i64)MAX_SCORE;
     clock->stamp = (int)(u32)(u64)clock->batch;
     clock->oldest = clock->stamp - lag;
     counts->missed = counts->slotless = counts->needed = counts->room = counts->untouched = 0;
     counts->arrivals = 0;
-    counts->totals.batches += scored;
     RecordsEnd *end = end_of(records);
     end->index = end->index ? STALE : 0;
 }
@@ -328,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
 }
 
 // Where every row is resident a plan only counts: lookups are homes, and all of them hit.
-extern "C" __global__ void homes_count(const int *homes, i64 n, Clock *clock, Counts *counts, int scored) {
+extern "C" __global__ void homes_count(const int *homes, i64 n, Clock *clock, Counts *counts, int scored, int ages) {
     wait_for_prior_kernel();
     __shared__ int block_lookups;
     if (threadIdx.x == 0) block_lookups = 0;
@@ -341,8 +350,5 @@ extern "C" __global__ void homes_count(const int *homes, i64 n, Clock *clock, Co
         atomicAdd(&counts->totals.lookups, (u64)block_lookups);
         atomicAdd(&counts->totals.hits, (u64)block_lookups);
     }
-    if (thread_index() == 0) {
-        clock->batch += 1;
-        counts->totals.batches += scored;
-    }
+    if (thread_index() == 0) clock_advance(clock, counts, scored, ages);
 }

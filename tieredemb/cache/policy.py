@@ -4,7 +4,8 @@ LRFU (Lee et al., "LRFU: a spectrum of policies", IEEE ToC 2001) weighs a use t 
 `s = log2(sum of 2^(t_i / h))` over the uses at batches t_i, scores of all rows compare at any time without a sweep,
 and a use at batch t costs `s ← max(s, t/h) + log2(1 + 2^-|s - t/h|)`. Scores are unsigned 32-bit fixed point with two
 to four units a batch, so a frequent row still gains by each use; the range lasts 10^9 batches. A score of zero means
-never used, so the clock starts at one unit.
+never used, so the clock starts at one unit. Batches are counted as the time of plans, several of which may be of one
+(`cache.base.Cache`).
 
 The policy knows scores and locks; it moves no rows.
 """
@@ -31,9 +32,9 @@ class Scoring:
     ties_by_age: bool
     name: str
 
-    def now(self, batch: int) -> int:
-        """The clock of `batch` (1, 2, …) as a score."""
-        return min(MAX_SCORE, MIN_SCORE + int(batch * self.units_per_batch))
+    def now(self, time: int) -> int:
+        """A time (1, 2, …: the batches that have aged scores) as a score."""
+        return min(MAX_SCORE, MIN_SCORE + int(time * self.units_per_batch))
 
 
 def scoring(policy: config.Policy) -> Scoring:

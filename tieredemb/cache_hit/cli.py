@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tieredemb import plots
 from tieredemb.cache_hit.generate import ZipfTrace, generate
-from tieredemb.cache_hit.options import POLICY_HELP, parse_capacity, parse_policy, words
+from tieredemb.cache_hit.options import POLICY_HELP, capacity_rows, parse_policy, words
 from tieredemb.cache_hit.report import heading, hit_rate_table, require_tabulate, target_table, write_csv
 from tieredemb.cache_hit.run import Advance, Contender, HitRate, Workload, capacity_for, contenders, sweep
 from tieredemb.cache_hit.traces import FORMATS, Trace, read_trace
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.target is not None and not 0 < arguments.target <= 1:
         raise ConfigError(f"target is a hit rate and must lie in (0, 1], got {arguments.target!r}")
     trace = _trace(arguments)
-    capacities = sorted({parse_capacity(word, trace.rows) for word in words(arguments.capacity)})
+    capacities = sorted({capacity_rows(word, trace.rows) for word in words(arguments.capacity)})
     workloads = [
         Workload(trace=trace, batch_size=size, warm_up=arguments.warm_up, lock_window=arguments.lock_window)
         for size in batch_sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from tieredemb.config import LFU, LRU, Policy, slots_for
+from tieredemb.config import LFU, LRU, Policy, is_whole, parse_capacity, slots_for
 from tieredemb.errors import ConfigError
 
 POLICY_HELP = (
@@ -43,21 +43,17 @@ def parse_policy(text: str) -> Policy:
         ) from error
 
 
-def parse_capacity(text: str, rows: int) -> int:
+def capacity_rows(text: str, rows: int) -> int:
     """Rows that a word means on a table of `rows` rows: a count (`2583`), or a share (`0.01`, `1%`; rounded
     up, as everywhere in the library). Raises `ConfigError` for anything else and for more than `rows`."""
-    try:
-        if text.endswith("%"):
-            return slots_for(float(text[:-1]) / 100, rows=rows, slot_bytes=1)
-        if re.fullmatch(r"[+-]?[\d_]+", text):
-            capacity = int(text)
-            if not 1 <= capacity <= rows:
-                raise ConfigError(f"it must lie in 1 … {rows} rows")
-            return slots_for(capacity, rows=rows, slot_bytes=1)
-        return slots_for(float(text), rows=rows, slot_bytes=1)
-    except ConfigError as error:
-        raise ConfigError(f"capacity {text!r} is not possible: {error}") from error
-    except ValueError:
+    capacity = parse_capacity(text)
+    if isinstance(capacity, str):
         raise ConfigError(
             f"capacity {text!r} is not understood; write rows ('2583') or a share of the rows ('0.01', '1%')"
-        ) from None
+        )
+    try:
+        if is_whole(capacity) and not 1 <= capacity <= rows:
+            raise ConfigError(f"it must lie in 1 … {rows} rows")
+        return slots_for(capacity, rows=rows, slot_bytes=1)
+    except ConfigError as error:
+        raise ConfigError(f"capacity {text!r} is not possible: {error}") from error

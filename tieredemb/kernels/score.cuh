@@ -3,7 +3,8 @@
 
 struct Clock {
     i64 batch;   // number of the batch being planned
-    i64 now;     // its clock as a score
+    i64 time;    // its time: the batches that have aged scores
+    i64 now;     // that as a score
     int stamp;   // its number as `last_batch` holds it
     int oldest;  // slots used at or after this batch are locked
 };

@@ -112,7 +112,7 @@ def feature_name(feature: Feature, table: TableConfig) -> str:
 
 def id_out_of_range(feature: str, rows: int, value: int, position: int) -> str:
     """What is wrong with an id. `feature`: as messages name it."""
-    return (
-        f"id {value} at position {position} is out of range for {feature} (0 … {rows - 1}); "
-        f"check the feature's hashing or raise num_embeddings"
-    )
+    advice = "check the feature's hashing or raise num_embeddings"
+    if value < 0:
+        advice = "give what is missing an id of its own, and name that padding_idx"
+    return f"id {value} at position {position} is out of range for {feature} (0 … {rows - 1}); {advice}"

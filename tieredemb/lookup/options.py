@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tieredemb.config import FLOAT32_MAX, check_finite, is_number
+from tieredemb.config import FLOAT32_MAX, check_finite, is_number, keep_plain
 from tieredemb.errors import ConfigError, shown
 
 
@@ -21,6 +21,7 @@ class LookupOptions:
     padding_is_dropped: bool = True
 
     def __post_init__(self) -> None:
+        keep_plain(self)
         if self.max_norm is not None:
             check_finite("max_norm, where it is not None,", self.max_norm, low=0.0)
         if not (is_number(self.norm_type) and (self.norm_type == math.inf or 0 < self.norm_type <= FLOAT32_MAX)):

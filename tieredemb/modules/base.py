@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -289,11 +290,24 @@ class TieredModule(nn.Module, abc.ABC):
             self._hook = self._make_hook()
         return self
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> TieredModule:
+        """As `nn.Module.apply`; warns where `fn` names `Embedding`, as code does that looks for `nn.Embedding` to begin
+        its weights: it finds none."""
+        names = getattr(getattr(fn, "__code__", None), "co_names", ())
+        if "Embedding" in names or "EmbeddingBag" in names:
+            warnings.warn(
+                f"apply({getattr(fn, '__name__', 'fn')}) looks for embeddings, and tiered tables are none: their rows "
+                f"stay as they are; call it before the model is converted, or set rows by load_state_dict()",
+                stacklevel=3,
+            )
+        super().apply(fn)
+        return self
+
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
-                "a tiered table has no weight tensor: its rows live in several places; use state_dict() for a copy of "
-                "the whole table, load_state_dict() to set it, or call the module to look rows up"
+                "tables of a collection have no weight tensor: their rows live in several places; use state_dict() for "
+                "copies of the tables, load_state_dict() to set them, or tieredemb.scores(collection, x, table=name)"
             )
         return super().__getattr__(name)
 

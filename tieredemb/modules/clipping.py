@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from tieredemb.config import is_number
+from tieredemb.config import is_number, plain
 from tieredemb.errors import ConfigError, InvalidInputError, shown
 from tieredemb.modules.base import TieredModule
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
@@ -39,6 +39,7 @@ def clip_grad_norm_(
     """
     if isinstance(norm_type, str):  # torch takes "inf"
         norm_type = float(norm_type)
+    norm_type = plain(norm_type)
     if not is_number(norm_type) or not norm_type > 0:
         raise InvalidInputError(f"norm_type must be a number above 0, or math.inf, got {shown(norm_type)}")
     norm_type = float(norm_type)

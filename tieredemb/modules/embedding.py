@@ -8,8 +8,8 @@ import torch
 
 from tieredemb.config import Capacity, CheckIds, Init, Normal, Placement, Policy, TableConfig
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.modules.base import TieredModule
 from tieredemb.modules.inputs import as_ids, equal_bags
+from tieredemb.modules.one_table import OneTable
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
@@ -19,7 +19,7 @@ from tieredemb.tables.config import table_set_config
 from tieredemb.tables.torch_kinds import Optimizer
 
 
-class TieredEmbedding(TieredModule):
+class TieredEmbedding(OneTable):
     """Drop-in for `torch.nn.Embedding` whose table lives in cold storage behind a hot cache.
 
     The arguments up to `dtype` are those of `torch.nn.Embedding`; the keywords are those of `TieredEmbeddingBag`. The
@@ -61,7 +61,7 @@ class TieredEmbedding(TieredModule):
             init=Normal() if init is None else init,
             placement=placement,
         )
-        check_rows(_weight, num_embeddings, embedding_dim)
+        check_rows(_weight, table)
         dtype = dtype or (None if _weight is None else _weight.dtype)
         config = table_set_config(
             (table,), capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
@@ -74,11 +74,11 @@ class TieredEmbedding(TieredModule):
             padding_is_dropped=False,
         )
         super().__init__(Engine(config, optimizer), options)
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
+        self.num_embeddings = table.num_embeddings
+        self.embedding_dim = table.embedding_dim
         self.padding_idx = table.padding_idx
-        self.max_norm = max_norm
-        self.norm_type = norm_type
+        self.max_norm = options.max_norm
+        self.norm_type = options.norm_type
         self.scale_grad_by_freq = scale_grad_by_freq
         self.sparse = sparse
         if _weight is not None:
@@ -94,9 +94,6 @@ class TieredEmbedding(TieredModule):
         the constructor. To train it pass `freeze=False` and an `optimizer`."""
         names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
         return cls(_freeze=freeze, **pretrained_arguments(embeddings, freeze, names, args, kwargs))
-
-    def _weight_key(self, table: int) -> str:
-        return "weight"
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:

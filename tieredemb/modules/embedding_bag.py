@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, Placement, Policy, TableConfig
-from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedInputError
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.modules.base import TieredModule
-from tieredemb.modules.inputs import as_ids, as_offsets, check_weights, equal_bags
+from tieredemb.modules.inputs import as_ids, as_offsets, check_weights, equal_bags, widened
+from tieredemb.modules.one_table import OneTable
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
@@ -20,13 +20,14 @@ from tieredemb.tables.config import table_set_config
 from tieredemb.tables.torch_kinds import Optimizer
 
 
-class TieredEmbeddingBag(TieredModule):
+class TieredEmbeddingBag(OneTable):
     """Drop-in for `torch.nn.EmbeddingBag` whose table lives in cold storage behind a hot cache.
 
     The arguments up to `dtype` are those of `torch.nn.EmbeddingBag`. `sparse` is accepted and changes nothing: the
     gradient is never a tensor, backward applies it. The others, by keyword:
 
-    - `capacity`: rows of the hot cache (int), their share of the table (float in (0, 1]) or its bytes (`"512MiB"`).
+    - `capacity`: rows of the hot cache (int), their share of the table (float in (0, 1], or `"5%"`) or its bytes
+      (`"512MiB"`).
     - `policy`: `LFU(half_life_batches=300)` or `LRU()`.
     - `storage`: `HostMemory()` (the default on the CPU), `UnifiedMemory()` (the default on a GPU), `File(path)` or
       `Pmem(directory)`.
@@ -85,7 +86,7 @@ class TieredEmbeddingBag(TieredModule):
         )
         if scale_grad_by_freq and mode == "max":
             raise ConfigError("scale_grad_by_freq is not supported with mode='max'; use 'sum' or 'mean'")
-        check_rows(_weight, num_embeddings, embedding_dim)
+        check_rows(_weight, table)
         dtype = dtype or (None if _weight is None else _weight.dtype)
         config = table_set_config(
             (table,), capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
@@ -93,10 +94,10 @@ class TieredEmbeddingBag(TieredModule):
         )  # fmt: skip
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
         super().__init__(Engine(config, optimizer), options)
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
-        self.max_norm = max_norm
-        self.norm_type = norm_type
+        self.num_embeddings = table.num_embeddings
+        self.embedding_dim = table.embedding_dim
+        self.max_norm = options.max_norm
+        self.norm_type = options.norm_type
         self.scale_grad_by_freq = scale_grad_by_freq
         self.mode = mode
         self.sparse = sparse
@@ -125,9 +126,6 @@ class TieredEmbeddingBag(TieredModule):
         module.requires_grad_(not freeze)
         return module
 
-    def _weight_key(self, table: int) -> str:
-        return "weight"
-
     @untraced
     def forward(
         self,
@@ -138,8 +136,9 @@ class TieredEmbeddingBag(TieredModule):
         """Pools bags of rows: (B, D).
 
         `input`: ids, int32 or int64, (N,) with `offsets` (B,) (or (B + 1,) with `include_last_offset`), or (B, L) for
-        bags of equal length · `per_sample_weights`: floats of the ids' shape, for mode "sum". Raises
-        `InvalidInputError` or `IdOutOfRangeError` and changes nothing.
+        bags of equal length. As in torch one of ids and offsets may be uint8, int8 or int16 beside the other ·
+        `per_sample_weights`: of the ids' shape and the rows' dtype, for mode "sum". Raises `InvalidInputError` or
+        `IdOutOfRangeError` and changes nothing.
         """
         return self._lookup(self._batch(input, offsets, per_sample_weights))
 
@@ -149,10 +148,12 @@ class TieredEmbeddingBag(TieredModule):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> Batch:
-        ids = as_ids("input", input, self._hook.device)
+        ids = as_ids("input", widened(input, offsets), self._hook.device)
         if per_sample_weights is not None and self.mode != "sum":
-            raise InvalidInputError(f"per_sample_weights needs mode='sum', this module has mode={self.mode!r}")
-        weights = check_weights(per_sample_weights, input)
+            raise UnsupportedInputError(
+                f"per_sample_weights is only supported for mode='sum', this module has mode={self.mode!r}"
+            )
+        weights = check_weights(per_sample_weights, input, self.tables.config.output_dtype)
         if input.dim() == 2:
             if offsets is not None:
                 raise InvalidInputError("offsets must be None for 2-D input, whose rows are the bags")
@@ -163,7 +164,7 @@ class TieredEmbeddingBag(TieredModule):
             raise InvalidInputError(f"input must have one or two dimensions, got shape {tuple(input.shape)}")
         if offsets is None:
             raise InvalidInputError("offsets is missing: 1-D input needs the start of each bag; or pass 2-D input")
-        starts = as_offsets(offsets, self._hook.device)
+        starts = as_offsets(widened(offsets, input), self._hook.device)
         if self.include_last_offset and len(starts) == 0:
             raise InvalidInputError("with include_last_offset offsets has at least one element, got none")
         if len(starts) == 0:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import torch
 
-from tieredemb.errors import InvalidInputError, UnsupportedError
+from tieredemb.errors import InputTypeError, InvalidInputError, UnsupportedError
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
+NARROW_DTYPES = (torch.uint8, torch.int8, torch.int16)
 MAX_IDS = 2**31 - 1  # of one batch: plans and gradients number its occurrences in int32
 
 
 def as_ids(name: str, value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """An int32 or int64 tensor on the tables' `device`, flat. Raises `InvalidInputError`."""
     if not isinstance(value, torch.Tensor):
-        raise InvalidInputError(f"{name} must be a tensor, got {type(value).__name__}")
+        raise InputTypeError(f"{name} must be a tensor, got {type(value).__name__}; use torch.as_tensor({name})")
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedError(
             "a tiered table cannot run inside torch.func transforms (vmap, grad, jvp, …), which have no tensor of the "
@@ -38,23 +39,41 @@ def as_offsets(offsets: torch.Tensor, device: torch.device) -> torch.Tensor:
     return as_ids("offsets", offsets, device)
 
 
+def widened(value: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
+    """Ids or offsets of 8 or 16 bits as the dtype of the `other` of the two, where that is int32 or int64: as torch
+    takes them."""
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return value
+    return value.to(other.dtype) if value.dtype in NARROW_DTYPES and other.dtype in INTEGER_DTYPES else value
+
+
 def equal_bags(bags: int, length: int, device: torch.device) -> torch.Tensor:
     """Edges of `bags` bags of `length` ids each, int64 (bags + 1,)."""
     return torch.arange(bags + 1, dtype=torch.int64, device=device) * length
 
 
-def check_weights(weights: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor | None:
-    """Per-sample weights that fit `ids`, flat. Raises `InvalidInputError`."""
+def check_weights(
+    weights: torch.Tensor | None, ids: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor | None:
+    """Per-sample weights that fit `ids`, flat. `dtype`: the one that they must have, if not any float. Raises
+    `InvalidInputError`."""
     if weights is None:
         return None
-    if not isinstance(weights, torch.Tensor) or not weights.is_floating_point():
-        raise InvalidInputError("per_sample_weights must be a floating-point tensor")
+    if not isinstance(weights, torch.Tensor):
+        raise InputTypeError(f"per_sample_weights must be a floating-point tensor, got {type(weights).__name__}")
+    if dtype is not None and weights.dtype != dtype:
+        raise InvalidInputError(
+            f"per_sample_weights must have the same type as the rows, {dtype}, got {weights.dtype}; use "
+            f"per_sample_weights.to({dtype})"
+        )
+    if not weights.is_floating_point():
+        raise InvalidInputError(f"per_sample_weights must be a floating-point tensor, got {weights.dtype}")
     if weights.device != ids.device:
         raise InvalidInputError(
             f"per_sample_weights are on {weights.device}, the ids are on {ids.device}; move one of them"
         )
     if weights.shape != ids.shape:
         raise InvalidInputError(
-            f"per_sample_weights must have the ids' shape {tuple(ids.shape)}, got {tuple(weights.shape)}"
+            f"per_sample_weights must have the same shape as the input, {tuple(ids.shape)}, got {tuple(weights.shape)}"
         )
     return weights.reshape(-1)

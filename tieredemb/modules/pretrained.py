@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tieredemb.errors import ConfigError
+from tieredemb.config import TableConfig
+from tieredemb.errors import ConfigError, ConfigTypeError
 
 
 def pretrained_arguments(
@@ -15,6 +16,8 @@ def pretrained_arguments(
 ) -> dict[str, Any]:
     """Constructor arguments for the rows `embeddings` (num_embeddings, embedding_dim): `args` are the values of the
     first `names`. Raises `ConfigError`."""
+    if not isinstance(embeddings, torch.Tensor):
+        raise ConfigTypeError(f"embeddings must be a tensor, got {type(embeddings).__name__}; use torch.as_tensor")
     if embeddings.dim() != 2:
         raise ConfigError(f"embeddings must have two dimensions, got shape {tuple(embeddings.shape)}")
     if freeze and keywords.get("optimizer") is not None:
@@ -26,9 +29,8 @@ def pretrained_arguments(
     return given | dict(zip(names, args, strict=False)) | dict(keywords)
 
 
-def check_rows(weight: torch.Tensor | None, num_embeddings: int, embedding_dim: int) -> None:
-    """Raises `ConfigError` unless `weight`, where given, has the shape that the arguments say."""
-    if weight is not None and tuple(weight.shape) != (num_embeddings, embedding_dim):
-        raise ConfigError(
-            f"_weight has shape {tuple(weight.shape)}, the arguments say {(num_embeddings, embedding_dim)}"
-        )
+def check_rows(weight: torch.Tensor | None, table: TableConfig) -> None:
+    """Raises `ConfigError` unless `weight`, where given, has the table's shape."""
+    shape = (table.num_embeddings, table.embedding_dim)
+    if weight is not None and tuple(weight.shape) != shape:
+        raise ConfigError(f"_weight has shape {tuple(weight.shape)}, the arguments say {shape}")

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tieredemb.config import is_whole
+from tieredemb.config import is_whole, plain
 from tieredemb.errors import InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.captures import CAPTURING
 from tieredemb.kernels.streams import on_device
@@ -29,6 +29,7 @@ class GraphStep(Generic[R]):
     def __init__(self, step: Callable[[Any], R], example_batch: Any = None, *, max_ids: int | None = None) -> None:
         if not callable(step):
             raise InvalidInputError(f"step must be a function of a batch, got {step!r}")
+        max_ids = plain(max_ids)
         if max_ids is not None and not (is_whole(max_ids) and 0 <= max_ids <= MAX_IDS):
             raise InvalidInputError(f"max_ids must be a number of ids, 0 … {MAX_IDS}, got {shown(max_ids)}")
         self._function = step

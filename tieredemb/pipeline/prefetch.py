@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from tieredemb.config import is_whole
+from tieredemb.config import is_whole, plain
 from tieredemb.errors import ConfigError, shown
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import LISTENERS, Forward
@@ -33,6 +33,7 @@ class Prefetch(Generic[B]):
     def __init__(
         self, loader: Iterable[B], model: nn.Module, depth: int = 1, *, ids_of: Callable[[B], Any] | None = None
     ) -> None:
+        depth = plain(depth)
         if not is_whole(depth) or depth < 0:
             raise ConfigError(f"depth must be a number of batches, 0 or more, got {shown(depth)}")
         if not isinstance(model, nn.Module):

@@ -122,14 +122,16 @@ class Call(abc.ABC):
         *,
         trains: bool,
         scored: bool,
+        ages: bool = True,
         ahead: bool = False,
         may_exceed_bags: bool = False,
         memory: Any = None,
     ) -> None:
         """Checks the values of the batch, and plans it. `trains`: whether a backward is expected to update its rows ·
-        `scored`: whether it counts as a use of rows · `ahead`: whether the forward has yet to come · `may_exceed_bags`:
-        whether ids beyond the last bag are left of longer batches, and no fault · `memory`: on a GPU, where to plan.
-        Raises `InvalidInputError` and `IdOutOfRangeError` before anything changes."""
+        `scored`: whether it counts as a use of rows · `ages`: whether it is of a later time than the plan before it
+        (`Cache`) · `ahead`: whether the forward has yet to come · `may_exceed_bags`: whether ids beyond the last bag
+        are left of longer batches, and no fault · `memory`: on a GPU, where to plan. Raises `InvalidInputError` and
+        `IdOutOfRangeError` before anything changes."""
 
     def complete(self) -> bool:
         """Brings the plan to its end, where that was put off; returns whether it has come there, or it is given up."""

@@ -42,6 +42,7 @@ class DeviceCall(Call):
         *,
         trains: bool,
         scored: bool,
+        ages: bool = True,
         ahead: bool = False,
         may_exceed_bags: bool = False,
         memory: CallMemory | None = None,
@@ -78,7 +79,7 @@ class DeviceCall(Call):
             parts = zip(groups, self.memory.bags, self.memory.segments, self.memory.trained, strict=True)
             for group, bags, segments, trained in parts:
                 part = DeviceGroupCall(group, bags, self.context.options, segments, trained, self.memory.own_bag)
-                part.plan(ids, scored=scored, given=given, ahead=ahead)
+                part.plan(ids, scored=scored, ages=ages, given=given, ahead=ahead)
                 self.parts.append(part)
         except BaseException:
             self.release()

@@ -62,7 +62,7 @@ class DeviceGroupCall:
         self._found: Segments | None = None  # as the forward needed them
         self._is_caught_up = False  # the rows of a dense optimizer are at the steps that were taken
 
-    def plan(self, ids: torch.Tensor, *, scored: bool, given: torch.cuda.Event | None, ahead: bool) -> None:
+    def plan(self, ids: torch.Tensor, *, scored: bool, ages: bool, given: torch.cuda.Event | None, ahead: bool) -> None:
         """Plans the bags, which were found in `ids`. `given`: comes once they are there, if that is to be waited for ·
         `ahead`: whether the plan may wait for `complete`."""
         group, bags, segments = self.group, self.bags, self._segments
@@ -72,7 +72,9 @@ class DeviceGroupCall:
             beside = functools.partial(group.lookup.find_segments, segments, bags.homes, self.bag, self.samples)
         elif trained is not None:
             beside = functools.partial(_leave_out, group.device_space, ids, bags, trained)
-        self.ticket = group.cache.plan(bags.keys, bags.homes, score=scored, given=given, beside=beside, ahead=ahead)
+        self.ticket = group.cache.plan(
+            bags.keys, bags.homes, score=scored, ages=ages, given=given, beside=beside, ahead=ahead
+        )
         self.ticket.kept = (*vars(bags).values(), *(() if segments is None else vars(segments).values()), trained)
         self._ids = None if trained is None else ids  # which may yet be read aside
 

@@ -152,6 +152,7 @@ class Engine:
         *,
         trains: bool,
         recomputed: bool = False,
+        ages: bool = True,
         ahead: bool = False,
         memory: CallMemory | None = None,
     ) -> Call:
@@ -166,7 +167,15 @@ class Engine:
 
             call = HostCall(context, batch.size)
         may_exceed = bool(self.ids_may_exceed_bags) and threading.get_ident() in self.ids_may_exceed_bags
-        call.plan(batch, trains=trains, scored=not recomputed, ahead=ahead, may_exceed_bags=may_exceed, memory=memory)
+        call.plan(
+            batch,
+            trains=trains,
+            scored=not recomputed,
+            ages=ages,
+            ahead=ahead,
+            may_exceed_bags=may_exceed,
+            memory=memory,
+        )
         return call
 
     def plan_ahead(
@@ -177,10 +186,11 @@ class Engine:
         context: CallContext,
         *,
         trains: bool,
+        ages: bool = True,
         memory: CallMemory | None = None,
     ) -> Planned:
         """Plans the forward of `given` before it comes, by `executor`; `make_batch` checks it and makes its batch. See
-        `TieredModule.plan_ahead`."""
+        `Call.plan` and `TieredModule.plan_ahead`."""
         caches = [group.cache for group in self.tables.groups]
         if executor.apart:
             for cache in caches:
@@ -191,7 +201,7 @@ class Engine:
             with contextlib.ExitStack() as ahead:
                 for cache, hold in zip(caches, holds, strict=True):
                     ahead.enter_context(cache.ahead(given, hold))
-                return self._call(make_batch(*given), context, trains=trains, ahead=True, memory=memory)
+                return self._call(make_batch(*given), context, trains=trains, ages=ages, ahead=True, memory=memory)
 
         # before the executor's stream is used: a capture on another thread may have forked into it
         with contextlib.nullcontext() if executor.apart else self.tables.planning():

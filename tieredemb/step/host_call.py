@@ -181,6 +181,7 @@ class HostCall(Call):
         *,
         trains: bool,
         scored: bool,
+        ages: bool = True,
         ahead: bool = False,
         may_exceed_bags: bool = False,
         memory: Any = None,
@@ -194,7 +195,7 @@ class HostCall(Call):
         try:
             for group, its_bags in zip(groups, bags, strict=True):
                 assert isinstance(group, HostGroup)
-                ticket = group.cache.plan(its_bags.keys, score=scored)
+                ticket = group.cache.plan(its_bags.keys, score=scored, ages=ages)
                 self.parts.append(HostGroupCall(group, its_bags, options, ticket))
         except BaseException:
             self.release()

@@ -78,9 +78,9 @@ class Storage(abc.ABC):
 
 @dataclass
 class Metadata:
-    """What a key space has to remember beside its rows: `batch`, the number of the last planned batch (scores are
-    relative to it); `steps`, the optimizer's step count for each table; `policy`, the unit of the scores; `history`,
-    the checksum of the history that lies beside a row file, 0 where there is none."""
+    """What a key space has to remember beside its rows: `batch`, the time that scores are relative to, which is the
+    number of batches that have aged them; `steps`, the optimizer's step count for each table; `policy`, the unit of the
+    scores; `history`, the checksum of the history that lies beside a row file, 0 where there is none."""
 
     batch: int = 0
     steps: list[int] = field(default_factory=list)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tieredemb.config import MAX_BYTES, is_whole, parse_bytes
+from tieredemb.config import MAX_BYTES, is_whole, parse_bytes, plain
 from tieredemb.errors import ConfigError, MissingDependencyError, StorageError, StorageFullError, shown
 from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout, Storage
 
@@ -42,7 +42,7 @@ class Pmem(Storage):
         directory = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
         if not isinstance(directory, str) or not directory or "\0" in directory:
             raise ConfigError(f"directory of Pmem must be a non-empty path, got {given!r}")
-        limit = parse_bytes(self.max_bytes) if isinstance(self.max_bytes, str) else self.max_bytes
+        limit = parse_bytes(self.max_bytes) if isinstance(self.max_bytes, str) else plain(self.max_bytes)
         # memkind would take what exceeds 64 bits for its low 64 bits
         if not is_whole(limit) or (limit != 0 and not MIN_BYTES <= limit <= MAX_BYTES):
             raise ConfigError(

@@ -20,6 +20,8 @@ from tieredemb.config import (
     Policy,
     TableConfig,
     is_whole,
+    keep_plain,
+    parse_capacity,
 )
 from tieredemb.errors import ConfigError, shown
 from tieredemb.kernels import check_device
@@ -54,6 +56,9 @@ class TableSetConfig:
 
     def __post_init__(self) -> None:
         check_device(self.device)
+        keep_plain(self)
+        if isinstance(self.capacity, str):
+            object.__setattr__(self, "capacity", parse_capacity(self.capacity))
         if self.check_ids not in CHECKS:
             raise ConfigError(f"check_ids must be one of {', '.join(CHECKS)}, got {shown(self.check_ids)}")
         if not self.tables:

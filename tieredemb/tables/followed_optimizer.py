@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tieredemb.config import OptimizerConfig
+from tieredemb.config import OptimizerConfig, is_whole, plain
 from tieredemb.errors import ConfigError, StorageError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters, named_numbers
 from tieredemb.tables.device_options import DeviceOptions
@@ -132,13 +132,17 @@ class FollowedOptimizer:
         fresh = {table: loaded_state(self._tables, self.config, table, {}) for table in trained}
         if fresh:
             self._tables.set_states(fresh, lambda: None)
-        for handle in self._handles:
-            handle.remove()
         for group in self.optimizer.param_groups:
             kept = [at for at, each in enumerate(group["params"]) if not any(each is mine for mine in self.stand_ins)]
             for name in ("params", "param_names"):
                 if name in group:
                     group[name] = [group[name][at] for at in kept]
+        self.unfollow()
+
+    def unfollow(self) -> None:
+        """Hears of its optimizer no longer, whose params stay as they are."""
+        for handle in self._handles:
+            handle.remove()
         self.optimizer, self._handles, self._places, self._seen = None, [], [], None
 
     def _check_replaced(self, instead_of: Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
@@ -169,9 +173,10 @@ class FollowedOptimizer:
                     "group is no param group of this optimizer; pass one of its param_groups, or an index"
                 )
         elif group is not None:
-            if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < len(groups):
+            index: Any = plain(group)
+            if not is_whole(index) or not 0 <= index < len(groups):
                 raise ConfigError(f"group must be an index from 0 to {len(groups) - 1} or a dict, got {shown(group)}")
-            asked = group
+            asked = index
         params: Sequence[torch.Tensor] = self.stand_ins
         found = [_find(optimizer, each) for each in self.stand_ins]
         if any(found) and old is not None:
@@ -266,6 +271,12 @@ class FollowedOptimizer:
         return self.optimizer is not None
 
     # --- the param group --------------------------------------------------------------------------------------------
+
+    @property
+    def group(self) -> int:
+        """Index of the param group that is followed."""
+        self._group()
+        return self._places[0][0]
 
     def _group(self) -> dict[str, Any]:
         """The param group as it is now; other code replaces it, `load_state_dict` for one."""

@@ -16,19 +16,22 @@ import torch
 
 from tieredemb.cache.changes import HalfWritten, Part
 from tieredemb.cache.locks import Locks
-from tieredemb.config import Capacity, features_of, parse_bytes
-from tieredemb.errors import ConfigError, StorageError, StorageFullError
+from tieredemb.config import features_of
+from tieredemb.errors import ConfigError, DeviceMemoryError, StorageError, StorageFullError
 from tieredemb.kernels.row_format import RowFormat, carrier_view
 from tieredemb.lookup.bags import KeySpace, feature_name
 from tieredemb.lookup.history import History
 from tieredemb.stats import CacheStats
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.group import Group, make_group, move_group, row_layout, slot_bytes
+from tieredemb.tables.shares import Sharer, shares
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 COPY_ROWS = 1 << 18  # rows copied at once by whole-table calls: bounds their memory
+PART_BYTES = 1 << 26  # of the parts in which a table is read: beyond any cache of a CPU, and little beside memory
+_CPU = torch.device("cpu")
 
 
 EARLIER = "; this was in an earlier batch, which has updated no row"
@@ -109,11 +112,12 @@ class TableSet:
         # rows that are not pooled, all of one width, lie below each other
         self.columns = (starts if config.pooled else np.array([0] * len(widths_of) + widths_of[:1])).astype(np.int64)
         widths = sorted({table.embedding_dim for table in config.tables})
+        self._replaced = 0  # how often rows were
         self._finalizer = weakref.finalize(self, self.placed.close)
-        for width in widths:
-            members = [t for t, table in enumerate(config.tables) if table.embedding_dim == width]
-            space = KeySpace(config.tables, members, list(self.columns))
-            capacity = _share(config.capacity, space, config) if len(widths) > 1 else config.capacity
+        members = [[t for t, table in enumerate(config.tables) if table.embedding_dim == width] for width in widths]
+        spaces = [KeySpace(config.tables, each, list(self.columns)) for each in members]
+        sharers = [Sharer(s.rows, slot_bytes(row_layout(config, 1, s.width), config.device)) for s in spaces]
+        for width, space, capacity in zip(widths, spaces, shares(config.capacity, sharers), strict=True):
             try:
                 self.placed.now.add(make_group(config, space, capacity, f"width{width}" if len(widths) > 1 else ""))
             except BaseException:
@@ -154,17 +158,47 @@ class TableSet:
 
     # --- tables as tensors ------------------------------------------------------------------------------------------
 
-    def weight(self, table: int) -> torch.Tensor:
-        """A copy of a table's weights (rows, D). Raises `StorageFullError` where memory cannot hold it."""
+    def weight(self, table: int, device: torch.device = _CPU) -> torch.Tensor:
+        """A copy of a table's weights (rows, D) on a device, as they are at the steps that were taken. Raises
+        `StorageFullError` or `DeviceMemoryError` where memory cannot hold it."""
         config = self.config.tables[table]
-        group, _, first = self.locate(table)
-        row = group.cache.cold.layout.format
-        out = self._empty(table, config.embedding_dim, row.encoding.dtype)
-        for start, stop in _chunks(config.num_embeddings):
-            with carried(out[start:stop], row) as rows:
-                group.export_rows(first + start, first + stop, rows, np.empty((stop - start, 0), np.uint32))
+        out = self._empty(table, config.embedding_dim, self.weight_dtype(table), device)
+        if device.type == "cpu":
+            for start, stop in _chunks(config.num_embeddings):
+                self._read(table, start, out[start:stop])
+        else:
+            for start, rows in self.weight_parts(table):
+                out[start : start + len(rows)] = rows.to(device)
         self.check_faults()
         return out
+
+    def weight_dtype(self, table: int) -> torch.dtype:
+        """Of a table's weights as a tensor."""
+        return self.locate(table)[0].cache.cold.layout.format.encoding.dtype
+
+    def version(self, table: int) -> tuple[int, int]:
+        """Tells whether a table's rows were updated or replaced. Synchronises with a GPU."""
+        group, position, _ = self.locate(table)
+        return self._replaced, group.steps[position]
+
+    def weight_parts(self, table: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """A table's weights in parts, as `weight` copies them: first row, and a CPU tensor (K, D), which is overwritten
+        by the next part."""
+        config = self.config.tables[table]
+        dtype = self.weight_dtype(table)
+        most = max(1, min(config.num_embeddings, PART_BYTES // (config.embedding_dim * dtype.itemsize)))
+        part = torch.empty((most, config.embedding_dim), dtype=dtype, device="cpu")
+        for start in range(0, config.num_embeddings, most):
+            rows = part[: config.num_embeddings - start]
+            self._read(table, start, rows)
+            yield start, rows
+
+    def _read(self, table: int, start: int, out: torch.Tensor) -> None:
+        """Copies the weights of the rows from `start` on to a CPU tensor (K, D)."""
+        group, _, first = self.locate(table)
+        first += start
+        with carried(out, group.cache.cold.layout.format) as rows:
+            group.export_rows(first, first + len(out), rows, np.empty((len(out), 0), np.uint32))
 
     def set_weights(self, weights: Mapping[int, torch.Tensor]) -> None:
         """Overwrites the weights of tables with (rows, D) each, rounded to the rows' dtype. Raises `StorageFullError`
@@ -256,16 +290,18 @@ class TableSet:
             rows = state[start:stop].detach().to(device="cpu", dtype=torch.float32).contiguous()
             group.import_states(first + start, rows.numpy().view(np.uint32), step)
 
-    def _empty(self, table: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, table: int, width: int, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
         rows = self.config.tables[table].num_embeddings
-        needed, available = rows * width * dtype.itemsize, available_memory_bytes()
+        on_gpu = device.type == "cuda"
+        needed, available = rows * width * dtype.itemsize, free_bytes(device) if on_gpu else available_memory_bytes()
         if needed > available:
-            raise StorageFullError(
+            raise (DeviceMemoryError if on_gpu else StorageFullError)(
                 f"table {self.config.tables[table].name!r} as one tensor needs {needed / 2**30:.1f} GiB, "
-                f"{available / 2**30:.1f} GiB of memory are available; use save_checkpoint(directory), which writes "
-                f"tables larger than memory"
+                f"{available / 2**30:.1f} GiB of {'the GPU' if on_gpu else 'memory'} are available; use "
+                f"save_checkpoint(directory) to save it, or tieredemb.scores(module, x) to multiply with it, which "
+                f"take tables larger than memory"
             )
-        return torch.empty((rows, width), dtype=dtype, device="cpu")
+        return torch.empty((rows, width), dtype=dtype, device=device)
 
     # --- whole-set calls --------------------------------------------------------------------------------------------
 
@@ -290,6 +326,7 @@ class TableSet:
             for group in self.groups:
                 entries.append(group.cache.changes.begin(change, up=3))
             try:
+                self._replaced += 1
                 yield change
             except BaseException as error:
                 for group in self.groups:
@@ -429,25 +466,6 @@ def _chunks(rows: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + COPY_ROWS, rows)) for start in range(0, rows, COPY_ROWS))
 
 
-def _share(capacity: Capacity, space: KeySpace, config: TableSetConfig) -> Capacity:
-    """The part of a capacity that one of several widths gets: the same share of its rows as the others, but at least
-    one row."""
-    if isinstance(capacity, str):
-        each = {
-            t.embedding_dim: slot_bytes(row_layout(config, 1, t.embedding_dim), config.device) for t in config.tables
-        }
-        budget, least = parse_bytes(capacity), sum(each.values())
-        if budget < least:
-            raise ConfigError(
-                f"capacity {capacity!r} holds no row of each width; one of each takes {least} bytes in the cache"
-            )
-        total = sum(table.num_embeddings * each[table.embedding_dim] for table in config.tables)
-        return max(1, (budget - least) * space.rows // total)
-    if isinstance(capacity, int) and capacity >= 1:
-        return max(1, capacity * space.rows // sum(table.num_embeddings for table in config.tables))
-    return capacity
-
-
 def encoded(values: torch.Tensor, row: RowFormat) -> Array:
     """CPU values (K, D) as rows, as they are carried."""
     if row.encoding.is_direct:
@@ -472,6 +490,11 @@ def carried(out: torch.Tensor, row: RowFormat) -> Iterator[Array]:
     values = np.empty(out.shape, np.float32)
     rows_decode(rows, values)
     out.copy_(torch.from_numpy(values))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that torch can allocate: free ones, and those that it keeps for later use."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def available_memory_bytes() -> int:

@@ -57,11 +57,21 @@ KINDS: dict[type[torch.optim.Optimizer], Kind] = {
 }
 
 
-Optimizer = OptimizerConfig | torch.optim.Optimizer | type[torch.optim.Optimizer] | None  # what modules take
+@dataclass(frozen=True)
+class ToFollow:
+    """A torch optimizer that tables will follow once they are built: their rows are laid out for `config`."""
+
+    config: OptimizerConfig
+
+
+# what modules take
+Optimizer = OptimizerConfig | torch.optim.Optimizer | type[torch.optim.Optimizer] | ToFollow | None
 
 
 def is_torch_optimizer(optimizer: object) -> bool:
-    """Whether it is a torch optimizer, or the class of one."""
+    """Whether it is a torch optimizer, or stands for one that is to come."""
+    if isinstance(optimizer, ToFollow):
+        return True
     if isinstance(optimizer, type):
         return issubclass(optimizer, torch.optim.Optimizer)
     return isinstance(optimizer, torch.optim.Optimizer)
@@ -72,6 +82,8 @@ def row_config(optimizer: object) -> OptimizerConfig | None:
     one to come, or None. Raises `ConfigError` and `UnsupportedError`."""
     if optimizer is None or isinstance(optimizer, OptimizerConfig):
         return optimizer
+    if isinstance(optimizer, ToFollow):
+        return optimizer.config
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         return default_config(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):

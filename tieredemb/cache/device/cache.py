@@ -102,6 +102,7 @@ class DeviceCache(Cache):
         homes: torch.Tensor,
         *,
         score: bool = True,
+        ages: bool = True,
         given: torch.cuda.Event | None = None,
         beside: Beside | None = None,
         ahead: bool = False,
@@ -111,12 +112,13 @@ class DeviceCache(Cache):
         table's row or `DROPPED`. Does not synchronise, unless the tier is staged.
 
         With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
-        recomputed. `given`: comes once `keys` and `homes` are there, if that is yet to be waited for. `beside`
-        launches, on the stream that is current when it is called, what needs complete `homes` and may run beside the
-        movement of rows. `ahead`: whether other work comes before these rows are used, so that a plan over a staged
-        tier need not wait: its transfer is finished by `complete`, or by the next call that would find it pending. A
-        failing storage raises its error and changes no row; the cache stays usable. A transfer that fails later leaves
-        the ticket `failed`. Raises `InvalidInputError` for more ids than a plan can number.
+        recomputed. With `ages=False` it is of the time of the plan before it; see `Cache`. `given`: comes once `keys`
+        and `homes` are there, if that is yet to be waited for. `beside` launches, on the stream that is current when it
+        is called, what needs complete `homes` and may run beside the movement of rows. `ahead`: whether other work
+        comes before these rows are used, so that a plan over a staged tier need not wait: its transfer is finished by
+        `complete`, or by the next call that would find it pending. A failing storage raises its error and changes no
+        row; the cache stays usable. A transfer that fails later leaves the ticket `failed`. Raises `InvalidInputError`
+        for more ids than a plan can number.
         """
         with self.plan_lock, self._rows_while_planning, on_device(self.device), marked("plan"):
             try:
@@ -129,7 +131,9 @@ class DeviceCache(Cache):
                     self._planner.check_size(keys.shape[0], begun)
                     if begun.captured and self._planner.moves_rows(keys.shape[0]):
                         self._check_capture()
-                return self._planner.plan(begun, keys, homes, scored=score, given=given, beside=beside, ahead=ahead)
+                return self._planner.plan(
+                    begun, keys, homes, scored=score, ages=ages, given=given, beside=beside, ahead=ahead
+                )
             finally:
                 with self.lock:
                     self._ledger.over()
@@ -293,7 +297,7 @@ class DeviceCache(Cache):
                 for update in self.on_flush:
                     update()
                 metadata = self.cold.metadata
-                metadata.batch = self._plan.batch()  # all replays included; the ledger knows those that plan ahead
+                metadata.batch = self._plan.time()  # that of all replays, of which the host hears nothing
                 metadata.policy = self._scoring.name
                 self._write_back()
 

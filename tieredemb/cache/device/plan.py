@@ -36,6 +36,7 @@ class Places(NamedTuple):
     selection: int
     end: int
     batch: int
+    time: int
     missed: int
     needed: int
     room: int
@@ -63,6 +64,7 @@ def places() -> Places:
         selection=selection,
         end=selection + source.layout("Selection").size,
         batch=clock + source.layout("Clock")["batch"].offset,
+        time=clock + source.layout("Clock")["time"].offset,
         **in_counts,
         moved=in_counts["totals"] + source.layout("Totals")["moved"].offset,
         total_names=tuple(total.name for total in source.leaves("Totals")),
@@ -208,20 +210,21 @@ class DevicePlan:
             capacity=rows.slots,
         )  # fmt: skip
 
-    def count(self, homes: torch.Tensor, *, scored: bool) -> None:
+    def count(self, homes: torch.Tensor, *, scored: bool, ages: bool) -> None:
         """A plan where every row is resident."""
         count = kernel(PLAN, "homes_count")
         n = homes.shape[0]
-        count(max(1, blocks_for(n, THREADS, 264)), THREADS, homes, n, self.clock, self.counts, scored)
+        count(max(1, blocks_for(n, THREADS, 264)), THREADS, homes, n, self.clock, self.counts, scored, ages)
 
-    def begin(self, missed: Missed, *, lag: int, scored: bool, overflow: OverflowRows) -> None:
-        """Counts the batch and locks the slots of the `lag` ones before it; makes room for what it will miss."""
+    def begin(self, missed: Missed, *, lag: int, scored: bool, ages: bool, overflow: OverflowRows) -> None:
+        """Counts the batch, which is of the next time where it `ages` scores, and locks the slots of the `lag` ones
+        before it; makes room for what it will miss."""
         scoring, records = self.scoring, self.records
         begin = kernel(PLAN, "plan_begin")
         begin(
             blocks_for(missed.cells, 4 * THREADS, MOST_BLOCKS), THREADS, self.clock, self.counts,
-            scoring.units_per_batch, lag, scored, missed.claims, missed.cells, self.selection, self._selection_units,
-            records.whole,
+            scoring.units_per_batch, lag, scored, ages, missed.claims, missed.cells, self.selection,
+            self._selection_units, records.whole,
         )  # fmt: skip
         if overflow.slotless:
             clear = kernel(PLAN, "records_clear", *OPTIONS, *overflow.flags)
@@ -304,15 +307,23 @@ class DevicePlan:
 
     def batch(self) -> int:
         """Number of the last batch planned, replays of graphs included. Synchronises."""
-        at = self._places.batch
-        return int(self.control[at : at + 8].view(torch.int64).item())
+        return int(self._word(self._places.batch).item())
+
+    def time(self) -> int:
+        """Its time, of which scores are made. Synchronises."""
+        return int(self._word(self._places.time).item())
 
     def restart(self, batch: int) -> None:
-        """Empties the plan's view of the slots; the next batch follows `batch`."""
+        """Empties the plan's view of the slots; the next batch follows `batch`, in number and time."""
         at = self._places
-        self.control[at.batch : at.batch + 8].view(torch.int64).fill_(batch)
+        for place in (at.batch, at.time):
+            self._word(place).fill_(batch)
         self.control[at.counts : at.totals].zero_()
         self.records.clear()
+
+    def _word(self, place: int) -> torch.Tensor:
+        """The int64 at a place of the control tensor."""
+        return self.control[place : place + 8].view(torch.int64)
 
     def size_bytes(self) -> int:
         return self.control.nbytes

@@ -73,6 +73,7 @@ class HostCache(Cache):
         self._row_bytes = cold.layout.row_bytes
         self._index = SlotMap(slots)
         self._counts: Counter[str] = Counter()
+        self._last = 0  # number of the last batch planned
         self._resident = tuple(resident)
         self._pinned = sum(rows for _, rows in self._resident)  # slots below are theirs
         self._adopt_scores()
@@ -81,20 +82,21 @@ class HostCache(Cache):
     # --- batches ----------------------------------------------------------------------------------------------------
 
     @ranged("plan")
-    def plan(self, keys: Array, *, score: bool = True) -> Ticket:
+    def plan(self, keys: Array, *, score: bool = True, ages: bool = True) -> Ticket:
         """Makes the rows of `keys` (int64 (N,), in range, negative for padding) resident and locks them.
 
         With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
-        recomputed. A failing storage raises its error and changes no row; the cache stays usable. Lookups and updates
-        of other batches go on meanwhile.
+        recomputed. With `ages=False` it is of the time of the plan before it; see `Cache`. A failing storage raises its
+        error and changes no row; the cache stays usable. Lookups and updates of other batches go on meanwhile.
         """
         with self.plan_lock:
             self._check_usable()
             cold, hot = self.cold, self.hot
             if not cold.volatile:
                 cold.begin_changes()
-            cold.metadata.batch += 1
-            batch = cold.metadata.batch
+            is_later = ages or cold.metadata.batch == 0
+            cold.metadata.batch += is_later
+            self._last = batch = self._last + 1
             if len(hot.key) > hot.capacity:
                 self._retire_transients(batch)
             numbering = number(keys, self._index.find(keys), hot.last_batch, hot.unique_of_slot, batch)
@@ -102,9 +104,12 @@ class HostCache(Cache):
             if len(numbering.missed):
                 self._bring(numbering, batch)
             if score:
-                raise_scores(unique_slots, hot.score, self._scoring.now(batch), self._scoring)
+                raise_scores(unique_slots, hot.score, self._scoring.now(cold.metadata.batch), self._scoring)
                 self._counts.update(
-                    batches=1, lookups=numbering.lookups, hits=numbering.hits, unique=len(numbering.unique_keys)
+                    batches=int(is_later),
+                    lookups=numbering.lookups,
+                    hits=numbering.hits,
+                    unique=len(numbering.unique_keys),
                 )
             homes = resolve(numbering.inverse, unique_slots)
             ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, self._book)

@@ -1,0 +1,77 @@
+"""Which optimizer trains each table that is replaced: the one that has its weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tieredemb.config import OptimizerConfig
+from tieredemb.conversion.found import Found
+from tieredemb.errors import ConfigError, shown
+from tieredemb.tables.torch_kinds import Optimizer, ToFollow, as_numbers, config_of, row_config
+
+Optimizers = Optimizer | Sequence[torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """How one table is trained. `given`: what its module is built with · `config`: what its rows are laid out for ·
+    `follows`: the torch optimizer that has its weight, whose place the table takes · `trains`: whether a backward may
+    reach it."""
+
+    given: Optimizer
+    config: OptimizerConfig | None
+    follows: torch.optim.Optimizer | None
+    trains: bool
+
+
+def assign(found: Sequence[Found], optimizer: Optimizers) -> dict[str, Assigned]:
+    """How each table is trained, by name. Changes nothing. Raises `UnsupportedError` for an optimizer or an option that
+    tables lack, `ConfigError` for torch optimizers that have none of the weights, and for a weight that two have."""
+    optimizers = _torch_optimizers(optimizer)
+    if optimizers is None:
+        assert not isinstance(optimizer, Sequence)
+        config = row_config(optimizer)
+        trained, frozen = Assigned(optimizer, config, None, True), Assigned(None, None, None, False)
+        return {each.name: trained if each.module.weight.requires_grad else frozen for each in found}
+    assigned = {each.name: _by_weight(each, optimizers) for each in found}
+    if found and all(each.follows is None for each in assigned.values()):
+        raise ConfigError(
+            f"none of the {len(found)} embeddings' weights is among the params of the optimizer, so it trains none of "
+            f"them; build it over model.parameters() before the model is converted, or pass a class such as "
+            f"torch.optim.Adam and let each table follow(optimizer) later"
+        )
+    return assigned
+
+
+def _torch_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer] | None:
+    """Those that were given; None where what was given is another way to train."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return [optimizer]
+    if not isinstance(optimizer, Sequence) or isinstance(optimizer, str):
+        return None
+    for each in optimizer:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise ConfigError(f"several optimizers must all be torch.optim.Optimizer instances, got {shown(each)}")
+    return list(optimizer)
+
+
+def _by_weight(found: Found, optimizers: list[torch.optim.Optimizer]) -> Assigned:
+    places = [
+        (optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if any(param is found.module.weight for param in group["params"])
+    ]
+    if not places:
+        return Assigned(None, None, None, False)
+    if len(places) > 1:
+        raise ConfigError(
+            f"the weight of {found.shown} is in {len(places)} param groups, which would update it as often; leave it "
+            f"in one"
+        )
+    ((optimizer, group),) = places
+    config = config_of(type(optimizer), as_numbers(group))
+    return Assigned(ToFollow(config), config, optimizer, found.module.weight.requires_grad)

@@ -1,0 +1,99 @@
+"""What the tables of a model are, in words."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from tieredemb.conversion.found import find
+from tieredemb.errors import ConfigError
+from tieredemb.modules.base import TieredModule
+from tieredemb.tables.followed_optimizer import FollowedOptimizer
+from tieredemb.tables.group import Group
+
+_HEADER = ("table", "rows", "width", "weights", "cache", "trained by")
+
+
+def describe(model: nn.Module) -> None:
+    """Prints the tiered tables of a model: name, rows, width, bytes of all weights, the cache and tier behind it, and
+    what trains it; how many numbers they hold, which `parameters()` does not count; and the embeddings that are none,
+    with the reason where they could not be. Raises `ConfigError` for what is no module. Does not synchronise.
+
+    >>> from tieredemb import replace_embedding_bags
+    >>> describe(replace_embedding_bags(nn.Sequential(nn.EmbeddingBag(1000, 4), nn.Linear(4, 1)).eval()))
+    table     rows  width   weights  cache                                 trained by
+    0.weight  1000      4  15.6 KiB  10 rows of 1000 (1 %), CPU over host  nothing: no optimizer
+    <BLANKLINE>
+    1 table, 1,000 rows, 4,000 numbers (15.6 KiB) beside the 5 that parameters() counts
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    lines: list[tuple[str, ...]] = []
+    rows = numbers = size = 0
+    for name, module in model.named_modules():
+        if not isinstance(module, TieredModule):
+            continue
+        for t, table in enumerate(module.tables.config.tables):
+            group, _, _ = module.tables.locate(t)
+            row_bytes = group.cache.cold.layout.format.columns * group.cache.cold.layout.carrier.itemsize
+            rows, numbers = rows + table.num_embeddings, numbers + table.num_embeddings * table.embedding_dim
+            size += table.num_embeddings * row_bytes
+            lines.append((
+                ".".join(part for part in (name, table.name) if part), f"{table.num_embeddings}",
+                f"{table.embedding_dim}", _bytes(table.num_embeddings * row_bytes), _cache(group), _trainer(module),
+            ))  # fmt: skip
+    for line in _aligned([_HEADER, *lines]) if lines else ["no tiered tables"]:
+        print(line)
+    counted = sum(param.numel() for param in model.parameters() if not hasattr(param, "gradients"))
+    if lines:
+        many = "table" if len(lines) == 1 else "tables"
+        print(
+            f"\n{len(lines)} {many}, {rows:,} rows, {numbers:,} numbers ({_bytes(size)}) beside the {counted:,} that "
+            f"parameters() counts"
+        )
+    left = find(model)
+    if left:
+        print("\nno tables:")
+        for each in left:
+            print(f"  {each.shown} {each.reason or 'was left out, or came later'}")
+
+
+def _cache(group: Group) -> str:
+    share = 100 * group.slots / group.space.rows
+    device = group.config.device
+    where = "CPU" if device.type == "cpu" else str(device)
+    return f"{group.slots} rows of {group.space.rows} ({share:.2g} %), {where} over {group.cache.cold.kind}"
+
+
+def _trainer(module: TieredModule) -> str:
+    optimizer = module.engine.optimizer
+    if optimizer is None:
+        return "nothing: no optimizer"
+    if not module.is_trainable:
+        return "nothing: frozen"
+    if not isinstance(optimizer, FollowedOptimizer):
+        return f"{type(module.tables.config.optimizer).__name__}, in backward"
+    if optimizer.optimizer is None:
+        return "nothing yet: follow(optimizer) is to come"
+    return f"torch.optim.{type(optimizer.optimizer).__name__}, param group {optimizer.group}"
+
+
+def _bytes(size: int) -> str:
+    value, unit = float(size), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _aligned(lines: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    numeric = (False, True, True, True, False, False)
+    cells = [
+        [
+            text.rjust(width) if right else text.ljust(width)
+            for text, width, right in zip(line, widths, numeric, strict=True)
+        ]
+        for line in lines
+    ]
+    return ["  ".join(line).rstrip() for line in cells]

@@ -1,0 +1,71 @@
+"""Regularisers of libraries that people use, which find the weights of embeddings and so would miss their tables.
+
+One function each, by the names that the library uses; nothing is imported. It is given the model and the old weights
+by name, of which it may let go where that changes nothing, and returns what the user is to be warned of.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+Weights = Mapping[str, weakref.ref[torch.Tensor]]
+
+
+def deepctr(model: nn.Module, old: Weights) -> list[str]:
+    """DeepCTR-Torch's `BaseModel.regularization_weight`: lists of weights, or of names and weights, each with factors
+    l1 and l2 of terms of the loss. Where both are 0 the old weights leave their list."""
+    said = []
+    for module in model.modules():
+        terms = getattr(module, "regularization_weight", None)
+        if not isinstance(terms, list):
+            continue
+        for term in terms:
+            if not (isinstance(term, tuple) and len(term) == 3 and isinstance(term[0], list)):
+                continue
+            weights, l1, l2 = term
+            gone = {id(ref()) for ref in old.values()} - {id(None)}
+            kept = [each for each in weights if id(each[-1] if isinstance(each, tuple) else each) not in gone]
+            if len(kept) == len(weights):
+                continue
+            weights[:] = kept
+            if l1 or l2:
+                said.append(
+                    f"regularization_weight of the {type(module).__name__} had {_terms(l1, l2)} of weights that are "
+                    f"tables now, and no longer has: {_instead(l1, l2, 'l2_reg_embedding=0 and l2_reg_linear=0')}"
+                )
+    return said
+
+
+def torch_rechub(model: nn.Module, old: Weights) -> list[str]:
+    """torch-rechub's `RegularizationLoss`, which looks for `nn.Embedding` modules in the model at each step."""
+    if not old:
+        return []
+    for loss in gc.get_objects():
+        if type(loss).__name__ == "RegularizationLoss" and isinstance(loss, nn.Module):
+            l1, l2 = getattr(loss, "embedding_l1", 0), getattr(loss, "embedding_l2", 0)
+            if l1 or l2:
+                return [
+                    f"a RegularizationLoss has {_terms(l1, l2)} of embeddings, and finds no tables: "
+                    f"{_instead(l1, l2, 'embedding_l2=0')}"
+                ]
+    return []
+
+
+def _terms(l1: float, l2: float) -> str:
+    return " and ".join(f"l{power}={factor:g}" for power, factor in ((1, l1), (2, l2)) if factor)
+
+
+def _instead(l1: float, l2: float, switched_off: str) -> str:
+    lost = "an l1 term has no counterpart. " if l1 else ""
+    return (
+        f"{lost}For an l2 term build the model with {switched_off} and give the tables' param group "
+        f"weight_decay={2 * l2:g}, which is 2 * l2: the same gradient"
+    )
+
+
+KNOWN: list[Callable[[nn.Module, Weights], list[str]]] = [deepctr, torch_rechub]

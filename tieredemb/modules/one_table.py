@@ -1,0 +1,50 @@
+"""What modules of one table have in common: the names that `nn.Embedding` and `nn.EmbeddingBag` give it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tieredemb.errors import UnsupportedError
+from tieredemb.modules.base import TieredModule
+from tieredemb.modules.weight import TableWeight
+from tieredemb.step.call import untraced
+
+
+class OneTable(TieredModule):
+    """Base of the modules that hold one table."""
+
+    num_embeddings: int
+    embedding_dim: int
+
+    @property
+    @untraced
+    def weight(self) -> TableWeight:
+        """The table as a tensor to read, (num_embeddings, embedding_dim) in the rows' dtype on the module's device.
+
+        Shape, dtype and device cost nothing. What computes with it reads a copy of the whole table, anew each time, and
+        waits for a GPU: under `torch.no_grad()` or `torch.inference_mode()`, of a frozen module, or as
+        `weight.detach()` and `weight.data`. Setting its `requires_grad` freezes or thaws the module.
+
+        Raises `UnsupportedError` where a gradient would have to reach the table, for all that would write to the copy
+        (in-place operations, `nn.init`, assignment), and for its `grad`; `StorageFullError` or `DeviceMemoryError`
+        where memory cannot hold the copy: `tieredemb.scores` multiplies with tables of any size.
+
+        >>> embedding = TieredEmbedding(1000, 4)
+        >>> embedding.weight.shape
+        torch.Size([1000, 4])
+        >>> with torch.no_grad():
+        ...     (torch.ones(2, 4) @ embedding.weight.T).shape
+        torch.Size([2, 1000])
+        """
+        return TableWeight(self)
+
+    def _weight_key(self, table: int) -> str:
+        return "weight"
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            raise UnsupportedError(
+                "the weight of a tiered table cannot be assigned: its rows live in several places; "
+                "load_state_dict({'weight': rows}) sets them, and from_pretrained(rows) makes a table of a tensor"
+            )
+        super().__setattr__(name, value)
