@@ -85,7 +85,7 @@ class Recorder:
         return make_bags(ids, self.offsets, self.space, self.size.batch, padding_is_dropped=True)
 
     def gradient(self, bags: Bags) -> Gradient:
-        return Gradient(self.grad, bags.sample, bags.table, NO_WEIGHTS, NO_ARGMAX)
+        return Gradient(self.grad, bags.sample, bags.feature, NO_WEIGHTS, NO_ARGMAX)
 
     def _record(self, ids: Array) -> Step:
         bags, hot = self.make_bags(ids), self.hot

@@ -13,10 +13,10 @@ from tieredemb.kernels.source import text
 
 @functools.cache
 def nvrtc() -> ctypes.CDLL:
-    package = pytest.importorskip("nvidia", reason="NVRTC's wheel is missing: pip install tieredemb[dev]")
+    package = pytest.importorskip("nvidia", reason="NVRTC's wheel is missing: pip install 'tieredemb[dev]'")
     found = sorted(path for root in package.__path__ for path in Path(root).rglob("libnvrtc.so.*"))
     if not found:
-        pytest.skip("NVRTC's wheel is missing: pip install tieredemb[dev]")
+        pytest.skip("NVRTC's wheel is missing: pip install 'tieredemb[dev]'")
     for builtins in found[-1].parent.glob("libnvrtc-builtins.so.*"):
         ctypes.CDLL(str(builtins))  # NVRTC opens it by name alone, which its own folder does not answer to
     return ctypes.CDLL(str(found[-1]))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-LATE = ("numba", "llvmlite", "matplotlib", "tabulate", "cupy", "scipy", "sklearn", "tqdm", "zstandard", "pandas")
+LATE = ("numba", "llvmlite", "matplotlib", "cupy", "scipy", "sklearn", "tqdm", "zstandard", "pandas")
 
 
 def loaded_after(statement: str) -> set[str]:

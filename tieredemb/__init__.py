@@ -14,6 +14,7 @@ from tieredemb.modules.clipping import clip_grad_norm_
 from tieredemb.modules.collection import TieredEmbeddingBagCollection
 from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag
+from tieredemb.modules.embedding_collection import TieredEmbeddingCollection
 from tieredemb.modules.scores import scores
 from tieredemb.pipeline.graphs import graph_forward, graph_step
 from tieredemb.pipeline.prefetch import prefetch
@@ -45,6 +46,7 @@ __all__ = [
     "TieredEmbedding",
     "TieredEmbeddingBag",
     "TieredEmbeddingBagCollection",
+    "TieredEmbeddingCollection",
     "UnifiedMemory",
     "Uniform",
     "clip_grad_norm_",

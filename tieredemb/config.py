@@ -10,7 +10,7 @@ import abc
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import isabstract
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -136,7 +136,9 @@ class TableConfig:
     `padding_idx`: an id that adds nothing to a bag and is never trained; negative values count from the end.
     `init`: the rows' initial values (default: `Normal()`). `placement`: "resident" keeps all rows in the hot cache, out
     of its capacity; "cached" lets them come and go; "auto" decides, on a GPU for resident where they are few beside the
-    capacity, or where it holds all tables.
+    capacity, or where it holds all tables. `feature_names`: who looks up in it, as in `torchrec.EmbeddingBagConfig`; by
+    default one feature, of the table's name. Each brings ids of its own and has columns of its own in the output. They
+    share the rows: what several bring to a row is one gradient, and one update.
     """
 
     name: str
@@ -146,6 +148,7 @@ class TableConfig:
     padding_idx: int | None = None
     init: Init = Normal()
     placement: Placement = "auto"
+    feature_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         keep_plain(self)
@@ -170,6 +173,30 @@ class TableConfig:
                     f"padding_idx {padding} of table {self.name!r} is out of range ({-rows} … {rows - 1})"
                 )
             object.__setattr__(self, "padding_idx", self.padding_idx % rows)
+        names = self.feature_names
+        if not isinstance(names, (list, tuple)) or not all(isinstance(each, str) and each for each in names):
+            raise ConfigError(f"feature_names of table {self.name!r} must be a tuple of names, got {shown(names)}")
+        if len(set(names)) < len(names):
+            raise ConfigError(f"feature_names of table {self.name!r} must differ, got {shown(names)}")
+        object.__setattr__(self, "feature_names", tuple(names))
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """Those that look up in it: `feature_names`, or one of the table's own name."""
+        return self.feature_names or (self.name,)
+
+
+class Feature(NamedTuple):
+    """A feature of a collection: its `name`, and the number of the `table` that it looks up in."""
+
+    name: str
+    table: int
+
+
+def features_of(tables: Sequence[TableConfig]) -> list[Feature]:
+    """The features of a collection, in the order of its tables and of their `feature_names`: that of bags and of
+    outputs."""
+    return [Feature(name, t) for t, table in enumerate(tables) for name in table.features]
 
 
 # --- policies -------------------------------------------------------------------------------------------------------

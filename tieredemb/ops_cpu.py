@@ -54,7 +54,7 @@ def add_gradient(
     scale = NO_WEIGHTS if factors is None else factors.numpy()
     if factors is None and space.has_mean:
         scale = mean_scale(bags, space, bags.keys)
-    shares = Gradient(_float32(grad), bags.sample, bags.table, scale, argmax)
+    shares = Gradient(_float32(grad), bags.sample, bags.feature, scale, argmax)
     rows = _Rows(carrier_view(out), np.empty((len(out), 0), np.float32), np.empty(len(out), np.uint8))
     segments = segments_of_homes(bags.keys, len(out))
     numbers = Hyperparameters(SGD, np.array([-1], np.float32), (0.0,))  # no weight decay

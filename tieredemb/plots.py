@@ -37,7 +37,7 @@ def _figure(panels: int) -> Figure:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingDependencyError(
-            "pictures need matplotlib, which is not installed; run: pip install tieredemb[plots]"
+            "pictures need matplotlib, which is not installed; run: pip install 'tieredemb[plots]'"
         ) from None
     figure = Figure(figsize=(PANEL_INCHES[0] * panels, PANEL_INCHES[1]), layout="constrained")
     FigureCanvasAgg(figure)

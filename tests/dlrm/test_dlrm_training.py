@@ -599,7 +599,7 @@ def test_command_says_why_it_leaves_a_gpu_unused(
     assert main(["train", *SMALL_OPTIONS, "--rows", "300", "--threads", "1", "--quiet"]) == 0
     shown = capsys.readouterr()
     assert "training on the CPU: the GPU path needs CuPy" in shown.err
-    assert "pip install tieredemb[cuda" in shown.err
+    assert "pip install 'tieredemb[cuda" in shown.err
     assert "on the CPU, tier host" in shown.out
 
 

@@ -74,7 +74,10 @@ def test_row_kernel_compiles_for_every_format_and_width(file, dtype, width):
         assert compile_for(file, architecture, row_flags(file, dtype, width)) == ""
 
 
-@pytest.mark.parametrize("flags", [("-DSLOTLESS",), ("-DHAS_MAX",), ("-DUNALIGNED",), ("-DSLOTLESS", "-DHAS_MAX")])
+@pytest.mark.parametrize(
+    "flags",
+    [("-DSLOTLESS",), ("-DHAS_MAX",), ("-DUNALIGNED",), ("-DSLOTLESS", "-DHAS_MAX"), ("-DSHARED", "-DHAS_MAX")],
+)
 @pytest.mark.parametrize("file", ["cache/plan.cu", "lookup/embedding_bag.cu", *OPTIMIZERS])
 def test_kernel_compiles_with_what_batches_ask_for(file, flags):
     assert compile_for(file, "sm_90", (*row_flags(file, torch.bfloat16, 12), *flags)) == ""

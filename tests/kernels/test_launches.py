@@ -196,18 +196,20 @@ def launched(monkeypatch):
     compiler.meeting_blocks.cache_clear()
 
 
-def a_space(chosen=(0, 1), modes=("mean", "max")):
+def a_space(chosen=(0, 1), modes=("mean", "max"), features=((), ())):
     tables = [
-        te.TableConfig(name=f"t{t}", num_embeddings=50, embedding_dim=8, mode=mode) for t, mode in enumerate(modes)
+        te.TableConfig(name=f"t{t}", num_embeddings=50, embedding_dim=8, mode=mode, feature_names=features[t])
+        for t, mode in enumerate(modes)
     ]
-    return DeviceKeySpace(KeySpace(tables, chosen, [0, 8]), [-1] * len(chosen), CPU)
+    return DeviceKeySpace(KeySpace(tables, chosen, [0, 8, 0]), [-1] * len(chosen), CPU)
 
 
 def found_bags(space, batch=3):
     ids, words = torch.arange(10), new_fault(CPU).zero_()
     fault, report = words[:3], words[3:]
-    bags = new_device_bags(len(ids), space, batch)
-    edges = Edges(torch.arange(2 * batch + 1), 2 * batch + 1, exact=True)
+    bags = new_device_bags(len(ids), space, batch, is_all=space.space.covers_all)
+    count = max(2, len(space.space.features)) * batch + 1
+    edges = Edges(torch.arange(count), count, exact=True)
     find_device_bags(bags, ids, edges, space, fault, report.data_ptr(), padding_is_dropped=True)
     tell_fault(report, words.data_ptr())
     return bags, fault
@@ -282,6 +284,19 @@ def test_norms_of_gradients_are_launched_as_they_fit(launched):
         powers = occurrence_powers(lookup, homes, bags.bag, bags.batch, grad, scale, winners, 2.0)
         assert (powers.shape, powers.dtype) == ((10,), torch.float64)
     assert {*launched} >= {"segments_find", "segments_update", "long_segments_update", "scale_gather"}
+
+
+def test_shared_tables_are_updated_with_a_rate_for_each_feature(launched):
+    space = a_space(features=((), ("a", "b")))
+    lookup = DeviceLookup(space, RowFormat(width=8), te.SGD(lr=0.1))
+    bags, fault = found_bags(space)
+    segments = lookup.segments(torch.zeros(10, dtype=torch.int32), bags.bag, bags.batch)
+    options, steps = torch.zeros(MOST_NUMBERS, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+    rate, numbers = lookup.begin(options, steps, fault, None, None, segments.work)
+    assert rate.shape == (3,)
+    lookup.update(hot_rows(state=0), NOWHERE, segments, torch.zeros(3, 24), None, None, rate, numbers)
+    assert "-DSHARED" in lookup._update
+    assert "-DSHARED" not in DeviceLookup(a_space(), RowFormat(width=8), te.SGD(lr=0.1))._update
 
 
 def test_rows_are_named_by_their_first_occurrence():
@@ -407,28 +422,29 @@ SPACE = struct_type("lookup/bags.cu", "Space")
 
 
 def test_struct_has_the_bytes_of_its_fields():
-    space = SPACE(tables=0, start=KEYS, padding=2**40, resident=CELLS, n_tables=7)
-    assert space == struct.pack("@qqqqi4x", 0, KEYS.data_ptr(), 2**40, CELLS.data_ptr(), 7)
+    space = SPACE(blocks=0, features=3, first=KEYS, size=0, padding=2**40, resident=CELLS, n_features=7)
+    assert space == struct.pack("@qqqqqqi4x", 0, 3, KEYS.data_ptr(), 0, 2**40, CELLS.data_ptr(), 7)
     assert len(space) == read("lookup/bags.cu").layout("Space").size
     assert any(field is KEYS for field in space.fields)  # else its memory might be another's at the launch
 
 
-@pytest.mark.parametrize("fields", [{}, {"start": 0, "padding": 0, "resident": 0, "n_tables": 0, "keys": 0}])
+@pytest.mark.parametrize("fields", [{}, {"first": 0, "padding": 0, "resident": 0, "n_features": 0, "keys": 0}])
 def test_struct_refuses_other_fields(fields):
-    with pytest.raises(InvalidInputError, match="a Space has the fields tables, start, padding, resident, n_tables"):
+    with pytest.raises(InvalidInputError, match="a Space has the fields blocks, features, first, size, padding"):
         SPACE(**fields)
 
 
 def test_struct_is_packed_where_c_aligns_it():
     arguments = signature("lookup/bags.cu", "offsets_check")
-    assert arguments.starts == [0, 8, 16, 24, 32, 40, 48, 88, 96]
-    packed = arguments.packing.pack(*range(1, 7), b"x" * 40, 8, 9)
-    assert packed[48:] == b"x" * 40 + struct.pack("qq", 8, 9)
+    assert arguments.starts == [0, 8, 16, 24, 32, 40, 48, 104, 112]
+    packed = arguments.packing.pack(*range(1, 7), b"x" * 56, 8, 9)
+    assert packed[48:] == b"x" * 56 + struct.pack("qq", 8, 9)
 
 
-@pytest.mark.parametrize("bad", [{"start": KEYS.int()}, {"start": CELLS[:, 0]}, {"padding": 3}])
+@pytest.mark.parametrize("bad", [{"first": KEYS.int()}, {"first": CELLS[:, 0]}, {"padding": 3}])
 def test_launch_refuses_a_struct_that_does_not_fit(launched, bad):
-    fields = {"tables": 0, "start": KEYS, "padding": KEYS, "resident": KEYS, "n_tables": 2}
+    fields = {"blocks": 0, "features": KEYS, "first": KEYS, "size": KEYS, "padding": KEYS, "resident": KEYS}
+    fields["n_features"] = 2
     check = Kernel("lookup/bags.cu", "offsets_check")
     check(1, 32, KEYS, 3, 3, 3, True, 1, SPACE(**fields), KEYS, KEYS)
     for space in (SPACE(**{**fields, **bad}), bytes(SPACE(**fields)), 0):

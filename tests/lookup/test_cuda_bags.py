@@ -45,26 +45,27 @@ def a_batch(shape):
     return tables, samples, (rng.random(len(rows)) * rows).astype(np.int64), edges
 
 
-def found(tables, chosen, resident, samples, ids, edges):
+def found(tables, chosen, resident, samples, ids, edges, places=None):
     """Bags of the `chosen` tables, and the three words of a fault."""
     device = torch.get_default_device()
     space = DeviceKeySpace(KeySpace(tables, chosen, [0] * len(tables)), resident, device)
-    bags, words = new_device_bags(len(ids), space, samples), new_fault(device).zero_()
+    bags = new_device_bags(len(ids), space, samples, is_all=space.space.is_all(places))
+    words = new_fault(device).zero_()
     given = Edges(torch.from_numpy(edges).to(device), len(edges), exact=True)
     fault, report, ids = words[:3], words[3:].data_ptr(), torch.from_numpy(ids).to(device)
-    find_device_bags(bags, ids, given, space, fault, report, padding_is_dropped=True)
+    find_device_bags(bags, ids, given, space, fault, report, places, padding_is_dropped=True)
     return bags, words
 
 
-def expected(tables, chosen, resident, samples, ids, edges):
+def expected(tables, chosen, resident, samples, ids, edges, places=None):
     """The same by the CPU twin: it has no homes, and no place for ids of other tables."""
     space = KeySpace(tables, chosen, [0] * len(tables))
-    bags = make_bags(ids, edges, space, samples, padding_is_dropped=True)
-    n, slot = len(bags.keys), np.array(resident)[bags.table]
+    bags = make_bags(ids, edges, space, samples, padding_is_dropped=True, places=places)
+    n, slot = len(bags.keys), np.array(resident)[bags.feature]
     keys, homes, bag = np.full(len(ids), -1), np.full(len(ids), DROPPED, np.int32), np.zeros(len(ids), np.int32)
     keys[:n] = np.where(slot < 0, bags.keys, -1)
-    homes[:n] = np.where(bags.keys < 0, DROPPED, np.where(slot < 0, -1, slot + bags.keys - space.start[bags.table]))
-    bag[:n] = bags.table * samples + bags.sample
+    homes[:n] = np.where(bags.keys < 0, DROPPED, np.where(slot < 0, -1, slot + bags.keys - space.first[bags.feature]))
+    bag[:n] = bags.feature * samples + bags.sample
     position = None
     if bags.position is not None:
         position = np.zeros(len(ids), np.int64)

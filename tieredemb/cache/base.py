@@ -127,8 +127,9 @@ class Cache(abc.ABC):
         """What a plan needs that will be made `ahead` by another thread; dropped, it is given up. None if nothing."""
         return None
 
-    def ahead(self, inputs: Sequence[torch.Tensor], hold: Any) -> contextlib.AbstractContextManager[None]:
-        """Plans inside are made from `inputs` ahead of the batch that computes; on a GPU on a stream of their own."""
+    def ahead(self, inputs: Sequence[object], hold: Any) -> contextlib.AbstractContextManager[None]:
+        """Plans inside are made from `inputs`, tensors among them, ahead of the batch that computes; on a GPU on a
+        stream of their own."""
         return contextlib.nullcontext()
 
     # --- rows as arrays ---------------------------------------------------------------------------------------------

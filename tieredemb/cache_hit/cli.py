@@ -11,7 +11,7 @@ from pathlib import Path
 from tieredemb import plots
 from tieredemb.cache_hit.generate import ZipfTrace, generate
 from tieredemb.cache_hit.options import POLICY_HELP, capacity_rows, parse_policy, words
-from tieredemb.cache_hit.report import heading, hit_rate_table, require_tabulate, target_table, write_csv
+from tieredemb.cache_hit.report import heading, hit_rate_table, target_table, write_csv
 from tieredemb.cache_hit.run import Advance, Contender, HitRate, Workload, capacity_for, contenders, sweep
 from tieredemb.cache_hit.traces import FORMATS, Trace, read_trace
 from tieredemb.errors import ConfigError
@@ -126,7 +126,6 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns the exit code. Raises `TieredEmbError` for what cannot be done."""
-    require_tabulate()
     _check_outputs(arguments)
     policies = {word: parse_policy(word) for word in words(arguments.policy)}
     batch_sizes = _batch_sizes(arguments.batch_size)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tieredemb.cache_hit.run import HitRate, Workload
-from tieredemb.errors import ConfigError, MissingDependencyError
+from tieredemb.errors import ConfigError
 
 CSV_FIELDS = (
     "trace",
@@ -27,18 +27,6 @@ CSV_FIELDS = (
     "evictions",
     "seconds",
 )
-TABLE_FORMAT = "github"
-
-
-def require_tabulate() -> None:
-    """Raises `MissingDependencyError` if tables cannot be printed; called before a run rather than after
-    it."""
-    try:
-        import tabulate  # noqa: F401
-    except ImportError:
-        raise MissingDependencyError(
-            "the table needs tabulate, which is not installed; run: pip install tieredemb[bench]"
-        ) from None
 
 
 def heading(workload: Workload) -> str:
@@ -78,11 +66,22 @@ def target_table(target: float, found: Mapping[str, HitRate | None], workload: W
 
 
 def _aligned(headers: list[str], body: list[list[str]]) -> str:
-    from tabulate import tabulate
+    """A table as GitHub reads it, of which numbers stand to the right."""
+    widths = [max(len(row[k]) for row in (headers, *body)) for k in range(len(headers))]
+    names = headers[0].startswith("hit rate")  # in the first column
+    left = [names, *(False for _ in headers[1:])]
 
-    right = ["right"] * len(headers)
-    right[0] = "left" if headers[0].startswith("hit rate") else "right"
-    return str(tabulate(body, headers, tablefmt=TABLE_FORMAT, colalign=right, disable_numparse=True))
+    def line(row: list[str]) -> str:
+        cells = (
+            f"{cell:{'<' if to_left else '>'}{width}}" for cell, to_left, width in zip(row, left, widths, strict=True)
+        )
+        return f"| {' | '.join(cells)} |"
+
+    rule = (
+        f":{'-' * (width + 1)}" if to_left else f"{'-' * (width + 1)}:"
+        for to_left, width in zip(left, widths, strict=True)
+    )
+    return "\n".join([line(headers), f"|{'|'.join(rule)}|", *map(line, body)])
 
 
 def write_csv(path: str | Path, points: Sequence[HitRate]) -> None:

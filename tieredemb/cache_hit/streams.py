@@ -48,7 +48,7 @@ def _codec(suffix: str) -> _Codec | None:
         import zstandard
     except ImportError:
         raise MissingDependencyError(
-            "reading a .zst trace needs zstandard, which is not installed; run: pip install tieredemb[bench]"
+            "reading a .zst trace needs zstandard, which is not installed; run: pip install 'tieredemb[bench]'"
         ) from None
     return _Codec(
         new_decoder=lambda: zstandard.ZstdDecompressor().decompressobj(),

@@ -29,7 +29,7 @@ def check_packages() -> list[Finding]:
     version = platform.python_version()
     found = [ok("python", version, version=version)]
     found += [_package(package, "pip install tieredemb") for package in ("torch", "numpy", "numba")]
-    extras = {"plots": ("matplotlib",), "bench": ("tabulate", "tqdm", "zstandard")}
+    extras = {"plots": ("matplotlib",), "bench": ("tqdm", "zstandard")}
     for extra, packages in extras.items():
         found += [_package(package, f"pip install 'tieredemb[{extra}]'") for package in packages]
     return found

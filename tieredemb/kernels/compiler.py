@@ -50,7 +50,7 @@ def cupy() -> Any:
     except ImportError as error:
         cuda = (torch.version.cuda or "13").split(".")[0]
         raise MissingDependencyError(
-            f"the GPU path needs CuPy, which is not installed; pip install tieredemb[cuda{cuda}]"
+            f"the GPU path needs CuPy, which is not installed; run: pip install 'tieredemb[cuda{cuda}]'"
         ) from error
     return module
 

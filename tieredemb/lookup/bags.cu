@@ -7,14 +7,15 @@
 
 constexpr i64 FAR = 1ll << 62;  // a fault at position p is marked as FAR − p, so that the largest is the first
 
-// The tables of a key space. `tables`: their places among those whose ids are given, null where these are all; `start`:
-// their first keys, and the end; `padding`: an id of each, or −1; `resident`: the slot of each one's first row, or −1.
+// The features of a key space. `blocks`: of each one the number of its block of bags among those given, null where these
+// are theirs alone and in their order; `features`: their numbers in the collection; `first`, `size`: first key and rows of the table of each;
+// `padding`: an id of each, or −1; `resident`: the slot of its table's first row, or −1.
 struct Space {
-    const i64 *tables, *start, *padding, *resident;
-    int n_tables;
+    const i64 *blocks, *features, *first, *size, *padding, *resident;
+    int n_features;
 };
 
-// Edge k of the bags of all tables; the last one may be left out and is then the number of ids.
+// Edge k of the bags of all features; the last one may be left out and is then the number of ids.
 struct Edges {
     const i64 *offsets;
     i64 given, n_ids;
@@ -23,40 +24,41 @@ struct Edges {
 
 __device__ __forceinline__ void mark(u64 *place, i64 position) { atomicMax(place, (u64)(FAR - position)); }
 
-// Checks the edges: they must rise from 0 to at most n_ids, to n_ids itself with `exact`. Writes those of the chosen
-// tables alone (all of them where `tables` is null), as if only their ids had been given: int64 (chosen · batch + 1).
+// Checks the edges: they must rise from 0 to at most n_ids, to n_ids itself with `exact`. Writes those of the features of
+// the space, as if only their ids had been given: int64 (features · batch + 1).
 // Reads and writes 8 bytes a bag.
 extern "C" __global__ void offsets_check(const i64 *offsets, i64 given, i64 n_ids, i64 n_edges, int exact, i64 batch,
                                          Space space, Fault *fault, i64 *local) {
     wait_for_prior_kernel();
     const Edges edges{offsets, given, n_ids};
-    const i64 *tables = space.tables;
-    const i64 bags = batch * space.n_tables;
+    const i64 *blocks = space.blocks;
+    const i64 bags = batch * space.n_features;
     for (i64 k = thread_index(); k < n_edges; k += thread_count()) {
         i64 at = edges[k], before = k ? edges[k - 1] : 0;
         bool bad = k == 0 ? at != 0 : at < before;
         if (k == n_edges - 1) bad = bad || at > n_ids || (exact && at != n_ids);
         if (bad) mark(&fault->offset, k);
-        if (!tables) local[k] = at;
+        if (!blocks) local[k] = at;
     }
-    if (!tables) return;
+    if (!blocks) return;
     for (i64 bag = thread_index(); bag <= bags; bag += thread_count()) {
         i64 edge = 0, last = bag / (batch ? batch : 1);
-        for (i64 j = 0; j < last && j < space.n_tables; j++) edge += edges[(tables[j] + 1) * batch] - edges[tables[j] * batch];
-        if (last < space.n_tables) edge += edges[tables[last] * batch + (bag - last * batch)] - edges[tables[last] * batch];
+        for (i64 j = 0; j < last && j < space.n_features; j++)
+            edge += edges[(blocks[j] + 1) * batch] - edges[blocks[j] * batch];
+        if (last < space.n_features)
+            edge += edges[blocks[last] * batch + (bag - last * batch)] - edges[blocks[last] * batch];
         local[bag] = edge;
     }
 }
 
 constexpr int STAGED = 512;        // edges that it takes into shared memory: all among its ids, if no bag is empty
-constexpr int NEAR = 32;           // tables likewise
+constexpr int NEAR = 32;           // features likewise
 
 struct Table {
     i64 first, rows, padding, slot;  // the first row's key, and its slot if the table is resident, else −1
 };
-__device__ __forceinline__ Table table_of(const Space &space, u32 j) {
-    const i64 first = space.start[j], next = space.start[j + 1], padding = space.padding[j], slot = space.resident[j];
-    return {first, next - first, padding, slot};
+__device__ __forceinline__ Table table_of(const Space &space, u32 feature) {
+    return {space.first[feature], space.size[feature], space.padding[feature], space.resident[feature]};
 }
 
 // The bag of occurrence k is between: local[low] ≤ k < local[high]. Bags are numbered by an int.
@@ -82,7 +84,7 @@ __device__ __forceinline__ Span bags_around(const i64 *local, u32 bags, i64 prob
 
 // Tells the host of the first fault that it has not been told of. One thread, after all others.
 __device__ void fault_report(const volatile Fault *fault, const i64 *ids, const Edges &edges, i64 n_edges, i64 batch,
-                             volatile Report *report) {
+                             const Space &space, volatile Report *report) {
     if ((fault->id | fault->offset) == 0 || report->state != 0) return;
     const bool bad_offset = fault->offset != 0;
     const i64 at = FAR - (i64)(bad_offset ? fault->offset : fault->id);
@@ -94,13 +96,19 @@ __device__ void fault_report(const volatile Fault *fault, const i64 *ids, const 
         report->value = edges[at];
         report->before = at ? edges[at - 1] : 0;
     } else {
-        i64 low = 0, high = n_edges;  // the bag of the id, and so its table
+        i64 low = 0, high = n_edges;  // the bag of the id, and so its feature
         while (high - low > 1) {
             i64 middle = (low + high) / 2;
             if (edges[middle] <= at) low = middle;
             else high = middle;
         }
-        report->table = low / (batch ? batch : 1);
+        i64 feature = low / (batch ? batch : 1);
+        if (space.blocks) {
+            int j = 0;
+            while (j < space.n_features - 1 && space.blocks[j] != feature) j++;
+            feature = space.features[j];
+        }
+        report->feature = feature;
         report->value = ids[at];
     }
     __threadfence_system();
@@ -139,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
     __shared__ int staged[STAGED];  // how many of the block's ids are before the edge, at least 0, at most all
     __shared__ Table near[NEAR];
     const Edges edges{offsets, given, n_ids};
-    const u32 bags = (u32)(batch * space.n_tables), probe = (bags + FILL_THREADS - 1) / FILL_THREADS * (threadIdx.x + 1);
+    const u32 bags = (u32)(batch * space.n_features), probe = (bags + FILL_THREADS - 1) / FILL_THREADS * (threadIdx.x + 1);
     const i64 end = local[bags], probed = probe < bags ? local[probe] : n_ids;
     const bool lost = fault->offset != 0;
     const i64 count = lost ? 0 : end < n_ids ? end : n_ids;
@@ -147,24 +155,24 @@ extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
     for (i64 base = (i64)blockIdx.x * FILL_THREADS; base < n_ids; base += thread_count()) {
         const i64 k = base + threadIdx.x;
         i64 i = k, id = !position && k < n_ids ? ids[k] : -1;
-        u32 own = 0, near_table = 0;
+        u32 own = 0, near_feature = 0;
         if (base < count) {
             const u32 low = bags_around(local, bags, probed, base).low;
-            near_table = low / (u32)batch;
+            near_feature = low / (u32)batch;
             for (int e = threadIdx.x; e < STAGED; e += FILL_THREADS) {
                 const i64 edge = (i64)low + 1 + e, before = edge < bags ? local[edge] - base : FILL_THREADS;
                 staged[e] = before < 0 ? 0 : before < FILL_THREADS ? (int)before : FILL_THREADS;
             }
-            if (threadIdx.x < NEAR && near_table + threadIdx.x < space.n_tables)
-                near[threadIdx.x] = table_of(space, near_table + threadIdx.x);
+            if (threadIdx.x < NEAR && near_feature + threadIdx.x < space.n_features)
+                near[threadIdx.x] = table_of(space, near_feature + threadIdx.x);
             __syncthreads();
             own = bag_of(local, bags, probed, base, count, low, staged);
         }
         if (k < count) {
             const u32 j = own / (u32)batch;
-            const Table table = j - near_table < NEAR ? near[j - near_table] : table_of(space, j);
+            const Table table = j - near_feature < NEAR ? near[j - near_feature] : table_of(space, j);
             if (position) {
-                i = edges[space.tables[j] * batch + (own - j * batch)] + k - local[own];
+                i = edges[space.blocks[j] * batch + (own - j * batch)] + k - local[own];
                 id = ids[i];
                 position[k] = i;
             }
@@ -185,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(FILL_THREADS) bags_fill(
     __threadfence();
     if (atomicAdd(&fault->finished, 1u) == gridDim.x - 1) {
         fault->finished = 0;
-        fault_report(fault, ids, edges, n_edges, batch, report);
+        fault_report(fault, ids, edges, n_edges, batch, space, report);
     }
 }
 

@@ -1,47 +1,80 @@
 """Key spaces: tables that share a cache, and what is wrong with ids and offsets into them.
 
-Bags come table-major, as in FBGEMM and TorchRec's KeyedJaggedTensor: bag `t · B + b` is sample b of table t. A key
-space may hold only some of a collection's tables (those of one width); its bags are then copied out.
+Who looks up in a table is a feature: it has bags, and columns of the output. A table has one of its own, unless its
+config names several. Bags come feature-major, as in FBGEMM and TorchRec's KeyedJaggedTensor: bag `f · B + b` is sample
+b of feature f. A key space may hold only some of a collection's tables (those of one width); the bags of its features
+are then copied out.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tieredemb.config import MODES, TableConfig
+from tieredemb.config import MODES, Feature, TableConfig, features_of
 from tieredemb.kernels.constants import MAX, MEAN
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-class KeySpace:
-    """The tables that share one cache, in terms of the kernels.
+@dataclass(frozen=True)
+class Places:
+    """Where features have their bags in a batch that brings them in another order, or those of others too: `blocks`, of
+    each feature of the collection the number of its block of B bags · `count`: how many blocks there are."""
 
-    `tables`: int64 (T,), their positions in the collection · `start`: int64 (T + 1,), the first key of each, and the
-    number of keys · `column`: int64 (T,), where each writes its outputs · `mode`: int32 (T,) · `padding`: int64 (T,),
-    an id or −1 · `has_mean`, `has_max`: whether a table is pooled so.
+    blocks: tuple[int, ...]
+    count: int
+
+
+class KeySpace:
+    """The tables that share one cache, and their features, in terms of the kernels.
+
+    Of tables: `tables`, int64 (T,), their positions in the collection · `start`, int64 (T + 1,), the first key of each,
+    and the number of keys. Of features: `features`, int64 (F,), their positions in the collection · `table`, int64
+    (F,), which of `tables` each looks up in · `first`, `size`, int64 (F,), that one's first key and rows · `column`,
+    int64 (F,), where each writes its outputs · `mode`, int32 (F,) · `padding`, int64 (F,), an id or −1.
+    `is_shared`: whether a table has several features · `has_mean`, `has_max`: whether one is pooled so · `names`: of
+    the features, for messages.
     """
 
     def __init__(self, configs: Sequence[TableConfig], tables: Sequence[int], columns: Sequence[int]) -> None:
+        """`columns`: of all features of the collection."""
         chosen = [configs[t] for t in tables]
-        self.names = [table.name for table in chosen]
         self.tables = np.array(tables, np.int64)
         self.start = np.concatenate([[0], np.cumsum([table.num_embeddings for table in chosen])]).astype(np.int64)
-        self.column = np.array([columns[t] for t in tables], np.int64)
-        self.mode = np.array([MODES.index(table.mode) for table in chosen], np.int32)
-        self.padding = np.array([-1 if t.padding_idx is None else t.padding_idx for t in chosen], np.int64)
+        position = {t: j for j, t in enumerate(tables)}
+        everyone = features_of(configs)
+        features = [f for f, feature in enumerate(everyone) if feature.table in position]
+        of = [configs[everyone[f].table] for f in features]
+        self.names = [feature_name(everyone[f], table) for f, table in zip(features, of, strict=True)]
+        self.features = np.array(features, np.int64)
+        self.table = np.array([position[everyone[f].table] for f in features], np.int64)
+        self.first = self.start[self.table]
+        self.size = np.array([table.num_embeddings for table in of], np.int64)
+        self.column = np.array([columns[f] for f in features], np.int64)
+        self.mode = np.array([MODES.index(table.mode) for table in of], np.int32)
+        self.padding = np.array([-1 if t.padding_idx is None else t.padding_idx for t in of], np.int64)
+        self.is_shared = len(features) > len(tables)
         self.has_mean = bool((self.mode == MEAN).any())
         self.has_max = bool((self.mode == MAX).any())
         self.width = chosen[0].embedding_dim
-        self.covers_all = len(tables) == len(configs)
+        self.covers_all = len(features) == len(everyone)
 
     def __len__(self) -> int:
         return len(self.tables)
+
+    def blocks(self, places: Places) -> Array:
+        """Of each feature the number of its block of bags among those given, int64 (F,)."""
+        return np.array(places.blocks, np.int64)[self.features]
+
+    def is_all(self, places: Places | None) -> bool:
+        """Whether the bags given are those of these features, in their order."""
+        return self.covers_all and places is None
 
     @property
     def rows(self) -> int:
@@ -71,9 +104,15 @@ def offsets_out_of_order(k: int, value: int, before: int, ids: int, count: int) 
     return f"the last offset is {value} but there are {ids} ids; it must be their number"
 
 
-def id_out_of_range(table: str, rows: int, value: int, position: int) -> str:
-    """What is wrong with an id."""
+def feature_name(feature: Feature, table: TableConfig) -> str:
+    """How messages name a feature and its table."""
+    own = f"table {table.name!r}"
+    return own if table.features == (table.name,) else f"feature {feature.name!r} of {own}"
+
+
+def id_out_of_range(feature: str, rows: int, value: int, position: int) -> str:
+    """What is wrong with an id. `feature`: as messages name it."""
     advice = "check the feature's hashing or raise num_embeddings"
     if value < 0:
         advice = "give what is missing an id of its own, and name that padding_idx"
-    return f"id {value} at position {position} is out of range for table {table!r} (0 … {rows - 1}); {advice}"
+    return f"id {value} at position {position} is out of range for {feature} (0 … {rows - 1}); {advice}"

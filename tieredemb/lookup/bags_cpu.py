@@ -9,7 +9,7 @@ import numpy as np
 
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
 from tieredemb.kernels.cpu import even_bounds, jit, parallel_for
-from tieredemb.lookup.bags import KeySpace, id_out_of_range, offsets_out_of_order
+from tieredemb.lookup.bags import KeySpace, Places, id_out_of_range, offsets_out_of_order
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -22,15 +22,15 @@ ALL_VALID = -1
 class Bags:
     """The bags of one key space in one batch of B samples.
 
-    `keys`: int64 (N,), negative for padding · `offsets`: int64 (T·B + 1,) into `keys` · `sample`, `table`: int32 (N,),
-    the sample and the table of each occurrence · `position`: int64 (N,) of each occurrence in the ids given, or None
-    where they are the same.
+    `keys`: int64 (N,), negative for padding · `offsets`: int64 (F·B + 1,) into `keys` · `sample`, `feature`: int32
+    (N,), the sample and the feature of each occurrence · `position`: int64 (N,) of each occurrence in the ids given, or
+    None where they are the same.
     """
 
     keys: Array
     offsets: Array
     sample: Array
-    table: Array
+    feature: Array
     position: Array | None
     batch: int
 
@@ -59,55 +59,73 @@ def check_offsets(offsets: Array, ids: int) -> None:
         raise InvalidInputError(offsets_out_of_order(first, int(offsets[first]), int(before), ids, len(offsets)))
 
 
-def make_bags(ids: Array, offsets: Array, space: KeySpace, batch: int, *, padding_is_dropped: bool) -> Bags:
-    """The bags of `space` among `ids` (int32 or int64 (N,)) and checked `offsets` (int64 (T·B + 1,), all tables).
+def make_bags(
+    ids: Array,
+    offsets: Array,
+    space: KeySpace,
+    batch: int,
+    *,
+    padding_is_dropped: bool,
+    places: Places | None = None,
+) -> Bags:
+    """The bags of `space` among `ids` (int32 or int64 (N,)) and checked `offsets` (int64, all features, or those that
+    `places` says).
 
     Padding becomes a negative key if `padding_is_dropped`. Raises `IdOutOfRangeError` for the first id outside its
     table.
     """
-    local = offsets if space.covers_all else _local_offsets(offsets, space, batch)
+    blocks = space.features if places is None else space.blocks(places)
+    is_all = space.covers_all and places is None
+    local = offsets if is_all else _local_offsets(offsets, blocks, batch)
     n = int(local[-1])
     bags = Bags(
         keys=np.empty(n, np.int64),
         offsets=local,
         sample=np.empty(n, np.int32),
-        table=np.empty(n, np.int32),
-        position=None if space.covers_all else np.empty(n, np.int64),
+        feature=np.empty(n, np.int32),
+        position=None if is_all else np.empty(n, np.int64),
         batch=batch,
     )
-    padding = space.padding if padding_is_dropped else np.full(len(space.tables), -1, np.int64)
-    bad = fill(ids, offsets, space, padding, bags)
+    padding = space.padding if padding_is_dropped else np.full(len(space.features), -1, np.int64)
+    bad = fill(ids, offsets, blocks, space, padding, bags)
     if bad >= 0:
-        _refuse_id(ids, offsets, space, batch, bad)
+        _refuse_id(ids, offsets, blocks, space, batch, bad)
     return bags
 
 
-def _local_offsets(offsets: Array, space: KeySpace, batch: int) -> Array:
-    """The offsets of the tables of `space` alone, as if only their ids had been given."""
-    local = np.zeros(len(space.tables) * batch + 1, np.int64)
-    for j, table in enumerate(space.tables):
-        bags = offsets[table * batch : (table + 1) * batch + 1]
+def one_by_one(bags: Bags) -> Bags:
+    """Each occurrence as a bag, and a sample, of its own."""
+    n = len(bags.keys)
+    own = np.arange(n + 1, dtype=np.int64)
+    return Bags(bags.keys, own, own[:n].astype(np.int32), bags.feature, bags.position, n)
+
+
+def _local_offsets(offsets: Array, blocks: Array, batch: int) -> Array:
+    """The offsets of some blocks of bags alone, as if only their ids had been given."""
+    local = np.zeros(len(blocks) * batch + 1, np.int64)
+    for j, block in enumerate(blocks):
+        bags = offsets[block * batch : (block + 1) * batch + 1]
         local[j * batch : (j + 1) * batch + 1] = bags - bags[0] + local[j * batch]
     return local
 
 
-def _refuse_id(ids: Array, offsets: Array, space: KeySpace, batch: int, position: int) -> None:
+def _refuse_id(ids: Array, offsets: Array, blocks: Array, space: KeySpace, batch: int, position: int) -> None:
     bag = int(np.searchsorted(offsets, position, side="right")) - 1
-    j = int(np.flatnonzero(space.tables == bag // batch)[0])
-    rows = int(space.start[j + 1] - space.start[j])
-    raise IdOutOfRangeError(id_out_of_range(space.names[j], rows, int(ids[position]), position))
+    j = int(np.flatnonzero(blocks == bag // batch)[0])
+    raise IdOutOfRangeError(id_out_of_range(space.names[j], int(space.size[j]), int(ids[position]), position))
 
 
-def fill(ids: Array, offsets: Array, space: KeySpace, padding: Array, bags: Bags) -> int:
+def fill(ids: Array, offsets: Array, blocks: Array, space: KeySpace, padding: Array, bags: Bags) -> int:
     """Fills the arrays of `bags` but its offsets; returns the first position of an id out of range, or −1."""
     position = np.empty(0, np.int64) if bags.position is None else bags.position
-    outputs = (bags.keys, bags.sample, bags.table, position)
+    of = (blocks, space.first, space.size, padding)
+    outputs = (bags.keys, bags.sample, bags.feature, position)
     bad = [
         first
         for first in parallel_for(
             bags_fill,
-            even_bounds(len(space.tables) * bags.batch, BAG_GRAIN),
-            *(ids, offsets, bags.offsets, space.tables, space.start, padding, bags.batch, *outputs),
+            even_bounds(len(space.features) * bags.batch, BAG_GRAIN),
+            *(ids, offsets, bags.offsets, *of, bags.batch, *outputs),
         )
         if first != ALL_VALID
     ]
@@ -115,14 +133,14 @@ def fill(ids: Array, offsets: Array, space: KeySpace, padding: Array, bags: Bags
 
 
 @jit
-def bags_fill(lo, hi, ids, offsets, local, tables, start, padding, batch, keys, sample, table, position):
+def bags_fill(lo, hi, ids, offsets, local, blocks, start, size, padding, batch, keys, sample, feature, position):
     """Bags lo … hi − 1 of the key space. Moves 8 + 16 bytes an occurrence."""
     bad = ALL_VALID
     for bag in range(lo, hi):
         j = bag // batch
         b = bag - j * batch
-        first = offsets[tables[j] * batch + b]
-        rows = start[j + 1] - start[j]
+        first = offsets[blocks[j] * batch + b]
+        rows = size[j]
         for k in range(local[bag], local[bag + 1]):
             i = first + k - local[bag]
             row = np.int64(ids[i])
@@ -130,7 +148,7 @@ def bags_fill(lo, hi, ids, offsets, local, tables, start, padding, batch, keys, 
                 bad = i
             keys[k] = -1 if row == padding[j] else row + start[j]
             sample[k] = b
-            table[k] = j
+            feature[k] = j
             if position.shape[0] > 0:
                 position[k] = i
     return bad

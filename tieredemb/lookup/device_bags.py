@@ -18,7 +18,7 @@ from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.kernels.constants import BAD_ID, FILL_THREADS
 from tieredemb.kernels.source import read
-from tieredemb.lookup.bags import KeySpace, id_out_of_range, offsets_out_of_order
+from tieredemb.lookup.bags import KeySpace, Places, id_out_of_range, offsets_out_of_order
 
 FILE = "lookup/bags.cu"
 THREADS = 256
@@ -33,8 +33,9 @@ def words_of(struct: str) -> int:
 
 
 class DeviceKeySpace:
-    """The arrays of a `KeySpace` on a device: `column` and `mode`, and those that kernels take as one struct.
-    `resident`: (T,), the slot of the first row of a table that is resident, or −1."""
+    """The arrays of a `KeySpace` on a device: `column`, `mode`, `padding` and, where tables are shared, the `table` of
+    each feature; and those that kernels take as one struct. `resident`: (T,), the slot of the first row of a table that
+    is resident, or −1."""
 
     def __init__(self, space: KeySpace, resident: Sequence[int], device: torch.device) -> None:
         def upload(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
@@ -44,29 +45,39 @@ class DeviceKeySpace:
         self.device = device
         self.column = upload(space.column)
         self.mode = upload(space.mode)
-        padding = upload(space.padding)
-        shared = {
-            "tables": 0 if space.covers_all else upload(space.tables),
-            "start": upload(space.start),
-            "resident": upload(np.array(resident, np.int64)),
-            "n_tables": len(space),
+        self.table = upload(space.table) if space.is_shared else None
+        self.padding = upload(space.padding)
+        self._paddings = {True: self.padding, False: upload(np.full_like(space.padding, -1))}
+        self._fields = {
+            "features": upload(space.features),
+            "first": upload(space.first),
+            "size": upload(space.size),
+            "resident": upload(np.array(resident, np.int64)[space.table]),
+            "n_features": len(space.features),
         }
-        space_type = struct_type(FILE, "Space")
-        self._dropping = space_type(padding=padding, **shared)
-        self._reading = space_type(padding=torch.full_like(padding, -1), **shared)
+        # those that were asked for are kept: a captured step counts on their memory
+        self._features: dict[tuple[bool, Places | None], StructValue] = {}
+        for dropped in self._paddings:
+            self.features(padding_is_dropped=dropped)
 
-    def tables(self, *, padding_is_dropped: bool) -> StructValue:
-        """What kernels know of the tables; without `padding_is_dropped` none has any padding."""
-        return self._dropping if padding_is_dropped else self._reading
-
-    def __len__(self) -> int:
-        return len(self.space)
+    def features(self, places: Places | None = None, *, padding_is_dropped: bool) -> StructValue:
+        """What kernels know of the features; without `padding_is_dropped` none has any padding. Synchronises for
+        `places` that it is asked for first."""
+        key = padding_is_dropped, places
+        if key not in self._features:
+            blocks: torch.Tensor | int = 0
+            if not self.space.is_all(places):
+                given = self.space.features if places is None else self.space.blocks(places)
+                blocks = torch.from_numpy(given).to(self.device)
+            padding = self._paddings[padding_is_dropped]
+            self._features[key] = struct_type(FILE, "Space")(blocks=blocks, padding=padding, **self._fields)
+        return self._features[key]
 
 
 @dataclass(frozen=True)
 class Edges:
-    """Where the bags of all tables start and end. `offsets`: int64 (K,) on the device, not yet checked · `count`: T · B
-    + 1, of which the last may be missing and is the number of ids · `exact`: whether the last must be that number."""
+    """Where the bags of all features start and end. `offsets`: int64 (K,) on the device, not yet checked · `count`: F ·
+    B + 1, of which the last may be missing and is the number of ids · `exact`: whether the last must be that number."""
 
     offsets: torch.Tensor
     count: int
@@ -78,7 +89,7 @@ class DeviceBags:
     """The bags of one key space in one batch of B samples; N is the number of ids given.
 
     `keys`: int64 (N,), negative where there is nothing to look up · `homes`: int32 (N,), −1 for a key, the slot of a
-    resident table's row, or `DROPPED` · `offsets`: int64 (T·B + 1,) · `bag`: int32 (N,), of each occurrence ·
+    resident table's row, or `DROPPED` · `offsets`: int64 (F·B + 1,) · `bag`: int32 (N,), of each occurrence ·
     `position`: int64 (N,), of each occurrence in the ids, or None where they are the same. Occurrences of other key
     spaces' ids are at the end, dropped.
     """
@@ -102,15 +113,16 @@ def tell_fault(report: torch.Tensor, address: int) -> None:
     kernel(FILE, "fault_tell")(1, 32, report, address)
 
 
-def new_device_bags(n: int, space: DeviceKeySpace, batch: int) -> DeviceBags:
-    """Room for the bags of `space` in a batch of `batch` samples with `n` ids."""
+def new_device_bags(n: int, space: DeviceKeySpace, batch: int, *, is_all: bool) -> DeviceBags:
+    """Room for the bags of `space` in a batch of `batch` samples with `n` ids. `is_all`: whether all of them are the
+    space's, in its features' order."""
     device = space.device
     return DeviceBags(
         keys=torch.empty(n, dtype=torch.int64, device=device),
         homes=torch.empty(n, dtype=torch.int32, device=device),
-        offsets=torch.empty(len(space) * batch + 1, dtype=torch.int64, device=device),
+        offsets=torch.empty(len(space.space.features) * batch + 1, dtype=torch.int64, device=device),
         bag=torch.empty(n, dtype=torch.int32, device=device),
-        position=None if space.space.covers_all else torch.empty(n, dtype=torch.int64, device=device),
+        position=None if is_all else torch.empty(n, dtype=torch.int64, device=device),
         batch=batch,
     )
 
@@ -122,28 +134,38 @@ def find_device_bags(
     space: DeviceKeySpace,
     fault: torch.Tensor,
     report: int,
+    places: Places | None = None,
     *,
     padding_is_dropped: bool,
 ) -> None:
-    """Finds the bags of `space` among `ids` (int64 (N,)). Does not synchronise; bad ids, and offsets that do not start
-    at 0, fall, or leave the ids, leave a mark in `fault` and are reported to the words at `report`."""
+    """Finds the bags of `space` among `ids` (int64 (N,)), in which features have theirs at `places`. Does not
+    synchronise, but for new places; bad ids, and offsets that do not start at 0, fall, or leave the ids, leave a mark
+    in `fault` and are reported to the words at `report`."""
     n, given, batch = ids.shape[0], edges.offsets.shape[0], bags.batch
-    tables = space.tables(padding_is_dropped=padding_is_dropped)
+    features = space.features(places, padding_is_dropped=padding_is_dropped)
     check = kernel(FILE, "offsets_check")
     check(
         blocks_for(edges.count, THREADS, MOST_BLOCKS), THREADS, edges.offsets, given, n, edges.count, edges.exact,
-        batch, tables, fault, bags.offsets,
+        batch, features, fault, bags.offsets,
     )  # fmt: skip
     fill = kernel(FILE, "bags_fill")
     fill(
         max(1, blocks_for(n, FILL_THREADS, MOST_BLOCKS)), FILL_THREADS, ids, edges.offsets, given, n, bags.offsets,
-        batch, tables, bags.keys, bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count,
+        batch, features, bags.keys, bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count,
         fault, report,
     )  # fmt: skip
 
 
+def number_one_by_one(bags: DeviceBags, own: torch.Tensor) -> None:
+    """Writes the bag that each occurrence would have if it were a sample of its own to `own`, int32 (N,)."""
+    n = own.shape[0]
+    torch.div(bags.bag, max(1, bags.batch), rounding_mode="floor", out=own)
+    own.mul_(n).add_(torch.arange(n, dtype=torch.int32, device=own.device))
+
+
 class FaultReport:
-    """The first fault that nobody was told of: a `Report` in host memory, which kernels write to."""
+    """The first fault that nobody was told of: a `Report` in host memory, which kernels write to. `names`, `rows`: of
+    each feature, as messages name it, and of its table."""
 
     def __init__(self, names: Sequence[str], rows: Sequence[int]) -> None:
         self._names = names
@@ -161,8 +183,8 @@ class FaultReport:
             return
         said = dict(zip(self._fields, self._seen, strict=True))
         self._seen[self._state] = 0
-        position, value, table = said["position"], said["value"], said["table"]
+        position, value, feature = said["position"], said["value"], said["feature"]
         if said["kind"] == BAD_ID:
-            raise IdOutOfRangeError(id_out_of_range(self._names[table], self._rows[table], value, position) + told)
+            raise IdOutOfRangeError(id_out_of_range(self._names[feature], self._rows[feature], value, position) + told)
         wrong = offsets_out_of_order(position, value, said["before"], said["ids"], said["edges"])
         raise InvalidInputError(wrong + told)

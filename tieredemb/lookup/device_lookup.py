@@ -82,7 +82,8 @@ class DeviceLookup:
         self._output: tuple[str, ...] = ()
         if output_dtype is not None and output_dtype != row.device_dtype:
             self._output = (RowFormat(width=row.width, dtype=output_dtype).flags[0].replace("ROW", "OUT"),)
-        self._update = (*self._rows, *recipe_flags(self._optimizer))
+        shared = ("-DSHARED",) if space.space.is_shared else ()
+        self._update = (*self._rows, *recipe_flags(self._optimizer), *shared)
         self._lanes, self._vector = row.lanes, row.vector
         self._columns_fit = not (space.space.column % self._vector).any()
 
@@ -100,11 +101,11 @@ class DeviceLookup:
     ) -> None:
         """Writes the pooled rows of `bags` to columns `space.column` of `out` (B, ΣD). `weights`: float32 (N,), for
         sums · `argmax`: int32 (B, ΣD), takes the winning occurrence of each maximum, −1 for an empty bag."""
-        count = len(self.space) * bags.batch
+        count = len(self.space.space.features) * bags.batch
         each = BAGS_OF_ONE if homes.shape[0] <= 2 * count else LONG_BAGS
         flags = (*self._rows, *self._output, *overflow.flags, f"-DBAGS={each}", *self._alignment(out))
         pool = kernel(BAG, "bags_pool", *flags)
-        groups = len(self.space) * ((bags.batch + each - 1) // each)
+        groups = len(self.space.space.features) * ((bags.batch + each - 1) // each)
         pool(
             blocks_for(groups * self._lanes, THREADS), THREADS, hot.weight, overflow.weight,
             _address(overflow.records), homes, bags.offsets, bags.batch, count, self.space.mode, self.space.column,
@@ -132,9 +133,14 @@ class DeviceLookup:
         )  # fmt: skip
         return rows, own
 
-    def gather(self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor) -> torch.Tensor:
-        """The rows of `homes`, (N, D); zeros for padding."""
-        rows = torch.empty((homes.shape[0], hot.weight.shape[1]), dtype=hot.weight.dtype, device=hot.weight.device)
+    def gather(
+        self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The rows of `homes`, (N, D), to `out` if it is given; zeros for padding."""
+        rows = out
+        if rows is None:
+            shape = homes.shape[0], hot.weight.shape[1]
+            rows = torch.empty(shape, dtype=hot.weight.dtype, device=hot.weight.device)
         gather = kernel(BAG, "rows_gather", *self._rows, *overflow.flags)
         blocks = blocks_for(homes.shape[0] * self._lanes, THREADS, MOST_BLOCKS)
         gather(blocks, THREADS, hot.weight, overflow.weight, _address(overflow.records), homes, homes.shape[0], rows)
@@ -158,7 +164,7 @@ class DeviceLookup:
     def mean_scale(self, homes: torch.Tensor, bags: DeviceBags) -> torch.Tensor:
         """One over the size of each occurrence's bag where its table takes means, else 1: float32 (N,)."""
         scale = torch.ones(homes.shape[0], dtype=torch.float32, device=homes.device)
-        count = len(self.space) * bags.batch
+        count = len(self.space.space.features) * bags.batch
         mean = kernel(BAG, "bags_mean_scale", *self._rows)
         blocks = blocks_for(count * 32, THREADS, MOST_BLOCKS)
         mean(blocks, THREADS, homes, bags.offsets, bags.batch, count, self.space.mode, scale)
@@ -177,7 +183,8 @@ class DeviceLookup:
         )
 
     def find_segments(self, segments: Segments, homes: torch.Tensor, bag: torch.Tensor, batch: int) -> Segments:
-        """Groups the occurrences by home, into `segments`: `bag` int32 (N,) is that of each, of `batch` bags a table.
+        """Groups the occurrences by home, into `segments`: `bag` int32 (N,) is that of each, of `batch` bags a
+        feature.
         Allocates nothing that outlasts it, so another stream may run it than the one which the memory belongs to."""
         n = homes.shape[0]
         segments.work.zero_()
@@ -208,8 +215,7 @@ class DeviceLookup:
     ) -> None:
         """Applies one optimizer step to the rows of `segments` and marks hot ones dirty. `grad`: float32 (B, ΣD) ·
         `scale`: float32 (N,), what each occurrence's share is multiplied by · `argmax`: int32 (B, ΣD) · `rate`, float32
-        (T,), and `numbers`, float32: as `begin` made them · `past`, `steps`: as it
-        was given, of a dense optimizer."""
+        (F,), and `numbers`, float32: as `begin` made them · `past`, `steps`: as it was given, of a dense optimizer."""
         n = segments.order.shape[0]
         sorted_scale = None
         if scale is not None:
@@ -244,7 +250,7 @@ class DeviceLookup:
         work: torch.Tensor,
         past: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Starts an update: counts `steps` (int64 (T,)) on; returns the tables' rates and the other numbers.
+        """Starts an update: counts `steps` (int64 (T,)) on; returns the features' rates and the other numbers.
 
         `options`: float64 (`MOST_NUMBERS`,), see `set_options` · `faults`: int64 (3 K,), the `Fault`s of the calls ·
         `found_inf`, `grad_scale`: float32 (), of a scaler. After a mark or an infinity no `work` is left and no step
@@ -258,7 +264,7 @@ class DeviceLookup:
             1, THREADS, options, steps, steps.shape[0], faults, n_faults, _address(found_inf), _address(grad_scale),
             rate, numbers, work, _address(past),
         )  # fmt: skip
-        return rate, numbers
+        return (rate if self.space.table is None else rate.index_select(0, self.space.table)), numbers
 
     def end(
         self,

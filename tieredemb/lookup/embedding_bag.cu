@@ -1,6 +1,6 @@
-// Pooled lookup of all bags of all tables in one launch: sum, mean, max, weighted.
+// Pooled lookup of all bags of all features in one launch: sum, mean, max, weighted.
 //
-// A group of lanes takes BAGS consecutive bags of one table, so that as many rows are in flight before the first is
+// A group of lanes takes BAGS consecutive bags of one feature, so that as many rows are in flight before the first is
 // used; a lane holds 16 bytes of the row. Sums run in float in the order of the ids and are rounded once.
 #include "common.cuh"
 
@@ -20,24 +20,24 @@ __device__ __forceinline__ void add_row(float *acc, row_vector row, float weight
     for (int k = 0; k < VECTOR; k++) acc[k] = __fmaf_rn(weight, to_float(row.v[k]), acc[k]);
 }
 
-// out (B, total): columns column[t] … of row b take bag t · B + b. Moves D · itemsize bytes an occurrence and a bag.
+// out (B, total): columns column[f] … of row b take bag f · B + b. Moves D · itemsize bytes an occurrence and a bag.
 extern "C" __global__ void __launch_bounds__(256) bags_pool(
     const row_t *weight, const row_t *away, const Record *records, const int *homes, const i64 *offsets, i64 batch,
     i64 bags, const int *mode, const i64 *column, const float *sample_weights, out_t *out, i64 total, int *argmax) {
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES;
-    const u32 groups_a_table = (u32)((batch + BAGS - 1) / BAGS);
-    const i64 table = (u32)group / groups_a_table;
-    const i64 first = (group - table * groups_a_table) * BAGS;  // sample of the first bag
-    if (table * batch >= bags) return;
-    const int kind = mode[table];
+    const u32 groups_a_feature = (u32)((batch + BAGS - 1) / BAGS);
+    const i64 feature = (u32)group / groups_a_feature;
+    const i64 first = (group - feature * groups_a_feature) * BAGS;  // sample of the first bag
+    if (feature * batch >= bags) return;
+    const int kind = mode[feature];
     i64 begin[BAGS], end[BAGS];
 #pragma unroll
     for (int b = 0; b < BAGS; b++) {
         bool have = first + b < batch;
-        begin[b] = have ? offsets[table * batch + first + b] : 0;
-        end[b] = have ? offsets[table * batch + first + b + 1] : 0;
+        begin[b] = have ? offsets[feature * batch + first + b] : 0;
+        end[b] = have ? offsets[feature * batch + first + b + 1] : 0;
     }
     int home[BAGS];
 #pragma unroll
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_pool(
 #pragma unroll
             for (int k = 0; k < VECTOR; k++)
                 result.v[k] = output_of(kind == MEAN && count > 1 ? __fdiv_rn(acc[k], (float)count) : acc[k]);
-            i64 at = (first + b) * total + column[table] + unit * VECTOR;
+            i64 at = (first + b) * total + column[feature] + unit * VECTOR;
             store_streaming(out + at, result);  // read by other kernels, later: the cache is for rows
             if (MAXIMA && argmax && kind == MAX) {
 #pragma unroll
@@ -113,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(256) weights_gradient(const row_t *
     const int lane = threadIdx.x % LANES;
     for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
         const bool real = homes[i] != DROPPED;
-        const int table = real ? bag[i] / batch : 0, sample = real ? bag[i] - table * batch : 0;
-        const float *from = grad + (i64)sample * total + column[table];
+        const int feature = real ? bag[i] / batch : 0, sample = real ? bag[i] - feature * batch : 0;
+        const float *from = grad + (i64)sample * total + column[feature];
         float sum = 0.0f;
         for (int unit = lane; real && unit < UNITS; unit += LANES) {
             row_vector row = load_row(rows, i, unit);

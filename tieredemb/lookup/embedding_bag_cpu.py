@@ -98,19 +98,19 @@ def row_maximum(acc, weight, home, occurrence, is_first, winners, row, first):
 
 @jit
 def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out, argmax):
-    """All bags of samples lo … hi − 1, sample by sample: the outputs of one lie together, those of a table a page
-    apart. Moves D · itemsize bytes an occurrence, at random, and as many a bag, in order. `argmax` comes as −1."""
+    """All bags of samples lo … hi − 1, sample by sample: the outputs of one lie together, those of a feature a
+    page apart. Moves D · itemsize bytes an occurrence, at random, and as many a bag, in order. `argmax` comes as −1."""
     width = row_width(weight)
     weighted = weights.shape[0] > 0
     acc = np.empty(width, np.float32)
     for b in range(lo, hi):
-        for table in range(mode.shape[0]):
-            bag = table * batch + b
+        for feature in range(mode.shape[0]):
+            bag = feature * batch + b
             start = offsets[bag]
             stop = offsets[bag + 1]
-            first = column[table]
-            kind = mode[table]
-            if b + 1 < batch and stop < homes.shape[0]:  # the same table's next bag: a sample's worth of work ahead
+            first = column[feature]
+            kind = mode[feature]
+            if b + 1 < batch and stop < homes.shape[0]:  # the same feature's next bag: a sample's worth of work ahead
                 row_prefetch(weight, homes[stop])
             if stop - start == 1 and not weighted and kind != MAX and homes[start] >= 0:
                 home = homes[start]
@@ -158,9 +158,9 @@ def bags_weights_gradient(lo, hi, weight, homes, offsets, batch, column, grad, g
     """Occurrences of samples lo … hi − 1."""
     width = row_width(weight)
     for b in range(lo, hi):
-        for table in range(column.shape[0]):
-            bag = table * batch + b
-            first = column[table]
+        for feature in range(column.shape[0]):
+            bag = feature * batch + b
+            first = column[feature]
             for i in range(offsets[bag], offsets[bag + 1]):
                 total = np.float32(0.0)
                 if homes[i] >= 0:

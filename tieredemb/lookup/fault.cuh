@@ -7,5 +7,5 @@ struct Fault {
     u32 pad;
 };
 struct Report {  // of the first fault; the host reads these by their names
-    i64 state, kind, table, position, value, before, ids, edges;
+    i64 state, kind, feature, position, value, before, ids, edges;
 };

@@ -60,8 +60,8 @@ def occurrence_powers(
     norm_type: float,
 ) -> torch.Tensor:
     """Σ |g|^p over the summed gradient g of each row (max |g| for an infinite p), float64 (N,), at its first
-    occurrence; zero elsewhere. `homes`, `bag`: int32 (N,), as of the update · `samples`: bags a table · `grad`: float32
-    (B, ΣD) · `scale`, `argmax`: see `DeviceLookup.update`. Does not synchronise."""
+    occurrence; zero elsewhere. `homes`, `bag`: int32 (N,), as of the update · `samples`: bags a feature · `grad`:
+    float32 (B, ΣD) · `scale`, `argmax`: see `DeviceLookup.update`. Does not synchronise."""
     n, device = homes.shape[0], homes.device
     powers = torch.zeros(n, dtype=torch.float64, device=device)
     if n == 0:
@@ -73,7 +73,7 @@ def occurrence_powers(
         state=powers.view(torch.float32).reshape(n, 2),
         dirty=torch.empty(n, dtype=torch.uint8, device=device),
     )
-    rate = torch.zeros(len(lookup.space), dtype=torch.float32, device=device)
+    rate = torch.zeros(len(lookup.space.space.features), dtype=torch.float32, device=device)
     numbers = torch.full((2,), 1.0, dtype=torch.float32, device=device)  # p, and the scale
     numbers[:1].fill_(norm_type)  # an assignment to an element would copy it from the host, and wait
     norms.update(hot, cast("Any", _NOWHERE), segments, grad, scale, argmax, rate, numbers)

@@ -22,7 +22,7 @@ def row_powers(segments, gradient, space, norm_type):
     out = (np.empty((0, space.width), np.float32), powers, np.empty(rows, np.uint8))
     batch = walked(np.arange(rows, dtype=np.int32), segments, gradient, space)
     bounds = even_bounds(rows, max(1, UPDATE_GRAIN // space.width))
-    rate = np.zeros(len(space), np.float32)
+    rate = np.zeros(len(space.features), np.float32)
     Pass(segments_norm, bounds, batch, out, rate, (F(norm_type),), F(1.0)).run()
     return powers[:, 0]
 

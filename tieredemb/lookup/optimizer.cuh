@@ -12,6 +12,11 @@
 #ifndef AHEAD
 #define AHEAD 4  // gradient rows in flight
 #endif
+#ifdef SHARED  // tables have several features, and so a row's bags several columns
+constexpr bool IS_SHARED = true;
+#else
+constexpr bool IS_SHARED = false;
+#endif
 
 struct Work {
     int items, parts, longs, pad;  // short segments, chunks, long segments
@@ -19,10 +24,10 @@ struct Work {
 struct alignas(16) Item {
     int start, count;  // occurrences in the sorted order
     int home;          // the row, or of a chunk where its sum goes
-    int table;         // of a chunk −1 − table
+    int feature;       // any of those of the row's table, which has one mode and one rate; of a chunk −1 − feature
 };
 struct alignas(16) Long {
-    int home, first, parts, table;
+    int home, first, parts, feature;
 };
 
 // Scale of the p-th occurrence in the sorted order.
@@ -72,15 +77,15 @@ extern "C" __global__ void segments_find(const int *homes, int n, const i64 *ord
             int leader = __ffs(todo) - 1;
             int start = __shfl_sync(FULL_WARP, p, leader), row = __shfl_sync(FULL_WARP, home, leader);
             int end = segment_end(homes, n, start, row), parts = (end - start + CHUNK - 1) / CHUNK;
-            int table = __shfl_sync(FULL_WARP, its_bag, leader) / batch, first = 0;
+            int feature = __shfl_sync(FULL_WARP, its_bag, leader) / batch, first = 0;
             if (lane_index() == 0) {
                 first = atomicAdd(&work->parts, parts);
-                longs[atomicAdd(&work->longs, 1)] = Long{row, first, parts, table};
+                longs[atomicAdd(&work->longs, 1)] = Long{row, first, parts, feature};
             }
             first = __shfl_sync(FULL_WARP, first, 0);
             for (int c = lane_index(); c < parts; c += 32) {
                 int from = start + c * CHUNK;
-                items[n - 1 - (first + c)] = Item{from, end - from < CHUNK ? end - from : CHUNK, first + c, -1 - table};
+                items[n - 1 - (first + c)] = Item{from, end - from < CHUNK ? end - from : CHUNK, first + c, -1 - feature};
             }
         }
     }
@@ -260,9 +265,14 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
     for (int w = group; w < count; w += groups) {
         const Item item = next;
         if (w + groups < count) next = item_at(w + groups);
-        const bool whole = item.table >= 0;
-        const int table = whole ? item.table : -1 - item.table;
-        const i64 shift = column[table] - (i64)table * batch * total + lane * VECTOR;
+        const bool whole = item.feature >= 0;
+        const int feature = whole ? item.feature : -1 - item.feature;
+        const i64 shift = (IS_SHARED ? 0 : column[feature] - (i64)feature * batch * total) + lane * VECTOR;
+        const auto gradient_at = [=](int bag) {  // of a bag, after `shift`
+            if (!IS_SHARED) return (i64)bag * total;
+            const int own = bag / batch;
+            return (i64)(bag - own * batch) * total + column[own];
+        };
         const float *base = grad + shift;
         Place place;
         Row row;
@@ -285,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
                 if (p + a >= item.count) break;
                 const int its_bag = LANES >= AHEAD ? __shfl_sync(group_mask(LANES), bags, (p + a) % LANES, LANES)
                                                    : sorted_bag[item.start + p + a];
-                const float *from = base + (i64)its_bag * total;
+                const float *from = base + gradient_at(its_bag);
                 scale[a] = sorted_scale ? sorted_scale[item.start + p + a] : 1.0f;
 #pragma unroll
                 for (int s = 0; s < STEPS; s++)
@@ -293,10 +303,10 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
                         g[a][s] = load_floats(from + s * LANES * VECTOR);
             }
 #ifdef HAS_MAX
-            if (mode[table] == MAX)
+            if (mode[feature] == MAX)
                 for (int a = 0; a < AHEAD; a++) {
                     if (p + a >= item.count) break;
-                    const int *winner = argmax + shift + (i64)sorted_bag[item.start + p + a] * total;
+                    const int *winner = argmax + shift + gradient_at(sorted_bag[item.start + p + a]);
                     const int own = (int)order[item.start + p + a];
                     scale[a] = 1.0f;
                     for (int s = 0; s < STEPS; s++)
@@ -331,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
             for (int k = 0; k < VECTOR; k++) acc[s][k] = __fmul_rn(acc[s][k], constants.scale);
         if constexpr (IS_DENSE) row_bring(place, row, lane, *past, *steps - 1, *steps);
         if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
-        else row_update(place, row, acc, lane, rate[table], constants);
+        else row_update(place, row, acc, lane, rate[feature], constants);
         if (lane == 0 && item.home >= 0) dirty[item.home] = 1;
     }
 }
@@ -382,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
         if constexpr (!Recipe::KEEPS_SUM) row = row_read(place, lane);
         if constexpr (IS_DENSE) row_bring(place, row, lane, *past, *steps - 1, *steps);
         if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
-        else row_update(place, row, acc, lane, rate[segment.table], constants);
+        else row_update(place, row, acc, lane, rate[segment.feature], constants);
         if (lane == 0 && segment.home >= 0) dirty[segment.home] = 1;
     }
 }

@@ -50,13 +50,13 @@ F = np.float32
 class Gradient:
     """The upstream gradient of a batch and how occurrences share in it.
 
-    `grad`: float32 (B, ΣD) · `sample`, `table`: int32 (N,), row of `grad` and table of each occurrence · `scale`:
+    `grad`: float32 (B, ΣD) · `sample`, `feature`: int32 (N,), row of `grad` and feature of each occurrence · `scale`:
     float32 (N,) or empty for ones · `argmax`: int32 (B, ΣD), the winning occurrence of each maximum, or empty.
     """
 
     grad: Array
     sample: Array
-    table: Array
+    feature: Array
     scale: Array
     argmax: Array
 
@@ -78,7 +78,7 @@ class CountedPass(Pass):
         return int(self._replayed.sum())
 
 
-def walked(homes: Array, segments: Segments, gradient: Gradient, space: KeySpace) -> tuple[Array, ...]:
+def walked(homes: Array, segments: Segments, gradient: Gradient, space: KeySpace) -> tuple[Any, ...]:
     """What `segments_walk` is given of a batch, whose segments have their rows at `homes`, int32 (U,)."""
     return (
         homes,
@@ -86,9 +86,10 @@ def walked(homes: Array, segments: Segments, gradient: Gradient, space: KeySpace
         segments.order,
         space.mode,
         space.column,
+        space.is_shared,
         gradient.grad,
         gradient.sample,
-        gradient.table,
+        gradient.feature,
         gradient.scale,
         gradient.argmax,
     )
@@ -106,7 +107,8 @@ def update(
     marks dirty. A segment without occurrences changes nothing. `history`: that of a dense optimizer."""
     batch = walked(segments.homes, segments, gradient, space)
     rows = (hot.weight, hot.state.view(F), hot.dirty)
-    args = (batch, rows, hyper.rate, tuple(map(F, hyper.numbers)), F(hyper.scale))
+    rate = hyper.rate[space.table] if space.is_shared else hyper.rate
+    args = (batch, rows, rate, tuple(map(F, hyper.numbers)), F(hyper.scale))
     occurrences = len(segments.order)
     parts = len(even_bounds(occurrences * space.width, UPDATE_GRAIN)) - 1
     cuts = np.searchsorted(segments.starts, occurrences * np.arange(1, parts) // parts)
@@ -132,16 +134,20 @@ def limit_norms(hot: Any, slots: Array, max_norm: float, norm_type: float) -> Pa
 
 
 @inline
-def occurrences_add(acc, order, lo, hi, grad, sample, scale, argmax, first, is_max):
-    """acc += the gradients of occurrences order[lo:hi], in that order."""
+def occurrences_add(acc, order, lo, hi, grad, sample, features, column, is_shared, scale, argmax, first, is_max):
+    """acc += the gradients of occurrences order[lo:hi], in that order. `first`: the column where they begin, unless the
+    table `is_shared` by features: then each occurrence has its own."""
     width = acc.shape[0]
     for k in range(lo, hi):
         i = order[k]
         row = sample[i]
+        if is_shared:
+            first = column[features[i]]
         if k + 8 < order.shape[0]:
-            ahead = np.int64(sample[order[k + 8]]) * grad.shape[1] + first
-            for column in range(0, width, 16):
-                prefetch(grad, ahead + column)
+            ahead = np.int64(sample[order[k + 8]]) * grad.shape[1]
+            ahead += column[features[order[k + 8]]] if is_shared else first
+            for d in range(0, width, 16):
+                prefetch(grad, ahead + d)
         if is_max:
             for d in range(width):
                 if argmax[row, first + d] == i:
@@ -222,11 +228,11 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
     a segment once each way. Returns how many steps were replayed.
 
     `row_update(weight, row, state, home, g, rate, numbers)` is the recipe's: one optimizer step of the weights in row
-    `row` and the state in row `home`, given the summed gradient `g`, float32 (D,). `rate`: float32, of its table ·
+    `row` and the state in row `home`, given the summed gradient `g`, float32 (D,). `rate`: float32, of its feature ·
     `numbers`: tuple of float32, as the config derives them. It rounds weights once. `bring` is `stays`, or of a dense
     recipe what `row_bring` makes of its part, given `dense`.
     """
-    homes, starts, order, mode, column, grad, sample, tables, scale, argmax = borrowed(batch)
+    homes, starts, order, mode, column, is_shared, grad, sample, features, scale, argmax = borrowed(batch)
     weight, state, dirty = borrowed(rows)
     dense = borrowed(dense)
     width = row_width(weight)
@@ -242,14 +248,16 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
         stop = starts[u + 1]
         if start == stop:
             continue
-        table = tables[order[start]]
-        first = column[table]
-        is_max = mode[table] == MAX
+        feature = features[order[start]]  # any of those of the row's table, which has one mode and one rate
+        first = column[feature]
+        is_max = mode[feature] == MAX
         for chunk in range(start, stop, CHUNK):
             for d in range(width):
                 part[d] = F(0.0)
             end = min(chunk + CHUNK, stop)
-            occurrences_add(part, order, chunk, end, grad, sample, scale, argmax, first, is_max)
+            occurrences_add(
+                part, order, chunk, end, grad, sample, features, column, is_shared, scale, argmax, first, is_max
+            )
             for d in range(width):
                 acc[d] = part[d] if chunk == start else acc[d] + part[d]
         if grad_scale != F(1.0):
@@ -257,10 +265,10 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
                 acc[d] *= grad_scale
         replayed += bring(weight, homes[u], state, homes[u], none, dense)
         if is_direct(weight):
-            row_update(weight, homes[u], state, homes[u], acc, rate[table], numbers)
+            row_update(weight, homes[u], state, homes[u], acc, rate[feature], numbers)
         else:
             row_load(weight, homes[u], values)
-            row_update(values, np.int32(0), state, homes[u], acc, rate[table], numbers)
+            row_update(values, np.int32(0), state, homes[u], acc, rate[feature], numbers)
             row_store(weight, homes[u], values)
         dirty[homes[u]] = 1
     keep(scratch)

@@ -14,6 +14,7 @@ from torch import nn
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import ConfigError, UnsupportedError
+from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.forwards import LISTENERS, tell
 from tieredemb.stats import CacheStats
@@ -139,9 +140,13 @@ class TieredModule(nn.Module, abc.ABC):
         """The batch that a forward of `inputs` looks up. Raises `InvalidInputError`."""
 
     def plan_ahead(
-        self, executor: PlanExecutor, *inputs: torch.Tensor, trains: bool = True, memory: CallMemory | None = None
+        self,
+        executor: PlanExecutor,
+        *inputs: torch.Tensor | Places,
+        trains: bool = True,
+        memory: CallMemory | None = None,
     ) -> Planned:
-        """Plans a forward before it comes, by `executor`, from the ids and offsets that it will be given. A forward of
+        """Plans a forward before it comes, by `executor`, from what it will be given (`Batch.given`). A forward of
         other tensors, or of these once they were changed, plans by itself, and so does one whose plan failed; plans
         never taken are to be dropped. `trains`: whether a backward is expected · `memory`: on a GPU, where to plan."""
         trains = trains and self._trains

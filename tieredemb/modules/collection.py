@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast, overload
 
 import torch
 
-from tieredemb.config import Capacity, CheckIds, Policy, TableConfig
+from tieredemb.config import Capacity, CheckIds, Policy, TableConfig, features_of
 from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.modules.base import TieredModule
 from tieredemb.modules.inputs import as_ids, as_offsets, check_weights
+from tieredemb.modules.keyed import (
+    KeyedJagged,
+    KeyedModule,
+    KeyedTensor,
+    blocks_once,
+    is_keyed,
+    output_names,
+    sibling,
+)
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
 from tieredemb.step.engine import Engine
@@ -19,12 +29,13 @@ from tieredemb.tables.config import table_set_config
 from tieredemb.tables.torch_kinds import Optimizer
 
 
-class TieredEmbeddingBagCollection(TieredModule):
+class TieredEmbeddingBagCollection(KeyedModule):
     """Tables that are looked up together, in one cache for each width: pooling the capacity beats splitting it.
 
     `tables`: one `TableConfig` each, with distinct names. `max_norm`, `norm_type`, `scale_grad_by_freq` as in
     `torch.nn.EmbeddingBag`, for all tables; the other keywords are those of `TieredEmbeddingBag`. With several widths
-    each gets the same share of its rows, and at least one.
+    each gets the same share of its rows, and at least one. `is_weighted`: whether the weights of a `KeyedJaggedTensor`
+    count, as in `torchrec.EmbeddingBagCollection`.
 
     >>> tables = [TableConfig(name=n, num_embeddings=100, embedding_dim=4) for n in ("user", "item")]
     >>> collection = TieredEmbeddingBagCollection(tables, capacity=0.5)
@@ -48,6 +59,7 @@ class TieredEmbeddingBagCollection(TieredModule):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         check_ids: CheckIds = "deferred",
+        is_weighted: bool = False,
     ) -> None:
         tables = tuple(tables)
         for table in tables:
@@ -61,41 +73,80 @@ class TieredEmbeddingBagCollection(TieredModule):
         )  # fmt: skip
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
         super().__init__(Engine(config, optimizer), options)
+        self.is_weighted = is_weighted
 
+    @overload
+    def forward(
+        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+    @overload
+    def forward(self, indices: KeyedJagged) -> KeyedTensor: ...
     @untraced
     def forward(
         self,
-        indices: torch.Tensor,
-        offsets: torch.Tensor,
+        indices: torch.Tensor | KeyedJagged,
+        offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Pools the bags of all tables: (B, ΣD), the tables' outputs side by side in their order.
+    ) -> torch.Tensor | KeyedTensor:
+        """Pools the bags of all features: (B, ΣD), the features' outputs side by side.
 
-        `indices`: int32 or int64 (N,), table-major: all bags of the first table, then all of the second, … ·
-        `offsets`: (T·B + 1,), the last element N · `per_sample_weights`: floats (N,), for mode "sum". As FBGEMM and
-        TorchRec's `KeyedJaggedTensor.values()` and `.offsets()` lay them out. Raises `InvalidInputError` or
-        `IdOutOfRangeError` and changes nothing.
+        Features come in the order of the tables and of their `feature_names`; a table that names none has one. ·
+        `indices`: int32 or int64 (N,), feature-major: all bags of the first feature, then all of the second, … ·
+        `offsets`: (F·B + 1,), the last element N · `per_sample_weights`: floats (N,), for mode "sum". As FBGEMM lays
+        them out.
+
+        Or, alone, a TorchRec `KeyedJaggedTensor`: its keys may come in any order, and those of no feature are left out.
+        Then it returns what `torchrec.EmbeddingBagCollection` does, a float32 `KeyedTensor`. Its weights count if the
+        collection `is_weighted`.
+
+        Raises `InvalidInputError` or `IdOutOfRangeError` and changes nothing.
         """
-        return self._lookup(self._batch(indices, offsets, per_sample_weights))
+        if offsets is None and is_keyed(indices):
+            return self._by_keys(cast("KeyedJagged", indices))
+        if not isinstance(indices, torch.Tensor) or offsets is None:
+            raise InvalidInputError("pass ids and offsets as tensors, or a KeyedJaggedTensor alone")
+        return self._lookup(self._batch(indices, offsets, None, per_sample_weights))
+
+    def _by_keys(self, keyed: KeyedJagged) -> KeyedTensor:
+        weights = keyed.weights_or_none() if self.is_weighted else None
+        if self.is_weighted and weights is None:
+            raise InvalidInputError("the collection is_weighted, and the KeyedJaggedTensor has no weights")
+        batch = self._batch(*self.by_feature(keyed), weights)
+        tables = self.table_configs
+        widths = [tables[feature.table].embedding_dim for feature in features_of(tables)]
+        kind = sibling(keyed, "KeyedTensor", KeyedTensor)
+        made: KeyedTensor = kind(
+            keys=output_names(tables), length_per_key=widths, values=self._lookup(batch).to(torch.float32)
+        )
+        return made
 
     def _batch(
-        self, indices: torch.Tensor, offsets: torch.Tensor, per_sample_weights: torch.Tensor | None = None
+        self,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        places: Places | None = None,
+        weights: torch.Tensor | None = None,
     ) -> Batch:
         ids = as_ids("indices", indices, self._hook.device)
         if indices.dim() != 1:
             raise InvalidInputError(f"indices must have one dimension, got shape {tuple(indices.shape)}")
         configs = self.table_configs
-        if per_sample_weights is not None and any(table.mode != "sum" for table in configs):
+        if weights is not None and any(table.mode != "sum" for table in configs):
             other = next(table for table in configs if table.mode != "sum")
             raise InvalidInputError(f"per_sample_weights needs mode='sum'; table {other.name!r} has {other.mode!r}")
-        weights = check_weights(per_sample_weights, indices)
+        weights = check_weights(weights, indices)
         edges = as_offsets(offsets, self._hook.device)
-        batch, rest = divmod(len(edges) - 1, len(configs))
+        features = self._n_features if places is None else places.count
+        batch, rest = divmod(len(edges) - 1, features)
         if len(edges) == 0 or rest:
             raise InvalidInputError(
-                f"offsets has {len(edges)} elements; {len(configs)} tables need {len(configs)} · B + 1 of them"
+                f"offsets has {len(edges)} elements; {features} features need {features} · B + 1 of them"
             )
-        return Batch(ids, edges, len(edges), True, batch, weights, (indices, offsets))
+        if places is None:
+            return Batch(ids, edges, len(edges), True, batch, weights, (indices, offsets))
+        given = indices, offsets, places
+        ids, edges, weights, places = blocks_once(ids, edges, weights, places)
+        return Batch(ids, edges, len(edges), True, batch, weights, given, places)
 
     def extra_repr(self) -> str:
         config = self.tables.config

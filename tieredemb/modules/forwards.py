@@ -11,17 +11,17 @@ import torch
 
 if TYPE_CHECKING:
     from tieredemb.modules.base import TieredModule
-    from tieredemb.step.batch import Batch
+    from tieredemb.step.batch import Batch, Given
 
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward of a module as its caller asked for it. `given`: ids, and offsets where there are any · `weights`:
+    """One forward of a module as its caller asked for it. `given`: see `Batch` · `weights`:
     of the samples · `ends_bags`: whether the offsets name the end of the last bag · `trains`: whether a backward is
     expected to update rows."""
 
     module: TieredModule
-    given: tuple[torch.Tensor, ...]
+    given: Given
     weights: torch.Tensor | None
     ends_bags: bool
     trains: bool
@@ -32,7 +32,8 @@ LISTENERS: list[Callable[[Forward], object]] = []
 
 def tell(module: TieredModule, batch: Batch, *, trains: bool) -> None:
     """Tells the listeners of a forward."""
-    ends_bags = len(batch.given) == 2 and len(batch.given[1]) == batch.edges
+    offsets = batch.given[1] if batch.names_ends and len(batch.given) > 1 else None
+    ends_bags = isinstance(offsets, torch.Tensor) and len(offsets) == batch.edges
     for listener in tuple(LISTENERS):
         listener(Forward(module, batch.given, batch.weights, ends_bags, trains))
 

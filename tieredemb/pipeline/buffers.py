@@ -108,7 +108,7 @@ def _lengths(forwards: list[Forward]) -> set[tuple[Any, ...]]:
     found: set[tuple[Any, ...]] = set()
     for forward in forwards:
         if forward.ends_bags:
-            found |= {identity((tensor,)) for tensor in (forward.given[0], forward.weights) if tensor is not None}
+            found |= {identity((part,)) for part in (forward.given[0], forward.weights) if part is not None}
     return found
 
 

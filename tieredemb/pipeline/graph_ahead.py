@@ -27,10 +27,11 @@ from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
 from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.pipeline.plan_executors import StreamExecutor
 from tieredemb.pipeline.uncapturable import explain
+from tieredemb.step.batch import Given
 from tieredemb.step.call import Call
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_call import DeviceCall
-from tieredemb.step.planned_forwards import Given, Planned, PlannedForwards
+from tieredemb.step.planned_forwards import Planned, PlannedForwards
 
 R = TypeVar("R")
 Lookups = Callable[[Any], Sequence[LookupSpec]]

@@ -88,7 +88,7 @@ class GraphStep(Generic[R]):
         with heard(hear):
             result = detached(self._function, batch)
         if _gpus(forwards) and all(
-            part.numel() for each in forwards for part in each.given
+            part.numel() for each in forwards for part in each.given if isinstance(part, torch.Tensor)
         ):  # one empty tensor is like another
             buffers = Buffers(batch, forwards, self._max_ids, self._example)
             self._step = StepFunction(self._function, batch, forwards, buffers)

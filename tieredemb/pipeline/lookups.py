@@ -9,9 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from tieredemb.errors import ConfigError
+from tieredemb.lookup.bags import Places
 from tieredemb.modules.base import TieredModule
+from tieredemb.modules.embedding_collection import TieredEmbeddingCollection
+from tieredemb.modules.keyed import KeyedModule, is_keyed
 from tieredemb.pipeline.batches import Path, resolve, tensors_of
-from tieredemb.step.planned_forwards import Given, identity
+from tieredemb.step.batch import Given
+from tieredemb.step.planned_forwards import identity
 
 
 class LookupSpec(NamedTuple):
@@ -24,14 +28,14 @@ class LookupSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Learned:
-    """How the lookups of a model come from a batch: for each forward its module, its inputs as paths (offsets that were
-    in no batch are a tensor, the same each time), and whether it trains."""
+    """How the lookups of a model come from a batch: for each forward its module, its inputs as paths (what was in no
+    batch, offsets or the features' places, is the same each time), and whether it trains."""
 
-    forwards: tuple[tuple[TieredModule, tuple[Path | torch.Tensor, ...], bool], ...]
+    forwards: tuple[tuple[TieredModule, tuple[Path | torch.Tensor | Places, ...], bool], ...]
 
     def __call__(self, batch: Any) -> list[LookupSpec]:
-        def given(inputs: tuple[Path | torch.Tensor, ...]) -> Given:
-            return tuple(part if isinstance(part, torch.Tensor) else resolve(batch, part) for part in inputs)
+        def given(inputs: tuple[Path | torch.Tensor | Places, ...]) -> Given:
+            return tuple(resolve(batch, part) if isinstance(part, tuple) else part for part in inputs)
 
         return [LookupSpec(module, given(inputs), trains) for module, inputs, trains in self.forwards]
 
@@ -44,10 +48,10 @@ def learn(batch: Any, seen: Sequence[LookupSpec]) -> tuple[Learned, list[TieredM
         paths.setdefault(identity((tensor,)), path)
     forwards = []
     for module, given, trains in seen:
-        ids, *rest = (paths.get(identity((tensor,))) for tensor in given)
+        ids, *rest = (paths.get(identity((part,))) for part in given)
         if ids is None:
             continue
-        found = [tensor if path is None else path for path, tensor in zip(rest, given[1:], strict=True)]
+        found = [part if path is None else path for path, part in zip(rest, given[1:], strict=True)]
         forwards.append((module, (ids, *found), trains))
     found_for = [module for module, _, _ in forwards]
     unknown = [module for module in dict.fromkeys(lookup.module for lookup in seen) if module not in found_for]
@@ -56,7 +60,8 @@ def learn(batch: Any, seen: Sequence[LookupSpec]) -> tuple[Learned, list[TieredM
 
 class NamedLookups:
     """The lookups that a user's function names: for a model of one tiered module its inputs, else a mapping from
-    modules or their names to inputs. Inputs are ids, (ids, offsets), or a list of such for several forwards."""
+    modules or their names to inputs. Inputs are ids, (ids, offsets), what a collection takes by name, or a list of such
+    for several forwards."""
 
     def __init__(self, modules: Mapping[str, TieredModule], ids_of: Callable[[Any], Any]) -> None:
         self._modules = modules
@@ -64,7 +69,7 @@ class NamedLookups:
 
     def __call__(self, batch: Any) -> list[LookupSpec]:
         told = self._ids_of(batch)
-        if not isinstance(told, Mapping):
+        if not isinstance(told, Mapping) or self._is_input(told):
             if len(self._modules) != 1:
                 raise ConfigError(
                     f"ids_of must return a mapping for a model of {len(self._modules)} tiered modules, from "
@@ -72,10 +77,15 @@ class NamedLookups:
                 )
             told = {next(iter(self._modules)): told}
         return [
-            LookupSpec(self._module(key), inputs)
-            for key, value in told.items()
-            for inputs in map(_inputs, value if isinstance(value, list) else [value])
+            LookupSpec(module, _inputs(module, inputs))
+            for module, value in ((self._module(key), value) for key, value in told.items())
+            for inputs in (value if isinstance(value, list) else [value])
         ]
+
+    def _is_input(self, told: Mapping[Any, Any]) -> bool:
+        """Whether it maps features to ids, for the only module, and not modules to inputs."""
+        (name, module), *others = self._modules.items()
+        return isinstance(module, TieredEmbeddingCollection) and not others and not {name, module} & set(told)
 
     def _module(self, key: Any) -> TieredModule:
         if isinstance(key, TieredModule) and any(key is module for module in self._modules.values()):
@@ -88,8 +98,12 @@ class NamedLookups:
         return self._modules[key]
 
 
-def _inputs(value: Any) -> Given:
+def _inputs(module: TieredModule, value: Any) -> Given:
+    if isinstance(module, TieredEmbeddingCollection) and isinstance(value, Mapping):
+        return module.given_by_features(value)
+    if isinstance(module, KeyedModule) and is_keyed(value):
+        return module.given_by_keys(value)
     inputs = value if isinstance(value, tuple) else (value,)
     if not 1 <= len(inputs) <= 2 or not all(isinstance(part, torch.Tensor) for part in inputs):
-        raise ConfigError(f"ids_of must name ids, or (ids, offsets), as tensors; got {value!r}")
+        raise ConfigError(f"ids_of must name ids, or (ids, offsets), as tensors, or a KeyedJaggedTensor; got {value!r}")
     return inputs

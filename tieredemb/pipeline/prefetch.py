@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
 from tieredemb.config import is_whole, plain
@@ -77,11 +78,11 @@ def prefetch(
     computes; numbers are those of the loop without it, bit for bit.
 
     `loader`: any iterable of batches, which must not change once they were handed on; where all tables are on one GPU
-    batches in host memory are copied there, from pinned memory without waiting · `model`: holds the tiered
-    modules · `ids_of`: a function that names what a batch's forwards will look up: ids or (ids, offsets), the very
-    tensors; a list of such for several forwards; for several tiered modules a mapping from them, or from their names,
-    to these. Without it the first batch shows which of its tensors reach which module, and fetching ahead starts with
-    the second; ids that the model computes cannot be guessed, which a warning says.
+    batches in host memory are copied there, from pinned memory without waiting · `model`: holds the tiered modules ·
+    `ids_of`: a function that names what a batch's forwards will look up: ids or (ids, offsets), the very tensors, or
+    what a collection takes by name; a list of such for several forwards; for several tiered modules a mapping
+    from them, or from their names, to these. Without it the first batch shows which of its tensors reach which module,
+    and fetching ahead starts with the second; ids that the model computes cannot be guessed, which a warning says.
 
     Its plans lock rows: those of `depth` batches more than without. Leaving the loop gives them up. An exception of the
     loader comes at its batch. Returns an iterable with the length of `loader`, for any number of loops, one at a time.
@@ -176,7 +177,8 @@ class Run(Generic[B]):
                 "give a captured step the very batch",
                 stacklevel=4,
             )
-        if any(part.numel() == 0 for lookup in self._seen for part in lookup.given):
+        tensors = (part for lookup in self._seen for part in lookup.given if isinstance(part, torch.Tensor))
+        if any(part.numel() == 0 for part in tensors):
             self._seen.clear()  # one empty tensor is like another
         if self._lookups is None and self._seen:
             self._lookups, unknown = learn(current.batch, self._seen)

@@ -6,12 +6,18 @@ from dataclasses import dataclass
 
 import torch
 
+from tieredemb.lookup.bags import Places
+
+Given = tuple[torch.Tensor | Places, ...]  # what a forward is known by before it comes; the ids come first
+
 
 @dataclass(frozen=True)
 class Batch:
-    """`ids`: int32 or int64 (N,) · `offsets`: int32 or int64, edges of the bags of all tables · `edges`: T·B + 1, how
+    """`ids`: int32 or int64 (N,) · `offsets`: int32 or int64, edges of the bags of all features · `edges`: F·B + 1, how
     many there are; the last may be missing and is then N · `exact`: whether the last must be N · `size`: B · `weights`:
-    floats (N,) or None · `given`: ids, and offsets where there are any, as the caller passed them."""
+    floats (N,) or None · `given`: ids, offsets where there are any, and `places` where there are, as the caller passed
+    them · `places`: where features have their bags, if not in their order; there may be more bags then ·
+    `names_ends`: whether offsets were given, as the second of those."""
 
     ids: torch.Tensor
     offsets: torch.Tensor
@@ -19,4 +25,6 @@ class Batch:
     exact: bool
     size: int
     weights: torch.Tensor | None
-    given: tuple[torch.Tensor, ...]
+    given: Given
+    places: Places | None = None
+    names_ends: bool = True

@@ -155,9 +155,18 @@ class Call(abc.ABC):
     def limit_norms(self, max_norm: float) -> None:
         """Scales the rows of this forward down to `max_norm`, where they are longer."""
 
+    @property
+    @abc.abstractmethod
+    def rows(self) -> int:
+        """Those of the output: B, or where rows are not pooled as many as there are ids."""
+
+    @abc.abstractmethod
+    def tables_of_rows(self) -> torch.Tensor:
+        """The table of each row of an output whose rows are not pooled, int64 (N,)."""
+
     @abc.abstractmethod
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
-        """The pooled rows, (B, ΣD) in the rows' dtype."""
+        """The pooled rows, (B, ΣD) in the rows' dtype; or the rows of the ids, (N, D), feature by feature."""
 
     @abc.abstractmethod
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:

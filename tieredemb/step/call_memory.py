@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from tieredemb.lookup.bags import Places
 from tieredemb.lookup.device_bags import new_device_bags, new_fault, words_of
 from tieredemb.tables.group import DeviceGroup
 
@@ -19,24 +20,39 @@ class CallMemory:
     """
 
     def __init__(
-        self, groups: Sequence[DeviceGroup], ids: int, batch: int, *, sorts: Sequence[bool], masks: Sequence[bool]
+        self,
+        groups: Sequence[DeviceGroup],
+        ids: int,
+        batch: int,
+        places: Places | None,
+        *,
+        sorts: Sequence[bool],
+        masks: Sequence[bool],
     ) -> None:
         device = groups[0].device_space.device
         self.groups = list(groups)
         self.stream = torch.cuda.current_stream(device)
         self.words = new_fault(device)
         self.fault, self.report = self.words[: words_of("Fault")], self.words[words_of("Fault") :]
-        self.bags = [new_device_bags(ids, group.device_space, batch) for group in groups]
+        self.places = places
+        self.bags = [
+            new_device_bags(ids, group.device_space, batch, is_all=group.space.is_all(places)) for group in groups
+        ]
         self.segments = [
             group.lookup.new_segments(ids, device) if wanted else None
             for group, wanted in zip(groups, sorts, strict=True)
         ]
+        # of each occurrence, where rows are not pooled, its number among as many for each feature: a bag of its own
+        self.own_bag = None
+        if not groups[0].config.pooled:
+            self.own_bag = torch.empty(ids, dtype=torch.int32, device=device)
         self.trained = [torch.empty(ids, dtype=torch.int32, device=device) if wanted else None for wanted in masks]
         self._pending: list[torch.cuda.Event] = []
 
-    def fits(self, groups: Sequence[DeviceGroup], ids: int, batch: int) -> bool:
-        """Whether it is that of a forward of `ids` ids and `batch` samples in these groups."""
-        return self.groups == list(groups) and all((len(b.homes), b.batch) == (ids, batch) for b in self.bags)
+    def fits(self, groups: Sequence[DeviceGroup], ids: int, batch: int, places: Places | None) -> bool:
+        """Whether it is that of a forward of `ids` ids and `batch` samples in these groups, with features there."""
+        same = self.groups == list(groups) and self.places == places
+        return same and all((len(b.homes), b.batch) == (ids, batch) for b in self.bags)
 
     def planned(self, aside: Iterable[torch.cuda.Event | None]) -> None:
         """The current stream has planned into it; `aside`: what comes once other streams have."""
@@ -54,7 +70,8 @@ class CallMemory:
     def tensors(self) -> list[torch.Tensor]:
         """All of them."""
         parts = (value for part in (*self.bags, *self.segments) if part is not None for value in vars(part).values())
-        return [value for value in (self.words, *parts, *self.trained) if isinstance(value, torch.Tensor)]
+        single = self.words, self.own_bag
+        return [value for value in (*single, *parts, *self.trained) if isinstance(value, torch.Tensor)]
 
     def __del__(self) -> None:
         """Given up before its forward came, it is reused behind the plan that still writes to it."""

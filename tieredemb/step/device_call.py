@@ -15,7 +15,8 @@ from tieredemb.cache.device.planner import LARGE
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.streams import on_device, synchronize
-from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, tell_fault
+from tieredemb.lookup.bags import Places
+from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, number_one_by_one, tell_fault
 from tieredemb.lookup.device_lookup import Segments
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, Collected
@@ -47,23 +48,23 @@ class DeviceCall(Call):
         memory: CallMemory | None = None,
     ) -> None:
         tables = self.context.tables
-        if len(tables.config.tables) * self.batch > MAX_BAGS:
+        features, self.ids = tables.n_features, batch.ids.shape[0]
+        if features * max(self.batch, self.rows) > MAX_BAGS:
             raise InvalidInputError(
-                f"{len(tables.config.tables)} tables × {self.batch} samples are more than {MAX_BAGS} bags; split the "
-                f"batch"
+                f"{features} features × {max(self.batch, self.rows)} rows of output are more than {MAX_BAGS} bags; "
+                f"split the batch"
             )
         if ahead and tables.config.check_ids == "always":
             raise UnsupportedError("check_ids='always' waits for the GPU in every forward: nothing is planned ahead")
         exact = batch.exact and not may_exceed_bags
         edges = Edges(batch.offsets.detach().to(torch.int64).contiguous(), batch.edges, exact)
         ids = batch.ids.to(torch.int64)
-        self.ids = ids.shape[0]
         self._tells_later = ahead
         self._told_stream: int | None = None  # the last one that the allocator was told of, see `follow`
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
         with on_device(ids.device):
-            fits = memory is not None and memory.fits(groups, self.ids, self.batch)
-            self.memory = memory if fits and memory else self._allocate(groups, trains=trains)
+            fits = memory is not None and memory.fits(groups, self.ids, self.batch, batch.places)
+            self.memory = memory if fits and memory else self._allocate(groups, batch.places, trains=trains)
             given = None
             # beside the beginning of a plan, where that takes longer than to go there; events cost an eager host more
             if self.ids >= LARGE and torch.cuda.is_current_stream_capturing():
@@ -77,7 +78,7 @@ class DeviceCall(Call):
                 group.cache.complete_last()
             parts = zip(groups, self.memory.bags, self.memory.segments, self.memory.trained, strict=True)
             for group, bags, segments, trained in parts:
-                part = DeviceGroupCall(group, bags, self.context.options, segments, trained)
+                part = DeviceGroupCall(group, bags, self.context.options, segments, trained, self.memory.own_bag)
                 part.plan(ids, scored=scored, ages=ages, given=given, ahead=ahead)
                 self.parts.append(part)
         except BaseException:
@@ -90,12 +91,12 @@ class DeviceCall(Call):
         finally:
             self.memory.planned(part.ticket.aside for part in self.parts)
 
-    def _allocate(self, groups: list[DeviceGroup], *, trains: bool) -> CallMemory:
+    def _allocate(self, groups: list[DeviceGroup], places: Places | None, *, trains: bool) -> CallMemory:
         dropped = self.context.options.padding_is_dropped
-        reads_padding = [not dropped and int(group.space.padding[0]) >= 0 for group in groups]
+        reads_padding = [not dropped and bool((group.space.padding >= 0).any()) for group in groups]
         sorts = [trains and not reads for reads in reads_padding]  # the padding's occurrences are known afterwards
         with groups[0].cache.memory():
-            return CallMemory(groups, self.ids, self.batch, sorts=sorts, masks=reads_padding)
+            return CallMemory(groups, self.ids, self.batch, places, sorts=sorts, masks=reads_padding)
 
     def _find_bags(self, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges) -> None:
         memory, faults = self.memory, self.context.tables.faults
@@ -104,7 +105,10 @@ class DeviceCall(Call):
         dropped = self.context.options.padding_is_dropped
         for group, bags in zip(groups, memory.bags, strict=True):
             space = group.device_space
-            find_device_bags(bags, ids, edges, space, memory.fault, report, padding_is_dropped=dropped)
+            find_device_bags(bags, ids, edges, space, memory.fault, report, memory.places, padding_is_dropped=dropped)
+        if memory.own_bag is not None:
+            (bags,) = memory.bags
+            number_one_by_one(bags, memory.own_bag)
 
     @property
     def tickets(self) -> list[DeviceTicket]:
@@ -155,10 +159,18 @@ class DeviceCall(Call):
         for part in self.parts:
             part.limit_norms(self.memory.fault, max_norm)
 
+    @property
+    def rows(self) -> int:
+        return self.batch if self.context.tables.config.pooled else self.ids
+
+    def tables_of_rows(self) -> torch.Tensor:
+        (part,) = self.parts
+        return part.tables_of_rows()
+
     @ranged("lookup")
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         width, config = self.context.tables.output_width, self.context.tables.config
-        out = torch.empty((self.batch, width), dtype=config.output_dtype, device=config.device)
+        out = torch.empty((self.rows, width), dtype=config.output_dtype, device=config.device)
         if weights is not None:  # backward reads them again, and loaders reuse their buffers
             weights = weights.detach().to(torch.float32, copy=differentiable).contiguous()
         for part in self.parts:
@@ -192,7 +204,7 @@ class DeviceCall(Call):
         tables, optimizer = collected[0][0].context.tables, collected[0][0].context.check_trainable()
         calls = [(call, grad) for call, grad in collected if isinstance(call, DeviceCall)]
         device = tables.config.device
-        check_bags(len(tables.config.tables), [call for call, _ in calls])
+        check_bags(tables, [call for call, _ in calls])
         with tables.placed.now.rows.again(), on_device(device), contextlib.ExitStack() as used:
             for call, grad in calls:
                 call.follow(grad)
@@ -246,7 +258,7 @@ def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
 
 class _Combined:
     """The calls of one backward pass in one group, as one batch: samples and winning occurrences count on. `homes`,
-    `bag`: int32 (N,), of the trained occurrences · `samples`: bags a table."""
+    `bag`: int32 (N,), of the trained occurrences · `samples`: bags a feature."""
 
     def __init__(self, parts: list[DeviceGroupCall], grads: list[torch.Tensor]) -> None:
         self._lookup = parts[0].group.lookup
@@ -254,18 +266,17 @@ class _Combined:
         if len(parts) == 1:
             part = parts[0]
             self.grad, self.scale, self.argmax = grads[0], scales[0], part.argmax
-            self.homes, self.bag, self.samples = part.trained, part.bags.bag, part.bags.batch
+            self.homes, self.bag, self.samples = part.trained, part.bag, part.samples
             self._part: DeviceGroupCall | None = part
             return
         samples = sum(len(grad) for grad in grads)
         bags, argmax, first_sample, first = [], [], 0, 0
         for part in parts:
-            own = max(1, part.bags.batch)
-            table = torch.div(part.bags.bag, own, rounding_mode="floor")
-            bags.append(part.bags.bag + table * (samples - part.bags.batch) + first_sample)
+            feature = torch.div(part.bag, max(1, part.samples), rounding_mode="floor")
+            bags.append(part.bag + feature * (samples - part.samples) + first_sample)
             if part.argmax is not None:
                 argmax.append(torch.where(part.argmax < 0, part.argmax, part.argmax + first))
-            first_sample += part.bags.batch
+            first_sample += part.samples
             first += part.trained.shape[0]
         self.grad = torch.cat(grads)
         self.argmax = torch.cat(argmax) if argmax else None
@@ -282,13 +293,13 @@ class _Combined:
         )
 
 
-def check_bags(tables: int, calls: Sequence[Call]) -> None:
+def check_bags(tables: TableSet, calls: Sequence[Call]) -> None:
     """Raises `InvalidInputError` for calls that are too large for one update."""
-    samples = sum(call.batch for call in calls)
-    if tables * samples > MAX_BAGS:
+    samples, features = sum(call.rows for call in calls), tables.n_features
+    if features * samples > MAX_BAGS:
         raise InvalidInputError(
-            f"one update is of {len(calls)} forwards of {samples} samples in all; with {tables} tables these are more "
-            f"than {MAX_BAGS} bags: call backward for each, and step() where a torch optimizer is followed"
+            f"one update is of {len(calls)} forwards of {samples} samples in all; with {features} features these are "
+            f"more than {MAX_BAGS} bags: call backward for each, and step() where a torch optimizer is followed"
         )
 
 

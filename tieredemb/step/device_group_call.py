@@ -11,7 +11,7 @@ import torch
 
 from tieredemb.cache.device.plan import Beside, OverflowRows
 from tieredemb.kernels.constants import DROPPED
-from tieredemb.lookup.device_bags import DeviceBags
+from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace
 from tieredemb.lookup.device_lookup import HotTensors, Segments, frequency_scale
 from tieredemb.tables.group import DeviceGroup
 
@@ -34,7 +34,8 @@ class ReadRows:
 
 class DeviceGroupCall:
     """One forward in one group: its bags, its ticket, and what its gradient needs. `segments`, `trained`: room for
-    them, where they are found with the plan."""
+    them, where they are found with the plan · `own_bag`: see `CallMemory`. In terms of the outputs: `bag`, that of each
+    occurrence, among `samples` of each feature."""
 
     ticket: DeviceTicket
 
@@ -45,11 +46,14 @@ class DeviceGroupCall:
         options: LookupOptions,
         segments: Segments | None,
         trained: torch.Tensor | None,
+        own_bag: torch.Tensor | None,
     ) -> None:
         self.group = group
         self.bags = bags
         self.options = options
         self._segments = segments
+        self.bag = bags.bag if own_bag is None else own_bag
+        self.samples = bags.batch if own_bag is None else own_bag.shape[0]
         # homes of the occurrences that gradients reach: padding that lookups read is left out
         self.trained = bags.homes if trained is None else trained
         self.weights: torch.Tensor | None = None
@@ -65,9 +69,9 @@ class DeviceGroupCall:
         trained = None if self.trained is bags.homes else self.trained
         beside: Beside | None = None  # while rows are on their way
         if segments is not None:
-            beside = functools.partial(group.lookup.find_segments, segments, bags.homes, bags.bag, bags.batch)
+            beside = functools.partial(group.lookup.find_segments, segments, bags.homes, self.bag, self.samples)
         elif trained is not None:
-            beside = functools.partial(_leave_out, int(group.space.padding[0]), ids, bags.homes, trained)
+            beside = functools.partial(_leave_out, group.device_space, ids, bags, trained)
         self.ticket = group.cache.plan(
             bags.keys, bags.homes, score=scored, ages=ages, given=given, beside=beside, ahead=ahead
         )
@@ -87,7 +91,7 @@ class DeviceGroupCall:
 
     def segments(self) -> Segments:
         """The trained occurrences by row."""
-        return self._segments or self._found or self.group.lookup.segments(self.trained, self.bags.bag, self.bags.batch)
+        return self._segments or self._found or self.group.lookup.segments(self.trained, self.bag, self.samples)
 
     def held(self) -> list[torch.Tensor]:
         """The tensors that the forward leaves for the update."""
@@ -118,7 +122,7 @@ class DeviceGroupCall:
         known = self._segments or self._found
         if known is not None:
             return known
-        segments = self.group.lookup.segments(self.ticket.homes, self.bags.bag, self.bags.batch)
+        segments = self.group.lookup.segments(self.ticket.homes, self.bag, self.samples)
         if self.trained is self.bags.homes:
             self._found = segments  # the update wants them, too
         return segments
@@ -145,9 +149,18 @@ class DeviceGroupCall:
             if group.past is not None and not self._is_caught_up:
                 rows, homes = group.lookup.read_current(hot, overflow, homes, group.past, group.device_steps)
                 hot, overflow = ReadRows(rows, hot.state, hot.dirty), NO_OVERFLOW
-            group.lookup.pool(hot, overflow, homes, bags, self.weights, out, self.argmax)
+            if group.config.pooled:
+                group.lookup.pool(hot, overflow, homes, bags, self.weights, out, self.argmax)
+            else:
+                group.lookup.gather(hot, overflow, homes, out)
             if keep_rows:
                 self.forward_rows = group.lookup.gather(hot, overflow, homes)
+
+    def tables_of_rows(self) -> torch.Tensor:
+        """See `Call`."""
+        feature = torch.div(self.bags.bag, max(1, self.bags.batch), rounding_mode="floor")
+        table = self.group.device_space.table
+        return feature.to(torch.int64) if table is None else table[feature]
 
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         """Adds the gradient of the per-sample weights to `out`, float32 (N,), at their positions."""
@@ -170,9 +183,14 @@ class DeviceGroupCall:
         return scale
 
 
-def _leave_out(padding: int, ids: torch.Tensor, homes: torch.Tensor, trained: torch.Tensor) -> None:
+def _leave_out(space: DeviceKeySpace, ids: torch.Tensor, bags: DeviceBags, trained: torch.Tensor) -> None:
     """Fills `trained` with the homes of all ids but the padding."""
-    trained.copy_(homes).masked_fill_(ids == padding, DROPPED)
+    if len(space.space.features) == 1:
+        is_padding = ids == int(space.space.padding[0])
+    else:
+        feature = torch.div(bags.bag, max(1, bags.batch), rounding_mode="floor")
+        is_padding = (ids if bags.position is None else ids[bags.position]) == space.padding[feature]
+    trained.copy_(bags.homes).masked_fill_(is_padding, DROPPED)
 
 
 def shallow_copy(value: T) -> T:

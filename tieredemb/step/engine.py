@@ -18,10 +18,10 @@ import torch
 from tieredemb.errors import BackwardError, ConfigError, StorageError, UnsupportedError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.step.batch import Batch
+from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import BackwardPass, Call, CallContext, Collected, LookupFunction, inside_backward
 from tieredemb.step.pending_gradients import PendingGradients
-from tieredemb.step.planned_forwards import Given, PlanExecutor, Planned, PlannedForwards
+from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer

@@ -44,7 +44,7 @@ def _norm_on_host(totals: torch.Tensor, group: HostGroup, g: int, collected: Col
     segments, gradient = gather(group, parts, [grad for _, grad in collected])
     filled = np.flatnonzero(np.diff(segments.starts))  # in the order of their first occurrences, as plans number keys
     powers = row_powers(segments, gradient, group.space, norm_type)[filled]  # type: ignore[no-untyped-call]
-    of = gradient.table[segments.order[segments.starts[filled]]]
+    of = group.space.table[gradient.feature[segments.order[segments.starts[filled]]]]
     for j, table in enumerate(group.space.tables):
         mine = powers[of == j]
         totals[int(table)] = float(np.max(mine, initial=0.0) if math.isinf(norm_type) else np.sum(mine))
@@ -62,6 +62,8 @@ def _norm_on_device(totals: torch.Tensor, group: DeviceGroup, g: int, collected:
         if powers.numel() == 0:
             return
         of = torch.div(batch.bag, max(1, batch.samples), rounding_mode="floor")
+        if group.device_space.table is not None:
+            of = group.device_space.table[of]
         for j, table in enumerate(group.space.tables):
             mine = torch.where(of == j, powers, 0.0)
             totals[int(table)] = mine.max() if math.isinf(norm_type) else mine.sum()

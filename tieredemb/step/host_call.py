@@ -15,7 +15,8 @@ from tieredemb.kernels.cpu import Pass
 from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.row_format import CARRIERS
 from tieredemb.kernels.segments_cpu import Segments, segments_of, segments_of_homes
-from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags
+from tieredemb.lookup.bags import rows_space
+from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags, one_by_one
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
 from tieredemb.lookup.history import CopiedRows, History
 from tieredemb.lookup.optimizer import Hyperparameters
@@ -99,6 +100,7 @@ class HostGroupCall:
         self.argmax: Array = NO_ARGMAX
         self.forward_rows: Array | None = None
         self.is_caught_up = False  # the rows of a dense optimizer are at the steps that were taken
+        self.outputs = bags if group.config.pooled else one_by_one(bags)  # what the rows of the output are made of
 
     def catch_up(self) -> Pass:
         """What brings the rows of this forward to the steps that were taken, of a dense optimizer."""
@@ -114,6 +116,8 @@ class HostGroupCall:
     def pool(self, out: Array, weights: Array | None, *, keep_argmax: bool, keep_rows: bool) -> None:
         """Pools into `out` (carrier (B, ΣD)); keeps what a backward will want to know of the forward."""
         homes, space, cache = self.ticket.homes, self.group.space, self.group.cache
+        if not self.group.config.pooled:
+            space = rows_space(space.width, "sum")
         if weights is not None:
             position = self.bags.position
             self.weights = weights[: len(self.bags.keys)] if position is None else weights[position]
@@ -124,7 +128,7 @@ class HostGroupCall:
             weight = cache.hot.weight
             if cache.cold.history is not None and not self.is_caught_up:
                 weight, homes = self._caught_up(cache.cold.history)
-            pool(weight, homes, self.bags, space, self.weights, out, self.argmax)
+            pool(weight, homes, self.outputs, space, self.weights, out, self.argmax)
             if keep_rows:
                 self.forward_rows = weight[np.maximum(homes, 0)]
 
@@ -154,12 +158,16 @@ class HostGroupCall:
             counts = np.maximum(np.bincount(inverse[inverse >= 0], minlength=1), 1)  # padding alone has no count
             share = np.where(inverse >= 0, 1 / counts[inverse].astype(np.float32), 0).astype(np.float32)
             scale = share if len(scale) == 0 else scale * share
-        return Gradient(grad, self.bags.sample, self.bags.table, scale, self.argmax)
+        return Gradient(grad, self.outputs.sample, self.bags.feature, scale, self.argmax)
 
     def is_trained(self) -> Array | None:
         """Which occurrences a gradient may reach, bool (N,): not the padding where lookups read it. None for all."""
-        padding = int(self.group.space.padding[0])
-        return None if self.options.padding_is_dropped or padding < 0 else self.bags.keys != padding
+        padding = self.group.space.padding
+        if self.options.padding_is_dropped or (padding < 0).all():
+            return None
+        keys: Array = np.where(padding < 0, -1, self.group.space.first + padding)
+        trained: Array = self.bags.keys != (keys[0] if len(keys) == 1 else keys[self.bags.feature])
+        return trained
 
 
 class HostCall(Call):
@@ -182,7 +190,7 @@ class HostCall(Call):
         edges = checked_edges(batch.offsets.numpy(), len(ids), batch.edges, exact=batch.exact)
         bags, dropped = [], options.padding_is_dropped
         for group in groups:  # every id is checked before any group plans
-            bags.append(make_bags(ids, edges, group.space, batch.size, padding_is_dropped=dropped))
+            bags.append(make_bags(ids, edges, group.space, batch.size, padding_is_dropped=dropped, places=batch.places))
         self.ids = len(ids)
         try:
             for group, its_bags in zip(groups, bags, strict=True):
@@ -203,11 +211,19 @@ class HostCall(Call):
         with self.context.tables.placed.now.rows.again():
             carry_out([(part.group, part.limit_norms(max_norm), None) for part in self.parts])
 
+    @property
+    def rows(self) -> int:
+        return self.parts[0].outputs.batch
+
+    def tables_of_rows(self) -> torch.Tensor:
+        (part,) = self.parts
+        return torch.from_numpy(part.group.space.tables[part.group.space.table[part.bags.feature]])
+
     @ranged("lookup")
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         dtype, columns = self.context.tables.placed.now.config.output_dtype, self.context.tables.columns
         # numpy's memory comes in huge pages: faulting 27 MB in by 4 KiB pages costs as much as the lookup
-        out = np.empty((self.batch, int(columns[-1])), CARRIERS[dtype])
+        out = np.empty((self.rows, int(columns[-1])), CARRIERS[dtype])
         array = None
         if weights is not None:  # backward reads them again, and loaders reuse their buffers
             array = weights.detach().to(torch.float32, copy=differentiable).contiguous().numpy()
@@ -277,7 +293,7 @@ def _concatenate(gradients: list[Gradient]) -> Gradient:
         sample=np.concatenate([g.sample + first for g, first in zip(gradients, samples, strict=False)]).astype(
             np.int32
         ),
-        table=np.concatenate([g.table for g in gradients]),
+        feature=np.concatenate([g.feature for g in gradients]),
         scale=np.concatenate(scales) if scaled else NO_WEIGHTS,
         argmax=np.concatenate(argmax).astype(np.int32),
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from tieredemb.config import features_of
 from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError, shown
 from tieredemb.step.call import Collected
 from tieredemb.step.gradient_norms import gradient_norms
@@ -108,17 +109,20 @@ class PendingGradients:
             values = torch.stack(self._read)
             if values.device.type != "cpu" or bool((values[:, 1] != TRACE).any()):
                 factors, zeroed = values[:, 1] / TRACE, values[:, 0] == 0
-                columns = self._columns(values.device)
-                factor, zero = factors[columns], zeroed[columns]
                 # where the norm is zero now nothing is left of the gradient, infinities included
-                self._calls = [(call, (grad * factor).masked_fill_(zero, 0.0)) for call, grad in self._calls]
+                scaled = []
+                for call, grad in self._calls:
+                    of = self._columns(values.device) if self._tables.config.pooled else call.tables_of_rows()[:, None]
+                    scaled.append((call, (grad * factors[of]).masked_fill_(zeroed[of], 0.0)))
+                self._calls = scaled
         self._read = self._norms = None
 
     def _columns(self, device: torch.device) -> torch.Tensor:
         """The table of each column of the outputs, int64 (ΣD,). Kept: a capture could not bring it to a GPU."""
         if self._table_of_column is None or self._table_of_column.device != device:
+            tables = torch.tensor([feature.table for feature in features_of(self._tables.config.tables)], device="cpu")
             widths = torch.tensor([table.embedding_dim for table in self._tables.config.tables], device="cpu")
-            columns = torch.repeat_interleave(torch.arange(len(widths), device="cpu"), widths)
+            columns = torch.repeat_interleave(tables, widths[tables])
             self._table_of_column = columns.to(device)
         return self._table_of_column
 
@@ -148,11 +152,10 @@ class PendingGradients:
                 )
 
     def _check_size(self) -> None:
-        device, tables = self._tables.config.device, len(self._tables.config.tables)
-        if device.type == "cuda":
+        if self._tables.config.device.type == "cuda":
             from tieredemb.step.device_call import check_bags
 
-            check_bags(tables, [call for call, _ in self._calls])
+            check_bags(self._tables, [call for call, _ in self._calls])
 
     def _check_dropped(self) -> None:
         if self._dropped:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
+from tieredemb.step.batch import Given
 from tieredemb.step.call import Call
-
-Given = tuple[torch.Tensor, ...]  # ids and offsets as a caller passed them
 
 
 class PlanExecutor(Executor):
@@ -108,12 +107,14 @@ def identity(given: Given) -> tuple[Any, ...]:
     version, which tensors made in inference mode do not have."""
     return tuple(
         (
-            tensor.data_ptr(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.device,
-            -1 if tensor.is_inference() else tensor._version,
+            part.data_ptr(),
+            part.shape,
+            part.stride(),
+            part.dtype,
+            part.device,
+            -1 if part.is_inference() else part._version,
         )
-        for tensor in given
+        if isinstance(part, torch.Tensor)
+        else part
+        for part in given
     )

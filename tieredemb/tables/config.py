@@ -34,7 +34,8 @@ from tieredemb.tables.torch_kinds import Optimizer, row_config
 
 @dataclass(frozen=True, kw_only=True)
 class TableSetConfig:
-    """All that a set of tables is built from; see the modules for the meaning of each field."""
+    """All that a set of tables is built from; see the modules for the meaning of each field. `pooled`: whether lookups
+    sum rows up over bags; else they return the row of each id, the features' one after the other."""
 
     tables: tuple[TableConfig, ...]
     capacity: Capacity
@@ -46,6 +47,7 @@ class TableSetConfig:
     device: torch.device
     check_ids: CheckIds = "deferred"
     outputs: torch.dtype | None = None
+    pooled: bool = True
 
     @functools.cached_property
     def output_dtype(self) -> torch.dtype:
@@ -98,6 +100,7 @@ def table_set_config(
     dtype: torch.dtype | Encoding | None,
     device: torch.device | str | None,
     check_ids: CheckIds,
+    pooled: bool = True,
 ) -> TableSetConfig:
     """Fills in the defaults: `LFU()`, torch's default dtype and device, `HostMemory()`, on a GPU `UnifiedMemory()`."""
     if policy is not None and not isinstance(policy, (LFU, LRU)):
@@ -117,4 +120,5 @@ def table_set_config(
         dtype=dtype or torch.get_default_dtype(),
         device=place,
         check_ids=check_ids,
+        pooled=pooled,
     )

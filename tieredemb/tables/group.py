@@ -398,7 +398,7 @@ def _identity(config: TableSetConfig, tables: Sequence[TableConfig]) -> dict[str
     optimizer = None if config.optimizer is None else type(config.optimizer).__name__
     described = [asdict(table) | {"init": repr(table.init), "mode": None} for table in tables]
     for table in described:
-        del table["placement"]  # where rows are kept says nothing of what they mean
+        del table["placement"], table["feature_names"]  # where rows are and who reads them: nothing of what they mean
     identity: dict[str, Any] = {"tables": described, "seed": config.seed, "optimizer": optimizer}
     identity["state_start"] = state_start(config.optimizer)
     if config.optimizer is not None and config.optimizer.is_dense:

@@ -16,9 +16,10 @@ import torch
 
 from tieredemb.cache.changes import HalfWritten, Part
 from tieredemb.cache.locks import Locks
+from tieredemb.config import features_of
 from tieredemb.errors import ConfigError, DeviceMemoryError, StorageError, StorageFullError
 from tieredemb.kernels.row_format import RowFormat, carrier_view
-from tieredemb.lookup.bags import KeySpace
+from tieredemb.lookup.bags import KeySpace, feature_name
 from tieredemb.lookup.history import History
 from tieredemb.stats import CacheStats
 from tieredemb.tables.config import TableSetConfig
@@ -106,7 +107,10 @@ class TableSet:
 
     def __init__(self, config: TableSetConfig) -> None:
         self.placed = Placed(Place(config, [], CacheStats()))
-        self.columns = np.concatenate([[0], np.cumsum([t.embedding_dim for t in config.tables])]).astype(np.int64)
+        widths_of = [config.tables[feature.table].embedding_dim for feature in features_of(config.tables)]
+        starts = np.concatenate([[0], np.cumsum(widths_of)])
+        # rows that are not pooled, all of one width, lie below each other
+        self.columns = (starts if config.pooled else np.array([0] * len(widths_of) + widths_of[:1])).astype(np.int64)
         widths = sorted({table.embedding_dim for table in config.tables})
         self._replaced = 0  # how often rows were
         self._finalizer = weakref.finalize(self, self.placed.close)
@@ -135,8 +139,13 @@ class TableSet:
         return self.placed.now.faults
 
     @property
+    def n_features(self) -> int:
+        """Those of all tables."""
+        return len(self.columns) - 1
+
+    @property
     def output_width(self) -> int:
-        """ΣD, columns of a pooled output."""
+        """ΣD, columns of a pooled output; or D."""
         return int(self.columns[-1])
 
     def locate(self, table: int) -> tuple[Group, int, int]:
@@ -428,7 +437,9 @@ def make_fault_report(config: TableSetConfig) -> Any:
         return None
     from tieredemb.lookup.device_bags import FaultReport
 
-    return FaultReport([t.name for t in config.tables], [t.num_embeddings for t in config.tables])
+    tables = config.tables
+    of = [(feature_name(feature, tables[feature.table]), tables[feature.table]) for feature in features_of(tables)]
+    return FaultReport([name for name, _ in of], [table.num_embeddings for _, table in of])
 
 
 def _rebuild(config: TableSetConfig, parts: list[Any], kept: list[Any]) -> TableSet:

@@ -272,12 +272,12 @@ class DeviceCache(Cache):
             return self._ledger.hold(), self._order.queued()
 
     @contextlib.contextmanager
-    def ahead(self, inputs: Sequence[torch.Tensor], hold: tuple[Hold, torch.cuda.Event] | None) -> Iterator[None]:
+    def ahead(self, inputs: Sequence[object], hold: tuple[Hold, torch.cuda.Event] | None) -> Iterator[None]:
         held, after = hold or (None, None)
         with self.plan_lock, on_device(self.device), self._order.ahead(after):
-            for tensor in inputs:
-                if tensor.is_cuda:
-                    tensor.record_stream(torch.cuda.current_stream())
+            for part in inputs:
+                if isinstance(part, torch.Tensor) and part.is_cuda:
+                    part.record_stream(torch.cuda.current_stream())
             try:
                 yield
             finally:
