@@ -256,6 +256,31 @@ def test_ids_are_fetched_ahead(device, recwarn, form, told):
     assert_same_bits(ours.state_dict().values(), other.state_dict().values())
 
 
+@pytest.mark.parametrize("fetched", [False, True])
+def test_a_captured_step_takes_ids_by_feature(device, fetched):
+    batches = [some_ids(seed) for seed in range(8)]
+    for batch in batches:
+        batch["liked"] = batch["user"] + 1  # one empty tensor is like another
+    ours, other = (pair(te.Adagrad(lr=0.1), capacity=40)[0] for _ in range(2))
+    upstream = {name: randn(*each.shape, 4, seed=k) for k, (name, each) in enumerate(batches[0].items())}
+
+    def step_of(module):
+        def step(batch):
+            rows = module(batch)
+            loss = sum((rows[name].square() * upstream[name]).sum() for name in FEATURES)
+            loss.backward()
+            return loss
+
+        return step
+
+    train, eager = te.graph_step(step_of(ours)), step_of(other)
+    for batch in te.prefetch(batches, ours) if fetched else batches:
+        train(batch)
+    for batch in batches:
+        eager(batch)
+    assert_same_bits(ours.state_dict().values(), other.state_dict().values())
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchrec") is None, reason="torchrec is not installed")
 @pytest.mark.parametrize("order", ORDERS)
 def test_collection_trains_as_torchrec(order):

@@ -212,6 +212,33 @@ def test_a_plan_for_one_order_of_keys_serves_no_other(device, recwarn):
     assert equal(out, other(renamed).values())
 
 
+@pytest.mark.parametrize("fetched", [False, True])
+@pytest.mark.parametrize("order", ["other", "more"])
+def test_a_captured_step_makes_its_keys(device, order, fetched):
+    keys, samples = ORDERS[order], 6
+    batches = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        values = np.concatenate([rng.integers(0, ROWS[key], samples) for key in keys])
+        batches.append((from_numpy(values), torch.arange(len(values) + 1)))
+    ours, other = pair(optimizer=te.Adagrad(lr=0.1), capacity=30)
+
+    def step_of(module):
+        def step(batch):
+            out = module(keyed.KeyedJaggedTensor(keys, batch[0], offsets=batch[1])).values()
+            out.square().sum().backward()
+            return out
+
+        return step
+
+    train, eager = te.graph_step(step_of(ours)), step_of(other)
+    for batch in te.prefetch(batches, ours) if fetched else batches:
+        train(batch)
+    for batch in batches:
+        eager(batch)
+    assert_same_bits(ours.state_dict().values(), other.state_dict().values())
+
+
 # --- TorchRec itself --------------------------------------------------------------------------------------------------
 
 
