@@ -43,6 +43,8 @@ def reference_optimizer(config: TrainConfig, embeddings: nn.Module) -> torch.opt
         return torch.optim.SGD(parameters, lr=chosen.lr)
     if isinstance(chosen, Adagrad):
         settings = asdict(chosen)
+        if settings.pop("weight_decay_on_use"):
+            raise UnsupportedError("torch.optim.Adagrad has no weight_decay_on_use; use weight_decay")
         return torch.optim.Adagrad(parameters, **settings)
     if isinstance(chosen, SparseAdam):
         return torch.optim.SparseAdam(parameters, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps)

@@ -79,7 +79,7 @@ def assert_trains_alike(model, plain, optimizer, reference, steps=6, first=0):
     [
         (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
         (torch.optim.AdamW, {"lr": 0.01}),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.SGD, {"lr": 0.001, "momentum": 0.9}),
         (torch.optim.Adagrad, {"lr": 0.1}),
     ],
 )

@@ -117,7 +117,8 @@ def long_batches():
 
 def long_start(optimizer):
     """Weights of the size of what moves them; those of rows used once are 0, so that they are what moved them."""
-    normal = torch.randn(sum(LONG_ROWS.values()), len(SCALES), generator=torch.Generator("cpu").manual_seed(1))
+    shape, generator = (sum(LONG_ROWS.values()), len(SCALES)), torch.Generator("cpu").manual_seed(1)
+    normal = torch.randn(shape, generator=generator, device="cpu")
     start = normal.sign() * (0.5 + normal.abs())
     if isinstance(optimizer, te.SGD):
         start *= torch.from_numpy(SCALES)

@@ -425,7 +425,7 @@ def test_capacity_is_shared_among_widths_by_rows(device, capacity):
 
 def test_capacity_in_bytes_needs_a_row_of_each_width():
     tables = [te.TableConfig(name=str(width), num_embeddings=9, embedding_dim=width) for width in (4, 8)]
-    with pytest.raises(ConfigError, match="no row of each width"):
+    with pytest.raises(ConfigError, match="no row of each of 2 caches"):
         te.TieredEmbeddingBagCollection(tables, capacity="100B")
 
 

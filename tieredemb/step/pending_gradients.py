@@ -8,13 +8,14 @@ gradient that it has; what a later backward brings is added to that.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 
 import torch
 
 from tieredemb.config import features_of
-from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError, shown
+from tieredemb.errors import BackwardError, BrokenCacheError, InvalidInputError, UnsupportedError, shown
 from tieredemb.step.call import Collected
 from tieredemb.step.gradient_norms import gradient_norms
 from tieredemb.tables.stand_in import TRACE
@@ -94,7 +95,11 @@ class PendingGradients:
     def _values(self) -> list[torch.Tensor]:
         if self._read is None:
             with torch.no_grad():
-                self._norms = gradient_norms(self._tables, self._calls, 2.0)
+                try:
+                    self._norms = gradient_norms(self._tables, self._calls, 2.0)
+                except BrokenCacheError:  # zero_grad() looks here, too, and is to drop it; a step says what is wrong
+                    count, device = len(self._tables.config.tables), self._tables.config.device
+                    self._norms = torch.full((count,), math.nan, device=device)
                 trace = torch.full_like(self._norms, TRACE)
                 self._read = list(torch.stack([self._norms, trace], 1).unbind())
         return self._read
