@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import Protocol
 
 import torch
 
 import tieredemb
-from benchmarks.cuda_providers import Tiered
 from benchmarks.cuda_tables import run_fetched, run_fresh
 from benchmarks.cuda_timing import StepTimes
 from tieredemb.stats import CacheStats
@@ -18,8 +18,18 @@ MODE_STEPS = 20  # before a mode is timed: it may compile kernels, or capture
 FETCHED, GRAPH, FETCHED_GRAPH = ", prefetch", ", CUDA graph", ", CUDA graph, prefetch"
 
 
+class Trained(Protocol):
+    """A collection on a `device`, and a step of it."""
+
+    @property
+    def module(self) -> tieredemb.TieredEmbeddingBagCollection: ...
+    @property
+    def device(self) -> torch.device: ...
+    def step(self, ids: torch.Tensor) -> None: ...
+
+
 def measure_modes(
-    tiered: Tiered, ids: Iterator[torch.Tensor], *, warm_up: int, steps: int, fetched: bool
+    tiered: Trained, ids: Iterator[torch.Tensor], *, warm_up: int, steps: int, fetched: bool
 ) -> dict[str, tuple[StepTimes, CacheStats]]:
     """Times of the steps in each mode, by its name, and what they did; eager with prefetch if `fetched`."""
     device, stats = tiered.device, tiered.module.stats

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.record import Record, load
 
-ON_CPU = ("cpu-step", "tiers", "cpu-kernels", "slot-map", "opening")
-ON_GPU = ("cuda-step", "cuda-kernels", "cuda-dlrm", "cuda-inference", "cuda-tiers")
+ON_CPU = ("cpu-step", "tiers", "cpu-optimizers", "cpu-kernels", "slot-map", "opening")
+ON_GPU = ("cuda-step", "cuda-kernels", "cuda-dlrm", "cuda-inference", "cuda-tiers", "cuda-optimizers")
 PEERS = ("× torch", "× FBGEMM", "× nn.EmbeddingBag, eager")  # labels of ratios to what others need
 
 

@@ -41,6 +41,11 @@ SHORTER = (
         "p50, p99: of single steps, in ms, by device events; host: of a step's mean, in ms, until Python had enqueued "
         "all of its work",
     ),
+    Shorter(
+        rf"{NUMBER} missed steps replayed a batch",
+        r"\1 replayed",
+        "replayed: steps that rows had missed and took one by one, a batch",
+    ),
     Shorter("between device events ", "device ", "device: between device events around the call"),
     Shorter(
         rf"batch buffers not included; torch allocated {NUMBER} MiB while it was built",
