@@ -41,10 +41,10 @@ def make(storage: Any = None, capacity: Any = 14, **keywords: Any) -> te.TieredE
     return te.TieredEmbeddingBagCollection(TABLES, capacity=capacity, storage=storage, **keywords)
 
 
-def make_following(**keywords: Any) -> te.TieredEmbeddingBagCollection:
+def make_following(kind: Any = torch.optim.SparseAdam, **keywords: Any) -> te.TieredEmbeddingBagCollection:
     """As `make`, following a torch optimizer."""
-    module = make(optimizer=torch.optim.SparseAdam, **keywords)
-    module.follow(torch.optim.SparseAdam(module.parameters(), lr=0.1))
+    module = make(optimizer=kind, **keywords)
+    module.follow(kind(module.parameters(), lr=0.1))
     return module
 
 
@@ -62,12 +62,12 @@ def train(module: Any, number: int, samples: int = 3) -> None:
 
 
 def contents(module: Any) -> list[torch.Tensor]:
-    """Weights, optimizer states and steps of all tables."""
+    """Weights, optimizer states and steps of all tables, as they are at the current step."""
     follows = bool(module.engine.stand_ins)
     optimizer = module.engine.optimizer.optimizer if follows else module.fused_optimizer
     state = optimizer.state_dict()["state"]
-    values = (torch.as_tensor(value, device="cpu") for entry in state.values() for value in entry.values())
-    return [*module.state_dict().values(), *values]
+    values = [value for entry in state.values() for name, value in entry.items() if name != "lagging"]
+    return [*module.state_dict().values(), *(torch.as_tensor(value, device="cpu") for value in values)]
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

@@ -112,11 +112,40 @@ def stepped(module: Any, number: int) -> None:
     optimizer.step()
 
 
-def test_an_interrupted_step_of_a_torch_optimizer_is_all_or_nothing(device, request, tmp_path):
-    pair = Pair(make_following, tmp_path, make_following(capacity=1.0))
+def stepped_alone(module: Any, number: int) -> None:
+    """A step without a gradient, which moves the rows of a dense optimizer."""
+    optimizer = module.engine.optimizer.optimizer
+    optimizer.zero_grad()
+    train(module, number)
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "act"),
+    [(torch.optim.SparseAdam, stepped), (torch.optim.AdamW, stepped), (torch.optim.AdamW, stepped_alone)],
+)
+def test_an_interrupted_step_of_a_torch_optimizer_is_all_or_nothing(device, request, tmp_path, kind, act):
+    pair = Pair(lambda: make_following(kind), tmp_path, make_following(kind, capacity=1.0))
     pair.run(lambda module: stepped(module, 0), Disturbing())
     with torch.autograd.set_multithreading_enabled(False):
-        campaign(pair, stepped, request)
+        campaign(pair, act, request)
+
+
+def test_an_interrupted_step_of_a_dense_optimizer_is_all_or_nothing(device, request, tmp_path):
+    """Its forward changes rows, too: they replay the steps that they have missed."""
+    optimizer = te.Adam(lr=0.1, weight_decay=0.1)
+    path = str(tmp_path / "rows")
+
+    def build() -> Any:
+        return make(te.File(path, recover=True), optimizer=optimizer)
+
+    pair = Pair(build, tmp_path, make(capacity=1.0, optimizer=optimizer))
+    for number in range(3):
+        pair.run(lambda module, number=number: train(module, number), Disturbing())
+    with torch.autograd.set_multithreading_enabled(False):
+        campaign(pair, train, request)
+    pair.module.close()
 
 
 def test_interrupted_save_leaves_a_whole_checkpoint(pair, request, tmp_path):

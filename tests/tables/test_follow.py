@@ -143,6 +143,70 @@ def test_zero_grad_to_zero_is_a_step_with_a_zero_gradient(device, foreach):
     assert idle(models[0].tables)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_without_a_backward_are_those_of_torch(device, kind):
+    """With a zero gradient where `.grad` is there, and none where it is None."""
+    models, optimizers = pair(kind)
+    for model, optimizer in zip(models, optimizers, strict=True):
+
+        def backward(seed, model=model):
+            loss_of(model, seed).backward()
+
+        def zero(optimizer=optimizer):
+            optimizer.zero_grad(set_to_none=False)
+
+        def zero_of_model(model=model):
+            model.zero_grad(set_to_none=False)
+
+        for act in (
+            (zero, optimizer.step),  # nothing is there yet
+            (lambda: backward(1), optimizer.step),
+            *[(zero, optimizer.step)] * 3,
+            (lambda: backward(2), optimizer.step),
+            (zero, lambda: backward(3), zero, optimizer.step, zero, optimizer.step, optimizer.step),
+            (lambda: backward(4), lambda: backward(5), optimizer.step),
+            (optimizer.zero_grad, optimizer.step, zero, optimizer.step),  # it is None
+            (lambda: backward(6), model.zero_grad, optimizer.step),
+            (lambda: backward(7), optimizer.step, zero_of_model, optimizer.step),
+        ):
+            for part in act:
+                part()
+    assert_equal_models(models)
+    steps = [[entry.get("step") for entry in states(optimizer).values()] for optimizer in optimizers]
+    assert steps[0] == steps[1]
+    assert idle(models[0].tables)
+
+
+def test_a_gradient_is_zeros_from_a_step_to_the_next_backward(device):
+    (model, _), (optimizer, _) = pair("Adam")
+    table = model.tables.engine.stand_ins[0]
+    assert table.grad is None
+    loss_of(model, 1).backward()
+    assert table.grad[0] > 0
+    optimizer.step()
+    assert table.grad.tolist() == [0.0, 0.0]
+    assert nn.utils.clip_grad_norm_(model.tables.parameters(), 1.0) == 0
+    loss_of(model, 2).backward()
+    assert table.grad[0] > 0
+    optimizer.step()
+    optimizer.zero_grad()
+    assert table.grad is None
+
+
+def test_what_is_written_into_a_zero_gradient_is_refused():
+    (model, _), (optimizer, _) = pair("Adam")
+    loss_of(model, 1).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    before = tensors(model)
+    model.tables.engine.stand_ins[1].grad.add_(1.0)
+    with pytest.raises(UnsupportedError, match="changed otherwise than by a factor"):
+        optimizer.step()
+    assert_same_bits(tensors(model), before)
+    optimizer.step()
+    assert states(optimizer)[0]["step"] == 2
+
+
 def test_a_missing_zero_grad_is_warned_of_once(device):
     models, (optimizer, _) = pair("SGD")
     model = models[0]
@@ -544,6 +608,8 @@ def test_a_gradient_is_multiplied_by_one_factor_and_by_no_more():
     bag.follow(optimizer)
     (stand_in,) = bag.parameters()
     before = weight(bag)
+    with pytest.raises(UnsupportedError, match="before a backward"):
+        stand_in.grad = torch.zeros(2)
     bag(torch.tensor([[1, 2]])).sum().backward()
     stand_in.grad = stand_in.grad * 0.5
     stand_in.grad.mul_(0.5)
@@ -554,8 +620,9 @@ def test_a_gradient_is_multiplied_by_one_factor_and_by_no_more():
     stand_in.grad[0] -= 1.0
     optimizer.step()
     assert equal(weight(bag)[[1, 2]], before[[1, 2]] - 0.25)
+    stand_in.grad = torch.zeros(2)
     with pytest.raises(UnsupportedError, match="before a backward"):
-        stand_in.grad = torch.zeros(2)
+        stand_in.grad = torch.ones(2)
     bag(torch.tensor([[1, 2]])).sum().backward()
     with pytest.raises(InvalidInputError, match="float32"):
         stand_in.grad = torch.zeros(3)

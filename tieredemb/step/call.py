@@ -177,6 +177,11 @@ class Call(abc.ABC):
     def apply(collected: Collected) -> None:
         """Applies one optimizer step for the calls of one backward pass over one set of tables, in forward order."""
 
+    @staticmethod
+    @abc.abstractmethod
+    def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
+        """Takes an optimizer step in which no row has a gradient."""
+
     def release(self) -> None:
         for part in self.parts:
             part.ticket.release()

@@ -23,6 +23,7 @@ from tieredemb.step.call import Call, Collected
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall, shallow_copy
 from tieredemb.tables.group import DeviceGroup
+from tieredemb.tables.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
@@ -231,6 +232,25 @@ class DeviceCall(Call):
                         group.cache.hot, group.cache.overflow(tickets), segments, batch.grad, batch.scale,
                         batch.argmax, rate, numbers, group.past, group.device_steps,
                     )  # fmt: skip
+                    if group.past is not None:
+                        group.lookup.end(options, group.device_steps, rate, numbers, group.past)
+
+    @staticmethod
+    def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
+        device = tables.config.device
+        with tables.placed.now.rows.again(), on_device(device), contextlib.ExitStack() as used:
+            found_inf, grad_scale = optimizer.scaling([])
+            groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
+            todo = [(group, optimizer.options_on(group)) for group in groups]
+            for group in groups:
+                used.enter_context(group.cache.using())
+            no_faults = torch.empty(0, dtype=torch.int64, device=device)
+            with _half_done(group.cache for group in groups):
+                for group, options in todo:
+                    work = group.lookup.new_segments(0, device).work
+                    rate, numbers = group.lookup.begin(
+                        options, group.device_steps, no_faults, found_inf, grad_scale, work, group.past
+                    )
                     if group.past is not None:
                         group.lookup.end(options, group.device_steps, rate, numbers, group.past)
 

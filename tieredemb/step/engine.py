@@ -71,7 +71,8 @@ class Engine:
         """Where a torch optimizer is followed, gradients wait for its step."""
         self._pending: PendingGradients | None = None
         if isinstance(self.optimizer, FollowedOptimizer):
-            self._pending = self.optimizer.pending = PendingGradients(self.tables, ranged("update")(self._update))
+            update, step_alone = ranged("update")(self._update), ranged("update")(self._step_alone)
+            self._pending = self.optimizer.pending = PendingGradients(self.tables, update, step_alone)
 
     def follow(self, optimizer: torch.optim.Optimizer, **keywords: Any) -> None:
         """See `TieredModule.follow`."""
@@ -158,14 +159,7 @@ class Engine:
     ) -> Call:
         """A call that is planned, on the tables' device; see `Call.plan`. `recomputed`: whether the forward is one of
         before, that leaves no trace in scores."""
-        if self.tables.placed.now.config.device.type == "cuda":
-            from tieredemb.step.device_call import DeviceCall
-
-            call: Call = DeviceCall(context, batch.size)
-        else:
-            from tieredemb.step.host_call import HostCall
-
-            call = HostCall(context, batch.size)
+        call = self._call_type()(context, batch.size)
         may_exceed = bool(self.ids_may_exceed_bags) and threading.get_ident() in self.ids_may_exceed_bags
         call.plan(
             batch,
@@ -177,6 +171,16 @@ class Engine:
             memory=memory,
         )
         return call
+
+    def _call_type(self) -> type[Call]:
+        """Of the tables' device."""
+        if self.tables.placed.now.config.device.type == "cuda":
+            from tieredemb.step.device_call import DeviceCall
+
+            return DeviceCall
+        from tieredemb.step.host_call import HostCall
+
+        return HostCall
 
     def plan_ahead(
         self,
@@ -230,6 +234,11 @@ class Engine:
         finally:
             for call, _ in collected:
                 call.release()
+
+    def _step_alone(self) -> None:
+        """Takes a step in which no row has a gradient."""
+        assert self.optimizer is not None
+        self._call_type().step_alone(self.tables, self.optimizer)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -25,6 +25,8 @@ from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, Collected
 from tieredemb.tables.group import HostGroup
+from tieredemb.tables.row_optimizer import RowOptimizer
+from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -254,6 +256,19 @@ class HostCall(Call):
                     return
                 update = prepare_update(group, [call.parts[g] for call, _ in collected], grads, numbers)
                 todo.append((group, update, numbers))
+            carry_out(todo)
+
+    @staticmethod
+    def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
+        place = tables.placed.now
+        todo: list[tuple[HostGroup, Pass, Hyperparameters | None]] = []
+        with place.rows.again():
+            for group in place.groups:
+                assert isinstance(group, HostGroup)
+                numbers = optimizer.numbers(group, [])
+                if numbers is None:
+                    return
+                todo.append((group, Pass(lambda *_: None, [0]), numbers))  # over no rows
             carry_out(todo)
 
 

@@ -4,18 +4,24 @@ They are kept as `accumulate()` keeps them: their rows stay in their slots, and 
 all of them as one batch. Of the gradient nothing is computed but each table's norm, when somebody reads it. What
 others multiply it by meanwhile is multiplied into the gradients that are there then, as torch would multiply the
 gradient that it has; what a later backward brings is added to that.
+
+As a parameter's, a table's `.grad` is there from a backward until it is set to None, and a step of the optimizer is
+one of the table then. After a step zeros are left of it, as after `zero_grad(set_to_none=False)`: the next step has no
+gradient, unless a backward comes before.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
 import warnings
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
 from tieredemb.config import features_of
-from tieredemb.errors import BackwardError, BrokenCacheError, InvalidInputError, UnsupportedError, shown
+from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError, shown
+from tieredemb.kernels.streams import outside_capture
 from tieredemb.step.call import Collected
 from tieredemb.step.gradient_norms import gradient_norms
 from tieredemb.tables.stand_in import TRACE
@@ -27,12 +33,15 @@ LEAST = 1e-30  # below, float32 rounds more coarsely
 
 class PendingGradients:
     """What one set of tables has collected since the last step. `update`: applies calls in forward order, and releases
-    them."""
+    them · `step_alone`: takes a step in which no row has a gradient."""
 
-    def __init__(self, tables: TableSet, update: Callable[[Collected], None]) -> None:
+    def __init__(self, tables: TableSet, update: Callable[[Collected], None], step_alone: Callable[[], None]) -> None:
         self._tables = tables
         self._update = update
+        self._step_alone = step_alone
         self._calls: Collected = []
+        self._left = False  # whether a `.grad` is there that nothing was added to since the last step
+        self._zeros: list[torch.Tensor] | None = None  # what it is then, float32 (2,) for each table
         self._read: list[torch.Tensor] | None = None  # of each table float32 (2,): its norm and the trace
         self._norms: torch.Tensor | None = None  # float32 (T,), as they were computed
         self._dropped: set[int] = set()
@@ -45,20 +54,27 @@ class PendingGradients:
         """Whether anything is collected."""
         return bool(self._calls)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the tables have a gradient, if of zeros."""
+        return self._left or bool(self._calls)
+
     def add(self, collected: Collected) -> None:
         """Adds the calls of a backward pass."""
+        if not self._calls:
+            self._dropped = set()  # of zeros
         self._check_dropped()
         self._fold()
         self._calls += collected
+        self._left = False
 
     # --- what stand-ins show ----------------------------------------------------------------------------------------
 
     def read(self, table: int) -> torch.Tensor | None:
         """The `.grad` of a stand-in, the same tensor until the next backward."""
         if not self._calls:
-            self._is_fresh = True  # zero_grad() looks here
-            return None
-        if table in self._dropped:
+            self._is_fresh = True  # where somebody zeroes by hand
+        if not self.is_there or table in self._dropped:
             return None
         return self._values()[table]
 
@@ -70,16 +86,15 @@ class PendingGradients:
             if len(self._dropped) == len(self._tables.config.tables):
                 self.drop()
             return
-        if not self._calls:
-            raise UnsupportedError("a table has no gradient before a backward, and takes none from outside")
-        values = self._values()
         if not isinstance(value, torch.Tensor) or value.shape != (2,) or value.dtype != torch.float32:
             raise InvalidInputError(
                 f"the gradient of a table's stand-in is float32 (2,), its norm and a constant, to be multiplied by one "
                 f"factor; got {shown(value)}"
             )
+        if not self.is_there or (not self._calls and value.device.type == "cpu" and bool(value.any())):
+            raise UnsupportedError("a table has no gradient before a backward, and takes none from outside")
         self._dropped.discard(table)
-        values[table] = value.detach()
+        self._values()[table] = value.detach()
 
     def norms(self, norm_type: float) -> torch.Tensor:
         """The norms of the tables' gradients as they are now, float32 (T,); zero for those dropped. Does not
@@ -93,13 +108,15 @@ class PendingGradients:
         return norms
 
     def _values(self) -> list[torch.Tensor]:
+        if not self._calls:
+            device = self._tables.config.device
+            if self._zeros is None or self._zeros[0].device != device:
+                with torch.no_grad(), outside_capture(device) if device.type == "cuda" else contextlib.nullcontext():
+                    self._zeros = list(torch.zeros((len(self._tables.config.tables), 2), device=device).unbind())
+            return self._zeros
         if self._read is None:
             with torch.no_grad():
-                try:
-                    self._norms = gradient_norms(self._tables, self._calls, 2.0)
-                except BrokenCacheError:  # zero_grad() looks here, too, and is to drop it; a step says what is wrong
-                    count, device = len(self._tables.config.tables), self._tables.config.device
-                    self._norms = torch.full((count,), math.nan, device=device)
+                self._norms = gradient_norms(self._tables, self._calls, 2.0)
                 trace = torch.full_like(self._norms, TRACE)
                 self._read = list(torch.stack([self._norms, trace], 1).unbind())
         return self._read
@@ -140,21 +157,31 @@ class PendingGradients:
         if not self._is_fresh and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                "no zero_grad() came between two steps: torch would add to the gradient of the step before, and tables "
-                "do not; call optimizer.zero_grad() in each step",
+                "no zero_grad() came between two steps: torch would go on with the gradient of the step before, and "
+                "tables do not; call optimizer.zero_grad() in each step",
                 stacklevel=6,  # where step() is called
             )
-        if self._read is None or self._norms is None or self._norms.device.type != "cpu":
+        if self._tables.config.device.type != "cpu":
+            return
+        if not self._calls:
+            for table, left in enumerate(self._zeros or ()):
+                if bool(left.any()):
+                    self._zeros = None
+                    self._refuse_change(table)
+        if self._read is None or self._norms is None:
             return
         for table, (now, before) in enumerate(zip(self._read, self._norms.tolist(), strict=True)):
             norm, trace = now.tolist()
             wanted = before * (trace / TRACE)
             if abs(norm) != float("inf") and abs(norm - wanted) > ROUNDING * abs(wanted) + LEAST:
-                raise UnsupportedError(
-                    f"the gradient of table {self._tables.config.tables[table].name!r} was changed otherwise than by "
-                    f"a factor, which is all that a table takes; clip by a norm, with torch's clip_grad_norm_ or "
-                    f"tieredemb.clip_grad_norm_. Nothing was updated"
-                )
+                self._refuse_change(table)
+
+    def _refuse_change(self, table: int) -> NoReturn:
+        raise UnsupportedError(
+            f"the gradient of table {self._tables.config.tables[table].name!r} was changed otherwise than by a factor, "
+            f"which is all that a table takes; clip by a norm, with torch's clip_grad_norm_ or "
+            f"tieredemb.clip_grad_norm_. Nothing was updated"
+        )
 
     def _check_size(self) -> None:
         if self._tables.config.device.type == "cuda":
@@ -175,12 +202,23 @@ class PendingGradients:
     def apply(self) -> None:
         """Applies what is collected as one update. Interrupted before that has begun, it is dropped."""
         self._fold()
+        self._is_fresh, self._left = not self._calls, True  # of a step without a gradient zeros are left, as in torch
         calls = self._taken()
-        self._is_fresh = False
-        self._update(sorted(calls, key=lambda pair: pair[0].number))
+        if calls:
+            self._update(sorted(calls, key=lambda pair: pair[0].number))
+        else:
+            self._step_alone()
+
+    def zero(self) -> None:
+        """Drops what is collected, and leaves zeros of it."""
+        self._is_fresh = True
+        if self._calls:
+            self.drop()
+            self._left = True
 
     def drop(self) -> None:
         """Drops what is collected, and gives its rows free."""
+        self._left = False
         for call, _ in self._taken():
             call.release()
 

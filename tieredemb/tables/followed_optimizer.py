@@ -39,6 +39,11 @@ class Pending(Gradients, Protocol):
     def waiting(self) -> bool:
         """Whether anything was."""
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the tables have a gradient, as parameters have one from a backward until it is set to None: then a
+        step is one of theirs, too."""
+
     def norms(self, norm_type: float) -> torch.Tensor:
         """The norms of the tables' gradients as they are now, float32 (T,)."""
 
@@ -46,7 +51,10 @@ class Pending(Gradients, Protocol):
         """Raises `BackwardError` or `UnsupportedError`, before anything changes, if it cannot be applied."""
 
     def apply(self) -> None:
-        """Applies it as one update."""
+        """Applies it as one update; where nothing was collected, a step without a gradient."""
+
+    def zero(self) -> None:
+        """Drops it, and leaves a gradient of zeros."""
 
     def drop(self) -> None:
         """Drops it: it updates nothing."""
@@ -397,12 +405,12 @@ class FollowedOptimizer:
 
     def _check_step(self) -> None:
         self.now()
-        if self.pending is not None and self.pending.waiting:
+        if self.pending is not None and self.pending.is_there:
             self.pending.check()
 
     def _after(self) -> None:
         self._step = None
-        if self.pending is not None and self.pending.waiting and not self._is_skipped():
+        if self.pending is not None and self.pending.is_there and not self._is_skipped():
             self.pending.apply()
 
     def _is_skipped(self) -> bool:
@@ -431,6 +439,11 @@ class FollowedOptimizer:
         """Replaces it; None drops the table's gradient."""
         if self.pending is not None:
             self.pending.write(table, value)
+
+    def zero(self) -> None:
+        """Makes the gradients of all tables zero."""
+        if self.pending is not None and not self._is_stepping():
+            self.pending.zero()
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

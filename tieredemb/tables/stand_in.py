@@ -23,6 +23,7 @@ from tieredemb.errors import UnsupportedError
 # clipping's together, leave it a normal float32
 TRACE = 2.0**-48
 _CLIPPING = torch.nn.utils.clip_grad.__file__
+_ZEROING = ("torch.optim.optimizer", "torch.nn.modules.module")
 
 
 class Gradients(Protocol):
@@ -33,6 +34,9 @@ class Gradients(Protocol):
 
     def write(self, table: int, value: torch.Tensor | None) -> None:
         """Replaces that; None drops the table's gradient."""
+
+    def zero(self) -> None:
+        """Makes the gradients of all tables zero, as a `zero_grad()` is about to zero or to drop them."""
 
 
 class StandIn(torch.nn.Parameter):
@@ -49,12 +53,15 @@ class StandIn(torch.nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The norm of the table's gradient and `TRACE`, float32 (2,); None without a gradient. Computed when it is
-        read first; does not synchronise with a GPU."""
+        """The norm of the table's gradient and `TRACE`, float32 (2,); zeros from a step on until the next backward;
+        None without a gradient. Computed when it is read first; does not synchronise with a GPU."""
         gradients = self._gradients()
         if gradients is None:
             return None
-        _refuse_what_norms_cannot_tell()
+        if _is_zeroing():
+            gradients.zero()
+        else:
+            _refuse_what_norms_cannot_tell()
         return gradients.read(self.table)
 
     @grad.setter
@@ -83,6 +90,12 @@ class StandIn(torch.nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StandIn(table {self.table})"
+
+
+def _is_zeroing() -> bool:
+    """Whether torch's `zero_grad()` asks, of an optimizer or of a module: it looks at each gradient first."""
+    frame = sys._getframe(2)
+    return frame.f_code.co_name == "zero_grad" and frame.f_globals.get("__name__") in _ZEROING
 
 
 def _refuse_what_norms_cannot_tell() -> None:
