@@ -42,7 +42,7 @@ def row_store(array, row, values):
 
 def main(directory: Path) -> None:
     from devices import assert_same_bits
-    from training import OPTIMIZERS, bits, table_configs, train
+    from training import NAMES, OPTIMIZERS, bits, table_configs, train
 
     import tieredemb as te
 
@@ -52,7 +52,7 @@ def main(directory: Path) -> None:
         given = {"capacity": 3, "optimizer": OPTIMIZERS[3], "dtype": dtype} | changed
         return te.TieredEmbeddingBagCollection(tables, **given)
 
-    for optimizer in OPTIMIZERS:
+    for optimizer in (OPTIMIZERS[NAMES.index(name)] for name in ("SGD", "SparseAdam", "AdamW weight_decay")):
         runs = []
         for dtype, capacity in ((torch.float32, 1.0), (SCALED, 1.0), (SCALED, 3)):
             model = made(dtype, capacity=capacity, optimizer=optimizer)

@@ -101,7 +101,7 @@ def test_pictures_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 def test_pictures_without_matplotlib_name_the_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install tieredemb\[plots\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'tieredemb\[plots\]'"):
         check_picture(Path("rates.png"))
 
 

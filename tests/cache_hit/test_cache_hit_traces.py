@@ -144,7 +144,7 @@ def test_trace_zst_without_zstandard_names_the_install(tmp_path: Path, monkeypat
     path = tmp_path / "t.be64.zst"
     path.write_bytes(COMPRESS[".zst"](b"\0" * 8))
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install tieredemb\[bench\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'tieredemb\[bench\]'"):
         read_trace(path)
 
 

@@ -118,7 +118,7 @@ class _Fetched(Generic[B]):
     def drop(self) -> int:
         """Gives up the plans that no forward took; returns how many were made in vain."""
         planned, self.planned = self.planned, []
-        return sum(module.engine.planned.drop(plan) and not plan.failed for module, plan in planned)
+        return sum(module.engine.planned.drop(plan) and plan.is_made for module, plan in planned)
 
 
 class Run(Generic[B]):
