@@ -294,7 +294,7 @@ def test_decay_on_use_is_in_the_gradients_of_the_rows_that_a_step_uses(device, o
     """Whatever lies in the cache, and replaying no more steps than without it."""
 
     def decay_of(step):
-        return 0.1 if step < 150 else 0.02
+        return 0.1 if step < 80 else 0.02
 
     bags = [
         bag_of(each, capacity, device=device)
@@ -302,13 +302,13 @@ def test_decay_on_use_is_in_the_gradients_of_the_rows_that_a_step_uses(device, o
     ]
     start = weight_of(bags[0]).cpu()
     for bag in bags:
-        train(bag, 0, 150)
+        train(bag, 0, 80)
         if bag is not bags[-1]:
             bag.fused_optimizer.param_groups[0]["weight_decay_on_use"] = 0.02
-        train(bag, 150, 300)
+        train(bag, 80, 160)
     assert_same_bits(bits(bags[0]), bits(bags[1]))
     torch.testing.assert_close(
-        weight_of(bags[0]).cpu().double(), on_use_reference(optimizer, start, 300, decay_of), rtol=1e-5, atol=1e-5
+        weight_of(bags[0]).cpu().double(), on_use_reference(optimizer, start, 160, decay_of), rtol=1e-5, atol=1e-5
     )
     assert bags[0].stats().steps_replayed == bags[2].stats().steps_replayed
 
@@ -347,8 +347,8 @@ def dense(request):
 
 def test_reading_leaves_rows_as_they_are(device, dense):
     plain, read = bag_of(dense, device=device), bag_of(dense, device=device)
-    train(plain, 0, 360)
-    for start in range(0, 360, 60):
+    train(plain, 0, 300)
+    for start in range(0, 300, 60):
         train(read, start, start + 60)
         bits(read)
         with torch.no_grad():
@@ -372,30 +372,30 @@ def test_what_is_read_is_what_a_training_forward_sees(device, dense):
 
 def test_copies_checkpoints_and_files_go_on_with_the_same_bits(device, dense, tmp_path):
     whole = bag_of(dense, capacity=ROWS, device=device)
-    train(whole, 0, 360)
+    train(whole, 0, 300)
     saved = bag_of(dense, device=device)
-    train(saved, 0, 230)
+    train(saved, 0, 190)
     saved.save_checkpoint(tmp_path / "saved")
     copied, loaded = copy.deepcopy(saved), bag_of(dense, capacity=9, device=device)
     loaded.load_checkpoint(tmp_path / "saved")
     filed = bag_of(dense, storage=te.File(str(tmp_path / "rows")), device=device)
-    train(filed, 0, 230)
+    train(filed, 0, 190)
     filed.close()
     filed = bag_of(dense, storage=te.File(str(tmp_path / "rows")), capacity=4, device=device)
     for each in (copied, loaded, filed):
-        train(each, 230, 360)
+        train(each, 190, 300)
         assert_same_bits(bits(each), bits(whole))
 
 
 def test_state_dicts_go_on_with_the_same_bits(device, dense):
     whole = bag_of(dense, capacity=ROWS, device=device)
-    train(whole, 0, 360)
+    train(whole, 0, 300)
     saved, loaded = bag_of(dense, device=device), bag_of(dense, capacity=3, device=device)
-    train(saved, 0, 230)
+    train(saved, 0, 190)
     loaded.load_state_dict(saved.state_dict())
     loaded.fused_optimizer.load_state_dict(saved.fused_optimizer.state_dict())
     assert_same_bits(bits(loaded), bits(saved))
-    train(loaded, 230, 360)
+    train(loaded, 190, 300)
     assert_same_bits(bits(loaded), bits(whole))
 
 
@@ -424,9 +424,9 @@ def test_lagging_rows_that_do_not_fit_are_refused_before_anything_changes(name):
 
 def test_weights_that_rows_have_already_change_nothing(device, dense):
     plain, loaded = bag_of(dense, device=device), bag_of(dense, device=device)
-    for start in (0, 150):
-        train(plain, start, start + 150)
-        train(loaded, start, start + 150)
+    for start in (0, 120):
+        train(plain, start, start + 120)
+        train(loaded, start, start + 120)
         loaded.load_state_dict(loaded.state_dict())
     assert_same_bits(bits(loaded), bits(plain))
 

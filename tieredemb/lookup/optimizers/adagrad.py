@@ -53,8 +53,8 @@ class Adagrad(OptimizerConfig):
                 f"for it; build the tables with Adagrad(weight_decay=…) above 0, which may become 0 later. Nothing was "
                 f"updated"
             )
-        decay = used_decay(hyper) if hyper["weight_decay_on_use"] else hyper["weight_decay"]
-        return {"eps": hyper["eps"], "weight_decay": decay}
+        added = used_decay(hyper) if hyper["weight_decay_on_use"] != 0 else hyper["weight_decay"]
+        return {"eps": hyper["eps"], "weight_decay": added}
 
     def missed_numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
         return {"weight_decay": hyper["weight_decay"]}

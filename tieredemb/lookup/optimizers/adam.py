@@ -85,6 +85,8 @@ class Adam(_OfMoments):
         used_decay(asdict(self))
 
     def numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:
+        if hyper["weight_decay_on_use"] == 0:
+            return super().numbers(hyper)
         return super().numbers(hyper) | {"weight_decay": used_decay(hyper)}
 
     def missed_numbers(self, hyper: Mapping[str, float]) -> dict[str, float]:

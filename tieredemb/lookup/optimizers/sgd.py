@@ -56,7 +56,8 @@ class SGD(OptimizerConfig):
                     f"the tables with SGD({name}=…) above 0, which may become 0 later. Nothing was updated"
                 )
         names = ("momentum", "nesterov") if self.is_dense else ()
-        return {"weight_decay": used_decay(hyper)} | {name: float(hyper[name]) for name in names}
+        added = used_decay(hyper) if hyper["weight_decay_on_use"] != 0 else hyper["weight_decay"]
+        return {"weight_decay": added} | {name: float(hyper[name]) for name in names}
 
     def step_numbers(self, hyper: Mapping[str, float], step: float) -> dict[str, float]:
         return {"share": 1.0 if step == 1 else 1.0 - hyper["dampening"]}  # the first gradient is the first momentum
