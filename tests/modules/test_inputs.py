@@ -67,7 +67,6 @@ REFUSED_BAGS = {
     "no last offset": ({"include_last_offset": True}, lambda: (L([1]), torch.empty(0, dtype=torch.int64))),
     "first offset": ({}, lambda: (L([1, 2]), L([1, 2]))),
     "offset beyond the ids": ({}, lambda: (L([1, 2]), L([0, 9]))),
-    "falling offsets": ({}, lambda: (L([1, 2, 3]), L([0, 2, 1]))),
     "id above": ({}, lambda: (L([1, 10]), L([0]))),
     "id below": ({}, lambda: (L([1, -1]), L([0]))),
     "weights of double": ({}, lambda: (L([1]), L([0]), torch.ones(1, dtype=torch.float64))),
