@@ -145,8 +145,9 @@ def test_zero_grad_to_zero_is_a_step_with_a_zero_gradient(device, foreach):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_without_a_backward_are_those_of_torch(device, kind):
-    """With a zero gradient where `.grad` is there, and none where it is None."""
-    models, optimizers = pair(kind)
+    """With a zero gradient where `.grad` is there, and none where it is None. Not by torch's foreach form, its default
+    on a GPU: with nesterov a step adds to `.grad` there, so that a second one is of more than zeros."""
+    models, optimizers = pair(kind, **({"foreach": False} if kind in DENSE_KINDS else {}))
     for model, optimizer in zip(models, optimizers, strict=True):
 
         def backward(seed, model=model):
