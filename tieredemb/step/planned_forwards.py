@@ -40,10 +40,10 @@ class Planned:
         """Whether planning ended in an error."""
         return self.future.done() and not self.future.cancelled() and self.future.exception() is not None
 
-    @property
-    def is_made(self) -> bool:
-        """Whether planning has come to an end, and not to an error."""
-        return self.future.done() and not self.future.cancelled() and self.future.exception() is None
+    def wait(self) -> None:
+        """Waits until planning has come to an end, if to an error."""
+        if not self.future.cancelled():
+            self.future.exception()
 
     def drop(self) -> None:
         """Gives the plan up, now or as soon as it is made."""
