@@ -198,6 +198,9 @@ def test_a_weight_that_two_optimizers_have_is_refused():
         te.replace_embedding_bags(model, optimizer=both)
     with pytest.raises(ConfigError, match="several optimizers must all be"):
         te.replace_embedding_bags(model, optimizer=[both[0], "adam"])
+    for given in ("adam", 0.1, te.SGD):
+        with pytest.raises(ConfigError, match="optimizer must be one of"):
+            te.replace_embedding_bags(model, optimizer=given)
 
 
 @pytest.mark.parametrize("at", [0, 2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -32,9 +33,8 @@ def assign(found: Sequence[Found], optimizer: Optimizers) -> dict[str, Assigned]
     tables lack, `ConfigError` for torch optimizers that have none of the weights, and for a weight that two have."""
     optimizers = _torch_optimizers(optimizer)
     if optimizers is None:
-        assert not isinstance(optimizer, Sequence)
-        config = row_config(optimizer)
-        trained, frozen = Assigned(optimizer, config, None, True), Assigned(None, None, None, False)
+        config, given = row_config(optimizer), cast("Optimizer", optimizer)
+        trained, frozen = Assigned(given, config, None, True), Assigned(None, None, None, False)
         return {each.name: trained if each.module.weight.requires_grad else frozen for each in found}
     assigned = {each.name: _by_weight(each, optimizers) for each in found}
     if found and all(each.follows is None for each in assigned.values()):
