@@ -94,16 +94,25 @@ class StepFunction(Generic[R]):
             for module in self.modules:
                 module.engine.ids_may_exceed_bags.discard(thread)
 
-    @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        """On a stream of its own, as torch asks for the steps before a capture."""
+    def beside(self, run: Callable[[], R]) -> R:
+        """What `run` returns, on a stream of its own, as torch asks for the steps before a capture. The caller uses it
+        on the current one, of which torch's allocator is told: streams are few, and who has the same one for another
+        purpose may be given memory of it as soon as it was dropped."""
         current = torch.cuda.current_stream(self.device)
         self._beside.wait_stream(current)
         try:
             with torch.cuda.stream(self._beside):
-                yield
+                result = run()
         finally:
             current.wait_stream(self._beside)
+
+        def tell(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_cuda and tensor.layout is torch.strided:
+                tensor.record_stream(current)
+            return tensor
+
+        map_tensors(result, tell)
+        return result
 
     @contextlib.contextmanager
     def capture(self, graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:

@@ -104,9 +104,13 @@ class StepAhead(Generic[R]):
 
     def _overlap(self, now: _Turn[R], then: _Turn[R], lookups: Lookups) -> R:
         """The step as the function it is, in the order of a captured one."""
-        with self._step.on_buffers(), self._step.beside():
+
+        def run() -> R:
             then.plan(self._executor, self._step, lookups)
             return self._compute(now)
+
+        with self._step.on_buffers():
+            return self._step.beside(run)
 
     def _compute(self, now: _Turn[R]) -> R:
         """The function of the batch; its forwards find their plans."""

@@ -179,8 +179,8 @@ class _StepAlone(Generic[R]):
         return self._result  # type: ignore[return-value]
 
     def _eagerly(self) -> R:
-        with self._step.on_buffers(), self._step.beside():
-            return self._step.heard(self._buffers.batch)
+        with self._step.on_buffers():
+            return self._step.beside(lambda: self._step.heard(self._buffers.batch))
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
