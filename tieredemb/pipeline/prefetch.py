@@ -115,16 +115,11 @@ class _Fetched(Generic[B]):
         self.error = error
         self.planned: list[tuple[TieredModule, Planned]] = []
 
-    def wait(self) -> None:
-        """Waits for the plans that no forward took: which of them fail is known then."""
-        for module, plan in self.planned:
-            if module.engine.planned.holds(plan):
-                plan.wait()
-
-    def drop(self) -> int:
-        """Gives up the plans that no forward took; returns how many were made in vain."""
+    def drop(self, *, made: bool = False) -> int:
+        """Gives up the plans that no forward took; returns how many were made in vain. `made`: waits until these are
+        made, and known whether they fail."""
         planned, self.planned = self.planned, []
-        return sum(module.engine.planned.drop(plan) and not plan.failed for module, plan in planned)
+        return sum(module.engine.planned.drop(plan, made=made) and not plan.failed for module, plan in planned)
 
 
 class Run(Generic[B]):
@@ -175,9 +170,7 @@ class Run(Generic[B]):
         current, self._current = self._current, None
         assert current is not None
         planned = len(current.planned)
-        if not self._warned:
-            current.wait()
-        if planned and current.drop() == planned and not self._warned:
+        if planned and current.drop(made=not self._warned) == planned and not self._warned:
             self._warned = True
             warnings.warn(
                 "prefetch planned a batch that no forward looked up: the model is given other tensors than those "

@@ -86,8 +86,11 @@ class PlannedForwards:
         """Whether no forward has taken the plan, and nobody has given it up."""
         return planned in self.waiting
 
-    def drop(self, planned: Planned) -> bool:
-        """Gives up a plan that no forward has taken; returns whether there was one to give up."""
+    def drop(self, planned: Planned, *, made: bool = False) -> bool:
+        """Gives up a plan that no forward has taken; returns whether there was one to give up. `made`: waits until it
+        is made, and known whether it fails."""
+        if made and planned in self.waiting:
+            planned.wait()
         with self._lock:
             if planned not in self.waiting:
                 return False
