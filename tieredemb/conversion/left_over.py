@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tieredemb.conversion.known_regularisers import KNOWN
-from tieredemb.conversion.known_regularisers import Weights as Weights
+from tieredemb.conversion.known_regularisers import KNOWN, Weights
 
 _DEPTH = 6  # of containers and objects in each other
 _ITEMS = 10_000  # of a container that is looked into: a longer one holds data

@@ -15,7 +15,8 @@ from torch import nn
 from tieredemb.config import Capacity
 from tieredemb.conversion.assignment import Assigned, Optimizers, assign
 from tieredemb.conversion.found import Choice, Found, choose, find
-from tieredemb.conversion.left_over import Weights, left_over, put_in_place
+from tieredemb.conversion.known_regularisers import Weights
+from tieredemb.conversion.left_over import left_over, put_in_place
 from tieredemb.errors import ConfigError
 from tieredemb.lookup.optimizer import state_width
 from tieredemb.modules.base import TieredModule

@@ -17,7 +17,7 @@ from tieredemb.kernels.captures import Capture
 from tieredemb.kernels.streams import capture_lock, on_device, side_stream
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import Forward
-from tieredemb.pipeline.batches import map_tensors
+from tieredemb.pipeline.batches import map_tensors, tensors_of
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.leaves import Leaves
 from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
@@ -105,13 +105,9 @@ class StepFunction(Generic[R]):
                 result = run()
         finally:
             current.wait_stream(self._beside)
-
-        def tell(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.is_cuda and tensor.layout is torch.strided:
+        for _, tensor in tensors_of(result):
+            if tensor.is_cuda:
                 tensor.record_stream(current)
-            return tensor
-
-        map_tensors(result, tell)
         return result
 
     @contextlib.contextmanager
