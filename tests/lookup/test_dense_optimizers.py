@@ -253,6 +253,43 @@ def test_a_row_first_used_late_has_decayed_since_the_start(device):
     torch.testing.assert_close(bag(torch.tensor([[9]], device=device))[0].cpu(), before[9].cpu() * 0.95**100)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "factor"),
+    [
+        (te.Adam(lr=0.1), 1.0),
+        (te.Adam(lr=0.1, betas=(0.9, 0.5)), 1.0),
+        (te.AdamW(lr=0.1, weight_decay=0.5), 0.95),
+        (te.SGD(lr=0.1, momentum=0.9), 1.0),
+    ],
+    ids=str,
+)
+def test_a_row_without_moments_replays_no_step(device, optimizer, factor):
+    """It has decayed, and the same is read as is trained."""
+    bag = bag_of(optimizer, device=device)
+    before = weight_of(bag)
+    ids = torch.tensor([[0]], device=device)
+    for _ in range(40):
+        bag(ids).sum().backward()
+    assert bag.stats().steps_replayed == 0
+    with torch.no_grad():
+        read = bag(torch.tensor([[9]], device=device))[0]
+    torch.testing.assert_close(read, before[9] * factor**40, rtol=1e-6, atol=0)
+    trained = bag(torch.tensor([[9], [9]], device=device))
+    assert_same_bits(trained[0], read)
+    trained.sum().backward()
+    assert bag.stats().steps_replayed == 0
+
+
+def test_a_row_without_moments_is_moved_by_l2_in_the_gradient(device):
+    bag = bag_of(te.Adam(lr=0.01, weight_decay=0.5), device=device)
+    before = weight_of(bag)
+    for _ in range(3):
+        bag(torch.tensor([[0]], device=device)).sum().backward()
+    moved = bag(torch.tensor([[9]], device=device))[0]
+    assert bag.stats().steps_replayed == 3
+    torch.testing.assert_close(moved, before[9] - 0.03 * before[9].sign(), rtol=0, atol=1e-3)  # m̂/√v̂ is near 1
+
+
 def test_decay_is_exact_where_its_product_is_no_normal_float(device):
     """After 70,000 steps of lr 0.1 and decay 0.1 a running product of float32 would be a denormal; a row's is not."""
     bag = bag_of(te.SGD(lr=0.1, weight_decay=0.1), device=device)

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -175,6 +176,20 @@ def test_manifest_wrong_in_any_place_is_refused_before_anything_changes(saved, t
 def test_refusal_names_what_is_wrong(saved, trained, path, new, message):
     seal(saved, text_of(changed(body_of(saved), path, new)))
     assert_refused(trained, saved, message)
+
+
+@pytest.mark.parametrize("optimizer", [te.Adam(lr=0.1), te.SGD(lr=0.1), te.Adagrad(lr=0.1)], ids=str)
+def test_an_option_that_came_after_the_checkpoint_stays_as_it_is(tmp_path, optimizer):
+    model = make(optimizer)
+    step(model, 1, 2)
+    model.save_checkpoint(tmp_path)
+    body = body_of(tmp_path)
+    del body["extra"]["param_group"]["weight_decay_on_use"]
+    seal(tmp_path, text_of(body))
+    loaded = make(replace(optimizer, weight_decay_on_use=0.25))
+    loaded.load_checkpoint(tmp_path)
+    assert rows(loaded) == rows(model)
+    assert loaded.fused_optimizer.param_groups[0]["weight_decay_on_use"] == 0.25
 
 
 def test_row_file_outside_of_the_directory_is_not_read(saved, trained, tmp_path_factory):

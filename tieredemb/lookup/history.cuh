@@ -25,6 +25,7 @@ struct MissedSteps {
     const float *sums;    // or, where not null, all of them from this expansion
     float first, second;  // what falls meanwhile beside it: from the last replayed step on, if any
     float decay, later;   // of the weights: as long as the sum grows, and from then on
+    bool is_decay_alone;  // `later` is all that happens
 };
 
 __device__ __forceinline__ float factor_between(const Past &past, int which, int start, int stop) {
@@ -33,7 +34,7 @@ __device__ __forceinline__ float factor_between(const Past &past, int which, int
 
 __device__ __forceinline__ MissedSteps missed_steps(const Past &past, int start, int stop) {
     if (past.coupled[stop] != past.coupled[start] || past.ends[start] < 0)
-        return {start, stop, nullptr, 1.0f, 1.0f, 1.0f, 1.0f};
+        return {start, stop, nullptr, 1.0f, 1.0f, 1.0f, 1.0f, false};
     const int end = past.ends[start] > 0 && past.ends[start] < stop ? past.ends[start] : stop;
     const float *sums = past.sums + (i64)start * SUMS;
     const bool series = sums[SUM_IS_SERIES] != 0.0f;
@@ -45,14 +46,23 @@ __device__ __forceinline__ MissedSteps missed_steps(const Past &past, int start,
                 series ? sums[SUM_FIRST] : 1.0f,
                 series ? sums[SUM_SECOND] : 1.0f,
                 sums[SUM_DECAY],
-                1.0f};
+                1.0f,
+                false};
     return {start,
             from,
             series ? sums : nullptr,
             factor_between(past, FIRST_LOG, from, stop),
             factor_between(past, SECOND_LOG, from, stop),
             factor_between(past, DECAY_LOG, start, end),
-            factor_between(past, DECAY_LOG, end, stop)};
+            factor_between(past, DECAY_LOG, end, stop),
+            false};
+}
+
+// The same of a row whose state is zeros, which such steps leave as it is: its weights decay, and no more, unless their
+// decay is part of the gradient.
+__device__ __forceinline__ MissedSteps missed_steps_of_still_row(const Past &past, int start, int stop) {
+    if (past.coupled[stop] != past.coupled[start]) return missed_steps(past, start, stop);
+    return {start, start, nullptr, 1.0f, 1.0f, 1.0f, factor_between(past, DECAY_LOG, start, stop), true};
 }
 
 __device__ __forceinline__ double log_of(double factor) { return factor > 1e-300 ? log(factor) : -690.0; }

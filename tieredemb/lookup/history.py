@@ -15,6 +15,8 @@ such scalars, too. They are brought forward once a step for each s whose sum sti
 step, and end where they no longer count. The series is used where its first term left out is below 1e-7, else the steps
 are replayed, as far as the terms count: in the first few hundred steps of a table, where the corrections of the bias of
 the moments change quickly, and for betas whose terms differ much.
+
+A row whose state is zeros, as before its first gradient, moves by nothing but decays: their product is all it takes.
 """
 
 from __future__ import annotations

@@ -149,13 +149,36 @@ __device__ __forceinline__ u32 *clock_of(const Place &place) {
     return reinterpret_cast<u32 *>(place.state + STATE - 1);
 }
 
+// Whether a row's state is zeros, but for its clock; all lanes of the row.
+__device__ __forceinline__ bool is_still(const Place &place, int lane) {
+    bool is_moving = false;
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+#pragma unroll
+        for (int w = 0; w < VECTOR * TENSORS; w++)
+            if (s * LANES + lane < UNITS)
+                is_moving |= !(StateInMemory{place.state + (s * LANES + lane) * VECTOR + w / TENSORS}[w % TENSORS] == 0.0f);
+    return !__any_sync(group_mask(LANES), is_moving);
+}
+
+// What brings a row from step `last` to step `now`; all lanes of the row.
+__device__ __forceinline__ MissedSteps missed_by(const Place &place, int lane, const Past &past, i64 last, i64 now) {
+    const int start = (int)(last - past.base), stop = (int)(now - past.base);
+    return is_still(place, lane) ? missed_steps_of_still_row(past, start, stop) : missed_steps(past, start, stop);
+}
+
+template <class State>
+__device__ __forceinline__ float element_catch_up(float w, State &state, const MissedSteps &missed, const Past &past) {
+    return missed.is_decay_alone ? __fmul_rn(w, missed.later) : Recipe::catch_up(w, state, missed, past);
+}
+
 // Brings a row to step `now`, and notes that it stands at step `noted`; all lanes of the row. Whether it was behind.
 __device__ __forceinline__ bool row_bring(const Place &place, Row &row, int lane, const Past &past, i64 now, i64 noted) {
     const i64 last = *clock_of(place) < past.base ? past.base : *clock_of(place);
     __syncwarp(group_mask(LANES));
     if (lane == 0) *clock_of(place) = (u32)noted;
     if (last >= now) return false;
-    const MissedSteps missed = missed_steps(past, (int)(last - past.base), (int)(now - past.base));
+    const MissedSteps missed = missed_by(place, lane, past, last, now);
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
         const int unit = s * LANES + lane;
@@ -166,7 +189,7 @@ __device__ __forceinline__ bool row_bring(const Place &place, Row &row, int lane
             StateInRegisters state;
 #pragma unroll
             for (int n = 0; n < TENSORS; n++) state[n] = at[n];
-            row.weight[s].v[k] = from_float(Recipe::catch_up(to_float(row.weight[s].v[k]), state, missed, past));
+            row.weight[s].v[k] = from_float(element_catch_up(to_float(row.weight[s].v[k]), state, missed, past));
 #pragma unroll
             for (int n = 0; n < TENSORS; n++) at[n] = state[n];
         }
@@ -226,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
         const i64 last = *clock_of(place) < so_far.base ? so_far.base : *clock_of(place);
         const bool is_behind = last < now;
         MissedSteps missed{};
-        if (is_behind) missed = missed_steps(so_far, (int)(last - so_far.base), (int)(now - so_far.base));
+        if (is_behind) missed = missed_by(place, lane, so_far, last, now);
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
             const int unit = s * LANES + lane;
@@ -239,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
                     StateInRegisters registers;
 #pragma unroll
                     for (int t = 0; t < TENSORS; t++) registers[t] = at[t];
-                    value.v[k] = from_float(Recipe::catch_up(to_float(value.v[k]), registers, missed, so_far));
+                    value.v[k] = from_float(element_catch_up(to_float(value.v[k]), registers, missed, so_far));
                 }
             }
             store_row(out, i, unit, value);

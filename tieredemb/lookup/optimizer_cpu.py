@@ -12,7 +12,7 @@ import torch
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.kernels import twin
-from tieredemb.kernels.constants import CHUNK, MAX
+from tieredemb.kernels.constants import CHUNK, DECAY_LOG, MAX
 from tieredemb.kernels.cpu import (
     Pass,
     borrowed,
@@ -174,6 +174,29 @@ def factor_between(logs, which, start, stop):
 
 
 @inline
+def is_still(state, home, words):
+    """Whether the first `words` of a row's state are zeros."""
+    d = 0
+    while d < words and load(state, home, d) == F(0.0):
+        d += 1
+    return d == words
+
+
+@inline
+def row_miss(weight, row, state, home, none, past, start, stop, row_catch_up):
+    """Takes the steps that a row missed. One whose state is zeros, which a step without a gradient leaves as it is,
+    has its weights decay and no more, unless their decay is part of the gradient."""
+    logs, coupled = past[6], past[7]
+    if coupled[stop] != coupled[start] or not is_still(state, home, state.shape[1] - 1):
+        return row_catch_up(weight, row, state, home, none, past, start, stop)
+    decay = factor_between(logs, DECAY_LOG, start, stop)
+    if decay != F(1.0):
+        for d in range(none.shape[0]):
+            store(weight, row, d, load(weight, row, d) * decay)
+    return 0
+
+
+@inline
 def row_bring(weight, row, state, home, none, dense, row_catch_up):
     """Brings a row to the steps that its table has taken, and notes the step that it stands at then: what the `bring`
     of a dense recipe does. `dense`: the states as uint32, whose last word is that step · what kernels are given of a
@@ -188,10 +211,10 @@ def row_bring(weight, row, state, home, none, dense, row_catch_up):
     if last >= now:
         return 0
     if is_float(weight):
-        return row_catch_up(weight, row, state, home, none, past, last - base, now - base)
+        return row_miss(weight, row, state, home, none, past, last - base, now - base, row_catch_up)
     values = np.empty((1, none.shape[0]), np.float32)  # rounded once, whatever the number of steps
     row_load(weight, row, values)
-    replayed = row_catch_up(values, np.int32(0), state, home, none, past, last - base, now - base)
+    replayed = row_miss(values, np.int32(0), state, home, none, past, last - base, now - base, row_catch_up)
     row_store(weight, row, values)
     return replayed
 

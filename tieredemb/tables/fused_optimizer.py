@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
+_CAME_LATER = frozenset({"weight_decay_on_use"})  # checkpoints from before lack them, and leave them as they are
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Settings and state of the update that a module's backward applies.
 
@@ -147,14 +150,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
 
     def check_options(self, options: Mapping[str, Any]) -> None:
-        """Raises `ConfigError` unless `options` holds all that this optimizer works with, in values that its config
+        """Raises `ConfigError` unless `options` holds what this optimizer works with, in values that its config
         takes. What schedulers and users keep beside that may be there, as a number where it is one here: which names
         they use is not ours to know. Changes nothing."""
         kind = type(self._config).__name__
         names = [each.name for each in fields(self._config)]
-        if missing := [name for name in names if name not in options]:
-            raise ConfigError(f"the param group of {kind} lacks {', '.join(missing)}; it needs {', '.join(names)}")
-        own: dict[str, Any] = {name: options[name] for name in names}
+        needed = [name for name in names if name not in _CAME_LATER]
+        if missing := [name for name in needed if name not in options]:
+            raise ConfigError(f"the param group of {kind} lacks {', '.join(missing)}; it needs {', '.join(needed)}")
+        own: dict[str, Any] = {name: options[name] for name in names if name in options}
         # as JSON keeps a pair
         own |= {name: tuple(value) for name, value in own.items() if isinstance(value, list)}
         replace(self._config, **own)
