@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError, UnsupportedError
 from tieredemb.modules.forwards import heard
 from tieredemb.pipeline.buffers import Buffers
+from tieredemb.pipeline.captured import StepFunction
 
 ROWS, WIDTH = 300, 4
 
@@ -243,6 +245,20 @@ def test_a_large_batch_between_fetched_ahead_steps(device, monkeypatch, large):
         assert idle(table)
     assert_same_bits(*runs)
     replays.check(device, 18)
+
+
+def test_results_of_steps_before_a_capture_keep_their_memory_until_they_are_read(gpu):
+    """Their stream may be another purpose's as well, which allocates as soon as one was dropped."""
+    function = SimpleNamespace(device=gpu, _beside=torch.cuda.Stream())
+    result = StepFunction.beside(function, lambda: {"loss": [torch.full((1 << 20,), 7.0, device=gpu)]})
+    torch.cuda._sleep(20_000_000)
+    read = result["loss"][0].clone()
+    del result
+    with torch.cuda.stream(function._beside):
+        other = torch.full((1 << 20,), 3.0, device=gpu)
+    torch.cuda.synchronize()
+    assert (read == 7).all()
+    assert (other == 3).all()
 
 
 def test_calls_inside_accumulate_are_one_update(device):
