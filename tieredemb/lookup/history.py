@@ -171,4 +171,39 @@ class History:
         return self.windows.nbytes + sum(array.nbytes for array in self.arrays().values())
 
 
+class Histories:
+    """What belongs to one cold storage: one history that all of its tables share, as they take steps together, or one
+    for each. `of`: them."""
+
+    def __init__(self, of: Sequence[History]) -> None:
+        self.of = tuple(of)
+
+    def to_bytes(self) -> bytes:
+        """All of them, as a file holds them: one as it is, several as an archive of such."""
+        if len(self.of) == 1:
+            return self.of[0].to_bytes()
+        data = io.BytesIO()
+        parts: dict[str, Any] = {str(i): np.frombuffer(each.to_bytes(), np.uint8) for i, each in enumerate(self.of)}
+        np.savez(data, **parts)
+        return data.getvalue()
+
+    def parsed(self, data: bytes) -> Histories:
+        """As many of this optimizer, of which `to_bytes` made `data`. Raises `ValueError` for what is none."""
+        if len(self.of) == 1:
+            return Histories([self.of[0].parsed(data)])
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+                if set(archive.files) != {str(i) for i in range(len(self.of))}:
+                    raise ValueError(f"it is not of {len(self.of)} tables that take steps by themselves")
+                parts = [archive[str(i)] for i in range(len(self.of))]
+        except (KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
+            raise ValueError(f"it cannot be read ({error})") from error
+        return Histories([each.parsed(part.tobytes()) for each, part in zip(self.of, parts, strict=True)])
+
+    def take(self, other: Histories) -> None:
+        """Takes over all that those of the same optimizer and tables know."""
+        for each, theirs in zip(self.of, other.of, strict=True):
+            each.take(theirs)
+
+
 assert len(StepTerms._fields) == TERMS

@@ -16,7 +16,7 @@ import torch
 
 from tieredemb.config import OptimizerConfig, StepTerms
 from tieredemb.errors import ConfigError
-from tieredemb.lookup.history import History
+from tieredemb.lookup.history import Histories, History
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,3 +126,10 @@ def new_history(optimizer: OptimizerConfig | None) -> History | None:
         return None
     hyper = named_numbers(type(optimizer), asdict(optimizer))
     return History(type(optimizer), len(optimizer.numbers(hyper)) + len(optimizer.step_numbers(hyper, 1.0)))
+
+
+def new_histories(optimizer: OptimizerConfig | None, count: int) -> Histories | None:
+    """`count` of them; None where there is none."""
+    made = [new_history(optimizer) for _ in range(count)]
+    histories = [each for each in made if each is not None]
+    return Histories(histories) if histories else None

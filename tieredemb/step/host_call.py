@@ -52,19 +52,20 @@ class RowPass(Change):
         self.group, self.rows = group, rows
         self._together = together
         self.dense = None if numbers is None or numbers.terms is None else numbers
-        self.steps = [step + (numbers is not None) for step in group.cache.cold.metadata.steps]
+        self.steps = [step + (numbers is not None) for step in group.steps]
 
     def settle(self, cache: Cache) -> None:
         if self._together.begun:
             self.rows.run()
             if self.dense is not None:
                 self.remember(self.dense)
-            self.group.cache.cold.metadata.steps = self.steps
+            self.group.steps = self.steps
 
     def remember(self, numbers: Hyperparameters) -> None:
         """Keeps what the step of a dense optimizer took, for rows that it did not reach. A second call does nothing."""
         assert numbers.terms is not None
-        self.group.cache.cold.history.append(numbers.step, numbers.rate[0], numbers.missed, numbers.terms)
+        assert self.group.kept is not None
+        self.group.kept.append(numbers.step, numbers.rate[0], numbers.missed, numbers.terms)
 
 
 def carry_out(passes: Sequence[tuple[HostGroup, Pass, Hyperparameters | None]]) -> None:
@@ -82,12 +83,12 @@ def carry_out(passes: Sequence[tuple[HostGroup, Pass, Hyperparameters | None]]) 
     for change in changes:
         if change.dense is not None:
             change.remember(change.dense)
-        change.group.cache.cold.metadata.steps = change.steps
+        change.group.steps = change.steps
     for change, entry in zip(changes, entries, strict=True):
         change.group.cache.changes.end(entry)
     for group, rows, _ in passes:
-        if isinstance(rows, CountedPass) and rows.replayed:
-            group.cache.cold.history.replayed += rows.replayed
+        if isinstance(rows, CountedPass) and rows.replayed and group.kept is not None:
+            group.kept.replayed += rows.replayed
 
 
 class HostGroupCall:
@@ -108,7 +109,8 @@ class HostGroupCall:
         """What brings the rows of this forward to the steps that were taken, of a dense optimizer."""
         cache = self.group.cache
         cache.check_rows(self.ticket)
-        return catch_up(cache.hot, self.ticket.unique_slots, cache.cold.history)
+        assert self.group.kept is not None
+        return catch_up(cache.hot, self.ticket.unique_slots, self.group.kept)
 
     def limit_norms(self, max_norm: float) -> Pass:
         """What scales the rows of this forward down to `max_norm`, where they are longer."""
@@ -128,8 +130,8 @@ class HostGroupCall:
         with cache.lock:  # an update on another thread would be seen half
             cache.check_rows(self.ticket)
             weight = cache.hot.weight
-            if cache.cold.history is not None and not self.is_caught_up:
-                weight, homes = self._caught_up(cache.cold.history)
+            if self.group.kept is not None and not self.is_caught_up:
+                weight, homes = self._caught_up(self.group.kept)
             pool(weight, homes, self.outputs, space, self.weights, out, self.argmax)
             if keep_rows:
                 self.forward_rows = weight[np.maximum(homes, 0)]
@@ -277,7 +279,7 @@ def prepare_update(
 ) -> Pass:
     """One optimizer step of a group for the calls of one backward pass, in forward order. The caller holds the lock."""
     segments, gradient = gather(group, parts, grads)
-    return update(group.cache.hot, segments, gradient, group.space, numbers, group.cache.cold.history)
+    return update(group.cache.hot, segments, gradient, group.space, numbers, group.kept)
 
 
 def gather(group: HostGroup, parts: list[HostGroupCall], grads: list[torch.Tensor]) -> tuple[Segments, Gradient]:

@@ -143,8 +143,8 @@ class ColdRows(abc.ABC):
     in_memory: bool  # whether deepcopy and pickling may copy it
     volatile: bool  # whether it dies with the process, so that closing needs no flush
     released: bool = False  # whether `close` has begun to give the rows up: nothing but `close` may be called then
-    history: Any = None  # what an optimizer that moves every row keeps of its steps: a `lookup.history.History`
-    saved_history: bytes | None = None  # what it was when the storage was closed, as `History.to_bytes` wrote it
+    history: Any = None  # what an optimizer that moves every row keeps of its steps: `lookup.history.Histories`
+    saved_history: bytes | None = None  # what it was when the storage was closed, as `Histories.to_bytes` wrote it
     device_readable: bool = False  # whether GPU kernels read and write `weight` and `state` at the arrays' addresses
 
     def __init__(self, layout: RowLayout, weight: np.ndarray[Any, Any], state: np.ndarray[Any, Any]) -> None:

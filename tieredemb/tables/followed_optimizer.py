@@ -343,7 +343,7 @@ class FollowedOptimizer:
         """See `RowOptimizer.numbers`."""
         config = self.now()
         scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler, where the optimizer is a fused one
-        steps = np.array(group.cache.cold.metadata.steps, np.int64) + 1
+        steps = np.array(group.steps, np.int64) + 1
         assert self.config is not None  # whose rows hold the state, whatever the options are by now
         return hyperparameters(self.config, asdict(config), steps, 1.0 if scale is None else 1.0 / float(scale))
 

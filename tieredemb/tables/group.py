@@ -19,8 +19,8 @@ from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
 from tieredemb.config import Capacity, TableConfig, slots_for
 from tieredemb.errors import ConfigError, StorageError, StorageFormatError
 from tieredemb.lookup.bags import KeySpace
-from tieredemb.lookup.history import CopiedRows, History
-from tieredemb.lookup.optimizer import new_history, state_start, state_width
+from tieredemb.lookup.history import CopiedRows, Histories, History
+from tieredemb.lookup.optimizer import new_histories, state_start, state_width
 from tieredemb.storage.base import ColdRows, RowLayout, Storage
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.unified import UnifiedMemory
@@ -56,10 +56,11 @@ class Group(abc.ABC):
         try:
             _check_steps(cold, len(tables))
             if cold.history is None:
-                cold.history = new_history(config.optimizer)
+                cold.history = new_histories(config.optimizer, 1)
                 if cold.history is not None and cold.saved_history is not None:
-                    cold.history.take(parsed_history(cold))
-                    cold.metadata.steps = [cold.history.steps] * len(tables)  # an unclean file's header may be older
+                    cold.history.take(parsed_histories(cold))
+                    # an unclean file's header may be older
+                    cold.metadata.steps = [cold.history.of[0].steps] * len(tables)
             self._make_cache(cold)
             self.cache.doubts.all_parts = self._parts()
             if not opened:
@@ -114,36 +115,38 @@ class Group(abc.ABC):
         self.cache.cold.metadata.steps = list(steps)
 
     @property
+    def kept(self) -> History | None:
+        """What a dense optimizer keeps of its steps, as the host knows it; None of others."""
+        histories: Histories | None = self.cache.cold.history
+        return None if histories is None else histories.of[0]
+
+    @property
     def history(self) -> History | None:
-        """What a dense optimizer keeps of its steps; None of others. Synchronises with a GPU."""
-        history: History | None = self.cache.cold.history
-        return history
+        """The same as it is now. Synchronises with a GPU."""
+        return self.kept
 
     @property
     def history_bytes(self) -> int:
         """Bytes of what a dense optimizer keeps of its steps."""
-        history: History | None = self.cache.cold.history
-        return 0 if history is None else history.size_bytes()
+        return 0 if self.kept is None else self.kept.size_bytes()
 
     @property
     def steps_replayed(self) -> int:
         """Steps that rows of a dense optimizer were made to take one by one. Synchronises with a GPU."""
-        history: History | None = self.cache.cold.history
-        return 0 if history is None else history.replayed
+        return 0 if self.kept is None else self.kept.replayed
 
     def check_steps(self) -> None:  # noqa: B027 - a host takes every step
         """Raises `BackwardError` where a GPU has refused steps. Synchronises with it."""
 
     def restart_counts(self) -> None:
         """Replayed steps are counted from here on, by whoever has the cold rows next."""
-        if self.cache.cold.history is not None:
-            self.cache.cold.history.replayed = 0
+        if self.kept is not None:
+            self.kept.replayed = 0
 
     def restart_history(self) -> None:
         """Every row of a dense optimizer stands at the steps that were taken. Synchronises with a GPU."""
-        history: History | None = self.cache.cold.history
-        if history is not None:
-            history.restart(self.steps[0])
+        if self.kept is not None:
+            self.kept.restart(self.steps[0])
 
     def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
         """As that of the cache, but rows of a dense optimizer as they are at the steps that were taken."""
@@ -210,7 +213,8 @@ class Group(abc.ABC):
 
     def take_history(self, history: History) -> None:
         """Takes over what a saved optimizer of the same kind kept of its steps. Synchronises with a GPU."""
-        self.cache.cold.history.take(history)
+        assert self.kept is not None
+        self.kept.take(history)
         self._adopt_history()
 
     def _room(self, start: int, stop: int) -> CopiedRows:
@@ -235,11 +239,11 @@ def _catch_up(rows: CopiedRows, history: History) -> None:
     catch_up(rows, np.arange(len(rows.weight), dtype=np.int32), history).run()
 
 
-def parsed_history(cold: ColdRows) -> History:
-    """The history that a storage was closed with. Raises `StorageFormatError`."""
+def parsed_histories(cold: ColdRows) -> Histories:
+    """What a storage was closed with. Raises `StorageFormatError`."""
     assert cold.saved_history is not None
     try:
-        parsed: History = cold.history.parsed(cold.saved_history)
+        parsed: Histories = cold.history.parsed(cold.saved_history)
     except ValueError as error:
         raise StorageFormatError(
             f"the history of steps beside the {cold.kind} tier is not one that this library writes: {error}; restore "
@@ -301,10 +305,10 @@ class DeviceGroup(Group):
         self.device_steps = torch.tensor(cold.metadata.steps, dtype=torch.int64, device=config.device)
         steps = self.device_steps  # and not the group, which would keep the cache alive that holds this
         self.cache.on_flush.append(lambda: cold.metadata.__dict__.update(steps=steps.tolist()))
-        self.device_history = None if cold.history is None else DeviceHistory(cold.history, steps)
+        self.device_history = None if self.kept is None else DeviceHistory(self.kept, steps)
         self.past = None if self.device_history is None else self.device_history.past
-        if self.device_history is not None:
-            self.cache.on_flush.append(functools.partial(self.device_history.download, cold.history))
+        if self.device_history is not None and self.kept is not None:
+            self.cache.on_flush.append(functools.partial(self.device_history.download, self.kept))
 
     @property
     def steps(self) -> list[int]:
@@ -319,10 +323,9 @@ class DeviceGroup(Group):
 
     @property
     def history(self) -> History | None:
-        history: History | None = self.cache.cold.history
-        if history is not None and self.device_history is not None:
-            self.device_history.download(history)
-        return history
+        if self.kept is not None and self.device_history is not None:
+            self.device_history.download(self.kept)
+        return self.kept
 
     @property
     def steps_replayed(self) -> int:
@@ -341,8 +344,8 @@ class DeviceGroup(Group):
         self._adopt_history()
 
     def _adopt_history(self) -> None:
-        if self.device_history is not None:
-            self.device_history.adopt(self.cache.cold.history)
+        if self.device_history is not None and self.kept is not None:
+            self.device_history.adopt(self.kept)
 
 
 def make_group(config: TableSetConfig, space: KeySpace, capacity: Capacity, name: str) -> Group:

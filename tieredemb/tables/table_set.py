@@ -421,7 +421,7 @@ class TableSet:
              for start, stop in _used_chunks(g)]
             for g in self.groups
         ]  # fmt: skip
-        kept = [(g.cache.cold.metadata, copy.deepcopy(g.cache.cold.history)) for g in self.groups]
+        kept = [(g.cache.cold.metadata, copy.deepcopy(g.kept)) for g in self.groups]
         return _rebuild, (self.config, parts, kept)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableSet:
@@ -450,8 +450,8 @@ def _rebuild(config: TableSetConfig, parts: list[Any], kept: list[Any]) -> Table
             cold.weight[start:stop] = weight
             cold.state[start:stop] = state
         cold.metadata.__dict__.update(json.loads(json.dumps(asdict(remembered))))
-        if history is not None:
-            cold.history.take(history)
+        if history is not None and group.kept is not None:
+            group.kept.take(history)
         group.adopt()
     return tables
 
