@@ -312,8 +312,8 @@ def test_plan_is_launched_as_it_fits(launched, overflow):
     plan.records.reserve(40)
     keys, homes, missed = torch.arange(30), torch.full((30,), -1, dtype=torch.int32), Missed(30, CPU)
     for scored, ages in ((True, True), (True, False), (False, True)):
-        plan.count(homes, scored=scored, ages=ages)
-        plan.begin(missed, lag=1, scored=scored, ages=ages, overflow=overflow)
+        plan.count(homes, scored=scored, ages=ages, client=0)
+        plan.begin(missed, lag=1, scored=scored, ages=ages, client=0, overflow=overflow)
         plan.find(keys, homes, missed, scored=scored, overflow=overflow)
     plan.place(homes, missed, overflow)
     plan.choose(missed)

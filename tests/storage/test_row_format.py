@@ -22,6 +22,7 @@ from tieredemb.modules.base import TieredModule
 from tieredemb.step.engine import Engine
 from tieredemb.storage.base import RowLayout
 from tieredemb.tables.config import TableSetConfig
+from tieredemb.tables.table_set import TableSet
 
 FLOAT, HALF, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 PACKAGE = Path(te.__file__).parent
@@ -104,7 +105,8 @@ def test_rows_of_an_encoding_from_outside_train_like_plain_ones(tmp_path):
 def collection(tables, dtype, outputs, **changed):
     """A collection whose outputs have a dtype of their own."""
     made = te.TieredEmbeddingBagCollection(tables, dtype=dtype, capacity=3, optimizer=OPTIMIZERS[1], **changed)
-    TieredModule.__init__(made, Engine(dataclasses.replace(made.tables.config, outputs=outputs)), made.options)
+    tables = TableSet(dataclasses.replace(made.tables.config, outputs=outputs))
+    TieredModule.__init__(made, Engine(tables), made.options)
     return made
 
 

@@ -41,6 +41,8 @@ class Cache(abc.ABC):
     which scores are made. A plan that `ages` scores, as plans do, is of the next time. Those that follow it in the same
     step of a model need not: of the same time, with keys of their own, they score rows as one plan of all keys does,
     and count as one batch.
+
+    Of several who plan by one cache, its `clients`, each is told by number what its own plans have counted.
     """
 
     def __init__(
@@ -96,8 +98,13 @@ class Cache(abc.ABC):
         tickets are in flight. Part of a change (`ChangeBook`)."""
 
     @abc.abstractmethod
-    def stats(self) -> CacheStats:
-        """Totals since the cache was built, loads of checkpoints included. Synchronises with a GPU."""
+    def stats(self, client: int | None = None) -> CacheStats:
+        """Totals since the cache was built, loads of checkpoints included; or what the plans of a `client` have
+        counted. Synchronises with a GPU."""
+
+    @abc.abstractmethod
+    def counted(self, client: int | None) -> CacheStats:
+        """What `stats` returns, where no call is under way: of a closed cache, too."""
 
     @abc.abstractmethod
     def memory_report(self) -> dict[str, Any]:

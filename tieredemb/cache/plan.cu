@@ -51,16 +51,35 @@ __device__ __forceinline__ void clock_advance(Clock *clock, Counts *counts, int 
     counts->totals.batches += scored && is_later;
 }
 
+// The plan is that of a client, of those at `clients` (0 for none): what was counted since the last one began is its
+// maker's. Several plans of one time are one batch. One thread.
+__device__ __forceinline__ void client_begin(const Clock *clock, Counts *counts, Client *clients, int client,
+                                             int scored) {
+    if (clients == nullptr) return;
+    u64 *now = &counts->totals.batches, *seen = &counts->seen.batches, *told = &clients[counts->client].totals.batches;
+    for (int w = 1; w < (int)(sizeof(Totals) / sizeof(u64)); w++) {  // all but the batches
+        const u64 value = *(volatile u64 *)&now[w];
+        told[w] += value - seen[w];
+        seen[w] = value;
+    }
+    counts->client = client;
+    if (scored && clients[client].time != clock->time) {
+        clients[client].totals.batches += 1;
+        clients[client].time = clock->time;
+    }
+}
+
 // Starts a plan: its number and time, zero counts, empty claims and `selection` (16-byte units each). Slots of the
 // `lag` batches before it are locked.
 extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units_per_batch, int lag, int scored,
                                       int ages, int4 *claims, i64 n_claims, int4 *selection, i64 n_selection,
-                                      Records records) {
+                                      Records records, Client *clients, int client) {
     wait_for_prior_kernel();
     for (i64 at = thread_index(); at < n_claims; at += thread_count()) claims[at] = make_int4(0, 0, 0, 0);
     for (i64 at = thread_index(); at < n_selection; at += thread_count()) selection[at] = make_int4(0, 0, 0, 0);
     if (thread_index() != 0) return;
     clock_advance(clock, counts, scored, ages);
+    client_begin(clock, counts, clients, client, scored);
     double now = (double)MIN_SCORE + floor((double)clock->time * units_per_batch);
     clock->now = now < (double)MAX_SCORE ? (i64)now : (i64)MAX_SCORE;
     clock->stamp = (int)(u32)(u64)clock->batch;
@@ -337,7 +356,8 @@ extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
 }
 
 // Where every row is resident a plan only counts: lookups are homes, and all of them hit.
-extern "C" __global__ void homes_count(const int *homes, i64 n, Clock *clock, Counts *counts, int scored, int ages) {
+extern "C" __global__ void homes_count(const int *homes, i64 n, Clock *clock, Counts *counts, int scored, int ages,
+                                       Client *clients, int client) {
     wait_for_prior_kernel();
     __shared__ int block_lookups;
     if (threadIdx.x == 0) block_lookups = 0;
@@ -350,5 +370,16 @@ extern "C" __global__ void homes_count(const int *homes, i64 n, Clock *clock, Co
         atomicAdd(&counts->totals.lookups, (u64)block_lookups);
         atomicAdd(&counts->totals.hits, (u64)block_lookups);
     }
-    if (thread_index() == 0) clock_advance(clock, counts, scored, ages);
+    if (threadIdx.x == 0 && scored && block_lookups && clients) {
+        atomicAdd(&counts->seen.lookups, (u64)block_lookups);
+        atomicAdd(&counts->seen.hits, (u64)block_lookups);
+        atomicAdd(&clients[client].totals.lookups, (u64)block_lookups);
+        atomicAdd(&clients[client].totals.hits, (u64)block_lookups);
+    }
+    if (thread_index() != 0) return;
+    clock_advance(clock, counts, scored, ages);
+    if (clients && scored && clients[client].time != clock->time) {
+        clients[client].totals.batches += 1;
+        clients[client].time = clock->time;
+    }
 }

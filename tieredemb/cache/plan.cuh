@@ -12,6 +12,11 @@ struct Totals {
     Moved moved;
     u64 overflow;
 };
+// One of several who plan by a cache: what its plans have counted but for the last one's, and the time of that.
+struct Client {
+    Totals totals;
+    i64 time;
+};
 struct Counts {
     int missed;      // unique keys without a slot
     int needed;      // victims that make room for them
@@ -24,6 +29,8 @@ struct Counts {
     int untouched;   // missed rows that were never written
     int pad;
     Totals totals;
+    Totals seen;  // of the totals, what clients have been told
+    i64 client;   // whose plan was made last: the rest is its
 };
 
 // All blocks of a cooperative launch wait for each other; what they wrote before is seen after. `arrivals` starts at 0.

@@ -42,6 +42,11 @@ class Flight(abc.ABC):
                 "this batch has no plan that came to its end, or rows were loaded since; look it up again"
             )
 
+    @property
+    def lasts(self) -> bool:
+        """Whether it was not released yet."""
+        return self._finalizer.alive
+
     def release(self) -> None:
         """Ends the flight: the batch's rows may be evicted. A second call does nothing."""
         self._finalizer()

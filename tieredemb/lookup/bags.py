@@ -35,18 +35,20 @@ class KeySpace:
     """The tables that share one cache, and their features, in terms of the kernels.
 
     Of tables: `tables`, int64 (T,), their positions in the collection · `start`, int64 (T + 1,), the first key of each,
-    and the number of keys. Of features: `features`, int64 (F,), their positions in the collection · `table`, int64
+    and that after the last. Of features: `features`, int64 (F,), their positions in the collection · `table`, int64
     (F,), which of `tables` each looks up in · `first`, `size`, int64 (F,), that one's first key and rows · `column`,
     int64 (F,), where each writes its outputs · `mode`, int32 (F,) · `padding`, int64 (F,), an id or −1.
     `is_shared`: whether a table has several features · `has_mean`, `has_max`: whether one is pooled so · `names`: of
     the features, for messages.
     """
 
-    def __init__(self, configs: Sequence[TableConfig], tables: Sequence[int], columns: Sequence[int]) -> None:
-        """`columns`: of all features of the collection."""
+    def __init__(
+        self, configs: Sequence[TableConfig], tables: Sequence[int], columns: Sequence[int], first: int = 0
+    ) -> None:
+        """`columns`: of all features of the collection · `first`: the first key, where others have those before it."""
         chosen = [configs[t] for t in tables]
         self.tables = np.array(tables, np.int64)
-        self.start = np.concatenate([[0], np.cumsum([table.num_embeddings for table in chosen])]).astype(np.int64)
+        self.start = np.cumsum([first, *(table.num_embeddings for table in chosen)], dtype=np.int64)
         position = {t: j for j, t in enumerate(tables)}
         everyone = features_of(configs)
         features = [f for f, feature in enumerate(everyone) if feature.table in position]
@@ -78,7 +80,7 @@ class KeySpace:
 
     @property
     def rows(self) -> int:
-        return int(self.start[-1])
+        return int(self.start[-1] - self.start[0])
 
 
 @functools.cache

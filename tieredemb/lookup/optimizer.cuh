@@ -155,9 +155,11 @@ __device__ __forceinline__ bool is_still(const Place &place, int lane) {
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
 #pragma unroll
-        for (int w = 0; w < VECTOR * TENSORS; w++)
-            if (s * LANES + lane < UNITS)
-                is_moving |= !(StateInMemory{place.state + (s * LANES + lane) * VECTOR + w / TENSORS}[w % TENSORS] == 0.0f);
+        for (int n = 0; n < TENSORS; n++)
+#pragma unroll
+            for (int k = 0; k < VECTOR; k++)
+                if (s * LANES + lane < UNITS)
+                    is_moving |= !(place.state[n * WIDTH + (s * LANES + lane) * VECTOR + k] == 0.0f);
     return !__any_sync(group_mask(LANES), is_moving);
 }
 

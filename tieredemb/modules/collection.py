@@ -26,6 +26,7 @@ from tieredemb.step.call import untraced
 from tieredemb.step.engine import Engine
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import table_set_config
+from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
 
 
@@ -72,7 +73,7 @@ class TieredEmbeddingBagCollection(KeyedModule):
             device=device, check_ids=check_ids,
         )  # fmt: skip
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
-        super().__init__(Engine(config, optimizer), options)
+        super().__init__(Engine(TableSet(config), optimizer), options)
         self.is_weighted = is_weighted
 
     @overload

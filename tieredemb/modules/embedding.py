@@ -13,9 +13,9 @@ from tieredemb.modules.one_table import OneTable
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
-from tieredemb.step.engine import Engine
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import table_set_config
+from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
 
 
@@ -73,14 +73,7 @@ class TieredEmbedding(OneTable):
             scale_grad_by_freq=scale_grad_by_freq,
             padding_is_dropped=False,
         )
-        super().__init__(Engine(config, optimizer), options)
-        self.num_embeddings = table.num_embeddings
-        self.embedding_dim = table.embedding_dim
-        self.padding_idx = table.padding_idx
-        self.max_norm = options.max_norm
-        self.norm_type = options.norm_type
-        self.scale_grad_by_freq = scale_grad_by_freq
-        self.sparse = sparse
+        self._start(TableSet(config), optimizer, options, sparse=sparse)
         if _weight is not None:
             self.tables.set_weights({0: _weight})
         self.requires_grad_(not _freeze)

@@ -14,10 +14,16 @@ from tieredemb.modules.one_table import OneTable
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
-from tieredemb.step.engine import Engine
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import table_set_config
+from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
+
+
+def check_scaling(mode: Mode, scale_grad_by_freq: bool) -> None:
+    """Raises `ConfigError` for what has no meaning together."""
+    if scale_grad_by_freq and mode == "max":
+        raise ConfigError("scale_grad_by_freq is not supported with mode='max'; use 'sum' or 'mean'")
 
 
 class TieredEmbeddingBag(OneTable):
@@ -84,8 +90,7 @@ class TieredEmbeddingBag(OneTable):
             init=Normal() if init is None else init,
             placement=placement,
         )
-        if scale_grad_by_freq and mode == "max":
-            raise ConfigError("scale_grad_by_freq is not supported with mode='max'; use 'sum' or 'mean'")
+        check_scaling(mode, scale_grad_by_freq)
         check_rows(_weight, table)
         dtype = dtype or (None if _weight is None else _weight.dtype)
         config = table_set_config(
@@ -93,18 +98,22 @@ class TieredEmbeddingBag(OneTable):
             device=device, check_ids=check_ids,
         )  # fmt: skip
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
-        super().__init__(Engine(config, optimizer), options)
-        self.num_embeddings = table.num_embeddings
-        self.embedding_dim = table.embedding_dim
-        self.max_norm = options.max_norm
-        self.norm_type = options.norm_type
-        self.scale_grad_by_freq = scale_grad_by_freq
-        self.mode = mode
-        self.sparse = sparse
-        self.include_last_offset = include_last_offset
-        self.padding_idx = table.padding_idx
+        self._start(TableSet(config), optimizer, options, sparse=sparse, include_last_offset=include_last_offset)
         if _weight is not None:
             self.tables.set_weights({0: _weight})
+
+    def _start(
+        self,
+        tables: TableSet,
+        optimizer: Optimizer,
+        options: LookupOptions,
+        *,
+        sparse: bool = False,
+        include_last_offset: bool = False,
+    ) -> None:
+        super()._start(tables, optimizer, options, sparse=sparse)
+        self.mode = tables.config.tables[0].mode
+        self.include_last_offset = include_last_offset
 
     @classmethod
     def from_pretrained(

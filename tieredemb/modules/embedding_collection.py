@@ -27,6 +27,7 @@ from tieredemb.step.call import untraced
 from tieredemb.step.engine import Engine
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import table_set_config
+from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
 
 
@@ -85,7 +86,7 @@ class TieredEmbeddingCollection(KeyedModule):
             scale_grad_by_freq=scale_grad_by_freq,
             padding_is_dropped=False,
         )
-        super().__init__(Engine(config, optimizer), options)
+        super().__init__(Engine(TableSet(config), optimizer), options)
         self.need_indices = need_indices
 
     @overload

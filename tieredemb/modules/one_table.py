@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from tieredemb.errors import UnsupportedError
+from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.weight import TableWeight
 from tieredemb.step.call import untraced
+from tieredemb.step.engine import Engine
+from tieredemb.tables.table_set import TableSet
+from tieredemb.tables.torch_kinds import Optimizer
 
 
 class OneTable(TieredModule):
@@ -15,6 +19,25 @@ class OneTable(TieredModule):
 
     num_embeddings: int
     embedding_dim: int
+
+    @classmethod
+    def over(cls, tables: TableSet, optimizer: Optimizer, options: LookupOptions, **settings: Any) -> Self:
+        """A module of the one table of `tables`, which may share their cache with others. `settings`: those of torch's
+        that concern neither rows nor lookups."""
+        module = cls.__new__(cls)
+        module._start(tables, optimizer, options, **settings)
+        return module
+
+    def _start(self, tables: TableSet, optimizer: Optimizer, options: LookupOptions, *, sparse: bool = False) -> None:
+        super().__init__(Engine(tables, optimizer), options)
+        (table,) = tables.config.tables
+        self.num_embeddings = table.num_embeddings
+        self.embedding_dim = table.embedding_dim
+        self.padding_idx = table.padding_idx
+        self.max_norm = options.max_norm
+        self.norm_type = options.norm_type
+        self.scale_grad_by_freq = options.scale_grad_by_freq
+        self.sparse = sparse
 
     @property
     @untraced

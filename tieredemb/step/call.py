@@ -186,6 +186,11 @@ class Call(abc.ABC):
         for part in self.parts:
             part.ticket.release()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no backward of it can come any more."""
+        return self.consumed or not any(part.ticket.lasts for part in self.parts)
+
 
 class LookupFunction(torch.autograd.Function):
     """Autograd node of one call. The table is no input; `hook` (float32 (0,)) asks for the gradient in its place."""

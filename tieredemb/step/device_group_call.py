@@ -73,8 +73,9 @@ class DeviceGroupCall:
         elif trained is not None:
             beside = functools.partial(_leave_out, group.device_space, ids, bags, trained)
         self.ticket = group.cache.plan(
-            bags.keys, bags.homes, score=scored, ages=ages, given=given, beside=beside, ahead=ahead
-        )
+            bags.keys, bags.homes, score=scored, ages=ages, client=group.client, given=given, beside=beside,
+            ahead=ahead,
+        )  # fmt: skip
         self.ticket.kept = (*vars(bags).values(), *(() if segments is None else vars(segments).values()), trained)
         self._ids = None if trained is None else ids  # which may yet be read aside
 

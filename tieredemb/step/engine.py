@@ -22,7 +22,6 @@ from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import BackwardPass, Call, CallContext, Collected, LookupFunction, inside_backward
 from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
-from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.stand_in import StandIn
@@ -42,15 +41,16 @@ class _Accumulated:
 
 
 class Engine:
-    """Opens the tables of `config`, looks up in them, and updates their rows by its optimizer, if it has one.
+    """Looks up in `tables`, and updates their rows by the optimizer of their config, if it has one.
 
     `follows`: the torch optimizer with whose step the update is to come, and not with the backward, or its class ·
     `planned`: forwards that were planned before they come · `ids_may_exceed_bags`: threads whose captured step gives it
     buffers, in which ids of longer batches are left.
     """
 
-    def __init__(self, config: TableSetConfig, follows: Optimizer = None) -> None:
-        self.tables = TableSet(config)
+    def __init__(self, tables: TableSet, follows: Optimizer = None) -> None:
+        self.tables = tables
+        config = tables.config
         self.optimizer: FusedOptimizer | FollowedOptimizer | None = None
         if is_torch_optimizer(follows):
             self.optimizer = FollowedOptimizer(self.tables, config.optimizer)
@@ -136,8 +136,12 @@ class Engine:
         if self.tables.placed.now.faults is not None:
             self.tables.check_earlier()
         call = self.planned.take(batch.given) if self.planned.waiting and not recomputed else None
+        time = self.tables.step_time
         if call is None:
-            call = self._call(batch, context, trains=trains, recomputed=recomputed)
+            ages = not recomputed and (time is None or time.begins(self.tables))
+            call = self._call(batch, context, trains=trains, recomputed=recomputed, ages=ages)
+        if time is not None and not recomputed:
+            time.looked_up(self.tables, call)
         call.within = within
         try:
             call.start(trains=trains)
@@ -219,6 +223,8 @@ class Engine:
     def _apply(self, collected: Collected) -> None:
         """Applies the calls of one backward pass in forward order, or keeps them for the end of `accumulate()`, or for
         the step of the optimizer that is followed."""
+        if self.tables.step_time is not None:
+            self.tables.step_time.backward()
         kept = None if self._accumulates is None else self._accumulates()
         if kept is not None:
             kept.calls += collected

@@ -52,14 +52,14 @@ class RowPass(Change):
         self.group, self.rows = group, rows
         self._together = together
         self.dense = None if numbers is None or numbers.terms is None else numbers
-        self.steps = [step + (numbers is not None) for step in group.steps]
+        self.steps = [step + (numbers is not None) for step in group.cache.cold.metadata.steps[group.own]]
 
     def settle(self, cache: Cache) -> None:
         if self._together.begun:
             self.rows.run()
             if self.dense is not None:
                 self.remember(self.dense)
-            self.group.steps = self.steps
+            self.group.cache.cold.metadata.steps[self.group.own] = self.steps
 
     def remember(self, numbers: Hyperparameters) -> None:
         """Keeps what the step of a dense optimizer took, for rows that it did not reach. A second call does nothing."""
@@ -83,7 +83,7 @@ def carry_out(passes: Sequence[tuple[HostGroup, Pass, Hyperparameters | None]]) 
     for change in changes:
         if change.dense is not None:
             change.remember(change.dense)
-        change.group.steps = change.steps
+        change.group.cache.cold.metadata.steps[change.group.own] = change.steps
     for change, entry in zip(changes, entries, strict=True):
         change.group.cache.changes.end(entry)
     for group, rows, _ in passes:
@@ -199,7 +199,7 @@ class HostCall(Call):
         try:
             for group, its_bags in zip(groups, bags, strict=True):
                 assert isinstance(group, HostGroup)
-                ticket = group.cache.plan(its_bags.keys, score=scored, ages=ages)
+                ticket = group.cache.plan(its_bags.keys, score=scored, ages=ages, client=group.client)
                 self.parts.append(HostGroupCall(group, its_bags, options, ticket))
         except BaseException:
             self.release()

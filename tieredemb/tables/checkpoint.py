@@ -19,7 +19,7 @@ from tieredemb.tables.table_set import TableSet
 def save(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.PathLike[str], extra: Any) -> None:
     """See `TieredModule.save_checkpoint`."""
     _check_directory(directory)
-    noted = note(optimizer, extra)
+    noted, asked, tables = note(optimizer, extra), tables, tables.whole
     with tables.locked():  # another thread's step must not end up in half of it
         held: dict[str, HeldRows] = {}
         for name, group in _named(tables):
@@ -28,7 +28,7 @@ def save(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.P
             except StorageError:  # a disk that takes no more: another may
                 group.cache.check_loadable()
                 held[name] = group.cache.dirty_rows()
-        tables.check_faults()
+        asked.check_faults()
         reasons = dict.fromkeys(group.cache.doubts.reason for group in tables.groups)
         broken = "; ".join(filter(None, reasons))
         spaces, identities = _spaces(tables), _identities(tables)
@@ -38,6 +38,7 @@ def save(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.P
 def load(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.PathLike[str], *, recover: bool) -> Any:
     """See `TieredModule.load_checkpoint`."""
     _check_directory(directory)
+    tables = tables.whole
     with tables.changing("load_checkpoint") as change:
         is_broken = any(group.cache.doubts.reason for group in tables.groups)
         for group in tables.groups:
@@ -54,8 +55,7 @@ def load(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.P
         with opened as found:
             change.has_begun = True
             found.restore()
-        for group in tables.groups:
-            group.adopt()
+        tables.adopt()
         if optimizer is not None and found.extra["param_group"] is not None:
             optimizer.set_options(found.extra["param_group"])
         return found.extra["extra"]

@@ -35,7 +35,8 @@ from tieredemb.tables.torch_kinds import Optimizer, row_config
 @dataclass(frozen=True, kw_only=True)
 class TableSetConfig:
     """All that a set of tables is built from; see the modules for the meaning of each field. `pooled`: whether lookups
-    sum rows up over bags; else they return the row of each id, the features' one after the other."""
+    sum rows up over bags; else they return the row of each id, the features' one after the other · `apart`: whether
+    each table takes steps of its own, and is looked up by itself."""
 
     tables: tuple[TableConfig, ...]
     capacity: Capacity
@@ -48,6 +49,7 @@ class TableSetConfig:
     check_ids: CheckIds = "deferred"
     outputs: torch.dtype | None = None
     pooled: bool = True
+    apart: bool = False
 
     @functools.cached_property
     def output_dtype(self) -> torch.dtype:

@@ -109,7 +109,8 @@ class FollowedOptimizer:
         config = config_of(type(optimizer), as_numbers(optimizer.param_groups[index]))
         if self.optimizer is not None and self.optimizer is not optimizer:
             self._leave(config)
-        if self.config is None or not _same_rows(self.config, config):
+        laid_out = self.config or self._tables.config.optimizer  # for others, where tables share a cache
+        if laid_out is None or not _same_rows(laid_out, config):
             lay_out(self._tables, config)
             self._on_device = DeviceOptions(self._tables)
         self.config = config
@@ -343,7 +344,7 @@ class FollowedOptimizer:
         """See `RowOptimizer.numbers`."""
         config = self.now()
         scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler, where the optimizer is a fused one
-        steps = np.array(group.steps, np.int64) + 1
+        steps = np.array(group.cache.cold.metadata.steps[group.own], np.int64) + 1
         assert self.config is not None  # whose rows hold the state, whatever the options are by now
         return hyperparameters(self.config, asdict(config), steps, 1.0 if scale is None else 1.0 / float(scale))
 

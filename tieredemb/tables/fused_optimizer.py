@@ -75,7 +75,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 param.grad = torch.full_like(param, float("inf") if self.found_inf else 0.0)
             if self.found_inf:
                 return None
-        steps = np.array(group.steps, np.int64) + 1
+        steps = np.array(group.cache.cold.metadata.steps[group.own], np.int64) + 1
         return hyperparameters(self._config, self.param_groups[0], steps, scale)
 
     def scaling(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:

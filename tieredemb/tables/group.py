@@ -21,6 +21,7 @@ from tieredemb.errors import ConfigError, StorageError, StorageFormatError
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.history import CopiedRows, Histories, History
 from tieredemb.lookup.optimizer import new_histories, state_start, state_width
+from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows, RowLayout, Storage
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.unified import UnifiedMemory
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
 
 class Group(abc.ABC):
-    """The tables of one width: their key space and cache."""
+    """The tables of one width: their key space and cache. `kept`: what a dense optimizer keeps of its steps, as the
+    host knows it; None of others, and of tables that take steps of their own together."""
 
     cache: Cache
 
@@ -45,6 +47,8 @@ class Group(abc.ABC):
         self.space = space
         self.capacity = capacity
         self.name = name
+        self.own = slice(len(space))  # its tables among those of the cold storage
+        self.client: int | None = None  # its number among several who plan by one cache
         tables = [config.tables[t] for t in space.tables]
         layout = row_layout(config, space.rows, space.width)
         self.slots = slots_for(capacity, rows=layout.rows, slot_bytes=slot_bytes(layout, config.device))
@@ -56,12 +60,16 @@ class Group(abc.ABC):
         try:
             _check_steps(cold, len(tables))
             if cold.history is None:
-                cold.history = new_histories(config.optimizer, 1)
+                cold.history = new_histories(config.optimizer, len(tables) if config.apart else 1)
                 if cold.history is not None and cold.saved_history is not None:
                     cold.history.take(parsed_histories(cold))
-                    # an unclean file's header may be older
-                    cold.metadata.steps = [cold.history.of[0].steps] * len(tables)
+                    counted = [each.steps for each in cold.history.of]  # an unclean file's header may be older
+                    cold.metadata.steps = counted if config.apart else counted * len(tables)
+            self.kept: History | None = None
+            if cold.history is not None and not config.apart:
+                self.kept = cold.history.of[0]
             self._make_cache(cold)
+            self._connect()
             self.cache.doubts.all_parts = self._parts()
             if not opened:
                 self.adopt()
@@ -80,7 +88,42 @@ class Group(abc.ABC):
 
     @abc.abstractmethod
     def _make_cache(self, cold: ColdRows) -> None:
-        """Makes the cache over `cold`, and what it needs beside it."""
+        """Makes the cache over `cold`."""
+
+    def _connect(self) -> None:  # noqa: B027 - a host needs nothing
+        """Makes what lookups and updates need beside the cache."""
+
+    def of_table(self, position: int, config: TableSetConfig) -> Group:
+        """The group of one of its tables alone, which take steps of their own: over the same rows and cache. `config`:
+        of that table."""
+        alone = object.__new__(type(self))
+        alone.__dict__.update(
+            config=config,
+            space=KeySpace(config.tables, [0], [0], int(self.space.start[position])),
+            capacity=self.capacity,
+            name=self.name,
+            own=slice(position, position + 1),
+            client=position,
+            slots=self.slots,
+            resident=[0] if position in self.resident else [],
+            identity=self.identity,
+            cache=self.cache,
+            kept=None if self.cache.cold.history is None else self.cache.cold.history.of[position],
+        )
+        alone._join(self)
+        return alone
+
+    def _join(self, whole: Group) -> None:  # noqa: B027 - a host needs nothing
+        """Makes what lookups and updates of one table need beside the cache of the `whole`."""
+
+    def stats(self) -> CacheStats:
+        """Totals of its plans since the cache was made. Synchronises with a GPU."""
+        return self.cache.stats(self.client)
+
+    @property
+    def counted(self) -> CacheStats:
+        """The same, whatever has become of the cache."""
+        return self.cache.counted(self.client)
 
     def _initial(self) -> InitialRows:
         space, tables = self.space, [self.config.tables[t] for t in self.space.tables]
@@ -108,21 +151,15 @@ class Group(abc.ABC):
     @property
     def steps(self) -> list[int]:
         """Optimizer steps that each table has taken. Synchronises with a GPU."""
-        return self.cache.cold.metadata.steps
+        return self.cache.cold.metadata.steps[self.own]
 
     @steps.setter
     def steps(self, steps: list[int]) -> None:
-        self.cache.cold.metadata.steps = list(steps)
-
-    @property
-    def kept(self) -> History | None:
-        """What a dense optimizer keeps of its steps, as the host knows it; None of others."""
-        histories: Histories | None = self.cache.cold.history
-        return None if histories is None else histories.of[0]
+        self.cache.cold.metadata.steps[self.own] = steps
 
     @property
     def history(self) -> History | None:
-        """The same as it is now. Synchronises with a GPU."""
+        """What a dense optimizer keeps of its steps, as it is now; None of others. Synchronises with a GPU."""
         return self.kept
 
     @property
@@ -225,7 +262,14 @@ class Group(abc.ABC):
     def adopt(self) -> None:
         """Takes over cold rows and metadata that were replaced as a whole."""
         self.cache.forget()
-        self.steps = self.cache.cold.metadata.steps or [0] * len(self.space)
+        metadata = self.cache.cold.metadata
+        metadata.steps = metadata.steps or [0] * len(self.space)
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Takes over steps and history that were replaced with the cold rows. Synchronises with a GPU."""
+        metadata = self.cache.cold.metadata
+        self.steps = metadata.steps[self.own]
         self._adopt_history()
 
     def _adopt_history(self) -> None:  # noqa: B027 - a host works on it as it lies
@@ -270,8 +314,10 @@ class HostGroup(Group):
     def _make_cache(self, cold: ColdRows) -> None:
         from tieredemb.cache.host.cache import HostCache
 
-        initial, ranges = self._initial(), self._ranges()
-        self.cache = HostCache(cold, slots=self.slots, policy=self.config.policy, initial=initial, resident=ranges)
+        self.cache = HostCache(
+            cold, slots=self.slots, policy=self.config.policy, initial=self._initial(), resident=self._ranges(),
+            clients=len(self.space) if self.config.apart else 0,
+        )  # fmt: skip
 
 
 class DeviceGroup(Group):
@@ -287,25 +333,41 @@ class DeviceGroup(Group):
 
     def _make_cache(self, cold: ColdRows) -> None:
         from tieredemb.cache.device.cache import DeviceCache
+
+        config = self.config
+        self.cache = DeviceCache(
+            cold, slots=self.slots, policy=config.policy, initial=self._initial(), device=config.device,
+            resident=self._ranges(), clients=len(self.space) if config.apart else 0,
+        )  # fmt: skip
+
+    def _connect(self) -> None:
+        cold, ranges = self.cache.cold, self._ranges()
+        self.first_slots = [-1] * len(self.space)
+        slot = self.slots - sum(rows for _, rows in ranges)
+        for j, (_, rows) in zip(self.resident, ranges, strict=True):
+            self.first_slots[j] = slot
+            slot += rows
+        self.device_steps = torch.tensor(cold.metadata.steps, dtype=torch.int64, device=self.config.device)
+        steps = self.device_steps  # and not the group, which would keep the cache alive that holds this
+        self.cache.on_flush.append(lambda: cold.metadata.__dict__.update(steps=steps.tolist()))
+        self._make_lookup()
+
+    def _join(self, whole: Group) -> None:
+        assert isinstance(whole, DeviceGroup)
+        self.first_slots = whole.first_slots[self.own]
+        self.device_steps = whole.device_steps[self.own]
+        with torch.cuda.device(self.config.device):
+            self._make_lookup()
+
+    def _make_lookup(self) -> None:
         from tieredemb.lookup.device_bags import DeviceKeySpace
         from tieredemb.lookup.device_history import DeviceHistory
         from tieredemb.lookup.device_lookup import DeviceLookup
 
-        config, ranges = self.config, self._ranges()
-        self.cache = DeviceCache(
-            cold, slots=self.slots, policy=config.policy, initial=self._initial(), device=config.device, resident=ranges
-        )
-        first_slots = [-1] * len(self.space)
-        slot = self.slots - sum(rows for _, rows in ranges)
-        for j, (_, rows) in zip(self.resident, ranges, strict=True):
-            first_slots[j] = slot
-            slot += rows
-        self.device_space = DeviceKeySpace(self.space, first_slots, config.device)
-        self.lookup = DeviceLookup(self.device_space, cold.layout.format, config.optimizer, config.output_dtype)
-        self.device_steps = torch.tensor(cold.metadata.steps, dtype=torch.int64, device=config.device)
-        steps = self.device_steps  # and not the group, which would keep the cache alive that holds this
-        self.cache.on_flush.append(lambda: cold.metadata.__dict__.update(steps=steps.tolist()))
-        self.device_history = None if self.kept is None else DeviceHistory(self.kept, steps)
+        config, row = self.config, self.cache.cold.layout.format
+        self.device_space = DeviceKeySpace(self.space, self.first_slots, config.device)
+        self.lookup = DeviceLookup(self.device_space, row, config.optimizer, config.output_dtype)
+        self.device_history = None if self.kept is None else DeviceHistory(self.kept, self.device_steps)
         self.past = None if self.device_history is None else self.device_history.past
         if self.device_history is not None and self.kept is not None:
             self.cache.on_flush.append(functools.partial(self.device_history.download, self.kept))
@@ -318,7 +380,7 @@ class DeviceGroup(Group):
 
     @steps.setter
     def steps(self, steps: list[int]) -> None:
-        self.cache.cold.metadata.steps = list(steps)
+        self.cache.cold.metadata.steps[self.own] = steps
         self.device_steps.copy_(torch.tensor(steps, dtype=torch.int64, device="cpu"))
 
     @property

@@ -19,6 +19,7 @@ def lay_out(tables: TableSet, optimizer: OptimizerConfig) -> None:
     Takes memory for the rows a second time while it runs. Raises `ConfigError` for tables that were trained or whose
     tier is no memory, and `StorageError` while batches are in flight, before anything changes.
     """
+    tables = tables.whole
     with tables.locked():
         for group in tables.groups:
             group.cache.check_idle("change the optimizer")

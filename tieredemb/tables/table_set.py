@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from tieredemb.stats import CacheStats
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.group import Group, make_group, move_group, row_layout, slot_bytes
 from tieredemb.tables.shares import Sharer, shares
+from tieredemb.tables.step_time import StepTime
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -36,6 +36,16 @@ _CPU = torch.device("cpu")
 
 EARLIER = "; this was in an earlier batch, which has updated no row"
 NOT_BEGUN = f"{EARLIER}, and this one was not begun: call it again"
+
+
+class Rows(NamedTuple):
+    """Copies of cold rows `start` to `stop` of a group, counted from its first: weights carrier (K, D), states uint32
+    (K, S + 1)."""
+
+    start: int
+    stop: int
+    weight: Array
+    state: Array
 
 
 class LaggingRows(NamedTuple):
@@ -55,6 +65,9 @@ class LoadedState(NamedTuple):
     step: int
     words: torch.Tensor | None
     lagging: LaggingRows | None = None
+
+
+Kept = tuple[list[int], History | None]  # the steps of tables, and what a dense optimizer keeps of them
 
 
 class Place:
@@ -103,7 +116,10 @@ class Placed:
 
 class TableSet:
     """Opens the tables of `config`. Closes (flushes) them when it is collected or the process exits. `placed`: where
-    they are `now`, for who asks in each step."""
+    they are `now`, for who asks in each step · `step_time`: where others are looked up in the same steps, when these
+    begin."""
+
+    step_time: StepTime | None = None
 
     def __init__(self, config: TableSetConfig) -> None:
         self.placed = Placed(Place(config, [], CacheStats()))
@@ -124,6 +140,11 @@ class TableSet:
                 self.placed.discard()
                 self._finalizer.detach()
                 raise
+
+    @property
+    def whole(self) -> TableSet:
+        """All tables that share caches with these."""
+        return self
 
     @property
     def config(self) -> TableSetConfig:
@@ -203,12 +224,16 @@ class TableSet:
     def set_weights(self, weights: Mapping[int, torch.Tensor]) -> None:
         """Overwrites the weights of tables with (rows, D) each, rounded to the rows' dtype. Raises `StorageFullError`
         before anything changes."""
-        with self.changing("load_state_dict", [(table, "weight") for table in weights]) as change:
+        with self.changing("load_state_dict", [self._part(table, "weight") for table in weights]) as change:
             for table in weights:
                 self._reserve(table)
             change.has_begun = True
             for table, weight in weights.items():
                 self._write_weight(table, weight)
+
+    def _part(self, table: int, kind: str) -> Part:
+        """What may be in doubt of a table, its "weight" or its "state", as the cache's owner names it."""
+        return table, kind
 
     def _reserve(self, table: int) -> None:
         """Takes space for all rows of a table."""
@@ -234,7 +259,8 @@ class TableSet:
     def set_states(self, states: Mapping[int, LoadedState], then: Callable[[], None]) -> None:
         """Overwrites the steps that tables have taken, and their optimizer state, where there is any. `then`: what
         belongs to it. Raises `StorageFullError` before anything changes."""
-        with self.changing("load_state_dict of the optimizer", [(table, "state") for table in states]) as change:
+        parts = [self._part(table, "state") for table in states]
+        with self.changing("load_state_dict of the optimizer", parts) as change:
             for table, state in states.items():
                 if state.words is not None:
                     self._reserve(table)
@@ -313,6 +339,11 @@ class TableSet:
         """Keeps other threads from planning; they may look up and update."""
         return Locks((group.cache for group in self.groups), rows=False)
 
+    def adopt(self) -> None:
+        """Takes over cold rows and metadata that were replaced as a whole."""
+        for group in self.groups:
+            group.adopt()
+
     @contextlib.contextmanager
     def changing(self, call: str, parts: Iterable[Part] | None = None) -> Iterator[HalfWritten]:
         """Holds all caches for a call that replaces rows: those `parts` of them (table and "weight" or "state"), or
@@ -375,7 +406,7 @@ class TableSet:
 
     def stats(self) -> CacheStats:
         """Totals of all groups. Synchronises with a GPU, and raises what it has found wrong since."""
-        total = sum((group.cache.stats() for group in self.groups), self.placed.now.earlier)
+        total = sum((group.stats() for group in self.groups), self.placed.now.earlier)
         for group in self.groups:
             group.check_steps()
         total += CacheStats(steps_replayed=sum(group.steps_replayed for group in self.groups))
@@ -397,10 +428,14 @@ class TableSet:
         for each."""
         reports = {}
         for group in self.groups:
-            report = reports[f"width {group.space.width}"] = group.cache.memory_report()
-            if group.history_bytes:
-                report["optimizer"] = {"steps": group.history_bytes}
+            reports[f"width {group.space.width}"] = group.cache.memory_report()
+        self._add_history(reports)
         return reports
+
+    def _add_history(self, reports: dict[str, Any]) -> None:
+        for group in self.groups:
+            if group.history_bytes:
+                reports[f"width {group.space.width}"]["optimizer"] = {"steps": group.history_bytes}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles take the rows along, which only memory tiers can."""
@@ -408,6 +443,13 @@ class TableSet:
             return self._copied()
 
     def _copied(self) -> tuple[Any, ...]:
+        parts, kept = self._copies()
+        metadata = [(g.cache.cold.metadata.batch, g.cache.cold.metadata.policy) for g in self.groups]
+        return _rebuild, (self.config, metadata, parts, kept)
+
+    def _copies(self) -> tuple[list[list[Rows]], list[Kept]]:
+        """Of each group copies of the rows that were written, the steps of its tables, and what its optimizer keeps of
+        them. The caller holds the caches."""
         for group in self.groups:
             group.cache.check_idle("copy or pickle the tables")
             if not group.cache.cold.in_memory:
@@ -416,13 +458,22 @@ class TableSet:
                     f"one storage); use save_checkpoint(directory) and load_checkpoint(directory)"
                 )
         self.flush()
-        parts = [
-            [(start, stop, g.cache.cold.weight[start:stop].copy(), g.cache.cold.state[start:stop].copy())
-             for start, stop in _used_chunks(g)]
-            for g in self.groups
-        ]  # fmt: skip
-        kept = [(g.cache.cold.metadata, copy.deepcopy(g.kept)) for g in self.groups]
-        return _rebuild, (self.config, parts, kept)
+        return [list(_copied_rows(group)) for group in self.groups], [
+            (group.steps, copy.deepcopy(group.kept)) for group in self.groups
+        ]
+
+    def put_copies(self, parts: Sequence[Sequence[Rows]], kept: Sequence[Kept]) -> None:
+        """Puts what `_copies` has copied in the place of the rows."""
+        for group, rows, (steps, history) in zip(self.groups, parts, kept, strict=True):
+            cold, first = group.cache.cold, int(group.space.start[0])
+            for start, stop, weight, state in rows:
+                cold.weight[first + start : first + stop] = weight
+                cold.state[first + start : first + stop] = state
+            if history is not None and group.kept is not None:
+                group.kept.take(history)
+            group.cache.forget()
+            group.steps = steps
+            group.take_over()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableSet:
         rebuild, args = self.__reduce__()
@@ -442,24 +493,25 @@ def make_fault_report(config: TableSetConfig) -> Any:
     return FaultReport([name for name, _ in of], [table.num_embeddings for _, table in of])
 
 
-def _rebuild(config: TableSetConfig, parts: list[Any], kept: list[Any]) -> TableSet:
+def _rebuild(
+    config: TableSetConfig,
+    metadata: Sequence[tuple[int, str]],
+    parts: Sequence[Sequence[Rows]],
+    kept: Sequence[Kept],
+) -> TableSet:
     tables = TableSet(config)
-    for group, rows, (remembered, history) in zip(tables.groups, parts, kept, strict=True):
-        cold = group.cache.cold
-        for start, stop, weight, state in rows:
-            cold.weight[start:stop] = weight
-            cold.state[start:stop] = state
-        cold.metadata.__dict__.update(json.loads(json.dumps(asdict(remembered))))
-        if history is not None and group.kept is not None:
-            group.kept.take(history)
-        group.adopt()
+    for group, (batch, policy) in zip(tables.groups, metadata, strict=True):
+        group.cache.cold.metadata.batch, group.cache.cold.metadata.policy = batch, policy
+    tables.put_copies(parts, kept)
     return tables
 
 
-def _used_chunks(group: Group) -> Iterator[tuple[int, int]]:
+def _copied_rows(group: Group) -> Iterator[Rows]:
+    first, cold = int(group.space.start[0]), group.cache.cold
     for start, stop in _chunks(group.space.rows):
-        if group.cache.cold.state[start:stop, -1].any():
-            yield start, stop
+        rows = slice(first + start, first + stop)
+        if cold.state[rows, -1].any():
+            yield Rows(start, stop, cold.weight[rows].copy(), cold.state[rows].copy())
 
 
 def _chunks(rows: int) -> Iterator[tuple[int, int]]:

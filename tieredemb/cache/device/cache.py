@@ -61,6 +61,7 @@ class DeviceCache(Cache):
         lock_window: int = 0,
         device: torch.device,
         resident: Sequence[tuple[int, int]] = (),
+        clients: int = 0,
     ) -> None:
         super().__init__(cold, slots=slots, policy=policy, initial=initial, lock_window=lock_window, device=device)
         self.on_flush: list[Callable[[], None]] = []
@@ -72,7 +73,7 @@ class DeviceCache(Cache):
             self._order = StreamOrder(device, plans_wait=not cold.device_readable)
             # launches in place are over at once; what waits for its storage lets lookups and updates go on meanwhile
             self._rows_while_planning = self.lock if cold.device_readable else contextlib.nullcontext()
-            self._plan = DevicePlan(self.hot, self._scoring, device)
+            self._plan = DevicePlan(self.hot, self._scoring, device, clients)
             self._side = SideStream(device)
             self._moves = RowMoves(cold.layout, self.hot, self._plan, initial)
             self._transfer = self._make_transfer()
@@ -103,6 +104,7 @@ class DeviceCache(Cache):
         *,
         score: bool = True,
         ages: bool = True,
+        client: int | None = None,
         given: torch.cuda.Event | None = None,
         beside: Beside | None = None,
         ahead: bool = False,
@@ -112,12 +114,13 @@ class DeviceCache(Cache):
         table's row or `DROPPED`. Does not synchronise, unless the tier is staged.
 
         With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
-        recomputed. With `ages=False` it is of the time of the plan before it; see `Cache`. `given`: comes once `keys`
-        and `homes` are there, if that is yet to be waited for. `beside` launches, on the stream that is current when it
-        is called, what needs complete `homes` and may run beside the movement of rows. `ahead`: whether other work
-        comes before these rows are used, so that a plan over a staged tier need not wait: its transfer is finished by
-        `complete`, or by the next call that would find it pending. A failing storage raises its error and changes no
-        row; the cache stays usable. A transfer that fails later leaves the ticket `failed`. Raises `InvalidInputError`
+        recomputed. With `ages=False` it is of the time of the plan before it; see `Cache`. `client`: whose plan it is,
+        where several share the cache. `given`: comes once `keys` and `homes` are there, if that is yet to be waited
+        for. `beside` launches, on the stream that is current when it is called, what needs complete `homes` and may run
+        beside the movement of rows. `ahead`: whether other work comes before these rows are used, so that a plan over a
+        staged tier need not wait: its transfer is finished by `complete`, or by the next call that would find it
+        pending. A failing storage raises its error and changes no row; the cache stays usable. A transfer that fails
+        later leaves the ticket `failed`. Raises `InvalidInputError`
         for more ids than a plan can number.
         """
         with self.plan_lock, self._rows_while_planning, on_device(self.device), marked("plan"):
@@ -132,8 +135,9 @@ class DeviceCache(Cache):
                     if begun.captured and self._planner.moves_rows(keys.shape[0]):
                         self._check_capture()
                 return self._planner.plan(
-                    begun, keys, homes, scored=score, ages=ages, given=given, beside=beside, ahead=ahead
-                )
+                    begun, keys, homes, scored=score, ages=ages, client=client or 0, given=given, beside=beside,
+                    ahead=ahead,
+                )  # fmt: skip
             finally:
                 with self.lock:
                     self._ledger.over()
@@ -405,10 +409,12 @@ class DeviceCache(Cache):
         self.hot.dirty[resident] = 0
         self.hot.score[resident] = MIN_SCORE
 
-    def stats(self) -> CacheStats:
+    def stats(self, client: int | None = None) -> CacheStats:
         with self.entered():
-            totals = self._plan.totals()
-        layout = self.cold.layout
+            return self.counted(client)
+
+    def counted(self, client: int | None) -> CacheStats:
+        totals, layout = self._plan.totals(client), self.cold.layout
         return CacheStats(
             batches=totals["batches"],
             lookups=totals["lookups"],

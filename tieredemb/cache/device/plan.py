@@ -28,8 +28,9 @@ MOST_BLOCKS = 1056  # eight a multiprocessor of an H200: loops stride over what 
 
 class Places(NamedTuple):
     """Where the host finds what kernels count: byte offsets in the control tensor, of `Clock`, `Counts` and
-    `Selection`, each at a multiple of 32, and of their fields. `claim_bytes`: of a claim · `last_batch`, `taken`: words
-    of a record, and of what follows the last one."""
+    `Selection`, each at a multiple of 32, and of their fields. `client_bytes`: of a client · `claim_bytes`: of a claim
+    · `last_batch`, `taken`: words of a record, and of what follows the last one.
+    """
 
     clock: int
     counts: int
@@ -43,8 +44,11 @@ class Places(NamedTuple):
     arrivals: int
     untouched: int
     totals: int
+    seen: int
+    client: int
     moved: int
     total_names: tuple[str, ...]
+    client_bytes: int
     claim_bytes: int
     last_batch: int
     taken: int
@@ -56,7 +60,7 @@ def places() -> Places:
     source = read(PLAN)
     sizes = [-(-source.layout(name).size // 32) * 32 for name in ("Clock", "Counts")]
     clock, counts, selection = itertools.accumulate(sizes, initial=0)
-    names = ("missed", "needed", "room", "arrivals", "untouched", "totals")
+    names = ("missed", "needed", "room", "arrivals", "untouched", "totals", "seen", "client")
     in_counts = {name: counts + source.layout("Counts")[name].offset for name in names}
     return Places(
         clock=clock,
@@ -68,6 +72,7 @@ def places() -> Places:
         **in_counts,
         moved=in_counts["totals"] + source.layout("Totals")["moved"].offset,
         total_names=tuple(total.name for total in source.leaves("Totals")),
+        client_bytes=source.layout("Client").size,
         claim_bytes=source.layout("Claim").size,
         last_batch=source.layout("Record")["last_batch"].offset // 4,
         taken=source.layout("RecordsEnd")["taken"].offset // 4,
@@ -192,12 +197,14 @@ def _records_value(table: torch.Tensor, index: torch.Tensor) -> StructValue:
 class DevicePlan:
     """The state of a cache's plans, and their kernels. `unit` and kind come from the policy's `Scoring`."""
 
-    def __init__(self, rows: DeviceHotRows, scoring: Scoring, device: torch.device) -> None:
+    def __init__(self, rows: DeviceHotRows, scoring: Scoring, device: torch.device, clients: int = 0) -> None:
         self.rows = rows
         self.scoring = scoring
         self._places = at = places()
         self.control = torch.zeros(at.end, dtype=torch.uint8, device=device)
         self.records = Records(device)
+        self._clients = torch.zeros((clients, at.client_bytes // 8), dtype=torch.int64, device=device)
+        self._clients_at = self._clients.data_ptr() if clients else 0
         base = self.control.data_ptr()
         self.clock, self.counts, self.selection = base + at.clock, base + at.counts, base + at.selection
         self.missed, self.needed, self.moved = base + at.missed, base + at.needed, base + at.moved
@@ -210,21 +217,24 @@ class DevicePlan:
             capacity=rows.slots,
         )  # fmt: skip
 
-    def count(self, homes: torch.Tensor, *, scored: bool, ages: bool) -> None:
+    def count(self, homes: torch.Tensor, *, scored: bool, ages: bool, client: int) -> None:
         """A plan where every row is resident."""
         count = kernel(PLAN, "homes_count")
         n = homes.shape[0]
-        count(max(1, blocks_for(n, THREADS, 264)), THREADS, homes, n, self.clock, self.counts, scored, ages)
+        count(
+            max(1, blocks_for(n, THREADS, 264)), THREADS, homes, n, self.clock, self.counts, scored, ages,
+            self._clients_at, client,
+        )  # fmt: skip
 
-    def begin(self, missed: Missed, *, lag: int, scored: bool, ages: bool, overflow: OverflowRows) -> None:
+    def begin(self, missed: Missed, *, lag: int, scored: bool, ages: bool, client: int, overflow: OverflowRows) -> None:
         """Counts the batch, which is of the next time where it `ages` scores, and locks the slots of the `lag` ones
-        before it; makes room for what it will miss."""
+        before it; makes room for what it will miss. `client`: whose it is, where there are any."""
         scoring, records = self.scoring, self.records
         begin = kernel(PLAN, "plan_begin")
         begin(
             blocks_for(missed.cells, 4 * THREADS, MOST_BLOCKS), THREADS, self.clock, self.counts,
             scoring.units_per_batch, lag, scored, ages, missed.claims, missed.cells, self.selection,
-            self._selection_units, records.whole,
+            self._selection_units, records.whole, self._clients_at, client,
         )  # fmt: skip
         if overflow.slotless:
             clear = kernel(PLAN, "records_clear", *OPTIONS, *overflow.flags)
@@ -278,10 +288,15 @@ class DevicePlan:
             self.records.whole, commit,
         )  # fmt: skip
 
-    def totals(self) -> dict[str, int]:
-        """Counters since the last `clear`. Synchronises."""
-        words = self._totals.view(torch.int64).tolist()
-        return dict(zip(self._places.total_names, words, strict=True))
+    def totals(self, client: int | None = None) -> dict[str, int]:
+        """Counters since the last `clear`; or those of a client. Synchronises."""
+        words = self._totals.view(torch.int64)
+        if client is not None:
+            at, told = self._places, self._clients[client, : len(words)].clone()
+            if int(self._word(at.client)) == client:
+                told[1:] += (words - self.control[at.seen : at.seen + 8 * len(words)].view(torch.int64))[1:]
+            words = told
+        return dict(zip(self._places.total_names, words.tolist(), strict=True))
 
     def totals_kept(self) -> torch.Tensor:
         """A copy of the counters, for `set_totals`."""
@@ -326,4 +341,4 @@ class DevicePlan:
         return self.control[place : place + 8].view(torch.int64)
 
     def size_bytes(self) -> int:
-        return self.control.nbytes
+        return self.control.nbytes + self._clients.nbytes

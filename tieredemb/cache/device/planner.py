@@ -66,6 +66,7 @@ class Planner:
         *,
         scored: bool,
         ages: bool,
+        client: int,
         given: torch.cuda.Event | None,
         beside: Beside | None,
         ahead: bool,
@@ -77,7 +78,7 @@ class Planner:
                 given.wait()
             self.ledger.count(begun)
             ticket = self._ticket(begun, homes, slotless=False)
-            self._count(ticket, scored=scored, ages=ages, beside=beside)
+            self._count(ticket, scored=scored, ages=ages, client=client, beside=beside)
             return ticket
         slotless = begun.slotless or begun.locked + n > self.hot.slots
         if slotless:
@@ -86,7 +87,7 @@ class Planner:
         self.transfer.retire(begun.lag)
         self.ledger.count(begun)  # before the device counts it: a batch too many locks more, one too few less
         overflow = self.transfer.overflow(slotless)
-        self.launches.begin(missed, lag=begun.lag, scored=scored, ages=ages, overflow=overflow)
+        self.launches.begin(missed, lag=begun.lag, scored=scored, ages=ages, client=client, overflow=overflow)
         if given is not None:
             given.wait()
         self.launches.find(keys, homes, missed, scored=scored, overflow=overflow)
@@ -126,11 +127,11 @@ class Planner:
                     self.order.touched()
                 ticket.is_complete = True
 
-    def _count(self, ticket: DeviceTicket, *, scored: bool, ages: bool, beside: Beside | None) -> None:
+    def _count(self, ticket: DeviceTicket, *, scored: bool, ages: bool, client: int, beside: Beside | None) -> None:
         """A plan where no row moves: beside the lookup, if that comes now and it is worth two events."""
 
         def run() -> None:
-            self.launches.count(ticket.homes, scored=scored, ages=ages)
+            self.launches.count(ticket.homes, scored=scored, ages=ages, client=client)
             if beside:
                 beside()
 

@@ -52,6 +52,19 @@ class _SlotsMove(Change):
 SLOTS_MOVE = _SlotsMove()
 
 
+class _Client:
+    """One of several who plan by a cache: what its plans have counted, and the time of its last one."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._time = 0
+
+    def at(self, time: int) -> None:
+        """It plans; several plans of one time are one batch."""
+        self.counts.update(batches=int(time != self._time))
+        self._time = time
+
+
 class HostCache(Cache):
     """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, are brought in once and never leave."""
 
@@ -64,6 +77,7 @@ class HostCache(Cache):
         initial: InitialRows | None = None,
         lock_window: int = 0,
         resident: Sequence[tuple[int, int]] = (),
+        clients: int = 0,
     ) -> None:
         super().__init__(
             cold, slots=slots, policy=policy, initial=initial, lock_window=lock_window, device=torch.device("cpu")
@@ -73,6 +87,8 @@ class HostCache(Cache):
         self._row_bytes = cold.layout.row_bytes
         self._index = SlotMap(slots)
         self._counts: Counter[str] = Counter()
+        self._clients = [_Client() for _ in range(clients)]
+        self._client: _Client | None = None  # whose plan is being made, or was made last
         self._last = 0  # number of the last batch planned
         self._resident = tuple(resident)
         self._pinned = sum(rows for _, rows in self._resident)  # slots below are theirs
@@ -82,15 +98,17 @@ class HostCache(Cache):
     # --- batches ----------------------------------------------------------------------------------------------------
 
     @ranged("plan")
-    def plan(self, keys: Array, *, score: bool = True, ages: bool = True) -> Ticket:
+    def plan(self, keys: Array, *, score: bool = True, ages: bool = True, client: int | None = None) -> Ticket:
         """Makes the rows of `keys` (int64 (N,), in range, negative for padding) resident and locks them.
 
         With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
-        recomputed. With `ages=False` it is of the time of the plan before it; see `Cache`. A failing storage raises its
-        error and changes no row; the cache stays usable. Lookups and updates of other batches go on meanwhile.
+        recomputed. With `ages=False` it is of the time of the plan before it; see `Cache`. `client`: whose plan it is,
+        where several share the cache. A failing storage raises its error and changes no row; the cache stays usable.
+        Lookups and updates of other batches go on meanwhile.
         """
         with self.plan_lock:
             self._check_usable()
+            self._client = None if client is None else self._clients[client]
             cold, hot = self.cold, self.hot
             if not cold.volatile:
                 cold.begin_changes()
@@ -105,12 +123,10 @@ class HostCache(Cache):
                 self._bring(numbering, batch)
             if score:
                 raise_scores(unique_slots, hot.score, self._scoring.now(cold.metadata.batch), self._scoring)
-                self._counts.update(
-                    batches=int(is_later),
-                    lookups=numbering.lookups,
-                    hits=numbering.hits,
-                    unique=len(numbering.unique_keys),
-                )
+                self._counts.update(batches=int(is_later))
+                if self._client is not None:
+                    self._client.at(cold.metadata.batch)
+                self._count(lookups=numbering.lookups, hits=numbering.hits, unique=len(numbering.unique_keys))
             homes = resolve(numbering.inverse, unique_slots)
             ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, self._book)
             self._book.open(ticket)
@@ -129,7 +145,7 @@ class HostCache(Cache):
 
     def _pin(self) -> None:
         """Brings the rows of resident tables into the first slots, where no victim is looked for."""
-        counted = self._counts.copy()  # as of batches alone
+        counted, self._client = self._counts.copy(), None  # as of batches alone
         for first, rows in self._resident:
             for start in range(first, first + rows, PIN_ROWS):
                 keys = np.arange(start, min(start + PIN_ROWS, first + rows), dtype=np.int64)
@@ -208,6 +224,7 @@ class HostCache(Cache):
 
     def write_back(self) -> None:
         with self.whole():
+            self._client = None
             self._check_open()
             self._settle()
             self.cold.metadata.policy = self._scoring.name
@@ -254,12 +271,15 @@ class HostCache(Cache):
             self._adopt_scores()
             self._pin()
 
-    def stats(self) -> CacheStats:
+    def stats(self, client: int | None = None) -> CacheStats:
         if not self.plan_changes.entries:  # or a signal handler may ask amid a plan
             with self.whole():
                 self._settle()
         self.doubts.check()
-        return CacheStats(**self._counts)
+        return self.counted(client)
+
+    def counted(self, client: int | None) -> CacheStats:
+        return CacheStats(**(self._counts if client is None else self._clients[client].counts))
 
     def memory_report(self) -> dict[str, Any]:
         with self.whole():
@@ -280,3 +300,5 @@ class HostCache(Cache):
 
     def _count(self, **more: int) -> None:
         self._counts.update(more)
+        if self._client is not None:
+            self._client.counts.update(more)

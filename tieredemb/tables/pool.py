@@ -1,0 +1,172 @@
+"""Tables of one width that are looked up one by one, by modules of their own, and share one cold storage and one cache.
+
+Capacity goes where the lookups are, whichever table's they are: one cache for all beats one for each. What concerns a
+table is the table's: its lookups, steps, state, counters, copies. What concerns the cache is that of all: its device,
+flushing and closing it, checkpoints.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tieredemb.cache.changes import Part
+from tieredemb.config import OptimizerConfig
+from tieredemb.errors import UnsupportedError
+from tieredemb.stats import CacheStats
+from tieredemb.storage.unified import UnifiedMemory
+from tieredemb.tables.config import TableSetConfig
+from tieredemb.tables.step_time import StepTime
+from tieredemb.tables.table_set import Kept, Place, Placed, Rows, TableSet
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+
+class Pool(TableSet):
+    """The tables of `config`, which is `apart`, all of one width. `members`: the tables that somebody has."""
+
+    def __init__(self, config: TableSetConfig) -> None:
+        assert config.apart
+        super().__init__(config)
+        self.members: weakref.WeakSet[Member] = weakref.WeakSet()
+        self.times = StepTime()
+
+    def adopt(self) -> None:
+        super().adopt()
+        for member in list(self.members):
+            member.groups[0].take_over()
+
+    def check_moves(self, moved: Sequence[TableSet]) -> None:
+        """Raises `UnsupportedError` where tables are to move that are not all of those that share the cache."""
+        left = [member.name for member in self.members if not any(member is each for each in moved)]
+        if left:
+            raise UnsupportedError(
+                f"this table shares its cache with {', '.join(map(repr, sorted(left)))}, and they move together: move "
+                f"the module that holds them all, or convert each by a call of its own"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has no rows: its members bring theirs."""
+        config, metadata = self.config, self.groups[0].cache.cold.metadata
+        if isinstance(config.storage, UnifiedMemory):  # of which some may never come
+            config = replace(config, storage=replace(config.storage, pretouch=False))
+        return _rebuild_pool, (config, metadata.batch, metadata.policy)
+
+
+class Member(TableSet):
+    """One table of a `pool`, number `number` of its tables, as a set of one. `optimizer`: of its own, whose rows are
+    laid out as those of the pool's."""
+
+    def __init__(self, pool: Pool, number: int, optimizer: OptimizerConfig | None) -> None:
+        self.pool = pool
+        self.number = number
+        self.placed = self._placed = _PlacedMember(pool, number, optimizer)
+        self.columns = np.array([0, self.config.tables[0].embedding_dim], np.int64)
+        self._replaced = 0
+        self.step_time = pool.times
+        pool.members.add(self)
+
+    @property
+    def name(self) -> str:
+        """Of the table."""
+        return self.config.tables[0].name
+
+    @property
+    def whole(self) -> TableSet:
+        return self.pool
+
+    def version(self, table: int) -> tuple[int, int]:
+        replaced, steps = super().version(table)
+        return self.pool._replaced + replaced, steps
+
+    def _part(self, table: int, kind: str) -> Part:
+        return self.number, kind
+
+    def flush(self) -> None:
+        self.pool.flush()
+        self.check_faults()
+        self.groups[0].check_steps()
+
+    def move(self, device: torch.device) -> None:
+        """Moves all tables of the pool."""
+        self.pool.move(device)
+
+    def close(self) -> None:
+        self.pool.close()
+        self.check_faults()
+
+    def memory_report(self) -> dict[str, Any]:
+        """That of the pool, and what the optimizer keeps of this table's steps."""
+        report = self.pool.memory_report()
+        self._add_history(report)
+        return report
+
+    def _copied(self) -> tuple[Any, ...]:
+        parts, kept = self._copies()
+        return _rebuild_member, (self.pool, self.number, self._placed.optimizer, parts, kept)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Member:
+        with self.locked():
+            parts, kept = self._copies()
+        pool = copy.deepcopy(self.pool, memo)
+        copied = memo[id(self)] = _rebuild_member(pool, self.number, self._placed.optimizer, parts, kept)
+        return copied
+
+
+class _PlacedMember(Placed):
+    """Where a member is: where its pool is now, whatever has moved that."""
+
+    def __init__(self, pool: Pool, number: int, optimizer: OptimizerConfig | None) -> None:
+        self._pool = pool
+        self._number = number
+        self._optimizer = optimizer
+        self._of: Place | None = None
+        self._now: Place | None = None
+
+    @property
+    def optimizer(self) -> OptimizerConfig | None:
+        """Of the table: its own, or the one that the pool was laid out for since."""
+        return self._optimizer or self._pool.config.optimizer
+
+    @property
+    def now(self) -> Place:  # type: ignore[override]
+        there = self._pool.placed.now
+        if self._of is not there or self._now is None:
+            tables = (there.config.tables[self._number],)
+            config = replace(there.config, tables=tables, apart=False, optimizer=self.optimizer)
+            group = there.groups[0].of_table(self._number, config)
+            self._now, self._of = Place(config, [group], self._counted()), there
+        return self._now
+
+    def _counted(self) -> CacheStats:
+        """By the cache of the place before."""
+        if self._now is None:
+            return CacheStats()
+        return self._now.earlier + self._now.groups[0].counted
+
+
+def _rebuild_pool(config: TableSetConfig, batch: int, policy: str) -> Pool:
+    pool = Pool(config)
+    cold = pool.groups[0].cache.cold
+    cold.metadata.batch, cold.metadata.policy = batch, policy
+    pool.adopt()
+    return pool
+
+
+def _rebuild_member(
+    pool: Pool,
+    number: int,
+    optimizer: OptimizerConfig | None,
+    parts: Sequence[Sequence[Rows]],
+    kept: Sequence[Kept],
+) -> Member:
+    member = Member(pool, number, optimizer)
+    member.put_copies(parts, kept)
+    return member

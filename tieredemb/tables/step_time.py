@@ -1,0 +1,44 @@
+"""When the next step of a model begins, of which several plans tell one by one: scores age once a step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+
+class Lookup(Protocol):
+    """A forward of one table."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no backward of it can come any more."""
+
+
+class StepTime:
+    """The steps of a model whose tables are looked up one by one, in any order, some of them not at all, some twice.
+
+    A step ends with a backward. Where none comes, as where a model serves, a table is looked up again: its forward
+    before is over then, while that of a table which is looked up twice in one step yet waits for its backward.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, weakref.ref[Lookup]] = {}  # of each table that this step has looked up in, by its id
+        self._is_over = True
+
+    def begins(self, table: object) -> bool:
+        """Whether a forward of `table` that is about to be planned is the first one of a step."""
+        if not self._is_over and id(table) in self._last:
+            before = self._last[id(table)]()
+            self._is_over = before is None or before.is_over
+        return self._is_over
+
+    def looked_up(self, table: object, lookup: Lookup) -> None:
+        """A forward of `table` was planned, or has come that was planned ahead."""
+        if self._is_over:
+            self._last = {}
+            self._is_over = False
+        self._last[id(table)] = weakref.ref(lookup)
+
+    def backward(self) -> None:
+        """A backward has come through some of the tables."""
+        self._is_over = True
