@@ -266,17 +266,28 @@ def slots(model):
 
 
 def test_the_capacity_is_of_the_whole_model():
-    assert slots(converted(Model().eval(), capacity=15)) == [8, 6, 1]
-    assert slots(converted(Model().eval(), capacity=0.1)) == [4, 3, 1]
+    """Tables of one width share a cache, and the caches the capacity."""
+
+    def several():
+        model = Model().eval()
+        model.emb["wide"] = nn.EmbeddingBag(60, 8, mode="sum")
+        return model.eval()
+
+    rows = sum(len(table.weight) for table in Model().emb.values())
+    assert slots(converted(Model().eval(), capacity=15)) == [15, 15, 15]
+    assert slots(converted(Model().eval(), capacity=0.1)) == [-(-rows // 10)] * 3
+    split = [15 * rows // (rows + 60)] * 3 + [15 * 60 // (rows + 60)]
+    assert slots(converted(several(), capacity=15)) == split
     budget = 3000
-    model = converted(Model().eval(), capacity=f"{budget}B")
-    by_one = converted(Model().eval(), capacity=f"{2 * budget}B")
+    model = converted(several(), capacity=f"{budget}B")
+    by_one = converted(several(), capacity=f"{2 * budget}B")
     assert all(1 <= few < many for few, many in zip(slots(model), slots(by_one), strict=True))
-    caches = [table.tables.groups[0] for table in model.emb.values()]
-    taken = sum(group.slots * slot_bytes(group.cache.cold.layout, torch.device("cpu")) for group in caches)
+    caches = {table.tables.groups[0].cache: table.tables.groups[0] for table in model.emb.values()}
+    assert len(caches) == 2
+    taken = sum(group.slots * slot_bytes(group.cache.cold.layout, torch.device("cpu")) for group in caches.values())
     assert taken <= budget
-    with pytest.raises(ConfigError, match="no row of each of 3 caches"):
-        te.replace_embedding_bags(Model(), capacity="100B")
+    with pytest.raises(ConfigError, match="no row of each of 2 caches"):
+        te.replace_embedding_bags(several(), capacity="100B")
 
 
 class Scaled(nn.Embedding):

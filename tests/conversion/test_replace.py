@@ -64,7 +64,7 @@ def test_training_mode_and_files_go_along(device, tmp_path):
     model = Model().eval()
     te.replace_embedding_bags(model, storage=te.File(str(tmp_path / "rows")))
     assert not model.bags["a"].training
-    assert len(list(tmp_path.iterdir())) == 4
+    assert [each.name for each in tmp_path.iterdir()] == ["rows"]  # of all, which share a cache
 
 
 def test_a_dtype_that_tables_lack_is_left_alone():

@@ -7,6 +7,7 @@ from torch import nn
 from tieredemb.conversion.found import find
 from tieredemb.errors import ConfigError
 from tieredemb.modules.base import TieredModule
+from tieredemb.modules.one_table import OneTable
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.group import Group
 
@@ -38,7 +39,7 @@ def describe(model: nn.Module) -> None:
             rows, numbers = rows + table.num_embeddings, numbers + table.num_embeddings * table.embedding_dim
             size += table.num_embeddings * row_bytes
             lines.append((
-                ".".join(part for part in (name, table.name) if part), f"{table.num_embeddings}",
+                ".".join(part for part in (name, _table_name(module, table.name)) if part), f"{table.num_embeddings}",
                 f"{table.embedding_dim}", _bytes(table.num_embeddings * row_bytes), _cache(group), _trainer(module),
             ))  # fmt: skip
     for line in _aligned([_HEADER, *lines]) if lines else ["no tiered tables"]:
@@ -55,6 +56,10 @@ def describe(model: nn.Module) -> None:
         print("\nno tables:")
         for each in left:
             print(f"  {each.shown} {each.reason or 'was left out, or came later'}")
+
+
+def _table_name(module: TieredModule, name: str) -> str:
+    return "weight" if isinstance(module, OneTable) else name
 
 
 def _cache(group: Group) -> str:

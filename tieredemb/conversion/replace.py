@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import replace as replace_fields
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -14,19 +14,13 @@ from torch import nn
 
 from tieredemb.config import Capacity
 from tieredemb.conversion.assignment import Assigned, Optimizers, assign
+from tieredemb.conversion.caches import Settings, make_twins
 from tieredemb.conversion.found import Choice, Found, choose, find
 from tieredemb.conversion.known_regularisers import Weights
 from tieredemb.conversion.left_over import left_over, put_in_place
 from tieredemb.errors import ConfigError
-from tieredemb.lookup.optimizer import state_width
 from tieredemb.modules.base import TieredModule
-from tieredemb.modules.embedding import TieredEmbedding
-from tieredemb.modules.embedding_bag import TieredEmbeddingBag
-from tieredemb.storage.base import RowLayout
-from tieredemb.storage.file.tier import File
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
-from tieredemb.tables.group import slot_bytes
-from tieredemb.tables.shares import Sharer, shares
 
 _LISTED = 5  # names in a warning
 
@@ -42,7 +36,12 @@ def replace_embedding_bags(
 ) -> nn.Module:
     """Swaps every `nn.EmbeddingBag` and `nn.Embedding` in `model` for its tiered twin, keeping weights and settings.
 
-    `capacity`: of the whole model: rows and bytes are divided among the tables by their rows, a share is that of each ·
+    Tables of one width, device, dtype and kind of optimizer share one cache, as in a collection: room in it goes to
+    the rows that are looked up most, whichever table's they are. They move, flush, close, and are saved by
+    `save_checkpoint` together; lookups, steps, `state_dict()`, `stats()` and copies are each table's own, with the
+    numbers of tables apart. A call for each (`include`) gives caches of their own.
+
+    `capacity`: of the whole model: rows and bytes are divided among the caches by their rows, a share is that of each ·
     `optimizer`: the torch optimizer that was built over the model's parameters, or several: each table then trains as
     its weight did, by the optimizer, in the param group and with the state that its weight had there. Or the class of
     one that the tables will `follow`, or an optimizer of tieredemb, applied in backward; without one they are not
@@ -51,8 +50,9 @@ def replace_embedding_bags(
 
     A twin is on the device of the weight that it replaces, unless `device` names another. A module that occurs in
     several places is replaced by one, also where plain lists, dicts and attributes of the model's modules hold it; a
-    frozen one stays frozen. With `File(path)` each table gets a file of its own, `path` plus the module's name. Returns
-    the model, or the twin if `model` is itself an embedding. `describe(model)` tells what it is now.
+    frozen one stays frozen. With `File(path)` tables that share a cache share the file; where they are several sets,
+    each file is `path` plus the name of its first module. Returns the model, or the twin if `model` is itself an
+    embedding. `describe(model)` tells what it is now.
 
     An embedding that a twin could not stand for stays as it is, and a warning says why: a subclass with behaviour of
     its own, hooks, weights tied to those of another module. Warned of, too, is who still holds an old weight, as what
@@ -84,7 +84,7 @@ def _convert(
     chosen = choose(find(model), include, exclude)
     able = [each for each in chosen if each.reason is None]
     assigned = assign(able, optimizer)
-    twins = _make_twins(able, assigned, capacity, keywords)
+    twins = make_twins(able, assigned, capacity, _settings(keywords))
     _follow(able, twins, assigned)
     remarks = _remarks(chosen, able, assigned, optimizer)
     if "" in twins:
@@ -94,55 +94,13 @@ def _convert(
     return model, remarks, old
 
 
-def _make_twins(
-    found: list[Found], assigned: Mapping[str, Assigned], capacity: Capacity, keywords: dict[str, Any]
-) -> dict[str, TieredModule]:
-    """A twin of each, all of them or none."""
-    twins: dict[str, TieredModule] = {}
-    try:
-        for each, part in zip(found, _shares(found, assigned, capacity, keywords), strict=True):
-            twins[each.name] = _twin(each, {**keywords, "capacity": part, "optimizer": assigned[each.name].given})
-    except BaseException:
-        for twin in twins.values():
-            twin.close()
-        raise
-    return twins
-
-
-def _shares(
-    found: list[Found], assigned: Mapping[str, Assigned], capacity: Capacity, keywords: dict[str, Any]
-) -> list[Capacity]:
-    sharers = []
-    for each in found:
-        (rows, width), config = each.module.weight.shape, assigned[each.name].config
-        dtype = keywords.get("dtype") or each.module.weight.dtype
-        layout = RowLayout(rows=1, width=width, dtype=dtype, state_width=state_width(config, width))
-        device = torch.device(keywords.get("device") or each.module.weight.device)
-        sharers.append(Sharer(rows, slot_bytes(layout, device)))
-    return shares(capacity, sharers) if sharers else []
-
-
-def _twin(found: Found, keywords: dict[str, Any]) -> TieredModule:
-    module = found.module
-    keywords = {"device": module.weight.device, **keywords}
-    storage = keywords.get("storage")
-    if isinstance(storage, File) and found.name:
-        keywords["storage"] = replace_fields(storage, path=f"{storage.path}.{found.name}")
-    shared: dict[str, Any] = {
-        "max_norm": module.max_norm,
-        "norm_type": module.norm_type,
-        "scale_grad_by_freq": module.scale_grad_by_freq,
-        "padding_idx": module.padding_idx,
-        "sparse": module.sparse,
-        "_weight": module.weight.detach(),
-    }
-    make: Callable[..., TieredModule] = TieredEmbedding
-    if isinstance(module, nn.EmbeddingBag):
-        make = TieredEmbeddingBag
-        shared |= {"mode": module.mode, "include_last_offset": module.include_last_offset}
-    twin = make(*module.weight.shape, **shared, **keywords)
-    twin.train(module.training)
-    return twin
+def _settings(keywords: dict[str, Any]) -> Settings:
+    known = [each.name for each in fields(Settings)]
+    if unknown := [name for name in keywords if name not in known]:
+        raise TypeError(
+            f"replace_embedding_bags() got an unexpected keyword argument {unknown[0]!r}; it takes {', '.join(known)}"
+        )
+    return Settings(**keywords)
 
 
 def _follow(found: list[Found], twins: Mapping[str, TieredModule], assigned: Mapping[str, Assigned]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -144,13 +145,17 @@ class TieredModule(nn.Module, abc.ABC):
         executor: PlanExecutor,
         *inputs: torch.Tensor | Places,
         trains: bool = True,
+        ages: bool = True,
         memory: CallMemory | None = None,
     ) -> Planned:
         """Plans a forward before it comes, by `executor`, from what it will be given (`Batch.given`). A forward of
         other tensors, or of these once they were changed, plans by itself, and so does one whose plan failed; plans
-        never taken are to be dropped. `trains`: whether a backward is expected · `memory`: on a GPU, where to plan."""
+        never taken are to be dropped. `trains`: whether a backward is expected · `ages`: whether it is of a later step
+        than the plan before it · `memory`: on a GPU, where to plan."""
         trains = trains and self._trains
-        return self.engine.plan_ahead(executor, inputs, self._batch, self._context, trains=trains, memory=memory)
+        return self.engine.plan_ahead(
+            executor, inputs, self._batch, self._context, trains=trains, ages=ages, memory=memory
+        )
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Sums the gradients of all backward passes inside the context and applies one optimizer step at its end: the
@@ -281,6 +286,7 @@ class TieredModule(nn.Module, abc.ABC):
         if shared.device.type == "cpu" and shared.is_shared():  # type: ignore[no-untyped-call]
             raise UnsupportedError("rows cannot be shared between processes; train in one process")
         if probe.device != self._hook.device:
+            self.tables.check_moves([each.tables for each in _moved_together(self)])
             self.engine.check_no_gradient("move the tables")
         # stand-ins move with the tables
         super()._apply(lambda tensor: tensor if isinstance(tensor, StandIn) else fn(tensor), recurse)  # type: ignore[no-untyped-call]
@@ -319,3 +325,14 @@ class TieredModule(nn.Module, abc.ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._connect()
+
+
+def _moved_together(module: TieredModule) -> list[TieredModule]:
+    """The tiered modules of the outermost module whose `_apply` has led to that of `module`, on this thread."""
+    frame: Any = sys._getframe(1)
+    outermost: nn.Module = module
+    while frame is not None:
+        if frame.f_code.co_name == "_apply" and isinstance(frame.f_locals.get("self"), nn.Module):
+            outermost = frame.f_locals["self"]
+        frame = frame.f_back
+    return [each for each in outermost.modules() if isinstance(each, TieredModule)]

@@ -49,7 +49,7 @@ class StepFunction(Generic[R]):
 
     def _caches(self) -> list[DeviceCache]:
         groups = (group for module in self.modules for group in module.tables.groups)
-        return [group.cache for group in groups if isinstance(group, DeviceGroup)]
+        return list(dict.fromkeys(group.cache for group in groups if isinstance(group, DeviceGroup)))
 
     @property
     def locked(self) -> Locks:

@@ -24,7 +24,7 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.streams import on_device
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
-from tieredemb.pipeline.lookups import LookupSpec
+from tieredemb.pipeline.lookups import LookupSpec, ages_of
 from tieredemb.pipeline.plan_executors import StreamExecutor
 from tieredemb.pipeline.uncapturable import explain
 from tieredemb.step.batch import Given
@@ -250,11 +250,12 @@ class _Turn(Generic[R]):
 
     def plan(self, executor: StreamExecutor, step: StepFunction[R], lookups: Lookups) -> None:
         """Plans the forwards of the batch, to where those of the one before were."""
-        for lookup, memory in zip_longest(lookups(self.buffers.batch), self.memories):
+        wanted = lookups(self.buffers.batch)
+        for lookup, ages, memory in zip_longest(wanted, ages_of(wanted), self.memories):
             if lookup is not None:
-                trains = lookup.trains and step.trains
-                planned = lookup.module.plan_ahead(executor, *lookup.given, trains=trains, memory=memory)
-                self._planned.append((lookup.module.engine.planned, planned))
+                module, trains = lookup.module, lookup.trains and step.trains
+                planned = module.plan_ahead(executor, *lookup.given, trains=trains, ages=ages, memory=memory)
+                self._planned.append((module.engine.planned, planned))
         if not any(planned.failed for _, planned in self._planned):
             self._calls, self._given = self.calls(), [(among, planned.given) for among, planned in self._planned]
 

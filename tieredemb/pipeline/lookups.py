@@ -107,3 +107,14 @@ def _inputs(module: TieredModule, value: Any) -> Given:
     if not 1 <= len(inputs) <= 2 or not all(isinstance(part, torch.Tensor) for part in inputs):
         raise ConfigError(f"ids_of must name ids, or (ids, offsets), as tensors, or a KeyedJaggedTensor; got {value!r}")
     return inputs
+
+
+def ages_of(lookups: Sequence[LookupSpec]) -> list[bool]:
+    """Of each of the forwards of one step whether its plan is of a later time than the plan before it: the first one of
+    those of tables that share a cache is."""
+    ages, begun = [], set()
+    for lookup in lookups:
+        time = lookup.module.tables.step_time
+        ages.append(time is None or id(time) not in begun)
+        begun.add(id(time))
+    return ages

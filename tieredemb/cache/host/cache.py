@@ -59,9 +59,9 @@ class _Client:
         self.counts: Counter[str] = Counter()
         self._time = 0
 
-    def at(self, time: int) -> None:
-        """It plans; several plans of one time are one batch."""
-        self.counts.update(batches=int(time != self._time))
+    def planned(self, time: int, counted: dict[str, int]) -> None:
+        """It has planned; several plans of one time are one batch."""
+        self.counts.update(counted, batches=int(time != self._time))
         self._time = time
 
 
@@ -123,10 +123,14 @@ class HostCache(Cache):
                 self._bring(numbering, batch)
             if score:
                 raise_scores(unique_slots, hot.score, self._scoring.now(cold.metadata.batch), self._scoring)
-                self._counts.update(batches=int(is_later))
+                counted = {
+                    "lookups": numbering.lookups,
+                    "hits": numbering.hits,
+                    "unique": len(numbering.unique_keys),
+                }
+                self._counts.update(counted, batches=int(is_later))
                 if self._client is not None:
-                    self._client.at(cold.metadata.batch)
-                self._count(lookups=numbering.lookups, hits=numbering.hits, unique=len(numbering.unique_keys))
+                    self._client.planned(cold.metadata.batch, counted)
             homes = resolve(numbering.inverse, unique_slots)
             ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, self._book)
             self._book.open(ticket)

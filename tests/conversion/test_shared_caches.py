@@ -1,0 +1,384 @@
+"""Converted tables that share a cache: the numbers of tables apart, one age a step, and what is of one and of all."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from devices import assert_same_bits
+from torch import nn
+
+import tieredemb as te
+from tieredemb.errors import StorageError, UnsupportedError
+
+ROWS = {"a": 40, "b": 25, "c": 9, "d": 60}
+WIDTH = 4
+KINDS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
+
+
+def same(ours, theirs):
+    """Asserts that tensors, or those of two dicts, have the same bits."""
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        ours, theirs = ours.values(), theirs.values()
+    if isinstance(ours, torch.Tensor):
+        ours, theirs = [ours], [theirs]
+    assert_same_bits(ours, theirs)
+
+
+class Model(nn.Module):
+    """Four tables, one of them no bag, that a batch looks up as it says."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.ModuleDict({name: nn.EmbeddingBag(rows, WIDTH, mode="sum") for name, rows in ROWS.items()})
+        self.emb["b"] = nn.Embedding(ROWS["b"], WIDTH, padding_idx=3)
+        self.top = nn.Linear(WIDTH, 1)
+
+    def one(self, name, ids):
+        out = self.emb[name](ids % ROWS[name])
+        return out.sum(1) if name == "b" else out
+
+    def forward(self, order, ids):
+        return self.top(torch.tanh(sum(self.one(name, ids + at) for at, name in enumerate(order))))
+
+
+def models(device, **keywords):
+    """The same model with a cache for all tables, and with one for each."""
+    torch.manual_seed(0)
+    plain = Model().to(device)
+    found = []
+    for chosen in ([list(ROWS)], [[name] for name in ROWS]):
+        model = copy.deepcopy(plain)
+        optimizer = keywords.pop("make", None)
+        trained = optimizer(model.parameters()) if optimizer else keywords.get("optimizer")
+        for names in chosen:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                te.replace_embedding_bags(
+                    model, **{"capacity": 0.2, **keywords, "optimizer": trained}, include=[f"emb.{n}" for n in names]
+                )
+        if optimizer:
+            keywords["make"] = optimizer
+        found.append((model, trained if optimizer else None))
+    assert len({id(each.tables.groups[0].cache) for each in found[0][0].emb.values()}) == 1
+    assert len({id(each.tables.groups[0].cache) for each in found[1][0].emb.values()}) == len(ROWS)
+    return found
+
+
+def batch_of(step, device):
+    """Ids, and which tables are looked up in which order: not all, and some twice."""
+    random = np.random.default_rng(step)
+    order = "".join(random.choice(list(ROWS), size=random.integers(1, 6)))
+    ids = np.minimum((random.pareto(1.0, (6, 3)) * 3).astype(np.int64), 59)
+    return order, torch.from_numpy(ids).to(device)
+
+
+def train(model, optimizer, steps, device):
+    outs = []
+    for step in steps:
+        order, ids = batch_of(step, device)
+        out = model(order, ids)
+        outs.append(out.detach())
+        if optimizer is not None:
+            optimizer.zero_grad()
+        out.square().mean().backward()
+        if optimizer is not None and step % 7 != 3:
+            optimizer.step()
+    return outs
+
+
+def weights(model):
+    return {name: table.state_dict()["weight"] for name, table in model.emb.items()}
+
+
+@pytest.mark.parametrize("capacity", [1, 8, 0.3, 1.0])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_tables_have_the_bits_of_tables_apart(device, kind, capacity):
+    decay = {"weight_decay": 0.01} if kind is torch.optim.AdamW else {}
+    (one, first), (other, second) = models(
+        device, make=lambda params: kind(params, lr=0.05, **decay), capacity=capacity
+    )
+    same(train(one, first, range(30), device), train(other, second, range(30), device))
+    same(weights(one), weights(other))
+    same(states(first), states(second))
+
+
+def states(optimizer):
+    return {
+        (number, name): value
+        for number, entry in optimizer.state_dict()["state"].items()
+        for name, value in entry.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+@pytest.mark.parametrize(
+    "optimizer", [te.SGD(lr=0.1), te.SparseAdam(lr=0.1), te.Adam(lr=0.1), te.RowWiseAdagrad(lr=0.1)], ids=str
+)
+def test_fused_updates_have_the_bits_of_tables_apart(device, optimizer):
+    (one, _), (other, _) = models(device, optimizer=optimizer, capacity=0.1)
+    same(train(one, None, range(20), device), train(other, None, range(20), device))
+    same(weights(one), weights(other))
+    steps = [table.fused_optimizer.state_dict()["state"][0]["step"] for table in one.emb.values()]
+    assert len({float(step) for step in steps}) > 1  # each its own
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_fetching_ahead_has_the_bits_of_tables_apart(device, depth):
+    (one, first), (other, second) = models(device, make=lambda params: torch.optim.Adam(params, lr=0.05))
+    batches = [batch_of(step, device)[1] for step in range(12)]
+    order = "adb"
+
+    def ids_of(ids):
+        return {f"emb.{name}": (ids + at) % ROWS[name] for at, name in enumerate(order)}
+
+    def run(model, optimizer, loader):
+        for ids in loader:
+            optimizer.zero_grad()
+            model(order, ids).square().mean().backward()
+            optimizer.step()
+
+    # what is looked up is computed, so that plans are dropped: they change no number all the same
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(one, first, te.prefetch(batches, one, depth, ids_of=ids_of))
+    run(other, second, batches)
+    same(weights(one), weights(other))
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+class Rows(nn.Module):
+    """Tables that are looked up as they are given."""
+
+    def __init__(self, count, rows, width=WIDTH):
+        super().__init__()
+        self.emb = nn.ModuleList([nn.EmbeddingBag(rows, width, mode="sum") for _ in range(count)])
+
+    def forward(self, ids):
+        return sum(table(part) for table, part in zip(self.emb, ids, strict=True))
+
+
+def pool_of(model):
+    return model.emb[0].tables.whole
+
+
+@pytest.mark.parametrize("fetched", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_step_ages_scores_once(device, trains, fetched):
+    """The batches that the cache counts are steps, and it hits as that of a collection does."""
+    count, rows, steps, ids = 6, 300, 60, 16
+    model = Rows(count, rows).to(device)
+    te.replace_embedding_bags(model, capacity=0.1, optimizer=te.SGD(lr=0.1), policy=te.LFU(half_life_batches=5))
+    tables = [te.TableConfig(name=str(i), num_embeddings=rows, embedding_dim=WIDTH) for i in range(count)]
+    collection = te.TieredEmbeddingBagCollection(
+        tables, capacity=0.1, optimizer=te.SGD(lr=0.1), policy=te.LFU(half_life_batches=5), device=device
+    )
+    random = np.random.default_rng(0)
+    batches = [
+        torch.from_numpy(np.minimum(random.pareto(0.7, (count, ids, 1)) * 5, rows - 1).astype(np.int64)).to(device)
+        for _ in range(steps)
+    ]
+    batches = [list(batch) for batch in batches]
+    loader = te.prefetch(batches, model, ids_of=lambda b: {f"emb.{i}": part for i, part in enumerate(b)})
+    for batch in loader if fetched else batches:
+        with torch.set_grad_enabled(trains):
+            out = model(batch)
+            flat = torch.cat(batch).flatten()
+            both = collection(flat, torch.arange(len(flat) + 1, device=device))
+            if trains:
+                out.sum().backward()
+                both.sum().backward()
+    counted, expected = pool_of(model).stats(), collection.stats()
+    assert (counted.batches, counted.lookups) == (expected.batches, expected.lookups) == (steps, steps * count * ids)
+    assert counted.unique == expected.unique
+    assert abs(counted.hit_rate - expected.hit_rate) < 0.02  # victims of a table are chosen before the next one asks
+
+
+def test_a_table_that_is_looked_up_twice_ages_once(device):
+    model = Rows(2, 20).to(device)
+    te.replace_embedding_bags(model, capacity=5, optimizer=te.SGD(lr=0.1))
+    ids = torch.tensor([[1, 2]], device=device)
+    for _ in range(4):
+        (model.emb[0](ids) + model.emb[1](ids) + model.emb[0](ids + 1)).sum().backward()
+    assert pool_of(model).stats().batches == 4
+    model.emb[0](ids)  # whose backward never comes
+    assert pool_of(model).stats().batches == 5
+    model.emb[0](ids)
+    assert pool_of(model).stats().batches == 6
+    with torch.no_grad():
+        for _ in range(3):
+            model([ids, ids])
+    assert pool_of(model).stats().batches == 9
+
+
+def test_counters_are_of_each_table(device):
+    model = Rows(3, 50).to(device)
+    te.replace_embedding_bags(model, capacity=12, optimizer=te.SGD(lr=0.1))
+    random = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        ids = torch.randint(50, (2, 4, 2), generator=random).to(device)
+        (model.emb[0](ids[0]) + model.emb[2](ids[1]) + model.emb[0](ids[1])).sum().backward()
+    each, together = [table.stats() for table in model.emb], pool_of(model).stats()
+    assert [stats.lookups for stats in each] == [160, 0, 80]
+    assert [stats.batches for stats in each] == [10, 0, 10]
+    for name in ("lookups", "hits", "unique", "rows_filled", "evictions", "rows_written_back"):
+        assert sum(getattr(stats, name) for stats in each) == getattr(together, name), name
+    assert together.evictions > 0
+
+
+# --- of one and of all ------------------------------------------------------------------------------------------------
+
+
+def trained_model(device, make=te.SGD, **keywords):
+    (model, _), _ = models(device, optimizer=make(lr=0.1), **keywords)
+    train(model, None, range(8), device)
+    return model
+
+
+def test_one_of_several_does_not_move_alone(device):
+    model = trained_model(device)
+    with pytest.raises(UnsupportedError, match=r"shares its cache with 'emb\.b', 'emb\.c', 'emb\.d'"):
+        model.emb["a"].to("meta")
+    with pytest.raises(UnsupportedError, match="shares its cache"):
+        nn.ModuleList([model.emb["a"], model.emb["b"]]).to("meta")
+    before = weights(model)
+    model.to(device)
+    model.emb["a"].to(device)
+    same(weights(model), before)
+
+
+def test_all_move_together(gpu):
+    model, other = trained_model("cpu"), trained_model("cpu")
+    counted = model.emb["a"].stats()
+    for there in (gpu, "cpu", gpu):
+        model.to(there)
+        assert {str(table.tables.config.device.type) for table in model.emb.values()} == {torch.device(there).type}
+    assert model.emb["a"].stats().lookups == counted.lookups
+    same(weights(model), weights(other))
+    train(model, None, range(8, 12), gpu)
+    assert model.emb["a"].stats().lookups > counted.lookups
+
+
+@pytest.mark.parametrize("make", [te.SGD, te.Adam])
+def test_a_copy_of_one_has_its_rows_alone(device, make):
+    model = trained_model(device, make)
+    alone, before = copy.deepcopy(model.emb["a"]), weights(model)
+    same(alone.state_dict()["weight"], before["a"])
+    assert alone.tables.whole is not pool_of_dict(model)
+    written = np.flatnonzero(alone.tables.groups[0].cache.cold.state[:, -1])
+    assert len(written) > 0
+    assert written.max() < ROWS["a"]  # its keys come first
+    ids = batch_of(3, device)[1] % ROWS["a"]
+    for table in (alone, model.emb["a"]):
+        table(ids).sum().backward()
+    same(alone.state_dict()["weight"], model.emb["a"].state_dict()["weight"])
+    same(weights(model)["b"], before["b"])
+
+
+def pool_of_dict(model):
+    return model.emb["a"].tables.whole
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save"])
+@pytest.mark.parametrize("make", [te.SparseAdam, te.Adam])
+def test_a_copy_of_the_model_shares_a_cache_of_its_own(device, make, way):
+    model = trained_model(device, make)
+    if way == "deepcopy":
+        copied = copy.deepcopy(model)
+    elif way == "pickle":
+        copied = pickle.loads(pickle.dumps(model))
+    else:
+        data = io.BytesIO()
+        torch.save(model, data)
+        data.seek(0)
+        copied = torch.load(data, weights_only=False)
+    pools = {id(table.tables.whole) for table in copied.emb.values()}
+    assert len(pools) == 1
+    assert pools != {id(pool_of_dict(model))}
+    same(weights(copied), weights(model))
+    outs = [train(each, None, range(8, 16), device) for each in (model, copied)]
+    same(*outs)
+    same(weights(copied), weights(model))
+
+
+def test_a_frozen_table_stays_while_others_train(device):
+    model = trained_model(device)
+    model.emb["b"].requires_grad_(False)
+    before = weights(model)
+    train(model, None, range(8, 14), device)
+    after = weights(model)
+    same(after["b"], before["b"])
+    assert not torch.equal(after["a"], before["a"])
+
+
+def test_state_dicts_are_of_each_table(device):
+    model, other = trained_model(device), trained_model(device)
+    train(other, None, range(8, 14), device)
+    before = weights(other)
+    other.emb["c"].load_state_dict(model.emb["c"].state_dict())
+    after = weights(other)
+    same(after["c"], weights(model)["c"])
+    same({name: after[name] for name in "abd"}, {name: before[name] for name in "abd"})
+    other.load_state_dict(model.state_dict())
+    same(weights(other), weights(model))
+
+
+@pytest.mark.parametrize("make", [te.SGD, te.Adam])
+def test_a_checkpoint_is_of_all(device, tmp_path, make):
+    model, other = trained_model(device, make), trained_model(device, make, capacity=1.0)
+    model.emb["b"].save_checkpoint(tmp_path, extra={"epoch": 2})
+    train(other, None, range(30, 34), device)
+    assert other.emb["d"].load_checkpoint(tmp_path) == {"epoch": 2}
+    same(weights(other), weights(model))
+    outs = [train(each, None, range(8, 16), device) for each in (model, other)]
+    same(*outs)
+
+
+def test_a_file_is_of_all_and_opens_again(device, tmp_path):
+    def make():
+        (model, _), _ = models_over(device, te.File(str(tmp_path / "rows")))
+        return model
+
+    def models_over(device, storage):
+        torch.manual_seed(0)
+        model = Model().to(device)
+        te.replace_embedding_bags(model, capacity=0.2, optimizer=te.Adam(lr=0.1), storage=storage)
+        return (model, None), None
+
+    model = make()
+    train(model, None, range(6), device)
+    expected = weights(model)
+    assert [each.name for each in tmp_path.iterdir() if not each.name.endswith(".history")] == ["rows"]
+    model.emb["c"].close()
+    with pytest.raises(StorageError, match="was closed"):
+        model.emb["a"](torch.tensor([[1]], device=device))
+    again = make()  # whose rows are those of the new model, as the conversion says
+    assert not torch.equal(weights(again)["a"], expected["a"])
+    again.emb["a"].close()
+
+
+def test_tables_laid_out_later_follow_an_optimizer(device):
+    torch.manual_seed(0)
+    model = Model().to(device).eval()
+    te.replace_embedding_bags(model, capacity=0.3)
+    other = Model().to(device)
+    other.load_state_dict(model.state_dict())
+    optimizer, reference = (torch.optim.Adam(each.top.parameters(), lr=0.05) for each in (model, other))
+    for name in "ab":
+        model.emb[name].follow(optimizer)
+        reference.add_param_group({"params": [other.emb[name].weight]})
+    for name in "cd":
+        for each in (model, other):
+            each.emb[name].requires_grad_(False)
+    train(model, optimizer, range(10), device)
+    train(other, reference, range(10), device)
+    for name, value in weights(model).items():
+        torch.testing.assert_close(value.cpu(), other.emb[name].weight.detach().cpu(), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,150 @@
+"""The twins of embeddings, and which of them share a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, OptimizerConfig, Placement, Policy, TableConfig
+from tieredemb.conversion.assignment import Assigned
+from tieredemb.conversion.found import Found
+from tieredemb.lookup.options import LookupOptions
+from tieredemb.modules.base import TieredModule
+from tieredemb.modules.embedding import TieredEmbedding
+from tieredemb.modules.embedding_bag import TieredEmbeddingBag, check_scaling
+from tieredemb.storage.base import Storage
+from tieredemb.storage.file.tier import File
+from tieredemb.tables.config import TableSetConfig, table_set_config
+from tieredemb.tables.group import row_layout, slot_bytes
+from tieredemb.tables.pool import Member, Pool
+from tieredemb.tables.shares import Sharer, shares
+from tieredemb.tables.table_set import TableSet
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What all tables of one conversion have alike; see `TieredEmbeddingBag`."""
+
+    policy: Policy | None = None
+    storage: Storage | None = None
+    seed: int = 0
+    init: Init | None = None
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+    placement: Placement = "auto"
+    check_ids: CheckIds = "deferred"
+
+
+def make_twins(
+    found: Sequence[Found], assigned: Mapping[str, Assigned], capacity: Capacity, settings: Settings
+) -> dict[str, TieredModule]:
+    """A twin of each, by name, all of them or none. Tables of one width, device, dtype and kind of state share a cache;
+    the caches share the capacity. Raises `ConfigError` before any is opened, where that can be told."""
+    sets = _sets(found, assigned, settings)
+    parts = shares(capacity, [_sharer(config) for config, _ in sets]) if sets else []
+    twins: dict[str, TieredModule] = {}
+    opened: list[TableSet] = []
+    try:
+        for (config, members), part in zip(sets, parts, strict=True):
+            config = replace(config, capacity=part)
+            together = Pool(config) if config.apart else TableSet(config)
+            opened.append(together)
+            for number, each in enumerate(members):
+                way = assigned[each.name]
+                tables = Member(together, number, way.config) if isinstance(together, Pool) else together
+                twins[each.name] = _twin(each, tables, way)
+    except BaseException:
+        for together in opened:
+            together.close()
+        raise
+    return {each.name: twins[each.name] for each in found}
+
+
+def _sets(
+    found: Sequence[Found], assigned: Mapping[str, Assigned], settings: Settings
+) -> list[tuple[TableSetConfig, list[Found]]]:
+    """Which tables share a cache, and what that is built from, but for its capacity."""
+    by_kind: dict[object, list[Found]] = {}
+    for each in found:
+        weight, rows = each.module.weight, _rows_of(assigned[each.name].config)
+        kind = (weight.shape[1], settings.device or weight.device, settings.dtype or weight.dtype, rows)
+        by_kind.setdefault(kind, []).append(each)
+    sets = []
+    for members in by_kind.values():
+        weight = members[0].module.weight
+        config = table_set_config(
+            tuple(_table(each, settings, is_alone=len(members) == 1) for each in members),
+            capacity=1.0,
+            policy=settings.policy,
+            storage=_storage(settings.storage, members, is_only=len(by_kind) == 1),
+            optimizer=None,
+            seed=settings.seed,
+            dtype=settings.dtype or weight.dtype,
+            device=settings.device or weight.device,
+            check_ids=settings.check_ids,
+        )
+        config = replace(config, optimizer=assigned[members[0].name].config, apart=len(members) > 1)
+        sets.append((config, members))
+    return sets
+
+
+def _rows_of(optimizer: OptimizerConfig | None) -> object:
+    """What is the same of optimizers whose rows can lie in one storage, and be moved by one kernel."""
+    if optimizer is None:
+        return None
+    return type(optimizer), optimizer.tensors, optimizer.is_dense, optimizer.state_start, optimizer.flags
+
+
+def _storage(storage: Storage | None, members: list[Found], *, is_only: bool) -> Storage | None:
+    """A file is of one set: its path, and where there are several sets the name of the first table."""
+    if not isinstance(storage, File) or (is_only and len(members) > 1) or not members[0].name:
+        return storage
+    return replace(storage, path=f"{storage.path}.{members[0].name}")
+
+
+def _table(found: Found, settings: Settings, *, is_alone: bool) -> TableConfig:
+    module = found.module
+    rows, width = module.weight.shape
+    mode = cast("Mode", module.mode if isinstance(module, nn.EmbeddingBag) else "sum")
+    check_scaling(mode, module.scale_grad_by_freq)
+    return TableConfig(
+        name="weight" if is_alone else found.name,
+        num_embeddings=rows,
+        embedding_dim=width,
+        mode=mode,
+        padding_idx=module.padding_idx,
+        init=Normal() if settings.init is None else settings.init,
+        placement=settings.placement,
+    )
+
+
+def _sharer(config: TableSetConfig) -> Sharer:
+    width = config.tables[0].embedding_dim
+    return Sharer(
+        sum(table.num_embeddings for table in config.tables), slot_bytes(row_layout(config, 1, width), config.device)
+    )
+
+
+def _twin(found: Found, tables: TableSet, assigned: Assigned) -> TieredModule:
+    module = found.module
+    is_bag = isinstance(module, nn.EmbeddingBag)
+    options = LookupOptions(
+        max_norm=module.max_norm,
+        norm_type=module.norm_type,
+        scale_grad_by_freq=module.scale_grad_by_freq,
+        padding_is_dropped=is_bag,
+    )
+    kept: dict[str, Any] = {"sparse": module.sparse}
+    twin: TieredModule
+    if isinstance(module, nn.EmbeddingBag):
+        kept["include_last_offset"] = module.include_last_offset
+        twin = TieredEmbeddingBag.over(tables, assigned.given, options, **kept)
+    else:
+        twin = TieredEmbedding.over(tables, assigned.given, options, **kept)
+    tables.set_weights({0: module.weight.detach()})
+    twin.train(module.training)
+    return twin
