@@ -10,12 +10,13 @@ import abc
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import isabstract
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
+import torch
 
 from tieredemb.errors import ConfigError, ConfigTypeError, shown
 
@@ -123,7 +124,17 @@ class Uniform:
         _as_floats(self, "low", "high")
 
 
-Init = Normal | Uniform
+@dataclass(frozen=True)
+class Written:
+    """Rows were written when their table was made, by a function that nothing remembers."""
+
+
+InitFunction = Callable[[torch.Tensor, torch.Generator], torch.Tensor | None]
+Init = Normal | Uniform | Written | InitFunction
+
+
+def _is_function(value: object) -> bool:
+    return callable(value) and not isinstance(value, type)
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
@@ -134,7 +145,9 @@ class TableConfig:
     """One embedding table of a collection.
 
     `padding_idx`: an id that adds nothing to a bag and is never trained; negative values count from the end.
-    `init`: the rows' initial values (default: `Normal()`). `placement`: "resident" keeps all rows in the hot cache, out
+    `init`: the rows' initial values: `Normal()`, the default, or `Uniform(low=…, high=…)`, by which a row is generated
+    when it is first used; or a function of rows and a generator, as `torch.nn.init` has them, that fills all rows when
+    the table is made (see `initial_rows`). `placement`: "resident" keeps all rows in the hot cache, out
     of its capacity; "cached" lets them come and go; "auto" decides, on a GPU for resident where they are few beside the
     capacity, or where it holds all tables. `feature_names`: who looks up in it, as in `torchrec.EmbeddingBagConfig`; by
     default one feature, of the table's name. Each brings ids of its own and has columns of its own in the output. They
@@ -162,8 +175,11 @@ class TableConfig:
             raise ConfigError(
                 f"placement of table {self.name!r} must be one of {', '.join(PLACEMENTS)}, got {shown(self.placement)}"
             )
-        if not isinstance(self.init, (Normal, Uniform)):
-            raise ConfigError(f"init of table {self.name!r} must be Normal(…) or Uniform(…), got {shown(self.init)}")
+        if not isinstance(self.init, (Normal, Uniform, Written)) and not _is_function(self.init):
+            raise ConfigError(
+                f"init of table {self.name!r} must be Normal(…), Uniform(…) or a function of rows and a generator, got "
+                f"{shown(self.init)}"
+            )
         if self.padding_idx is not None:
             rows, padding = self.num_embeddings, shown(self.padding_idx)
             if not is_whole(self.padding_idx):

@@ -142,6 +142,7 @@ class ColdRows(abc.ABC):
     kind: str  # the tier's name in reports: "host", "unified", "file", "pmem"
     in_memory: bool  # whether deepcopy and pickling may copy it
     volatile: bool  # whether it dies with the process, so that closing needs no flush
+    is_new: bool = True  # whether it was made now, and holds no row of an earlier owner
     released: bool = False  # whether `close` has begun to give the rows up: nothing but `close` may be called then
     history: Any = None  # what an optimizer that moves every row keeps of its steps: `lookup.history.Histories`
     saved_history: bytes | None = None  # what it was when the storage was closed, as `Histories.to_bytes` wrote it

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tieredemb.config import Init, Normal
+from tieredemb.config import Init, Normal, Uniform
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels import twin
 from tieredemb.kernels.constants import NORMAL, UNIFORM
@@ -36,6 +36,13 @@ class InitialTable:
     padding_idx: int | None
 
 
+def _parameters(init: Init) -> tuple[float, float]:
+    """Those of the distribution; rows that were written need none, and are never generated."""
+    if isinstance(init, Normal):
+        return init.mean, init.std
+    return (init.low, init.high) if isinstance(init, Uniform) else (0.0, 0.0)
+
+
 class InitialRows:
     """Generates rows of one key space. `state_value`: what every word of optimizer state starts as, a float ·
     `has_last_step`: whether the last word is the step that the row stands at, and so starts as 0.
@@ -52,7 +59,7 @@ class InitialRows:
         device: torch.device,
         has_last_step: bool = False,
     ) -> None:
-        pairs = [(t.init.mean, t.init.std) if isinstance(t.init, Normal) else (t.init.low, t.init.high) for t in tables]
+        pairs = [_parameters(t.init) for t in tables]
         padding = [-1 if t.padding_idx is None else t.start + t.padding_idx for t in tables]
         self.tables = (
             np.array([t.start for t in tables], np.int64),

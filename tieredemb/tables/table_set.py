@@ -15,13 +15,14 @@ import torch
 
 from tieredemb.cache.changes import HalfWritten, Part
 from tieredemb.cache.locks import Locks
-from tieredemb.config import features_of
+from tieredemb.config import InitFunction, Written, features_of
 from tieredemb.errors import ConfigError, DeviceMemoryError, StorageError, StorageFullError
 from tieredemb.kernels.row_format import RowFormat, carrier_view
 from tieredemb.lookup.bags import KeySpace, feature_name
 from tieredemb.lookup.history import History
 from tieredemb.stats import CacheStats
 from tieredemb.tables.config import TableSetConfig
+from tieredemb.tables.given_rows import initial_rows
 from tieredemb.tables.group import Group, make_group, move_group, row_layout, slot_bytes
 from tieredemb.tables.shares import Sharer, shares
 from tieredemb.tables.step_time import StepTime
@@ -122,6 +123,10 @@ class TableSet:
     step_time: StepTime | None = None
 
     def __init__(self, config: TableSetConfig) -> None:
+        functions = {t: table.init for t, table in enumerate(config.tables) if callable(table.init)}
+        if functions:  # which no file, copy or pickle could hold
+            tables = (replace(table, init=Written()) if callable(table.init) else table for table in config.tables)
+            config = replace(config, tables=tuple(tables))
         self.placed = Placed(Place(config, [], CacheStats()))
         widths_of = [config.tables[feature.table].embedding_dim for feature in features_of(config.tables)]
         starts = np.concatenate([[0], np.cumsum(widths_of)])
@@ -140,6 +145,28 @@ class TableSet:
                 self.placed.discard()
                 self._finalizer.detach()
                 raise
+        if functions:
+            self._initialise(functions)
+
+    def _initialise(self, functions: Mapping[int, InitFunction]) -> None:
+        """Fills the rows of tables that nobody has filled before. What fails leaves a file marked unclean."""
+        try:
+            new = [table for table in functions if self.locate(table)[0].cache.cold.is_new]
+            with self.changing("the init of a table") as change:
+                for table in new:
+                    self._reserve(table)
+                change.has_begun = True
+                for table in new:
+                    group, _, first = self.locate(table)
+                    for start, rows in initial_rows(
+                        self.config.tables[table], functions[table], self.config.seed, table
+                    ):
+                        group.import_weights(first + start, encoded(rows, group.cache.cold.layout.format))
+        except BaseException:
+            for group in self.groups:
+                group.cache.close()
+            self._finalizer.detach()
+            raise
 
     @property
     def whole(self) -> TableSet:

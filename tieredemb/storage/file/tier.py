@@ -91,7 +91,8 @@ class File(Storage):
             stack.callback(file.close)
             if not os.path.samestat(system.fstat(lock.fd), system.fstat(file.fd)):
                 raise StorageError(f"{path!r} was replaced while it was being opened; try again")
-            if system.fstat(file.fd).st_size == 0 or is_unfinished(file.fd) or (self.fresh and is_own(file.fd)):
+            is_new = system.fstat(file.fd).st_size == 0 or is_unfinished(file.fd) or (self.fresh and is_own(file.fd))
+            if is_new:
                 slots, header = _create(path, file.fd, layout, identity)
             else:
                 slots, header = _accept(path, file.fd, layout, identity, recover=self.recover)
@@ -99,6 +100,7 @@ class File(Storage):
             slots.write(header)  # who has the file
             fsync_directory(os.path.dirname(path))
             rows = FileRows(path, layout, lock, file, mapping, slots, header)
+            rows.is_new = is_new
             rows.saved_history = read_history(path, header.metadata.history, recover=self.recover)
             stack.pop_all()
         return rows

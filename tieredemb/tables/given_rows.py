@@ -1,0 +1,49 @@
+"""Initial rows that a function gives, in place of a distribution by which a row is generated when it is first used."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+
+from tieredemb.config import InitFunction, TableConfig
+from tieredemb.errors import ConfigError
+
+CHUNK = 1 << 16  # rows that the function fills at once: what it gives depends on it
+
+
+def initial_rows(
+    table: TableConfig, function: InitFunction, seed: int, number: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """All rows of a table, number `number` of its set, in chunks of `CHUNK`: the first row of each, and float32 (K, D).
+
+    `function` fills the rows that it is given, float32 (K, D) on the CPU, zeros before, or returns as many others. It
+    draws from the generator that it is given, whose seed follows from `seed`, the number of the table and that of the
+    chunk, so that its rows are the same each time. What depends on the shape, as `nn.init.xavier_uniform_` does, sees
+    that of a chunk. The row of `padding_idx` starts as zeros. Raises `ConfigError` for a result of another shape.
+
+    >>> from torch import nn
+    >>> table = TableConfig(name="user", num_embeddings=1000, embedding_dim=4)
+    >>> ((start, rows),) = initial_rows(table, lambda rows, generator: nn.init.normal_(rows, generator=generator), 0, 0)
+    >>> start, rows.shape
+    (0, torch.Size([1000, 4]))
+    """
+    for start in range(0, table.num_embeddings, CHUNK):
+        count = min(CHUNK, table.num_embeddings - start)
+        named = f"{seed} {number} {start // CHUNK}".encode()
+        drawn = int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little") >> 1  # as manual_seed takes it
+        with torch.no_grad(), torch.inference_mode(False):
+            rows = torch.zeros((count, table.embedding_dim), dtype=torch.float32, device="cpu")
+            given = function(rows, torch.Generator("cpu").manual_seed(drawn))
+        if given is not None and (not isinstance(given, torch.Tensor) or given.shape != rows.shape):
+            told = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
+            raise ConfigError(
+                f"init of table {table.name!r} returned {told} for rows of shape {tuple(rows.shape)}; fill the rows in "
+                f"place, as nn.init does, or return as many"
+            )
+        if given is not None and given is not rows:
+            rows.copy_(given.detach())
+        if table.padding_idx is not None and start <= table.padding_idx < start + count:
+            rows[table.padding_idx - start] = 0
+        yield start, rows
