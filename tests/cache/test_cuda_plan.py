@@ -51,7 +51,7 @@ class Plans:
         """Begins a plan for `keys` (int64 (N,)), negative where there is nothing to look up."""
         self.keys, self.missed = keys, Missed(len(keys), keys.device)
         self.homes = torch.where(keys >= 0, -1, DROPPED).int()
-        self.plan.begin(self.missed, lag=self.lag, scored=True, ages=True, overflow=self.overflow)
+        self.plan.begin(self.missed, lag=self.lag, scored=True, ages=True, client=0, overflow=self.overflow)
         self.plan.find(keys, self.homes, self.missed, scored=True, overflow=self.overflow)
 
     def end_in_two(self):

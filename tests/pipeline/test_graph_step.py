@@ -249,13 +249,13 @@ def test_a_large_batch_between_fetched_ahead_steps(device, monkeypatch, large):
 
 def test_results_of_steps_before_a_capture_keep_their_memory_until_they_are_read(gpu):
     """Their stream may be another purpose's as well, which allocates as soon as one was dropped."""
-    function = SimpleNamespace(device=gpu, _beside=torch.cuda.Stream())
-    result = StepFunction.beside(function, lambda: {"loss": [torch.full((1 << 20,), 7.0, device=gpu)]})
+    function = SimpleNamespace(device=torch.device("cuda", 0), _beside=torch.cuda.Stream())
+    result = StepFunction.beside(function, lambda: {"loss": [torch.full((1 << 20,), 7.0, device="cuda")]})
     torch.cuda._sleep(20_000_000)
     read = result["loss"][0].clone()
     del result
     with torch.cuda.stream(function._beside):
-        other = torch.full((1 << 20,), 3.0, device=gpu)
+        other = torch.full((1 << 20,), 3.0, device="cuda")
     torch.cuda.synchronize()
     assert (read == 7).all()
     assert (other == 3).all()
