@@ -152,6 +152,48 @@ def test_fetching_ahead_has_the_bits_of_tables_apart(device, depth):
     same(weights(one), weights(other))
 
 
+@pytest.mark.parametrize("fetched", [False, True])
+@pytest.mark.parametrize("capacity", [2, 0.2])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_captured_steps_have_the_bits_of_tables_apart(device, kind, capacity, fetched):
+    """Three tables, one of which is looked up twice."""
+    capturable = {"capturable": True} if kind is torch.optim.Adam and device == "cuda" else {}
+    torch.manual_seed(0)
+    plain = Rows(3, 40).to(device)
+    plain.top = nn.Linear(WIDTH, 1).to(device)
+    found = []
+    for chosen in (["emb.*"], ["emb.0", "emb.1", "emb.2"]):
+        model = copy.deepcopy(plain)
+        optimizer = kind(model.parameters(), lr=0.05, **capturable)
+        for names in chosen:
+            te.replace_embedding_bags(model, capacity=capacity, optimizer=optimizer, include=names)
+        found.append((model, optimizer))
+    random = np.random.default_rng(0)
+    batches = [torch.from_numpy(random.integers(0, 40, (4, 6, 2))).to(device).unbind() for _ in range(14)]
+
+    def stepping(model, optimizer):
+        def step(batch):
+            optimizer.zero_grad()
+            rows = model(batch[:3]) + model.emb[0](batch[3])
+            loss = model.top(torch.tanh(rows)).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    (one, first), (other, second) = found
+    train, expected = te.graph_step(stepping(one, first)), stepping(other, second)
+    losses = [train(batch).clone() for batch in (te.prefetch(batches, one) if fetched else batches)]
+    same(losses, [expected(batch) for batch in batches])
+    same(rows_of(one), rows_of(other))
+    assert pool_of(one).stats().batches == len(batches)
+
+
+def rows_of(model):
+    return [table.state_dict()["weight"] for table in model.emb]
+
+
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
