@@ -48,6 +48,18 @@ def make_following(kind: Any = torch.optim.SparseAdam, **keywords: Any) -> te.Ti
     return module
 
 
+def make_member(optimizer: Any, capacity: Any = 14, storage: Any = None) -> te.TieredEmbeddingBag:
+    """One of two tables that share a cache, of which the other one was used, too."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList([torch.nn.EmbeddingBag(rows, 4, mode="sum") for rows in ROWS.values()])
+    te.replace_embedding_bags(model, capacity=capacity, optimizer=optimizer, storage=storage)
+    model[1](torch.tensor([[1, 2], [2, 49]])).square().sum().backward()
+    made: te.TieredEmbeddingBag = model[0]
+    object.__setattr__(made, "beside", model[1])
+    return made
+
+
 def batch(number: int, samples: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids of both tables, some of them often, and their offsets."""
     random = torch.Generator("cpu").manual_seed(number)

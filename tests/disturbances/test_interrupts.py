@@ -17,7 +17,19 @@ from typing import Any
 
 import pytest
 import torch
-from disturbed import Disturbance, LineInterrupts, Pair, batch, contents, make, make_following, positions, same, train
+from disturbed import (
+    Disturbance,
+    LineInterrupts,
+    Pair,
+    batch,
+    contents,
+    make,
+    make_following,
+    make_member,
+    positions,
+    same,
+    train,
+)
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.overrides import _get_current_function_mode_stack
 
@@ -101,6 +113,21 @@ def campaign(pair: Pair, act: Any, request: Any, most: int = SAMPLED) -> None:
 @pytest.mark.parametrize("name", ACTS)
 def test_interrupt_before_any_line_is_all_or_nothing(pair, name, request):
     campaign(pair, ACTS[name], request)
+
+
+@pytest.mark.parametrize("name", [name for name in ACTS if name != "accumulate"])
+@pytest.mark.parametrize(
+    "optimizer", [te.SparseAdam(lr=0.1), te.Adam(lr=0.1, weight_decay=0.1)], ids=["sparse", "dense"]
+)
+def test_interrupt_of_a_table_that_shares_its_cache(device, request, tmp_path, name, optimizer):
+    pair = Pair(lambda: make_member(optimizer), tmp_path, make_member(optimizer, capacity=1.0))
+    beside = pair.twin.beside
+    before = contents(beside)
+    with torch.autograd.set_multithreading_enabled(False):
+        campaign(pair, ACTS[name], request)
+    assert same(contents(beside), before)
+    if pair.broken == 0:
+        assert same(contents(pair.module.beside), before)
 
 
 def stepped(module: Any, number: int) -> None:
