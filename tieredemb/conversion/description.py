@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from tieredemb.cache.base import Cache
 from tieredemb.conversion.found import find
 from tieredemb.errors import ConfigError
 from tieredemb.modules.base import TieredModule
@@ -17,7 +18,8 @@ _HEADER = ("table", "rows", "width", "weights", "cache", "trained by")
 def describe(model: nn.Module) -> None:
     """Prints the tiered tables of a model: name, rows, width, bytes of all weights, the cache and tier behind it, and
     what trains it; how many numbers they hold, which `parameters()` does not count; and the embeddings that are none,
-    with the reason where they could not be. Raises `ConfigError` for what is no module. Does not synchronise.
+    with the reason where they could not be. Tables that share a cache show the number that it has in the list. Raises
+    `ConfigError` for what is no module. Does not synchronise.
 
     >>> from tieredemb import replace_embedding_bags
     >>> describe(replace_embedding_bags(nn.Sequential(nn.EmbeddingBag(1000, 4), nn.Linear(4, 1)).eval()))
@@ -29,6 +31,8 @@ def describe(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     lines: list[tuple[str, ...]] = []
+    tiered = [module for module in model.modules() if isinstance(module, TieredModule)]
+    caches = list(dict.fromkeys(group.cache for module in tiered for group in module.tables.whole.groups))
     rows = numbers = size = 0
     for name, module in model.named_modules():
         if not isinstance(module, TieredModule):
@@ -40,7 +44,8 @@ def describe(model: nn.Module) -> None:
             size += table.num_embeddings * row_bytes
             lines.append((
                 ".".join(part for part in (name, _table_name(module, table.name)) if part), f"{table.num_embeddings}",
-                f"{table.embedding_dim}", _bytes(table.num_embeddings * row_bytes), _cache(group), _trainer(module),
+                f"{table.embedding_dim}", _bytes(table.num_embeddings * row_bytes),
+                _cache(module, group, caches), _trainer(module),
             ))  # fmt: skip
     for line in _aligned([_HEADER, *lines]) if lines else ["no tiered tables"]:
         print(line)
@@ -62,11 +67,14 @@ def _table_name(module: TieredModule, name: str) -> str:
     return "weight" if isinstance(module, OneTable) else name
 
 
-def _cache(group: Group) -> str:
-    share = 100 * group.slots / group.space.rows
+def _cache(module: TieredModule, group: Group, caches: list[Cache]) -> str:
+    rows = sum(each.space.rows for each in module.tables.whole.groups if each.cache is group.cache)
     device = group.config.device
     where = "CPU" if device.type == "cpu" else str(device)
-    return f"{group.slots} rows of {group.space.rows} ({share:.2g} %), {where} over {group.cache.cold.kind}"
+    number = f"{caches.index(group.cache) + 1}: " if len(caches) > 1 else ""
+    return (
+        f"{number}{group.slots} rows of {rows} ({100 * group.slots / rows:.2g} %), {where} over {group.cache.cold.kind}"
+    )
 
 
 def _trainer(module: TieredModule) -> str:
