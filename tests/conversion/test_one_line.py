@@ -475,17 +475,11 @@ def test_describe_tells_what_a_model_is(capsys):
     assert "torch.optim.Adam, param group 1" in said
     assert "1 table, 2,000 rows, 16,000 numbers (62.5 KiB) beside the 45 that parameters() counts" in said
     assert "'b' is a Scaled, a subclass with its own forward" in said
-    te.describe(
-        te.replace_embedding_bags(
-            nn.ModuleDict({n: nn.Embedding(50, w) for n, w in zip("abc", (4, 4, 2), strict=True)}).eval(), capacity=0.1
-        )
-    )
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[-2].strip() for line in said[1:4]] == [
-        "1: 10 rows of 100 (10 %), CPU over host",
-        "1: 10 rows of 100 (10 %), CPU over host",
-        "2: 5 rows of 50 (10 %), CPU over host",
-    ]
+    several = nn.ModuleDict({"a": nn.Embedding(50, 4), "b": nn.Embedding(50, 4), "c": nn.Embedding(50, 2)}).eval()
+    te.describe(te.replace_embedding_bags(several, capacity=0.1))
+    said = capsys.readouterr().out.splitlines()[1:4]
+    caches = ["1: 10 rows of 100 (10 %), CPU", "1: 10 rows of 100 (10 %), CPU", "2: 5 rows of 50 (10 %), CPU"]
+    assert all(cache in line for cache, line in zip(caches, said, strict=True))
     te.describe(nn.Linear(2, 2))
     assert capsys.readouterr().out == "no tiered tables\n"
     for optimizer, trainer in ((te.SGD(lr=0.1), "SGD, in backward"), (torch.optim.SGD, "nothing yet: follow")):
