@@ -13,7 +13,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -174,8 +174,9 @@ class Call(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def apply(collected: Collected) -> None:
-        """Applies one optimizer step for the calls of one backward pass over one set of tables, in forward order."""
+    def apply(sets: Sequence[Collected]) -> None:
+        """Applies one optimizer step for the calls of one backward pass, in forward order: those over each set of
+        tables, where several share caches."""
 
     @staticmethod
     @abc.abstractmethod

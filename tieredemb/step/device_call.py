@@ -201,7 +201,12 @@ class DeviceCall(Call):
             tensor.record_stream(torch.cuda.current_stream())
 
     @staticmethod
-    def apply(collected: Collected) -> None:
+    def apply(sets: Sequence[Collected]) -> None:
+        for calls in sets:
+            DeviceCall._apply(calls)
+
+    @staticmethod
+    def _apply(collected: Collected) -> None:
         tables, optimizer = collected[0][0].context.tables, collected[0][0].context.check_trainable()
         calls = [(call, grad) for call, grad in collected if isinstance(call, DeviceCall)]
         device = tables.config.device

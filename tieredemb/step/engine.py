@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -63,7 +63,7 @@ class Engine:
     def _connect(self) -> None:
         self.planned = PlannedForwards()
         self.ids_may_exceed_bags: set[int] = set()
-        self._backward_pass = BackwardPass()
+        self._backward_pass = _PASSES.setdefault(self.tables.whole, BackwardPass())
         self._accumulates: weakref.ref[_Accumulated] | None = None
         self._wait_for_steps()
 
@@ -71,7 +71,7 @@ class Engine:
         """Where a torch optimizer is followed, gradients wait for its step."""
         self._pending: PendingGradients | None = None
         if isinstance(self.optimizer, FollowedOptimizer):
-            update, step_alone = ranged("update")(self._update), ranged("update")(self._step_alone)
+            update, step_alone = ranged("update")(_update), ranged("update")(self._step_alone)
             self._pending = self.optimizer.pending = PendingGradients(self.tables, update, step_alone)
 
     def follow(self, optimizer: torch.optim.Optimizer, **keywords: Any) -> None:
@@ -107,7 +107,7 @@ class Engine:
 
     def context(self, options: LookupOptions) -> CallContext:
         """What the calls of a module need, whose lookups treat rows as `options` say."""
-        return CallContext(self.tables, options, self, self._backward_pass, self._apply)
+        return CallContext(self.tables, options, self, self._backward_pass, _apply)
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -219,27 +219,15 @@ class Engine:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    @ranged("update")
-    def _apply(self, collected: Collected) -> None:
-        """Applies the calls of one backward pass in forward order, or keeps them for the end of `accumulate()`, or for
-        the step of the optimizer that is followed."""
-        if self.tables.step_time is not None:
-            self.tables.step_time.backward()
+    def keep(self, collected: Collected) -> bool:
+        """Keeps the calls of a backward pass for the end of `accumulate()`, or for the step of the optimizer that is
+        followed; returns whether they are not to be applied now."""
         kept = None if self._accumulates is None else self._accumulates()
         if kept is not None:
             kept.calls += collected
         elif self._pending is not None:
             self._pending.add(collected)
-        else:
-            self._update(collected)
-
-    def _update(self, collected: Collected) -> None:
-        """Applies calls, which are in forward order, as one update."""
-        try:
-            type(collected[0][0]).apply(collected)
-        finally:
-            for call, _ in collected:
-                call.release()
+        return kept is not None or self._pending is not None
 
     def _step_alone(self) -> None:
         """Takes a step in which no row has a gradient."""
@@ -263,7 +251,7 @@ class Engine:
         finally:
             self._accumulates = None
         if kept.calls:
-            self._apply(sorted(kept.calls, key=lambda pair: pair[0].number))
+            _apply(sorted(kept.calls, key=lambda pair: pair[0].number))
 
     @property
     def accumulates(self) -> bool:
@@ -290,6 +278,45 @@ class Engine:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._connect()
+
+
+# of tables that share caches, whoever looks up in them: what one backward reaches is one update
+_PASSES: weakref.WeakKeyDictionary[TableSet, BackwardPass] = weakref.WeakKeyDictionary()
+
+
+@ranged("update")
+def _apply(collected: Collected) -> None:
+    """Applies the calls of one backward pass in forward order, those of all engines as one update, but for those that
+    an engine keeps."""
+    time = collected[0][0].context.tables.step_time
+    if time is not None:
+        time.backward()
+    sets = _by_engine(collected)
+    _apply_sets([calls for engine, calls in sets.items() if not engine.keep(calls)])
+
+
+def _update(collected: Collected) -> None:
+    """Applies calls, which are in forward order, as one update."""
+    _apply_sets(list(_by_engine(collected).values()))
+
+
+def _by_engine(collected: Collected) -> dict[Engine, Collected]:
+    """The calls of each engine, those of each in their order."""
+    found: dict[Engine, Collected] = {}
+    for pair in collected:
+        found.setdefault(cast("Engine", pair[0].context.updater), []).append(pair)
+    return found
+
+
+def _apply_sets(sets: list[Collected]) -> None:
+    if not sets:
+        return
+    try:
+        type(sets[0][0][0]).apply(sets)
+    finally:
+        for calls in sets:
+            for call, _ in calls:
+                call.release()
 
 
 def _check_world_size() -> None:

@@ -242,22 +242,24 @@ class HostCall(Call):
         return torch.from_numpy(array)
 
     @staticmethod
-    def apply(collected: Collected) -> None:
-        place, optimizer = collected[0][0].context.tables.placed.now, collected[0][0].context.updater.optimizer
-        assert optimizer is not None  # the backward has asked for it
+    def apply(sets: Sequence[Collected]) -> None:
         todo: list[tuple[HostGroup, Pass, Hyperparameters | None]] = []
-        grads = [grad for _, grad in collected]
-        with place.rows.again():
-            for g, group in enumerate(place.groups):
-                for call, _ in collected:
-                    group.cache.check_rows(call.parts[g].ticket)
-            for g, group in enumerate(place.groups):
-                assert isinstance(group, HostGroup)
-                numbers = optimizer.numbers(group, grads)
-                if numbers is None:
-                    return
-                update = prepare_update(group, [call.parts[g] for call, _ in collected], grads, numbers)
-                todo.append((group, update, numbers))
+        grads_of = [[grad for _, grad in calls] for calls in sets]
+        with sets[0][0][0].context.tables.placed.now.rows.again():
+            for calls in sets:
+                for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
+                    for call, _ in calls:
+                        group.cache.check_rows(call.parts[g].ticket)
+            for calls, grads in zip(sets, grads_of, strict=True):
+                place, optimizer = calls[0][0].context.tables.placed.now, calls[0][0].context.updater.optimizer
+                assert optimizer is not None  # the backward has asked for it
+                for g, group in enumerate(place.groups):
+                    assert isinstance(group, HostGroup)
+                    numbers = optimizer.numbers(group, grads)
+                    if numbers is None:
+                        break
+                    update = prepare_update(group, [call.parts[g] for call, _ in calls], grads, numbers)
+                    todo.append((group, update, numbers))
             carry_out(todo)
 
     @staticmethod

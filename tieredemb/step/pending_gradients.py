@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -199,15 +199,21 @@ class PendingGradients:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def apply(self) -> None:
-        """Applies what is collected as one update. Interrupted before that has begun, it is dropped."""
-        self._fold()
-        self._is_fresh, self._left = not self._calls, True  # of a step without a gradient zeros are left, as in torch
-        calls = self._taken()
+    def apply(self, others: Sequence[PendingGradients] = ()) -> None:
+        """Applies what is collected, and what `others` have of tables that share caches with these, as one update.
+        Interrupted before that has begun, it is dropped."""
+        together, calls = [self, *others], []
+        for each in together:
+            each._fold()
+        alone = [each for each in together if not each._calls]
+        for each in together:
+            # of a step without a gradient zeros are left, as in torch
+            each._is_fresh, each._left = not each._calls, True
+            calls += each._taken()
         if calls:
             self._update(sorted(calls, key=lambda pair: pair[0].number))
-        else:
-            self._step_alone()
+        for each in alone:
+            each._step_alone()
 
     def zero(self) -> None:
         """Drops what is collected, and leaves zeros of it."""

@@ -50,8 +50,9 @@ class Pending(Gradients, Protocol):
     def check(self) -> None:
         """Raises `BackwardError` or `UnsupportedError`, before anything changes, if it cannot be applied."""
 
-    def apply(self) -> None:
-        """Applies it as one update; where nothing was collected, a step without a gradient."""
+    def apply(self, others: Sequence[Any] = ()) -> None:
+        """Applies it, and what was collected for `others`, as one update; where nothing was collected, a step without a
+        gradient."""
 
     def zero(self) -> None:
         """Drops it, and leaves a gradient of zeros."""
@@ -83,10 +84,12 @@ class FollowedOptimizer:
         self.in_state_dict = True
         self._handles: list[Any] = []
         self._places: list[tuple[int, int]] = []  # group and position of each stand-in, where they were last
+        self._is_applied = False  # with others, in the step that is under way
         self._step: tuple[Any, int] | None = None  # the frame of a step of the optimizer, and its thread
         self._seen: tuple[dict[str, Any], OptimizerConfig] | None = None  # the param group, and what it means
         self._loading: dict[int, LoadedState] | None = None
         self._on_device = DeviceOptions(self._tables)
+        self._tables.whole.followers.add(self)
         for stand_in in self.stand_ins:
             stand_in.gradients = weakref.ref(self)
 
@@ -385,7 +388,7 @@ class FollowedOptimizer:
 
     def _before(self, frame: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the optimizer's step, in the `frame` that makes it. The step of a closure begins when that has run."""
-        self._step = None
+        self._step, self._is_applied = None, False
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is not None:
             self.now()
@@ -410,9 +413,20 @@ class FollowedOptimizer:
             self.pending.check()
 
     def _after(self) -> None:
+        """After the optimizer's step: the first one of tables that share caches applies what all of them have."""
         self._step = None
-        if self.pending is not None and self.pending.is_there and not self._is_skipped():
-            self.pending.apply()
+        if self._is_applied:
+            self._is_applied = False
+        elif self.pending is not None and self.pending.is_there and not self._is_skipped():
+            others = [each for each in self._tables.whole.followers if each._steps_beside(self)]
+            for each in others:
+                each._is_applied = True
+            self.pending.apply([each.pending for each in others])
+
+    def _steps_beside(self, other: FollowedOptimizer) -> bool:
+        """Whether a step of the optimizer that `other` follows is one of these tables, too, not applied yet."""
+        is_another = self is not other and self.optimizer is other.optimizer and self._step is not None
+        return is_another and self.pending is not None and self.pending.is_there and not self._is_skipped()
 
     def _is_skipped(self) -> bool:
         """Whether a GradScaler has told a fused optimizer to skip the step; a GPU finds that out by itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -121,6 +122,11 @@ class TableSet:
     begin."""
 
     step_time: StepTime | None = None
+
+    @functools.cached_property
+    def followers(self) -> weakref.WeakSet[Any]:
+        """Who follows a torch optimizer for some of the tables."""
+        return weakref.WeakSet()
 
     def __init__(self, config: TableSetConfig) -> None:
         functions = {t: table.init for t, table in enumerate(config.tables) if callable(table.init)}
