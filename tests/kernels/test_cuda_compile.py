@@ -76,7 +76,14 @@ def test_row_kernel_compiles_for_every_format_and_width(file, dtype, width):
 
 @pytest.mark.parametrize(
     "flags",
-    [("-DSLOTLESS",), ("-DHAS_MAX",), ("-DUNALIGNED",), ("-DSLOTLESS", "-DHAS_MAX"), ("-DSHARED", "-DHAS_MAX")],
+    [
+        ("-DSLOTLESS",),
+        ("-DHAS_MAX",),
+        ("-DUNALIGNED",),
+        ("-DSLOTLESS", "-DHAS_MAX"),
+        ("-DSHARED", "-DHAS_MAX"),
+        ("-DAPART",),
+    ],
 )
 @pytest.mark.parametrize("file", ["cache/plan.cu", "lookup/embedding_bag.cu", *OPTIMIZERS])
 def test_kernel_compiles_with_what_batches_ask_for(file, flags):

@@ -459,3 +459,22 @@ def test_launch_refuses_a_struct_that_does_not_fit(launched, bad):
 def test_kernel_refuses_a_flag_that_is_none():
     with pytest.raises(InvalidInputError, match="begin with a dash"):
         Kernel("hash/slot_map.cu", "slot_map_find", ("any n i64 n i32",))
+
+
+@pytest.mark.parametrize("optimizer", [te.SparseAdam(), te.Adam()], ids=["sparse", "dense"])
+def test_tables_that_take_steps_of_their_own_are_updated_by_launches_that_fit(launched, optimizer):
+    space = a_space()
+    row = RowFormat(width=space.space.width, state_width=state_width(optimizer, space.space.width))
+    lookup = DeviceLookup(space, row, optimizer, apart=True)
+    bags, fault = found_bags(space)
+    segments = lookup.segments(torch.zeros(10, dtype=torch.int32), bags.bag, bags.batch)
+    options, steps = torch.zeros(MOST_NUMBERS, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
+    past = torch.zeros((2, 10), dtype=torch.int64) if optimizer.is_dense else None
+    tables = torch.tensor([1], dtype=torch.int32)
+    rate, numbers = lookup.begin(options, steps, fault, None, None, segments.work, past, tables)
+    assert (rate.shape, numbers.shape) == ((2,), (2 * MOST_NUMBERS,))
+    hot = hot_rows(state=row.state_width)
+    lookup.update(hot, NOWHERE, segments, torch.zeros(3, 16), None, None, rate, numbers, past, steps)
+    if past is not None:
+        lookup.end(options, steps, rate, numbers, past, tables)
+    assert "-DAPART" in lookup._update

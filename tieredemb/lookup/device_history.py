@@ -11,6 +11,11 @@ from tieredemb.lookup.history import History
 FIRST_ROOM = 1 << 16  # steps
 
 
+def new_pasts(count: int, device: torch.device) -> torch.Tensor:
+    """Room for `count` `Past`s, int64 (count, ·)."""
+    return torch.zeros((count, 10), dtype=torch.int64, device=device)
+
+
 class DeviceHistory:
     """The arrays of a `History` on a device, and `past`, int64 (·): a `Past` that says where they are, at one address
     for good, as graphs have it. `steps`: int64 (T,), those that the tables have taken.
@@ -20,10 +25,11 @@ class DeviceHistory:
     tells.
     """
 
-    def __init__(self, history: History, steps: torch.Tensor) -> None:
+    def __init__(self, history: History, steps: torch.Tensor, past: torch.Tensor | None = None) -> None:
+        """`past`: where that is to be, if it is one of several."""
         self._steps = steps
         self._device = steps.device
-        self.past = torch.zeros(10, dtype=torch.int64, device=self._device)
+        self.past = new_pasts(1, self._device)[0] if past is None else past
         self._replayed = 0  # steps, as counted before a history was replaced
         self._marks = torch.zeros(MARKS, dtype=torch.int64, device=self._device)
         self.adopt(history)

@@ -70,8 +70,11 @@ class DeviceLookup:
         row: RowFormat,
         optimizer: OptimizerConfig | None,
         output_dtype: torch.dtype | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
-        """`output_dtype`: of pooled rows; that of the rows unless it is given."""
+        """`output_dtype`: of pooled rows; that of the rows unless it is given · `apart`: whether each feature is a
+        table that takes steps of its own."""
         self.space = space
         self.has_max = bool((space.space.mode == MAX).any())
         self.has_mean = bool((space.space.mode == MEAN).any())
@@ -83,7 +86,8 @@ class DeviceLookup:
         if output_dtype is not None and output_dtype != row.device_dtype:
             self._output = (RowFormat(width=row.width, dtype=output_dtype).flags[0].replace("ROW", "OUT"),)
         shared = ("-DSHARED",) if space.space.is_shared else ()
-        self._update = (*self._rows, *recipe_flags(self._optimizer), *shared)
+        self._apart = apart
+        self._update = (*self._rows, *recipe_flags(self._optimizer), *shared, *(("-DAPART",) if apart else ()))
         self._lanes, self._vector = row.lanes, row.vector
         self._columns_fit = not (space.space.column % self._vector).any()
 
@@ -249,20 +253,23 @@ class DeviceLookup:
         grad_scale: torch.Tensor | None,
         work: torch.Tensor,
         past: torch.Tensor | None = None,
+        tables: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Starts an update: counts `steps` (int64 (T,)) on; returns the features' rates and the other numbers.
+        """Starts an update: counts `steps` (int64 (T,)) on; returns the features' rates and the other numbers, which
+        have a row a table where these take steps of their own: those of `tables`, int32 (K,).
 
         `options`: float64 (`MOST_NUMBERS`,), see `set_options` · `faults`: int64 (3 K,), the `Fault`s of the calls ·
         `found_inf`, `grad_scale`: float32 (), of a scaler. After a mark or an infinity no `work` is left and no step
         counted. `past`: of a dense optimizer, see `DeviceHistory`.
         """
         rate = torch.empty(steps.shape[0], dtype=torch.float32, device=steps.device)
-        numbers = torch.empty(MOST_NUMBERS, dtype=torch.float32, device=steps.device)
+        rows = steps.shape[0] if self._apart else 1
+        numbers = torch.empty(rows * MOST_NUMBERS, dtype=torch.float32, device=steps.device)
         begin = kernel(self._recipe, "step_begin", *self._update)
-        n_faults = faults.shape[0] // words_of("Fault")
+        n_faults, n_tables = faults.shape[0] // words_of("Fault"), (steps if tables is None else tables).shape[0]
         begin(
-            1, THREADS, options, steps, steps.shape[0], faults, n_faults, _address(found_inf), _address(grad_scale),
-            rate, numbers, work, _address(past),
+            1, THREADS, options, steps, _address(tables), n_tables, faults, n_faults, _address(found_inf),
+            _address(grad_scale), rate, numbers, work, _address(past),
         )  # fmt: skip
         return (rate if self.space.table is None else rate.index_select(0, self.space.table)), numbers
 
@@ -273,9 +280,12 @@ class DeviceLookup:
         rate: torch.Tensor,
         numbers: torch.Tensor,
         past: torch.Tensor,
+        tables: torch.Tensor | None = None,
     ) -> None:
         """Ends an update of a dense optimizer: keeps what the step took. Arguments as those of `begin`."""
-        kernel(self._recipe, "step_end", *self._update)(1, THREADS, options, steps, rate, numbers, past)
+        blocks = 1 if tables is None else tables.shape[0]
+        end = kernel(self._recipe, "step_end", *self._update)
+        end(blocks, THREADS, options, steps, _address(tables), rate, numbers, past)
 
     def catch_up(
         self,

@@ -17,6 +17,13 @@ constexpr bool IS_SHARED = true;
 #else
 constexpr bool IS_SHARED = false;
 #endif
+#ifdef APART  // each feature is a table that takes steps of its own
+constexpr bool IS_APART = true;
+#else
+constexpr bool IS_APART = false;
+#endif
+// Which of the numbers, histories and steps is that of a feature's table.
+__device__ __forceinline__ int own_of(int feature) { return IS_APART ? feature : 0; }
 
 struct Work {
     int items, parts, longs, pad;  // short segments, chunks, long segments
@@ -282,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const int group = (int)(thread_index() / LANES), groups = (int)(thread_count() / LANES);
-    const Numbers constants = *numbers;
+    Numbers constants = *numbers;
     const Rows rows{weight, state, away_weight, away_state, records};
     const int chunks = work->parts, count = chunks + work->items;
     const auto item_at = [=](int w) { return items[w < chunks ? n - 1 - w : w - chunks]; };
@@ -292,6 +299,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         if (w + groups < count) next = item_at(w + groups);
         const bool whole = item.feature >= 0;
         const int feature = whole ? item.feature : -1 - item.feature;
+        if constexpr (IS_APART) constants = numbers[feature];
         const i64 shift = (IS_SHARED ? 0 : column[feature] - (i64)feature * batch * total) + lane * VECTOR;
         const auto gradient_at = [=](int bag) {  // of a bag, after `shift`
             if (!IS_SHARED) return (i64)bag * total;
@@ -364,7 +372,10 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = __fmul_rn(acc[s][k], constants.scale);
-        if constexpr (IS_DENSE) row_bring(place, row, lane, *past, *steps - 1, *steps);
+        if constexpr (IS_DENSE) {
+            const i64 step = steps[own_of(feature)];
+            row_bring(place, row, lane, past[own_of(feature)], step - 1, step);
+        }
         if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
         else row_update(place, row, acc, lane, rate[feature], constants);
         if (lane == 0 && item.home >= 0) dirty[item.home] = 1;
@@ -379,10 +390,11 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES, groups = thread_count() / LANES;
-    const Numbers constants = *numbers;
+    Numbers constants = *numbers;
     const Rows rows{weight, state, away_weight, away_state, records};
     for (i64 w = group; w < work->longs; w += groups) {
         Long segment = longs[w];
+        if constexpr (IS_APART) constants = numbers[segment.feature];
         float acc[STEPS][VECTOR];
 #pragma unroll
         for (int s = 0; s < STEPS; s++)
@@ -415,7 +427,10 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
         const Place place = place_of(rows, segment.home);
         Row row;
         if constexpr (!Recipe::KEEPS_SUM) row = row_read(place, lane);
-        if constexpr (IS_DENSE) row_bring(place, row, lane, *past, *steps - 1, *steps);
+        if constexpr (IS_DENSE) {
+            const i64 step = steps[own_of(segment.feature)];
+            row_bring(place, row, lane, past[own_of(segment.feature)], step - 1, step);
+        }
         if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
         else row_update(place, row, acc, lane, rate[segment.feature], constants);
         if (lane == 0 && segment.home >= 0) dirty[segment.home] = 1;
@@ -490,53 +505,61 @@ extern "C" __global__ void options_set(Options *options, double v0, double v1, d
 }
 
 // Numbers of an update, from the host's options and the steps each table has taken. A batch that was refused, and one
-// whose gradient is not finite under a scaler, leaves no work. One block.
-extern "C" __global__ void step_begin(const Options *options, i64 *steps, int n_tables, const Fault *faults,
-                                      int n_faults, const float *found_inf, const float *grad_scale, float *rate,
-                                      Numbers *numbers, Work *work, const Past *past) {
+// whose gradient is not finite under a scaler, leaves no work. `tables`: those that take the step, where each takes its
+// own; else all do, together. One block.
+extern "C" __global__ void step_begin(const Options *options, i64 *steps, const int *tables, int n_tables,
+                                      const Fault *faults, int n_faults, const float *found_inf,
+                                      const float *grad_scale, float *rate, Numbers *numbers, Work *work,
+                                      const Past *past) {
     wait_for_prior_kernel();
     bool refused = found_inf && *found_inf != 0.0f;
     for (int f = 0; f < n_faults; f++) refused = refused || faults[f].id != 0 || faults[f].offset != 0;
-    const i64 step = *steps + 1;  // of all tables, where they take steps together
+    const int clocks = IS_APART ? n_tables : 1;
+    const auto table_at = [=](int i) { return IS_APART ? tables[i] : i; };
     if constexpr (IS_DENSE) {
-        const bool is_full = !refused && step - past->base >= past->room;
+        bool lacks_room = false;
+        for (int i = threadIdx.x; i < clocks; i += blockDim.x)
+            lacks_room |= steps[table_at(i)] + 1 - past[table_at(i)].base >= past[table_at(i)].room;
+        const bool is_full = __syncthreads_or(lacks_room) && !refused;
         refused = refused || is_full;
-        if (threadIdx.x == 0) {
-            past->marks[MARK_TAKEN] = !refused;
-            if (is_full) past->marks[MARK_REFUSED] += 1;
+        for (int i = threadIdx.x; i < clocks; i += blockDim.x) {
+            past[table_at(i)].marks[MARK_TAKEN] = !refused;
+            if (is_full) past[table_at(i)].marks[MARK_REFUSED] += 1;
         }
     }
-    __syncthreads();  // all have read the steps
     if (refused) {
         if (threadIdx.x == 0) work->items = work->parts = work->longs = 0;
         return;
     }
     const Hyper hyper = *reinterpret_cast<const Hyper *>(options);
-    for (int t = threadIdx.x; t < n_tables; t += blockDim.x)
-        rate[t] = (float)Recipe::rate(hyper, (double)(steps[t] += 1));
-    if (threadIdx.x == 0) {
+    for (int i = threadIdx.x; i < n_tables; i += blockDim.x) {
+        const int t = table_at(i);
+        const i64 step = steps[t] += 1;
+        rate[t] = (float)Recipe::rate(hyper, (double)step);
+        if (!IS_APART && i > 0) continue;
+        float *own = reinterpret_cast<float *>(numbers + own_of(t));
 #pragma unroll
-        for (int k = 0; k < CONSTANTS; k++)
-            reinterpret_cast<float *>(numbers)[k] = (float)options->v[HYPERS + k];
-        if constexpr (IS_DENSE)
-            Recipe::step_numbers(hyper, (double)step, reinterpret_cast<float *>(numbers) + CONSTANTS);
-        numbers->scale = grad_scale ? (float)(1.0 / (double)*grad_scale) : 1.0f;
+        for (int k = 0; k < CONSTANTS; k++) own[k] = (float)options->v[HYPERS + k];
+        if constexpr (IS_DENSE) Recipe::step_numbers(hyper, (double)step, own + CONSTANTS);
+        numbers[own_of(t)].scale = grad_scale ? (float)(1.0 / (double)*grad_scale) : 1.0f;
     }
 }
 
-// After the update of a step that was begun: keeps what rows that it did not reach will need. One block.
-extern "C" __global__ void step_end(const Options *options, const i64 *steps, const float *rate, const Numbers *numbers,
-                                    const Past *past) {
+// After the update of a step that was begun: keeps what rows that it did not reach will need. A block for each of
+// `tables`, or one where all take steps together.
+extern "C" __global__ void step_end(const Options *options, const i64 *steps, const int *tables, const float *rate,
+                                    const Numbers *numbers, const Past *past) {
     wait_for_prior_kernel();
-    const Past so_far = *past;
+    const int table = IS_APART ? tables[blockIdx.x] : 0;
+    const Past so_far = past[table];
     if (!so_far.marks[MARK_TAKEN]) return;
-    const i64 step = *steps;
+    const i64 step = steps[table];
     const int at = (int)(step - so_far.base);
     const Hyper hyper = *reinterpret_cast<const Hyper *>(options);
     if (threadIdx.x == 0) {
-        Numbers missed = *numbers;
+        Numbers missed = numbers[table];
         Recipe::missed_numbers(hyper, missed);
-        so_far.rates[at] = rate[0];
+        so_far.rates[at] = rate[table];
 #pragma unroll
         for (int k = 0; k < NUMBER_WORDS; k++)
             so_far.numbers[(i64)at * NUMBER_WORDS + k] = reinterpret_cast<const float *>(&missed)[k];

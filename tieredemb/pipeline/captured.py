@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from tieredemb.pipeline.batches import map_tensors, tensors_of
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.leaves import Leaves
 from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
+from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.group import DeviceGroup
 
 R = TypeVar("R")
@@ -43,6 +44,7 @@ class StepFunction(Generic[R]):
         self._leaves = Leaves(self.device)
         # of each module: what it is configured with, which a move replaces, and whether it trains
         self._captured_of = [(module, module.tables.config, module.is_trainable) for module in self.modules]
+        self._alike = self._optimizers_alike()
         with on_device(self.device):
             self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             self._captures = side_stream(self.device, 0, "capture")  # streams are few: another's would be captured
@@ -61,7 +63,15 @@ class StepFunction(Generic[R]):
         for module, config, trains in self._captured_of:
             if module.tables.config is not config or module.is_trainable is not trains:
                 return False
-        return True
+        return self._alike == self._optimizers_alike()
+
+    def _optimizers_alike(self) -> list[int]:
+        """Of the fused optimizers of tables that share a cache, which are alike, whose updates are one launch: the
+        number of the first one like each."""
+        first: dict[Hashable, int] = {}
+        optimizers = [each.engine.optimizer for each in self.modules if each.tables.step_time is not None]
+        fused = (each for each in optimizers if isinstance(each, FusedOptimizer))
+        return [first.setdefault(each.alike(), number) for number, each in enumerate(fused)]
 
     def accumulates(self) -> bool:
         """Whether gradients are being summed around the call, which a graph knows nothing of."""

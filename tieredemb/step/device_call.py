@@ -3,30 +3,27 @@ tiers."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from tieredemb.cache.changes import HalfWritten
 from tieredemb.cache.device.planner import LARGE
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.streams import on_device, synchronize
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, number_one_by_one, tell_fault
-from tieredemb.lookup.device_lookup import Segments
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, Collected
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall, shallow_copy
+from tieredemb.step.device_update import take_step, those_alike, update, update_together
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
-    from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.tables.table_set import TableSet
 
@@ -95,7 +92,10 @@ class DeviceCall(Call):
     def _allocate(self, groups: list[DeviceGroup], places: Places | None, *, trains: bool) -> CallMemory:
         dropped = self.context.options.padding_is_dropped
         reads_padding = [not dropped and bool((group.space.padding >= 0).any()) for group in groups]
-        sorts = [trains and not reads for reads in reads_padding]  # the padding's occurrences are known afterwards
+        # not where the padding is read, whose occurrences are known afterwards; nor where the update sorts those of all
+        # tables that share the cache
+        together = [group.client is not None and group.past is None for group in groups]
+        sorts = [trains and not reads and not later for reads, later in zip(reads_padding, together, strict=True)]
         with groups[0].cache.memory():
             return CallMemory(groups, self.ids, self.batch, places, sorts=sorts, masks=reads_padding)
 
@@ -202,139 +202,15 @@ class DeviceCall(Call):
 
     @staticmethod
     def apply(sets: Sequence[Collected]) -> None:
-        for calls in sets:
-            DeviceCall._apply(calls)
-
-    @staticmethod
-    def _apply(collected: Collected) -> None:
-        tables, optimizer = collected[0][0].context.tables, collected[0][0].context.check_trainable()
-        calls = [(call, grad) for call, grad in collected if isinstance(call, DeviceCall)]
-        device = tables.config.device
-        check_bags(tables, [call for call, _ in calls])
-        with tables.placed.now.rows.again(), on_device(device), contextlib.ExitStack() as used:
-            for call, grad in calls:
-                call.follow(grad)
-            faults = (
-                calls[0][0].memory.fault if len(calls) == 1 else torch.cat([call.memory.fault for call, _ in calls])
-            )
-            grads = [grad for _, grad in calls]
-            found_inf, grad_scale = optimizer.scaling(grads)
-            todo = []
-            for g, group in enumerate(tables.groups):
-                assert isinstance(group, DeviceGroup)
-                parts = [call.parts[g] for call, _ in calls]
-                batch = _Combined(parts, grads)
-                todo.append((group, batch, batch.segments(), optimizer.options_on(group), [p.ticket for p in parts]))
-            for group, *_, tickets in todo:
-                used.enter_context(group.cache.using(*tickets))
-            with _half_done(group.cache for group, *_ in todo):
-                for group, batch, segments, options, tickets in todo:
-                    rate, numbers = group.lookup.begin(
-                        options, group.device_steps, faults, found_inf, grad_scale,
-                        segments.work, group.past,
-                    )  # fmt: skip
-                    group.lookup.update(
-                        group.cache.hot, group.cache.overflow(tickets), segments, batch.grad, batch.scale,
-                        batch.argmax, rate, numbers, group.past, group.device_steps,
-                    )  # fmt: skip
-                    if group.past is not None:
-                        group.lookup.end(options, group.device_steps, rate, numbers, group.past)
+        for alike in those_alike(sets):
+            if len(alike) == 1:
+                update(alike[0])
+            else:
+                update_together(alike)
 
     @staticmethod
     def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
-        device = tables.config.device
-        with tables.placed.now.rows.again(), on_device(device), contextlib.ExitStack() as used:
-            found_inf, grad_scale = optimizer.scaling([])
-            groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
-            todo = [(group, optimizer.options_on(group)) for group in groups]
-            for group in groups:
-                used.enter_context(group.cache.using())
-            no_faults = torch.empty(0, dtype=torch.int64, device=device)
-            with _half_done(group.cache for group in groups):
-                for group, options in todo:
-                    work = group.lookup.new_segments(0, device).work
-                    rate, numbers = group.lookup.begin(
-                        options, group.device_steps, no_faults, found_inf, grad_scale, work, group.past
-                    )
-                    if group.past is not None:
-                        group.lookup.end(options, group.device_steps, rate, numbers, group.past)
-
-
-@contextlib.contextmanager
-def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
-    """An update that is launched inside is one: interrupted, it leaves rows in doubt. Of a capture nothing has run."""
-    if torch.cuda.is_current_stream_capturing():
-        yield
-        return
-    books, change = [cache.changes for cache in caches], HalfWritten("an update")
-    entries = []
-    for book in books:
-        entries.append(book.begin(change, up=3))
-    change.has_begun = True
-    try:
-        yield
-    except BaseException as error:
-        for book in books:
-            book.note(error)
-        raise
-    for book, entry in zip(books, entries, strict=True):
-        book.end(entry)
-
-
-class _Combined:
-    """The calls of one backward pass in one group, as one batch: samples and winning occurrences count on. `homes`,
-    `bag`: int32 (N,), of the trained occurrences · `samples`: bags a feature."""
-
-    def __init__(self, parts: list[DeviceGroupCall], grads: list[torch.Tensor]) -> None:
-        self._lookup = parts[0].group.lookup
-        scales = [part.scale() for part in parts]
-        if len(parts) == 1:
-            part = parts[0]
-            self.grad, self.scale, self.argmax = grads[0], scales[0], part.argmax
-            self.homes, self.bag, self.samples = part.trained, part.bag, part.samples
-            self._part: DeviceGroupCall | None = part
-            return
-        samples = sum(len(grad) for grad in grads)
-        bags, argmax, first_sample, first = [], [], 0, 0
-        for part in parts:
-            feature = torch.div(part.bag, max(1, part.samples), rounding_mode="floor")
-            bags.append(part.bag + feature * (samples - part.samples) + first_sample)
-            if part.argmax is not None:
-                argmax.append(torch.where(part.argmax < 0, part.argmax, part.argmax + first))
-            first_sample += part.samples
-            first += part.trained.shape[0]
-        self.grad = torch.cat(grads)
-        self.argmax = torch.cat(argmax) if argmax else None
-        ones = [torch.ones(p.trained.shape[0], device=p.trained.device, dtype=torch.float32) for p in parts]
-        filled = [one if scale is None else scale for one, scale in zip(ones, scales, strict=True)]
-        self.scale = torch.cat(filled) if any(scale is not None for scale in scales) else None
-        self.homes, self.bag, self.samples = torch.cat([part.trained for part in parts]), torch.cat(bags), samples
-        self._part = None
-
-    def segments(self) -> Segments:
-        """The occurrences by row."""
-        return (
-            self._lookup.segments(self.homes, self.bag, self.samples) if self._part is None else self._part.segments()
-        )
-
-
-def check_bags(tables: TableSet, calls: Sequence[Call]) -> None:
-    """Raises `InvalidInputError` for calls that are too large for one update."""
-    samples, features = sum(call.rows for call in calls), tables.n_features
-    if features * samples > MAX_BAGS:
-        raise InvalidInputError(
-            f"one update is of {len(calls)} forwards of {samples} samples in all; with {features} features these are "
-            f"more than {MAX_BAGS} bags: call backward for each, and step() where a torch optimizer is followed"
-        )
-
-
-def combined(group: DeviceGroup, collected: Collected, g: int) -> tuple[_Combined, list[DeviceTicket]]:
-    """The calls as one batch in their group number `g`, and its tickets. The caller holds the locks of the rows."""
-    parts = [call.parts[g] for call, _ in collected]
-    for call, grad in collected:
-        assert isinstance(call, DeviceCall)
-        call.follow(grad)
-    return _Combined(parts, [grad for _, grad in collected]), [part.ticket for part in parts]
+        take_step(tables, optimizer)
 
 
 def _check_at_once(tables: TableSet, device: torch.device) -> None:

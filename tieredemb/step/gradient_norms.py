@@ -52,7 +52,7 @@ def _norm_on_host(totals: torch.Tensor, group: HostGroup, g: int, collected: Col
 
 def _norm_on_device(totals: torch.Tensor, group: DeviceGroup, g: int, collected: Collected, norm_type: float) -> None:
     from tieredemb.lookup.gradient_norm import occurrence_powers
-    from tieredemb.step.device_call import combined
+    from tieredemb.step.device_update import combined
 
     batch, tickets = combined(group, collected, g)
     with on_device(group.config.device), group.cache.using(*tickets):

@@ -185,7 +185,7 @@ class PendingGradients:
 
     def _check_size(self) -> None:
         if self._tables.config.device.type == "cuda":
-            from tieredemb.step.device_call import check_bags
+            from tieredemb.step.device_update import check_bags
 
             check_bags(self._tables, [call for call, _ in self._calls])
 

@@ -37,8 +37,8 @@ class DeviceOptions:
         """Takes over `options`, numbers by name. Does not synchronise, and is no part of a capture. Raises
         `ConfigError` for a learning rate that is negative or no number."""
         for each in self._tables.groups:
-            if isinstance(each, DeviceGroup) and each.device_history is not None:
-                each.device_history.note_step()
+            if isinstance(each, DeviceGroup):
+                each.note_step()
         if self._told == options:
             return
         check_rate(options["lr"])

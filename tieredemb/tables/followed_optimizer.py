@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -361,6 +361,10 @@ class FollowedOptimizer:
         )
         found, scale = as_float
         return found, scale
+
+    def alike(self) -> Hashable:
+        """See `RowOptimizer.alike`."""
+        return id(self.optimizer), self.group
 
     def upload(self) -> None:
         """See `RowOptimizer.upload`. A learning rate that is a tensor on the GPU is read there, at each replay."""

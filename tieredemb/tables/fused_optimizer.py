@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         for param in self.param_groups[0]["params"]:
             param.grad = torch.where(finite, 0.0, float("inf"))
         return found, scaler._get_scale_async()
+
+    def alike(self) -> Hashable:
+        """See `RowOptimizer.alike`. A scaler is told of infinities by each of its optimizers."""
+        values = [value for name, value in self.param_groups[0].items() if name != "params"]
+        if self._scaler is not None or not all(isinstance(value, Hashable) for value in values):
+            return id(self)
+        return type(self._config), tuple(values)
 
     def upload(self) -> None:
         """Tells the GPU of the param group as it is now. Every eager step does; after a scheduler has changed `lr`,

@@ -18,6 +18,7 @@ from tieredemb.cache.changes import Part
 from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
 from tieredemb.config import Capacity, TableConfig, slots_for
 from tieredemb.errors import ConfigError, StorageError, StorageFormatError
+from tieredemb.kernels.streams import outside_capture
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.history import CopiedRows, Histories, History
 from tieredemb.lookup.optimizer import new_histories, state_start, state_width
@@ -341,6 +342,8 @@ class DeviceGroup(Group):
         )  # fmt: skip
 
     def _connect(self) -> None:
+        from tieredemb.lookup.device_history import new_pasts
+
         cold, ranges = self.cache.cold, self._ranges()
         self.first_slots = [-1] * len(self.space)
         slot = self.slots - sum(rows for _, rows in ranges)
@@ -350,6 +353,10 @@ class DeviceGroup(Group):
         self.device_steps = torch.tensor(cold.metadata.steps, dtype=torch.int64, device=self.config.device)
         steps = self.device_steps  # and not the group, which would keep the cache alive that holds this
         self.cache.on_flush.append(lambda: cold.metadata.__dict__.update(steps=steps.tolist()))
+        self._numbered: dict[tuple[int, ...], torch.Tensor] = {}
+        self.pasts: torch.Tensor | None = None
+        if self.config.apart and cold.history is not None:
+            self.pasts = new_pasts(len(self.space), self.config.device)
         self._make_lookup()
 
     def _join(self, whole: Group) -> None:
@@ -357,17 +364,17 @@ class DeviceGroup(Group):
         self.first_slots = whole.first_slots[self.own]
         self.device_steps = whole.device_steps[self.own]
         with torch.cuda.device(self.config.device):
-            self._make_lookup()
+            self._make_lookup(None if whole.pasts is None else whole.pasts[self.own.start])
 
-    def _make_lookup(self) -> None:
+    def _make_lookup(self, past: torch.Tensor | None = None) -> None:
         from tieredemb.lookup.device_bags import DeviceKeySpace
         from tieredemb.lookup.device_history import DeviceHistory
         from tieredemb.lookup.device_lookup import DeviceLookup
 
         config, row = self.config, self.cache.cold.layout.format
         self.device_space = DeviceKeySpace(self.space, self.first_slots, config.device)
-        self.lookup = DeviceLookup(self.device_space, row, config.optimizer, config.output_dtype)
-        self.device_history = None if self.kept is None else DeviceHistory(self.kept, self.device_steps)
+        self.lookup = DeviceLookup(self.device_space, row, config.optimizer, config.output_dtype, apart=config.apart)
+        self.device_history = None if self.kept is None else DeviceHistory(self.kept, self.device_steps, past)
         self.past = None if self.device_history is None else self.device_history.past
         if self.device_history is not None and self.kept is not None:
             self.cache.on_flush.append(functools.partial(self.device_history.download, self.kept))
@@ -396,6 +403,23 @@ class DeviceGroup(Group):
     def check_steps(self) -> None:
         if self.device_history is not None:
             self.device_history.check()
+
+    def note_step(self) -> None:
+        """A step is about to be launched, of a dense optimizer; see `DeviceHistory.note_step`."""
+        if self.device_history is not None:
+            self.device_history.note_step()
+
+    def numbered(self, tables: Sequence[int]) -> torch.Tensor:
+        """Numbers of its tables on the device, int32 (K,), made once: a capture counts on their memory."""
+        key = tuple(tables)
+        if key not in self._numbered:
+            with outside_capture(self.config.device):
+                self._numbered[key] = (
+                    torch.tensor(key, dtype=torch.int32, device="cpu")
+                    .pin_memory()
+                    .to(self.config.device, non_blocking=True)
+                )
+        return self._numbered[key]
 
     @property
     def history_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -27,6 +27,9 @@ class RowOptimizer(Protocol):
     def scaling(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """On a GPU: whether the step is to be skipped, and what gradients are divided by, both float32 (), or None.
         Does not synchronise."""
+
+    def alike(self) -> Hashable:
+        """What is equal of optimizers that give tables of equal rows, at equal steps, equal numbers."""
 
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
         """On a GPU: what it knows of the options, float64 (`MOST_NUMBERS`,). Does not synchronise."""

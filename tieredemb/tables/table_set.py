@@ -137,7 +137,8 @@ class TableSet:
         widths_of = [config.tables[feature.table].embedding_dim for feature in features_of(config.tables)]
         starts = np.concatenate([[0], np.cumsum(widths_of)])
         # rows that are not pooled, all of one width, lie below each other
-        self.columns = (starts if config.pooled else np.array([0] * len(widths_of) + widths_of[:1])).astype(np.int64)
+        is_wide = config.pooled and not config.apart
+        self.columns = (starts if is_wide else np.array([0] * len(widths_of) + widths_of[:1])).astype(np.int64)
         widths = sorted({table.embedding_dim for table in config.tables})
         self._replaced = 0  # how often rows were
         self._finalizer = weakref.finalize(self, self.placed.close)

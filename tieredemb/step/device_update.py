@@ -1,0 +1,237 @@
+"""Updates on a GPU: the calls of one backward pass, or of several before a step, as one batch; launches alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from tieredemb.cache.changes import HalfWritten
+from tieredemb.errors import InvalidInputError
+from tieredemb.kernels.streams import on_device
+from tieredemb.lookup.device_bags import MAX_BAGS
+from tieredemb.lookup.device_lookup import DeviceLookup, Segments
+from tieredemb.step.call import Call, Collected
+from tieredemb.step.device_group_call import DeviceGroupCall
+from tieredemb.tables.group import DeviceGroup
+from tieredemb.tables.row_optimizer import RowOptimizer
+
+if TYPE_CHECKING:
+    from tieredemb.cache.device.cache import DeviceCache
+    from tieredemb.cache.device.ticket import DeviceTicket
+    from tieredemb.step.device_call import DeviceCall
+    from tieredemb.tables.table_set import TableSet
+
+
+def those_alike(sets: Sequence[Collected]) -> list[list[Collected]]:
+    """The calls over sets of tables, of which those stand together that one launch updates: they share a cache, and
+    their optimizers' numbers."""
+    if len(sets) == 1:
+        return [list(sets)]
+    found: dict[Hashable, list[Collected]] = {}
+    for calls in sets:
+        context = calls[0][0].context
+        key = (id(context.tables.whole), context.check_trainable().alike())
+        found.setdefault(key, []).append(calls)
+    return list(found.values())
+
+
+def update(collected: Collected) -> None:
+    """One optimizer step for calls over one set of tables, in forward order."""
+    tables, optimizer = collected[0][0].context.tables, collected[0][0].context.check_trainable()
+    calls, grads = _device_calls(collected), [grad for _, grad in collected]
+    check_bags(tables, calls)
+    with tables.placed.now.rows.again(), on_device(tables.config.device), contextlib.ExitStack() as used:
+        for call, grad in zip(calls, grads, strict=True):
+            call.follow(grad)
+        faults, (found_inf, grad_scale) = _faults(calls), optimizer.scaling(grads)
+        todo = []
+        for g, group in enumerate(tables.groups):
+            assert isinstance(group, DeviceGroup)
+            parts = [call.parts[g] for call in calls]
+            batch = Combined(parts, grads)
+            todo.append((group, batch, batch.segments(), optimizer.options_on(group), [p.ticket for p in parts]))
+        for group, *_, tickets in todo:
+            used.enter_context(group.cache.using(*tickets))
+        with _half_done(group.cache for group, *_ in todo):
+            for group, batch, segments, options, tickets in todo:
+                rate, numbers = group.lookup.begin(
+                    options, group.device_steps, faults, found_inf, grad_scale,
+                    segments.work, group.past,
+                )  # fmt: skip
+                group.lookup.update(
+                    group.cache.hot, group.cache.overflow(tickets), segments, batch.grad, batch.scale,
+                    batch.argmax, rate, numbers, group.past, group.device_steps,
+                )  # fmt: skip
+                if group.past is not None:
+                    group.lookup.end(options, group.device_steps, rate, numbers, group.past)
+
+
+def update_together(sets: Sequence[Collected]) -> None:
+    """One optimizer step for the calls over each of several tables that share a cache and their optimizers' numbers:
+    in the launches of one table."""
+    tables, optimizer = sets[0][0][0].context.tables.whole, sets[0][0][0].context.check_trainable()
+    whole = cast("DeviceGroup", tables.groups[0])
+    collected = sorted((pair for calls in sets for pair in calls), key=lambda pair: pair[0].number)
+    calls, grads = _device_calls(collected), [grad for _, grad in collected]
+    check_bags(tables, calls)
+    parts = [call.parts[0] for call in calls]
+    groups = [cast("DeviceGroup", calls[0][0].context.tables.groups[0]) for calls in sets]
+    with tables.placed.now.rows.again(), on_device(tables.config.device):
+        for call, grad in zip(calls, grads, strict=True):
+            call.follow(grad)
+        faults, (found_inf, grad_scale) = _faults(calls), optimizer.scaling(grads)
+        taken = whole.numbered([group.own.start for group in groups])
+        batch = Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts])
+        segments, options = batch.segments(), optimizer.options_on(groups[0])
+        for group in groups[1:]:
+            group.note_step()
+        tickets = [part.ticket for part in parts]
+        with whole.cache.using(*tickets), _half_done([whole.cache]):
+            rate, numbers = whole.lookup.begin(
+                options, whole.device_steps, faults, found_inf, grad_scale, segments.work, whole.pasts, taken
+            )
+            whole.lookup.update(
+                whole.cache.hot, whole.cache.overflow(tickets), segments, batch.grad, batch.scale, batch.argmax, rate,
+                numbers, whole.pasts, whole.device_steps,
+            )  # fmt: skip
+            if whole.pasts is not None:
+                whole.lookup.end(options, whole.device_steps, rate, numbers, whole.pasts, taken)
+
+
+def take_step(tables: TableSet, optimizer: RowOptimizer) -> None:
+    """A step in which no row has a gradient."""
+    device = tables.config.device
+    with tables.placed.now.rows.again(), on_device(device), contextlib.ExitStack() as used:
+        found_inf, grad_scale = optimizer.scaling([])
+        groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
+        todo = [(group, optimizer.options_on(group)) for group in groups]
+        for group in groups:
+            used.enter_context(group.cache.using())
+        no_faults = torch.empty(0, dtype=torch.int64, device=device)
+        with _half_done(group.cache for group in groups):
+            for group, options in todo:
+                work = group.lookup.new_segments(0, device).work
+                rate, numbers = group.lookup.begin(
+                    options, group.device_steps, no_faults, found_inf, grad_scale, work, group.past
+                )
+                if group.past is not None:
+                    group.lookup.end(options, group.device_steps, rate, numbers, group.past)
+
+
+def _device_calls(collected: Collected) -> list[DeviceCall]:
+    return [cast("DeviceCall", call) for call, _ in collected]
+
+
+def _faults(calls: Sequence[DeviceCall]) -> torch.Tensor:
+    return calls[0].memory.fault if len(calls) == 1 else torch.cat([call.memory.fault for call in calls])
+
+
+@contextlib.contextmanager
+def _half_done(caches: Iterable[DeviceCache]) -> Iterator[None]:
+    """An update that is launched inside is one: interrupted, it leaves rows in doubt. Of a capture nothing has run."""
+    if torch.cuda.is_current_stream_capturing():
+        yield
+        return
+    books, change = [cache.changes for cache in caches], HalfWritten("an update")
+    entries = []
+    for book in books:
+        entries.append(book.begin(change, up=3))
+    change.has_begun = True
+    try:
+        yield
+    except BaseException as error:
+        for book in books:
+            book.note(error)
+        raise
+    for book, entry in zip(books, entries, strict=True):
+        book.end(entry)
+
+
+class Combined:
+    """The calls of one update in one group, as one batch: samples and winning occurrences count on. `homes`, `bag`:
+    int32 (N,), of the trained occurrences · `samples`: bags a feature.
+
+    `lookup`, `features`: of calls over several tables that share a cache, by what they are updated together, and which
+    feature of it each call is of.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[DeviceGroupCall],
+        grads: Sequence[torch.Tensor],
+        lookup: DeviceLookup | None = None,
+        features: Sequence[int] | None = None,
+    ) -> None:
+        self._lookup = lookup or parts[0].group.lookup
+        scales = [part.scale() for part in parts]
+        if len(parts) == 1 and features is None:
+            part = parts[0]
+            self.grad, self.scale, self.argmax = grads[0], scales[0], part.argmax
+            self.homes, self.bag, self.samples = part.trained, part.bag, part.samples
+            self._part: DeviceGroupCall | None = part
+            return
+        samples = sum(len(grad) for grad in grads)
+        self.bag = torch.cat(_bags(parts, samples) if features is None else _bags_of(parts, features, samples))
+        argmax, first = [], 0
+        for part in parts:
+            if part.argmax is not None:
+                argmax.append(torch.where(part.argmax < 0, part.argmax, part.argmax + first))
+            elif any(each.argmax is not None for each in parts):  # of another mode: of its rows nobody asks
+                argmax.append(torch.full_like(grads[len(argmax)], -1, dtype=torch.int32))
+            first += part.trained.shape[0]
+        self.grad = torch.cat(list(grads))
+        self.argmax = torch.cat(argmax) if argmax else None
+        self.scale = None
+        if any(scale is not None for scale in scales):
+            ones = [torch.ones(p.trained.shape[0], device=p.trained.device, dtype=torch.float32) for p in parts]
+            filled = [one if scale is None else scale for one, scale in zip(ones, scales, strict=True)]
+            self.scale = torch.cat(filled)
+        self.homes, self.samples = torch.cat([part.trained for part in parts]), samples
+        self._part = None
+
+    def segments(self) -> Segments:
+        """The occurrences by row."""
+        return (
+            self._lookup.segments(self.homes, self.bag, self.samples) if self._part is None else self._part.segments()
+        )
+
+
+def _bags(parts: Sequence[DeviceGroupCall], samples: int) -> list[torch.Tensor]:
+    """The bags of the occurrences of each call, where all calls have `samples` samples together."""
+    bags, first = [], 0
+    for part in parts:
+        feature = torch.div(part.bag, max(1, part.samples), rounding_mode="floor")
+        bags.append(part.bag + feature * (samples - part.samples) + first)
+        first += part.samples
+    return bags
+
+
+def _bags_of(parts: Sequence[DeviceGroupCall], features: Sequence[int], samples: int) -> list[torch.Tensor]:
+    """The same of calls over one feature each: `features` of what they share."""
+    shifts, first = [], 0
+    for part, feature in zip(parts, features, strict=True):
+        shifts.append(feature * samples + first)
+        first += part.samples
+    return list(torch._foreach_add([part.bag for part in parts], shifts))
+
+
+def check_bags(tables: TableSet, calls: Sequence[Call]) -> None:
+    """Raises `InvalidInputError` for calls that are too large for one update."""
+    samples, features = sum(call.rows for call in calls), tables.n_features
+    if features * samples > MAX_BAGS:
+        raise InvalidInputError(
+            f"one update is of {len(calls)} forwards of {samples} samples in all; with {features} features these are "
+            f"more than {MAX_BAGS} bags: call backward for each, and step() where a torch optimizer is followed"
+        )
+
+
+def combined(group: DeviceGroup, collected: Collected, g: int) -> tuple[Combined, list[DeviceTicket]]:
+    """The calls as one batch in their group number `g`, and its tickets. The caller holds the locks of the rows."""
+    parts = [call.parts[g] for call, _ in collected]
+    for call, grad in collected:
+        assert isinstance(call, DeviceCall)
+        call.follow(grad)
+    return Combined(parts, [grad for _, grad in collected]), [part.ticket for part in parts]
