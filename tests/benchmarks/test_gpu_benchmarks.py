@@ -33,6 +33,7 @@ def run(name, *args):
         ("inference", {"lookup, all hits": 3, "lookup, 5 % misses": 2}),
         ("tiers", {"W-1.2": 4, "W-1.2, building 0.0 GiB, weights set": 2}),
         ("optimizers", {"W-1.2": 8, "forward": 3, "catch up": 6}),
+        ("converted", {"step": 9}),
     ],
 )
 def test_benchmark_keeps_its_records_for_the_docs(name, ops, tmp_path):
@@ -59,7 +60,7 @@ def test_tiers_end_with_the_same_bits(tmp_path, capsys):
     assert "in the end the bits of HostMemory" in out
 
 
-@pytest.mark.parametrize("name", ["dlrm", "inference", "tiers", "optimizers"])
+@pytest.mark.parametrize("name", ["dlrm", "inference", "tiers", "optimizers", "converted"])
 def test_wrong_options_are_refused(name, capsys):
     module = importlib.import_module(f"benchmarks.cuda_{name}")
     with pytest.raises(SystemExit):

@@ -1,0 +1,213 @@
+"""A model of many tables as most people write it, converted in one line: `python -m benchmarks.cuda_converted`.
+
+26 `nn.EmbeddingBag` and a sparse optimizer of torch's, against the same model whose tables were replaced, eager, with
+`prefetch` and as `graph_step`, and against the same tables as one collection. On a GPU; `--device cpu` runs there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import nn
+
+import tieredemb
+from benchmarks.cuda_command import keep, make_parser, parse
+from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, MODE_STEPS
+from benchmarks.cuda_step import STATISTIC, release, say
+from benchmarks.cuda_tables import run_fetched, run_fresh
+from benchmarks.cuda_timing import StepTimes, run_steps
+from benchmarks.cuda_workload import Cache, CudaWorkload, batches
+from benchmarks.record import Record, measured
+from tieredemb.stats import CacheStats
+
+TABLES, ROWS, WIDTH, BATCH, ALPHA = 26, 200_000, 64, 4096, 1.05
+SHARES = (1.0, 0.1)
+STEPS, WARM_UP = 100, 40
+LR = 0.05
+TORCH = "torch, nn.EmbeddingBag(sparse=True)"
+CONVERTED, COLLECTION = "tieredemb, converted", "tieredemb, one collection"
+    "torch, nn.EmbeddingBag(sparse=True)",
+    "tieredemb, converted",
+    "tieredemb, one collection",
+)
+MODES = 4
+Batch = Sequence[torch.Tensor]
+
+
+class Model(nn.Module):
+    """Tables that are looked up one after the other, as models that nobody here wrote do."""
+
+    def __init__(self, work: CudaWorkload, device: torch.device) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag(work.rows, work.width, mode="sum", sparse=True, device=device) for _ in range(work.tables)
+        )
+        self.register_buffer("offsets", torch.arange(work.batch, device=device), persistent=False)
+
+    def forward(self, ids: Batch) -> list[torch.Tensor]:
+        return [bag(each, self.offsets) for bag, each in zip(self.bags, ids, strict=True)]
+
+
+class Collection(nn.Module):
+    """The same tables as one collection, whose ids the model puts together."""
+
+    def __init__(self, work: CudaWorkload, capacity: float, device: torch.device) -> None:
+        super().__init__()
+        tables = [
+            tieredemb.TableConfig(name=f"t{t}", num_embeddings=work.rows, embedding_dim=work.width)
+            for t in range(work.tables)
+        ]
+        self.tables = tieredemb.TieredEmbeddingBagCollection(
+            tables, capacity=capacity, optimizer=torch.optim.Adagrad, device=device
+        )
+        self.register_buffer("offsets", torch.arange(work.lookups + 1, device=device), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        pooled: torch.Tensor = self.tables(ids, self.offsets)
+        return [pooled]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model and its optimizer. `gradients`: of its outputs, in every step."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    gradients: list[torch.Tensor]
+
+    def step(self, batch: Any) -> None:
+        self.optimizer.zero_grad()
+        torch.autograd.backward(self.model(batch), self.gradients)
+        self.optimizer.step()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the command line asked for."""
+
+    work: CudaWorkload
+    warm_up: int
+    steps: int
+    device: torch.device
+
+
+def measure(
+    plan: Plan, trained: Trained, given: list[Any], stats: Callable[[], CacheStats]
+) -> dict[str, tuple[StepTimes, CacheStats]]:
+    """Times of the steps in each mode, by its name, and what they did."""
+    device, source = plan.device, iter(given)
+
+    def alone(step: Callable[[Any], object], warm_up: int) -> tuple[StepTimes, CacheStats]:
+        return run_fresh(step, list(islice(source, warm_up + plan.steps)), stats, warm_up=warm_up, device=device)
+
+    def ahead(step: Callable[[Any], object]) -> tuple[StepTimes, CacheStats]:
+        some = list(islice(source, MODE_STEPS + plan.steps + 1))
+        return run_fetched(step, some, trained.model, stats, warm_up=MODE_STEPS, depth=1, device=device)
+
+    runs = {"": alone(trained.step, plan.warm_up), FETCHED: ahead(trained.step)}
+    if device.type == "cuda":
+        captured = tieredemb.graph_step(trained.step)
+        runs[GRAPH] = alone(captured, MODE_STEPS)
+        runs[FETCHED_GRAPH] = ahead(captured)
+    return runs
+
+
+def records(plan: Plan) -> list[Record]:
+    work, device = plan.work, plan.device
+    ids = batches(work, plan.warm_up + MODES * (MODE_STEPS + plan.steps + 1), device)
+    apart = [list(each.view(work.tables, -1).unbind()) for each in ids]
+    random = torch.Generator(device).manual_seed(1)
+    whole = torch.randn(work.batch, work.tables * work.width, generator=random, device=device).mul_(1e-2)
+    each = [part.contiguous() for part in whole.chunk(work.tables, 1)]
+
+    start, model = perf_counter(), Model(work, device)
+    plain = Trained(model, torch.optim.Adagrad(model.parameters(), lr=LR), each)
+    run_steps(plain.step, apart[: plan.warm_up], device)
+    baseline = run_steps(plain.step, apart[plan.warm_up : plan.warm_up + plan.steps], device)
+    found = [measured("step", TORCH, "", "ms", baseline.quantiles(), note=str(baseline))]
+    say(f"{TORCH}: {perf_counter() - start:.1f} s")
+    del model, plain
+    release(device)
+    for share in SHARES:
+        for provider in (CONVERTED, COLLECTION):
+            start = perf_counter()
+            trained, given, stats, close = _tiered(provider, plan, share, apart, ids, each, whole)
+            for mode, (times, done) in measure(plan, trained, given, stats).items():
+                ratio = {"ratio": times.mean_ms / baseline.mean_ms, "ratio_label": "× torch"}
+                note = f"hit rate {100 * done.hit_rate:.1f} %; {times}"
+                config = f"capacity {100 * share:g} %{mode}"
+                found.append(measured("step", provider, config, "ms", times.quantiles(), note=note, **ratio))
+            close()
+            del trained, stats, close
+            release(device)
+            say(f"{provider}, {share:.0%}: {perf_counter() - start:.1f} s")
+    return found
+
+
+def _tiered(
+    provider: str,
+    plan: Plan,
+    share: float,
+    apart: list[Any],
+    ids: torch.Tensor,
+    each: list[torch.Tensor],
+    whole: torch.Tensor,
+) -> tuple[Trained, list[Any], Callable[[], CacheStats], Callable[[], None]]:
+    """What trains, its batches, the counters of its cache, and what closes it."""
+    if provider == COLLECTION:
+        together = Collection(plan.work, share, plan.device)
+        optimizer = torch.optim.Adagrad(together.tables.parameters(), lr=LR)
+        together.tables.follow(optimizer)
+        return Trained(together, optimizer, [whole]), list(ids), together.tables.stats, together.tables.close
+    model = Model(plan.work, plan.device)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
+    tieredemb.replace_embedding_bags(model, capacity=share, optimizer=optimizer)
+    first: Any = model.bags[0]
+    return Trained(model, optimizer, each), apart, first.tables.whole.stats, first.close
+
+
+def title(plan: Plan) -> str:
+    work = plan.work
+    return (
+        f"Forward, backward from a gradient of the outputs, and `step()` of torch.optim.Adagrad: {work.tables} × "
+        f"{work.rows:,} × {work.width}, batch {work.batch:,}, bags of 1 id, Zipf {work.alpha:g}, fp32. The mean of "
+        f"{plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up; then of as many in each "
+        f"other mode."
+    )
+
+
+# --- command line ---------------------------------------------------------------------------------------------------
+
+
+def plan_of(args: Sequence[str] | None = None) -> tuple[Plan, Path | None]:
+    """The plan, and where its results go."""
+    parser = make_parser("cuda_converted", __doc__, rows=ROWS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed steps of each mode (default: %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before the first (default: %(default)s)")
+    chosen = parse(parser, args)
+    rows, batch = (min(chosen.rows, 300), 32) if chosen.quick else (chosen.rows, BATCH)
+    tables, width = (3, 8) if chosen.quick else (TABLES, WIDTH)
+    steps, warm_up = (min(chosen.steps, 5), min(chosen.warm_up, 4)) if chosen.quick else (chosen.steps, chosen.warm_up)
+    caches = tuple(Cache(capacity=share) for share in SHARES)
+    work = CudaWorkload(
+        name="converted", tables=tables, rows=rows, width=width, batch=batch, alpha=ALPHA, caches=caches
+    )
+    return Plan(work=work, warm_up=warm_up, steps=steps, device=chosen.device), chosen.results
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    plan, results = plan_of(args)
+    start = perf_counter()
+    found = records(plan)
+    keep(results, "cuda-converted", title(plan), found, statistic=STATISTIC)
+    say(f"{perf_counter() - start:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
