@@ -32,10 +32,6 @@ STEPS, WARM_UP = 100, 40
 LR = 0.05
 TORCH = "torch, nn.EmbeddingBag(sparse=True)"
 CONVERTED, COLLECTION = "tieredemb, converted", "tieredemb, one collection"
-    "torch, nn.EmbeddingBag(sparse=True)",
-    "tieredemb, converted",
-    "tieredemb, one collection",
-)
 MODES = 4
 Batch = Sequence[torch.Tensor]
 
