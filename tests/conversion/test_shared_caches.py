@@ -244,6 +244,34 @@ def test_a_step_ages_scores_once(device, trains, fetched):
     assert abs(counted.hit_rate - expected.hit_rate) < 0.02  # victims of a table are chosen before the next one asks
 
 
+def test_victims_are_looked_for_in_parts_of_a_large_cache(device):
+    """Which costs next to no hits: a part holds many times what is needed, and the next plan has another one."""
+    count, rows, slots, ids = (4, 12_000, 20_000, 600) if device == "cpu" else (4, 150_000, 300_000, 8_000)
+    model = Rows(count, rows).to(device).requires_grad_(False)
+    te.replace_embedding_bags(model, capacity=slots)
+    tables = [te.TableConfig(name=str(i), num_embeddings=rows, embedding_dim=WIDTH) for i in range(count)]
+    collection = te.TieredEmbeddingBagCollection(tables, capacity=slots, device=device)
+    random, offsets = np.random.default_rng(0), torch.arange(count * ids + 1, device=device)
+    with torch.no_grad():
+        for _ in range(150):
+            drawn = np.minimum(random.pareto(0.6, (count, ids, 1)) * 20, rows - 1).astype(np.int64)
+            drawn[:, ::2] = random.integers(0, rows, (count, ids // 2, 1))
+            batch = torch.from_numpy(drawn * 7919 % rows).to(device)
+            model(list(batch))
+            collection(batch.flatten(), offsets)
+    counted, expected = pool_of(model).stats(), collection.stats()
+    assert expected.evictions > 10_000
+    assert abs(counted.hit_rate - expected.hit_rate) < 0.005
+
+
+def test_small_parts_change_no_number(device, monkeypatch):
+    monkeypatch.setattr("tieredemb.cache.policy_cpu.LEAST_PART", 2)
+    monkeypatch.setattr("tieredemb.cache.policy_cpu.PART_SHARE", 1)
+    (one, first), (other, second) = models(device, make=lambda params: torch.optim.Adagrad(params), capacity=0.2)
+    same(train(one, first, range(20), device), train(other, second, range(20), device))
+    same(weights(one), weights(other))
+
+
 def test_a_table_that_is_looked_up_twice_ages_once(device):
     model = Rows(2, 20).to(device)
     te.replace_embedding_bags(model, capacity=5, optimizer=te.SGD(lr=0.1))

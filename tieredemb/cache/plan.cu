@@ -335,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
 // does, and goes on as `missed_settle`. 1,024 threads a block, all blocks resident at once. `selection` comes as zeros.
 extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
     missed_place(Selection *selection, Counts *counts, const Clock *clock, Slots slots, float unit, int by_age,
-                 int *victims, const i64 *missed_keys, int *missed_slots, i64 *victim_keys, int *homes, i64 n,
+                 int in_parts, int *victims, const i64 *missed_keys, int *missed_slots, i64 *victim_keys, int *homes, i64 n,
                  const Claim *claims, i64 n_claims, Records records) {
     wait_for_prior_kernel();
     const Missed missed{missed_keys, missed_slots, victim_keys};
@@ -346,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
     }
     int chosen = 0;
     if (wanted.needed) {
-        victims_choose(selection, clock, slots.score, slots.last_batch, wanted.used, wanted.needed, unit, by_age, victims);
+        victims_choose(selection, clock, slots.score, slots.last_batch, wanted, unit, by_age, in_parts, victims);
         grid_meet(&selection->arrivals);  // a slot that passes over would be ranked anew
         chosen = __ldcg(&selection->chosen);
     }

@@ -6,7 +6,7 @@
 // all blocks resident at once. `selection` comes as zeros.
 extern "C" __global__ void __launch_bounds__(TOGETHER)
     victims_select(Selection *selection, Counts *counts, const Clock *clock, const u32 *score, const int *last_batch,
-                   int capacity, float unit, int by_age, int *victims) {
+                   int capacity, float unit, int by_age, int in_parts, int *victims) {
     wait_for_prior_kernel();
     const Wanted wanted = slots_wanted(counts, capacity);
     if (thread_index() == 0) {
@@ -14,5 +14,5 @@ extern "C" __global__ void __launch_bounds__(TOGETHER)
         counts->room = wanted.room;
     }
     if (wanted.needed)
-        victims_choose(selection, clock, score, last_batch, wanted.used, wanted.needed, unit, by_age, victims);
+        victims_choose(selection, clock, score, last_batch, wanted, unit, by_age, in_parts, victims);
 }

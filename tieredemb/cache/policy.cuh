@@ -139,11 +139,40 @@ __device__ __forceinline__ void digit_choose(Threshold &at, const int *total, in
     __syncthreads();
 }
 
+// How a plan makes room for the keys that it has missed.
+struct Wanted {
+    int missed, used;
+    int room;    // of them, those that get a slot never used
+    int needed;  // and those that get a victim's
+};
+__device__ __forceinline__ Wanted slots_wanted(const Counts *counts, int capacity) {
+    const int missed = counts->missed, used = counts->used, free = capacity - used;
+    const int needed = missed > free ? missed - free : 0;
+    return {missed, used, missed - needed, needed};
+}
+
+// Where victims are looked for: among all slots used; or `in_parts`, where many plans of one step would each look through
+// all of them, in a part that holds many times the victims needed, and is another one for each plan.
+constexpr i64 LEAST_PART = 1 << 18, PART_SHARE = 32;
+struct Part {
+    int first, count;
+};
+__device__ __forceinline__ Part part_of(const Clock &clock, const Wanted &wanted, int in_parts) {
+    const i64 used = wanted.used, share = PART_SHARE * wanted.needed;
+    const i64 size = share > LEAST_PART ? share : LEAST_PART;
+    if (!in_parts || used <= size) return {0, wanted.used};
+    i64 first = clock.batch % ((used + size - 1) / size) * size;
+    if (first > used - size) first = used - size;
+    first -= first % PER_THREAD;
+    return {(int)first, (int)size};
+}
+
 // Appends the victims' slots to `victims`. Of rows whose score is the threshold's the oldest go with `by_age`, any
 // without.
 __device__ __forceinline__ void victims_emit(Selection *selection, const Threshold &at, const u32 *score,
-                                             const int *last_batch, i64 n, const Clock &clock, bool by_age, int needed,
-                                             int *victims) {
+                                             const int *last_batch, const Part &part, const Clock &clock, bool by_age,
+                                             int needed, int *victims) {
+    const i64 n = part.count;
     for (i64 start = (i64)blockIdx.x * blockDim.x; start * PER_THREAD < n; start += thread_count()) {
         const i64 slot = (start + threadIdx.x) * PER_THREAD;
         u32 s[PER_THREAD];
@@ -167,29 +196,21 @@ __device__ __forceinline__ void victims_emit(Selection *selection, const Thresho
         int place = append(&selection->chosen, __popc(goes));
 #pragma unroll
         for (int k = 0; k < PER_THREAD; k++)
-            if (goes >> k & 1 && place < needed) victims[place++] = (int)(slot + k);
+            if (goes >> k & 1 && place < needed) victims[place++] = part.first + (int)(slot + k);
     }
 }
 
-// How a plan makes room for the keys that it has missed.
-struct Wanted {
-    int missed, used;
-    int room;    // of them, those that get a slot never used
-    int needed;  // and those that get a victim's
-};
-__device__ __forceinline__ Wanted slots_wanted(const Counts *counts, int capacity) {
-    const int missed = counts->missed, used = counts->used, free = capacity - used;
-    const int needed = missed > free ? missed - free : 0;
-    return {missed, used, missed - needed, needed};
-}
-
-// Chooses `needed` victims, at least one, among the first n slots, or as many as are unlocked. `selection` comes as
+// Chooses the victims wanted, at least one, or as many as are unlocked where they are looked for. `selection` comes as
 // zeros; once all blocks have met again its `chosen` says how many there are.
 __device__ __forceinline__ void victims_choose(Selection *selection, const Clock *clock_at, const u32 *score,
-                                               const int *last_batch, int n, int needed, float unit, int by_age,
-                                               int *victims) {
+                                               const int *last_batch, const Wanted &wanted, float unit, int by_age,
+                                               int in_parts, int *victims) {
     __shared__ int bins[BINS];
     const Clock clock = *clock_at;
+    const Part part = part_of(clock, wanted, in_parts);
+    const int n = part.count, needed = wanted.needed;
+    score += part.first;
+    last_batch += part.first;
     float highest = (float)clock.now + 32.0f * unit;  // a count of 2^32 uses lies 32 units above the clock
     const u32 top_score = highest < 4.0e9f ? (u32)highest : 0xffffffffu;
     const u32 top_age = clock.batch < 0x7fffffff ? 2u * (u32)clock.batch : 0xffffffffu;
@@ -216,5 +237,5 @@ __device__ __forceinline__ void victims_choose(Selection *selection, const Clock
         pass++;
     }
     if (at.whole && by_age && at.age == 0) at.age = 0xffffffffu, at.remaining = 0x7fffffff;
-    victims_emit(selection, at, score, last_batch, n, clock, by_age, needed, victims);
+    victims_emit(selection, at, score, last_batch, part, clock, by_age, needed, victims);
 }

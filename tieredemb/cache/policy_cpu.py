@@ -44,6 +44,19 @@ def choose_victims(
     return chosen
 
 
+LEAST_PART, PART_SHARE = 16384, 32
+
+
+def part_of(count: int, used: int, batch: int) -> slice:
+    """Where one of many plans of a step looks for `count` victims, instead of among all `used` slots: in a part that
+    holds many times as many, and is another one for each batch."""
+    size = max(LEAST_PART, PART_SHARE * count)
+    if used <= size:
+        return slice(used)
+    first = min(batch % -(-used // size) * size, used - size)
+    return slice(first, first + size)
+
+
 @jit
 def score_raise(lo, hi, slots, score, now, kind, unit):
     """score[s] after one more use at clock `now`, for each s in slots[lo:hi]."""

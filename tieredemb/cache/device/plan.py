@@ -205,6 +205,7 @@ class DevicePlan:
         self.records = Records(device)
         self._clients = torch.zeros((clients, at.client_bytes // 8), dtype=torch.int64, device=device)
         self._clients_at = self._clients.data_ptr() if clients else 0
+        self._in_parts = int(clients > 0)  # victims: plans are many
         base = self.control.data_ptr()
         self.clock, self.counts, self.selection = base + at.clock, base + at.counts, base + at.selection
         self.missed, self.needed, self.moved = base + at.missed, base + at.needed, base + at.moved
@@ -264,8 +265,8 @@ class DevicePlan:
         place(
             max(blocks_for(rows.slots, 4 * TOGETHER, self._together), blocks_for(n, TOGETHER, self._together)),
             TOGETHER, self.selection, self.counts, self.clock, self._slots, scoring.unit, scoring.ties_by_age,
-            missed.chosen, missed.keys, missed.slots, missed.victims, homes, n, missed.claims, missed.cells,
-            self.records.whole,
+            self._in_parts, missed.chosen, missed.keys, missed.slots, missed.victims, homes, n, missed.claims,
+            missed.cells, self.records.whole,
         )  # fmt: skip
 
     def choose(self, missed: Missed) -> None:
@@ -274,7 +275,7 @@ class DevicePlan:
         select = cooperative_kernel(POLICY, "victims_select")
         select(
             blocks_for(rows.slots, 4 * TOGETHER, self._together), TOGETHER, self.selection, self.counts, self.clock,
-            rows.score, rows.last_batch, rows.slots, scoring.unit, scoring.ties_by_age, missed.chosen,
+            rows.score, rows.last_batch, rows.slots, scoring.unit, scoring.ties_by_age, self._in_parts, missed.chosen,
         )  # fmt: skip
 
     def settle(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, *, commit: bool) -> None:

@@ -22,7 +22,7 @@ from tieredemb.cache.base import Cache
 from tieredemb.cache.changes import Change
 from tieredemb.cache.host.hot_rows import HotRows, stamp
 from tieredemb.cache.plan_cpu import Numbering, number, resolve
-from tieredemb.cache.policy_cpu import choose_victims, raise_scores
+from tieredemb.cache.policy_cpu import choose_victims, part_of, raise_scores
 from tieredemb.cache.tickets import Ticket
 from tieredemb.config import Policy
 from tieredemb.hash.slot_map import map_bytes_per_slot
@@ -177,18 +177,25 @@ class HostCache(Cache):
         short = rows - self.hot.free
         if short > 0:
             hot = self.hot
-            oldest, used = stamp(self._oldest(batch)), min(hot.used, hot.capacity)
-            key, score, last_batch = (array[self._pinned :] for array in (hot.key, hot.score, hot.last_batch))
-            victims = choose_victims(
-                short, key, score, last_batch, oldest, used - self._pinned, self._scoring.ties_by_age
-            )
-            victims += np.int32(self._pinned)
+            oldest, used = stamp(self._oldest(batch)), min(hot.used, hot.capacity) - self._pinned
+            victims = np.empty(0, np.int32)
+            if self._clients:
+                victims = self._victims(short, part_of(short, used, batch), oldest)
+            if len(victims) < short:
+                victims = self._victims(short, slice(used), oldest)
             with self.lock:  # the arrays of all rows may be replaced
                 self.hot.ensure_transient(short - len(victims))
             self._evict(victims)
             self._count(rows_overflow=short - len(victims))
         with self.lock:
             return self.hot.take(rows)
+
+    def _victims(self, count: int, part: slice, oldest: Any) -> Array:
+        """Up to `count` slots, int32, that are to leave, of a `part` of those that no resident table has."""
+        first, stop = self._pinned + (part.start or 0), self._pinned + part.stop
+        key, score, last_batch = (each[first:stop] for each in (self.hot.key, self.hot.score, self.hot.last_batch))
+        by_age = self._scoring.ties_by_age
+        return choose_victims(count, key, score, last_batch, oldest, stop - first, by_age) + np.int32(first)
 
     def _evict(self, slots: Array) -> None:
         if len(slots) == 0:
