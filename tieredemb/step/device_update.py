@@ -230,8 +230,8 @@ def check_bags(tables: TableSet, calls: Sequence[Call]) -> None:
 
 def combined(group: DeviceGroup, collected: Collected, g: int) -> tuple[Combined, list[DeviceTicket]]:
     """The calls as one batch in their group number `g`, and its tickets. The caller holds the locks of the rows."""
-    parts = [call.parts[g] for call, _ in collected]
-    for call, grad in collected:
-        assert isinstance(call, DeviceCall)
+    calls, grads = _device_calls(collected), [grad for _, grad in collected]
+    for call, grad in zip(calls, grads, strict=True):
         call.follow(grad)
-    return Combined(parts, [grad for _, grad in collected]), [part.ticket for part in parts]
+    parts = [call.parts[g] for call in calls]
+    return Combined(parts, grads), [part.ticket for part in parts]
