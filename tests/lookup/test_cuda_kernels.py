@@ -103,13 +103,13 @@ def test_slot_map_takes_a_duplicate_once():
 # --- victims ----------------------------------------------------------------------------------------------------------
 
 
-def choose_victims(score, last, needed, *, batch, oldest, unit=1024.0, now=None):
+def choose_victims(score, last, needed, *, batch, oldest, unit=1024.0, now=None, in_parts=0):
     slots = len(score)
     selection, victims, counts = zeros(read("cache/policy.cu").layout("Selection").size // 4), zeros(slots), zeros(28)
     counts[0], counts[2] = needed, slots  # missed, used
     clock = torch.tensor([batch, batch, batch if now is None else now, (oldest << 32) | batch], device=GPU)
     select = Kernel("cache/policy.cu", "victims_select", options(), cooperative=True)
-    select(16, 1024, selection, counts, clock, score, last, slots, unit, 1, victims)
+    select(16, 1024, selection, counts, clock, score, last, slots, unit, 1, in_parts, victims)
     assert counts[1].item() == needed
     return victims[: selection[0].item()].long()
 
@@ -137,6 +137,28 @@ def test_victims_are_the_lowest_unlocked_rows(slots, needed, kind):
     expected = torch.sort(rank).values[: min(needed, int(free.sum()))]
     assert len(torch.unique(victims)) == len(victims) == len(expected)
     assert torch.equal(torch.sort(rank[victims]).values, expected)
+
+
+@pytest.mark.parametrize(
+    ("needed", "batch", "first", "size"),
+    [
+        (100, 300, 0, 2**18),
+        (100, 301, 2**18, 2**18),
+        (100, 302, 600_001 - 2**18 - 1, 2**18),  # the last part begins where it is a whole one, at a multiple of 4
+        (10_000, 301, 600_001 - 320_000 - 1, 320_000),
+        (30_000, 301, 0, 600_001),
+    ],
+)
+def test_victims_are_the_lowest_of_a_part(needed, batch, first, size):
+    slots = 600_001
+    score = (700 + 2e6 * torch.rand(slots, device=GPU)).int()
+    last = torch.randint(1, 290, (slots,), device=GPU, dtype=torch.int32)
+    victims = choose_victims(score, last, needed, batch=batch, oldest=290, now=2**22, in_parts=1)
+    rank = (score.long() << 32) | last.long()
+    expected = first + torch.sort(rank[first : first + size]).indices[:needed]
+    assert torch.equal(torch.sort(rank[victims]).values, rank[expected])
+    assert len(torch.unique(victims)) == needed
+    assert (victims.min() >= first) & (victims.max() < first + size)
 
 
 # --- plan and swap ----------------------------------------------------------------------------------------------------

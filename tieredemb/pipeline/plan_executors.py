@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tieredemb.kernels.streams import side_stream
+from tieredemb.kernels.streams import current_stream, on_stream, side_stream
 from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.batches import map_tensors, tensors_of
 from tieredemb.pipeline.lookups import LookupSpec
@@ -90,10 +90,10 @@ class StreamExecutor(PlanExecutor):
         self.arrived: torch.cuda.Event | None = None  # comes once the batches copied so far are there
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # which may be writing the ids
+        self.stream.wait_stream(current_stream(self.device.index))  # which may be writing the ids
         if self.arrived is not None:
             self.arrived.wait(self.stream)
-        with torch.cuda.stream(self.stream):
+        with on_stream(self.stream):
             return _called(lambda: function(*args, **keywords))
 
 

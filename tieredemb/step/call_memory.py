@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from tieredemb.kernels.streams import current_stream
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.device_bags import new_device_bags, new_fault, words_of
 from tieredemb.tables.group import DeviceGroup
@@ -31,7 +32,7 @@ class CallMemory:
     ) -> None:
         device = groups[0].device_space.device
         self.groups = list(groups)
-        self.stream = torch.cuda.current_stream(device)
+        self.stream = current_stream(device.index)
         self.words = new_fault(device)
         self.fault, self.report = self.words[: words_of("Fault")], self.words[words_of("Fault") :]
         self.places = places
@@ -61,7 +62,7 @@ class CallMemory:
         self._pending = [event for event in aside if event is not None]
         if torch._C._cuda_getCurrentRawStream(self.fault.get_device()) != self.stream.cuda_stream:
             self._pending.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-            self._pending[-1].record()
+            self._pending[-1].record(current_stream())
 
     def joined(self) -> None:
         """What computes with it waits for the plan by itself."""

@@ -12,7 +12,7 @@ import torch
 from tieredemb.cache.device.planner import LARGE
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.ranges import ranged
-from tieredemb.kernels.streams import on_device, synchronize
+from tieredemb.kernels.streams import current_stream, on_device, synchronize
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, number_one_by_one, tell_fault
 from tieredemb.step.batch import Batch
@@ -126,7 +126,7 @@ class DeviceCall(Call):
         """The current stream waits for what was planned ahead."""
         for part in self.parts:
             if part.ticket.ready is not None:
-                part.ticket.ready.wait()
+                part.ticket.ready.wait(current_stream())
         self.has_arrived()
 
     def has_arrived(self) -> None:
@@ -198,7 +198,7 @@ class DeviceCall(Call):
             held += self.memory.tensors()
             self._told_stream = stream
         for tensor in held:
-            tensor.record_stream(torch.cuda.current_stream())
+            tensor.record_stream(current_stream())
 
     @staticmethod
     def apply(sets: Sequence[Collected]) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from tieredemb.cache.device.plan import Beside, OverflowRows
 from tieredemb.kernels.constants import DROPPED
+from tieredemb.kernels.streams import current_stream
 from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace
 from tieredemb.lookup.device_lookup import HotTensors, Segments, frequency_scale
 from tieredemb.tables.group import DeviceGroup
@@ -86,7 +87,7 @@ class DeviceGroupCall:
     def join(self) -> None:
         """What ran beside the lookup is done for what follows."""
         if self.ticket.aside is not None:
-            self.ticket.aside.wait()
+            self.ticket.aside.wait(current_stream())
             self.ticket.aside = None
         self._ids = None
 

@@ -33,7 +33,7 @@ from tieredemb.config import Policy
 from tieredemb.errors import StorageError
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.kernels.ranges import marked
-from tieredemb.kernels.streams import on_device, synchronize
+from tieredemb.kernels.streams import current_stream, on_device, synchronize
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
@@ -265,7 +265,7 @@ class DeviceCache(Cache):
                 ticket.failed |= not ticket.is_complete
                 ticket.check()
                 if ticket.ready is not None:
-                    ticket.ready.wait()
+                    ticket.ready.wait(current_stream())
                     ticket.ready = None
             yield
 
@@ -281,7 +281,7 @@ class DeviceCache(Cache):
         with self.plan_lock, on_device(self.device), self._order.ahead(after):
             for part in inputs:
                 if isinstance(part, torch.Tensor) and part.is_cuda:
-                    part.record_stream(torch.cuda.current_stream())
+                    part.record_stream(current_stream())
             try:
                 yield
             finally:

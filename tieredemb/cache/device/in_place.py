@@ -13,6 +13,7 @@ from tieredemb.cache.device.plan import BatchPlan, DevicePlan, OverflowRows
 from tieredemb.cache.device.stream_order import SideStream
 from tieredemb.cache.device.transfer import FINISHED, PendingTransfer, Transfer, slots_change_hands
 from tieredemb.kernels.compiler import blocks_for
+from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import ColdRows
 
 
@@ -61,7 +62,7 @@ class InPlace(Transfer):
                 count, missed.n, missed.keys, missed.slots, missed.untouched, overflow, some=self._plan.untouched
             )
         if plan.beside:
-            self._side.run(plan.beside).wait()
+            self._side.run(plan.beside).wait(current_stream())
         return FINISHED
 
     def load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from tieredemb.cache.device.transfer import FINISHED, Transfer
 from tieredemb.cache.tickets import TicketBook
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.ranges import marked
+from tieredemb.kernels.streams import current_stream
 
 LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, takes longer than going aside for it (4 µs)
 MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
@@ -75,7 +76,7 @@ class Planner:
         n = keys.shape[0]
         if not self.moves_rows(n):
             if given is not None:
-                given.wait()
+                given.wait(current_stream())
             self.ledger.count(begun)
             ticket = self._ticket(begun, homes, slotless=False)
             self._count(ticket, scored=scored, ages=ages, client=client, beside=beside)
@@ -89,7 +90,7 @@ class Planner:
         overflow = self.transfer.overflow(slotless)
         self.launches.begin(missed, lag=begun.lag, scored=scored, ages=ages, client=client, overflow=overflow)
         if given is not None:
-            given.wait()
+            given.wait(current_stream())
         self.launches.find(keys, homes, missed, scored=scored, overflow=overflow)
         with marked("swap"):
             pending = self.transfer.start(BatchPlan(homes, missed, slotless, scored, beside), ahead=ahead)
@@ -137,7 +138,7 @@ class Planner:
 
         if ticket.ready is not None:
             run()
-            ticket.ready.record()
+            ticket.ready.record(current_stream())
         elif ticket.homes.shape[0] >= LARGE or (beside and torch.cuda.is_current_stream_capturing()):
             self.side.mark()
             ticket.aside = self.side.run(run)

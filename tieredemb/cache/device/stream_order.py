@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from tieredemb.kernels.streams import current_stream, on_stream
+
 
 class Place(NamedTuple):
     """Where work was begun that is to go on there later. `after`: what a plan on a thread of its own comes behind ·
@@ -34,7 +36,7 @@ class StreamOrder:
     def __init__(self, device: torch.device, *, plans_wait: bool) -> None:
         self._index = device.index
         self._plans_wait = plans_wait
-        self._stream = torch.cuda.current_stream(device)  # the one that computes
+        self._stream = current_stream(device.index)  # the one that computes
         self._handle = self._stream.cuda_stream
         self._planner = 0  # the thread that plans ahead, while one does
         self._is_apart = False  # whether it is another than the one that computes
@@ -49,7 +51,7 @@ class StreamOrder:
         handle = torch._C._cuda_getCurrentRawStream(self._index)
         if handle == self._handle:
             return
-        stream = torch.cuda.current_stream()
+        stream = current_stream()
         if not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(self._stream)
         self._stream, self._handle = stream, handle
@@ -60,13 +62,13 @@ class StreamOrder:
         if not self._is_ahead:
             self.compute()
             if self._planned is not None and self._is_current:
-                self._planned.wait()
+                self._planned.wait(current_stream())
                 self._planned = None
         elif self._is_apart:
             if self._touched is not None:
-                self._touched.wait()
+                self._touched.wait(current_stream())
         elif not torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream().wait_stream(self._stream)
+            current_stream().wait_stream(self._stream)
 
     def after_plan(self) -> None:
         """A plan was launched. If that took its time, what has computed on other streams meanwhile comes before what
@@ -82,7 +84,7 @@ class StreamOrder:
         for no more than it has to, comes behind that."""
         if self._plans_wait and not torch.cuda.is_current_stream_capturing():
             self._touched = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._touched.record()
+            self._touched.record(current_stream())
 
     @property
     def _is_ahead(self) -> bool:
@@ -103,12 +105,12 @@ class StreamOrder:
     def ahead(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
         """Plans inside run on the current stream, beside what computes from now on; a thread of its own comes behind
         `after`."""
-        stream = torch.cuda.current_stream()
+        stream = current_stream()
         capturing = torch.cuda.is_current_stream_capturing()
         if after is not None:
-            after.wait()  # and for no more: what computes goes on
+            after.wait(stream)  # and for no more: what computes goes on
         if self._planned is not None and self._is_current:
-            self._planned.wait()
+            self._planned.wait(current_stream())
         outside = self._planner, self._is_apart, self._after
         self._planner, self._is_apart, self._after = threading.get_ident(), after is not None, after
         try:
@@ -120,12 +122,12 @@ class StreamOrder:
 
     def place(self) -> Place:
         """Where the current plan is made, for `again`."""
-        return Place(torch.cuda.current_stream(), self._after, torch.is_inference_mode_enabled())
+        return Place(current_stream(), self._after, torch.is_inference_mode_enabled())
 
     @contextlib.contextmanager
     def again(self, place: Place) -> Iterator[None]:
         """What was begun ahead in a place goes on there inside."""
-        with torch.inference_mode(place.inference), torch.cuda.stream(place.stream), self.ahead(place.after):
+        with torch.inference_mode(place.inference), on_stream(place.stream), self.ahead(place.after):
             yield
 
     @contextlib.contextmanager
@@ -136,8 +138,8 @@ class StreamOrder:
         if not self._is_ahead or self._is_apart or torch.cuda.is_current_stream_capturing():
             yield
             return
-        planning, computing = torch.cuda.current_stream(), self._stream
-        with torch.cuda.stream(computing):
+        planning, computing = current_stream(), self._stream
+        with on_stream(computing):
             yield
         planning.wait_stream(computing)  # what was freed there just now may still be read
 
@@ -151,7 +153,7 @@ class StreamOrder:
         if not self._is_ahead:
             return None
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
+        done.record(current_stream())
         return done
 
 
@@ -166,7 +168,7 @@ class SideStream:
 
     def mark(self) -> None:
         """What is run next comes behind what the current stream has queued by now."""
-        self._mark.record()
+        self._mark.record(current_stream())
 
     def run(self, function: Callable[[], object]) -> torch.cuda.Event:
         """Calls `function` on the side stream, behind the last `mark`; returns what comes once its work is done."""
@@ -175,11 +177,11 @@ class SideStream:
         self._mark.wait(self._stream)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         try:
-            with torch.cuda.stream(self._stream):
+            with on_stream(self._stream):
                 function()
         except BaseException:
             # a capture is to end with this error, not with another
-            torch.cuda.current_stream().wait_stream(self._stream)
+            current_stream().wait_stream(self._stream)
             raise
         done.record(self._stream)
         return done
