@@ -98,13 +98,13 @@ def victim_records(rate: float) -> list[Record]:
     last = torch.randint(1, 300, (slots,), device="cuda", dtype=torch.int32)
     selection, victims, counts = zeros(read("cache/policy.cu").layout("Selection").size // 4), zeros(slots), zeros(28)
     counts[0], counts[2] = needed, slots  # missed, used
-    clock = torch.tensor([300, 1000, (290 << 32) | 300], device="cuda")
+    clock = torch.tensor([300, 300, 1000, (290 << 32) | 300], device="cuda")
     select = Kernel("cache/policy.cu", "victims_select", options(), cooperative=True)
     blocks = meeting_blocks(torch.cuda.current_device())
 
     def choose() -> None:
         selection.zero_()
-        select(blocks, 1024, selection, counts, clock, score, last, slots, 1024.0, 1, victims)
+        select(blocks, 1024, selection, counts, clock, score, last, slots, 1024.0, 1, 0, victims)
 
     samples = timed(choose)
     moved = slots * (2 * 8 + 2 * 4 + 8)  # two digits of the score, two of the age, the pass that emits
