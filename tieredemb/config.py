@@ -144,14 +144,16 @@ def _is_function(value: object) -> bool:
 class TableConfig:
     """One embedding table of a collection.
 
-    `padding_idx`: an id that adds nothing to a bag and is never trained; negative values count from the end.
-    `init`: the rows' initial values: `Normal()`, the default, or `Uniform(low=…, high=…)`, by which a row is generated
-    when it is first used; or a function of rows and a generator, as `torch.nn.init` has them, that fills all rows when
-    the table is made (see `initial_rows`). `placement`: "resident" keeps all rows in the hot cache, out
-    of its capacity; "cached" lets them come and go; "auto" decides, on a GPU for resident where they are few beside the
-    capacity, or where it holds all tables. `feature_names`: who looks up in it, as in `torchrec.EmbeddingBagConfig`; by
-    default one feature, of the table's name. Each brings ids of its own and has columns of its own in the output. They
-    share the rows: what several bring to a row is one gradient, and one update.
+    `padding_idx`: an id that adds nothing to a bag and is never trained; negative values count from the end. `init`:
+    the rows' initial values: `Normal()`, the default, or `Uniform(low=…, high=…)`, by which a row is generated when
+    it is first used; or a function of rows and a generator, as `torch.nn.init` has them, that fills all rows when the
+    table is made: it is given float32 (K, D) on the CPU, zeros, of at most 65,536 rows at a time, and a
+    `torch.Generator` whose seed follows from `seed`, the table and the rows, and fills them in place or returns as
+    many; the row of `padding_idx` starts as zeros. `placement`: "resident" keeps all rows in the hot cache, out of
+    its capacity; "cached" lets them come and go; "auto" decides, on a GPU for resident where they are few beside the
+    capacity, or where it holds all tables. `feature_names`: who looks up in it, as in `torchrec.EmbeddingBagConfig`;
+    by default one feature, of the table's name. Each brings ids of its own and has columns of its own in the output.
+    They share the rows: what several bring to a row is one gradient, and one update.
     """
 
     name: str

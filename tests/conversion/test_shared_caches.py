@@ -14,7 +14,7 @@ from devices import assert_same_bits
 from torch import nn
 
 import tieredemb as te
-from tieredemb.errors import StorageError, UnsupportedError
+from tieredemb.errors import ConfigError, IdOutOfRangeError, StorageError, UnsupportedError
 
 ROWS = {"a": 40, "b": 25, "c": 9, "d": 60}
 WIDTH = 4
@@ -452,3 +452,110 @@ def test_tables_laid_out_later_follow_an_optimizer(device):
     train(other, reference, range(10), device)
     for name, value in weights(model).items():
         torch.testing.assert_close(value.cpu(), other.emb[name].weight.detach().cpu(), rtol=1e-4, atol=1e-5)
+
+
+# --- one among several ------------------------------------------------------------------------------------------------
+
+
+def served(device):
+    torch.manual_seed(0)
+    model = Model().to(device).eval()
+    return te.replace_embedding_bags(model, capacity=0.3)
+
+
+@pytest.mark.parametrize("kinds", [(torch.optim.Adagrad, torch.optim.SGD), (torch.optim.SGD, torch.optim.Adagrad)])
+def test_tables_that_share_rows_follow_no_optimizer_of_others(device, kinds):
+    model = served(device)
+    first, second = (kind(model.top.parameters(), lr=0.1) for kind in kinds)
+    model.emb["a"].follow(first)
+    before = weights(model)
+    with pytest.raises(ConfigError, match="by a call of its own"):
+        model.emb["b"].follow(second)
+    same(weights(model), before)
+    assert model.emb["b"].engine.optimizer is None or not model.emb["b"].is_trainable
+    model.emb["d"].follow(first)
+    for name in "bc":
+        model.emb[name].requires_grad_(False)
+    train(model, first, range(4), device)
+
+
+def test_tables_of_a_class_follow_an_optimizer_with_other_options(device):
+    """Which lays the rows of all out anew once, also where the first one has taken a step when the next one follows."""
+    torch.manual_seed(0)
+    model = Model().to(device)
+    te.replace_embedding_bags(model, capacity=0.3, optimizer=torch.optim.SGD)
+    other = Model().to(device)
+    other.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.SGD(each.top.parameters(), lr=0.05, momentum=0.9) for each in (model, other)]
+    for name in "abcd":
+        model.emb[name].follow(optimizers[0])
+        optimizers[1].add_param_group({"params": [other.emb[name].weight]})
+        assert model.emb[name].tables.config.optimizer.momentum == 0.9
+        if name == "a":
+            for each, optimizer in ((model, optimizers[0]), (other, optimizers[1])):
+                optimizer.zero_grad()
+                each("a", batch_of(0, device)[1]).square().mean().backward()
+                optimizer.step()
+    for each, optimizer in ((model, optimizers[0]), (other, optimizers[1])):
+        train(each, optimizer, range(1, 8), device)
+    for name, value in weights(model).items():
+        torch.testing.assert_close(value.cpu(), other.emb[name].weight.detach().cpu(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_planned_ahead_in_any_of_them_is_given_up(device, tmp_path):
+    model = trained_model(device)
+    model.emb["a"].save_checkpoint(tmp_path)
+    before = weights(model)
+    batches = [batch_of(step, device)[1] % 9 for step in range(6)]
+    loop = iter(te.prefetch(batches, model, 2, ids_of=lambda ids: {"emb.a": ids, "emb.b": ids}))
+    next(loop)
+    copied = copy.deepcopy(model)
+    same(weights(copied), before)
+    next(loop)
+    model.emb["b"].load_checkpoint(tmp_path)
+    same(weights(model), before)
+    loop.close()
+
+
+def test_a_gradient_that_waits_is_told_of_whichever_table_it_is(device, tmp_path):
+    (model, optimizer), _ = models(device, make=lambda params: torch.optim.SGD(params, lr=0.1))
+    model.emb["a"].save_checkpoint(tmp_path)
+    model("a", batch_of(0, device)[1]).sum().backward()
+    with pytest.raises(StorageError, match=r"while gradients wait for the optimizer's step\(\)"):
+        model.emb["b"].load_checkpoint(tmp_path)
+    optimizer.zero_grad()
+    model.emb["b"].load_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_has_the_options_of_each_table(device, tmp_path):
+    model, other = trained_model(device), trained_model(device)
+    for name, lr in (("a", 0.01), ("b", 0.02)):
+        model.emb[name].fused_optimizer.param_groups[0]["lr"] = lr
+    model.emb["a"].save_checkpoint(tmp_path)
+    other.emb["c"].load_checkpoint(tmp_path)
+    rates = {name: table.fused_optimizer.param_groups[0]["lr"] for name, table in other.emb.items()}
+    assert rates == {"a": 0.01, "b": 0.02, "c": 0.1, "d": 0.1}
+    model.emb["a"].fused_optimizer.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ConfigError, match="lr"):
+        model.emb["b"].save_checkpoint(tmp_path)
+
+
+def test_what_a_gpu_finds_late_is_told_by_any_of_them(gpu):
+    model = trained_model("cuda")
+    model.emb["a"](torch.tensor([[ROWS["a"]]], device="cuda"))
+    torch.cuda.synchronize()
+    with pytest.raises(IdOutOfRangeError, match=r"table 'emb\.a'"):
+        model.emb["b"].flush()
+    model.emb["a"](torch.tensor([[ROWS["a"]]], device="cuda"))
+    torch.cuda.synchronize()
+    with pytest.raises(IdOutOfRangeError, match=r"table 'emb\.a'"):
+        model.cpu()
+
+
+def test_many_sets_of_tables_keep_few_numbers(gpu):
+    model = Rows(8, 20).to("cuda")
+    te.replace_embedding_bags(model, capacity=0.5, optimizer=te.SGD(lr=0.1))
+    ids = torch.tensor([[1, 2]], device="cuda")
+    for chosen in range(1, 256):
+        sum(table(ids) for t, table in enumerate(model.emb) if chosen >> t & 1).sum().backward()
+    assert len(pool_of(model).groups[0]._numbered) <= 64

@@ -34,6 +34,12 @@ def state_width(optimizer: OptimizerConfig | None, width: int) -> int:
     return sum(tensor.width(width) for tensor in optimizer.tensors) + optimizer.is_dense
 
 
+def same_rows(one: OptimizerConfig, other: OptimizerConfig) -> bool:
+    """Whether rows of one are rows of the other."""
+    held = [(type(each), each.tensors, each.is_dense, each.state_start) for each in (one, other)]
+    return held[0] == held[1]
+
+
 def state_start(optimizer: OptimizerConfig | None) -> float:
     """What every word of state starts as."""
     return 0.0 if optimizer is None else optimizer.state_start

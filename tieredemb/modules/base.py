@@ -99,11 +99,11 @@ class TieredModule(nn.Module, abc.ABC):
         `in_state_dict`: whether `optimizer.state_dict()` holds the tables' state, and loading it sets that; False for
         tables larger than memory, whose state `save_checkpoint` saves.
 
-        Tables that followed another optimizer leave it; state and steps start again, as those of a new torch optimizer
-        do. A module that was built without an optimizer is laid out anew for the state that this one needs, which takes
-        memory for the rows a second time. Raises `UnsupportedError` for an optimizer or an option that tables lack,
-        `ConfigError` for what does not fit, and `StorageError` while batches are in flight. Does not synchronise, but
-        where rows are laid out anew.
+        Tables that followed another optimizer leave it; state and steps start again, as those of a new torch
+        optimizer do. A module that was built without an optimizer is laid out anew for the state that this one needs,
+        with all tables that share its cache, which takes memory for the rows a second time. Raises `UnsupportedError`
+        for an optimizer or an option that tables lack, `ConfigError` for what does not fit, and `StorageError` while
+        batches are in flight. Does not synchronise, but where rows are laid out anew.
 
         >>> model = nn.Sequential(TieredEmbeddingBag(1000, 4, mode="sum"), nn.Linear(4, 1))
         >>> optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
@@ -191,17 +191,19 @@ class TieredModule(nn.Module, abc.ABC):
         return self.tables.memory_report()
 
     def flush(self) -> None:
-        """Writes all hot rows back: afterwards cold storage alone holds the truth."""
+        """Writes all hot rows back: afterwards cold storage alone holds the truth. As all calls below, of all tables
+        that share a cache with these."""
         self.tables.flush()
 
     def close(self) -> None:
-        """Flushes and closes the cold storage; the module is unusable afterwards. Gradients that wait for a step
-        are dropped. Runs by itself at exit."""
+        """Flushes and closes the cold storage; the module is unusable afterwards, and so are others whose tables share
+        its cache. Gradients that wait for a step are dropped. Runs by itself at exit."""
         self.engine.drop_gradient()
         self.tables.close()
 
     def save_checkpoint(self, directory: str | os.PathLike[str], *, extra: dict[str, Any] | None = None) -> None:
-        """Saves rows, optimizer state, scores and counters to `directory`, replacing its last checkpoint atomically.
+        """Saves rows, optimizer state, scores and counters to `directory`, replacing its last checkpoint atomically;
+        those of all tables that share a cache with these.
 
         Written in chunks, so tables may exceed memory; verified and fsynced before the old one is replaced: killed at
         any moment, the last complete checkpoint loads. `extra`: JSON-able, returned by `load_checkpoint`. Raises
@@ -212,7 +214,8 @@ class TieredModule(nn.Module, abc.ABC):
         save(self.tables, self.engine.optimizer, directory, {} if extra is None else extra)
 
     def load_checkpoint(self, directory: str | os.PathLike[str], *, recover: bool = False) -> dict[str, Any]:
-        """Replaces all rows by those of a checkpoint, at any capacity, tier and policy; returns its `extra`.
+        """Replaces all rows by those of a checkpoint, at any capacity, tier and policy; returns its `extra`. As a save,
+        it is of all tables that share a cache with these.
 
         Raises `CheckpointError` before anything changes where it is incomplete, damaged or of other tables, and
         `StorageError` while batches are in flight. One that was saved by a broken cache (`BrokenCacheError`) is
@@ -222,7 +225,7 @@ class TieredModule(nn.Module, abc.ABC):
         from tieredemb.tables.checkpoint import load
 
         self.engine.check_no_gradient("load a checkpoint")
-        self.engine.planned.drop_all()
+        self.engine.drop_planned()
         extra: dict[str, Any] = load(self.tables, self.engine.optimizer, directory, recover=recover)
         return extra
 

@@ -28,14 +28,24 @@ if TYPE_CHECKING:
 def those_alike(sets: Sequence[Collected]) -> list[list[Collected]]:
     """The calls over sets of tables, of which those stand together that one launch updates: they share a cache, and
     their optimizers' numbers."""
-    if len(sets) == 1:
-        return [list(sets)]
+    if len(sets) == 1 or _is_large(sets):
+        return [[calls] for calls in sets]
     found: dict[Hashable, list[Collected]] = {}
     for calls in sets:
         context = calls[0][0].context
         key = (id(context.tables.whole), context.check_trainable().alike())
         found.setdefault(key, []).append(calls)
     return list(found.values())
+
+
+def _is_large(sets: Sequence[Collected]) -> bool:
+    """Whether the calls are too large for one update. Raises `InvalidInputError` for those over a set that are."""
+    rows = 0
+    for collected in sets:
+        calls = [call for call, _ in collected]
+        check_bags(collected[0][0].context.tables, calls)
+        rows += sum(call.rows for call in calls)
+    return rows * sets[0][0][0].context.tables.whole.n_features > MAX_BAGS
 
 
 def update(collected: Collected) -> None:

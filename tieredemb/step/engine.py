@@ -62,6 +62,7 @@ class Engine:
 
     def _connect(self) -> None:
         self.planned = PlannedForwards()
+        self.tables.whole.engines.add(self)
         self.ids_may_exceed_bags: set[int] = set()
         self._backward_pass = _PASSES.setdefault(self.tables.whole, BackwardPass())
         self._accumulates: weakref.ref[_Accumulated] | None = None
@@ -93,12 +94,18 @@ class Engine:
         return self.optimizer.stand_ins if isinstance(self.optimizer, FollowedOptimizer) else []
 
     def check_no_gradient(self, call: str) -> None:
-        """Raises `StorageError` where gradients wait for a step, whose rows have to stay where they are."""
-        if self._pending is not None and self._pending.waiting:
+        """Raises `StorageError` where gradients of these tables, or of others that share their caches, wait for a step:
+        their rows have to stay where they are."""
+        if any(each._pending is not None and each._pending.waiting for each in list(self.tables.whole.engines)):
             raise StorageError(
                 f"cannot {call} while gradients wait for the optimizer's step(), as their rows must stay; call step() "
                 f"or zero_grad() before"
             )
+
+    def drop_planned(self) -> None:
+        """Gives up the forwards that were planned ahead in these tables, and in others that share their caches."""
+        for each in list(self.tables.whole.engines):
+            each.planned.drop_all()
 
     def drop_gradient(self) -> None:
         """Drops what waits for a step."""
@@ -265,14 +272,14 @@ class Engine:
         are in flight. A second call goes on with one that was interrupted."""
         if device != self.tables.config.device:
             self.check_no_gradient("move the tables")
-            self.planned.drop_all()
+            self.drop_planned()
             self.tables.move(device)
         if self.optimizer is not None:
             self.optimizer.move()
 
     def __getstate__(self) -> dict[str, Any]:
         self.check_no_gradient("copy or pickle the tables")
-        self.planned.drop_all()  # the copy plans for itself, and tables are copied while no batch is in flight
+        self.drop_planned()  # the copy plans for itself, and tables are copied while no batch is in flight
         return {"tables": self.tables, "optimizer": self.optimizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

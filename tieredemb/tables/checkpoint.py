@@ -10,7 +10,7 @@ from tieredemb.errors import ConfigError, StorageError
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.checkpoint import directory as checkpoint
 from tieredemb.storage.checkpoint.files import HeldRows
-from tieredemb.tables.checkpoint_notes import check_noted, note
+from tieredemb.tables.checkpoint_notes import check_noted, note, set_noted
 from tieredemb.tables.group import Group
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
@@ -19,7 +19,8 @@ from tieredemb.tables.table_set import TableSet
 def save(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.PathLike[str], extra: Any) -> None:
     """See `TieredModule.save_checkpoint`."""
     _check_directory(directory)
-    noted, asked, tables = note(optimizer, extra), tables, tables.whole
+    tables = tables.whole
+    noted = note(optimizer, extra, _optimizers(tables))
     with tables.locked():  # another thread's step must not end up in half of it
         held: dict[str, HeldRows] = {}
         for name, group in _named(tables):
@@ -28,7 +29,7 @@ def save(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.P
             except StorageError:  # a disk that takes no more: another may
                 group.cache.check_loadable()
                 held[name] = group.cache.dirty_rows()
-        asked.check_faults()
+        tables.check_faults()
         reasons = dict.fromkeys(group.cache.doubts.reason for group in tables.groups)
         broken = "; ".join(filter(None, reasons))
         spaces, identities = _spaces(tables), _identities(tables)
@@ -49,16 +50,22 @@ def load(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.P
             directory,
             _spaces(tables),
             identities=_identities(tables),
-            check_extra=functools.partial(check_noted, optimizer),
+            check_extra=functools.partial(check_noted, optimizer, _optimizers(tables)),
             recover=recover,
         )
         with opened as found:
             change.has_begun = True
             found.restore()
         tables.adopt()
-        if optimizer is not None and found.extra["param_group"] is not None:
-            optimizer.set_options(found.extra["param_group"])
+        set_noted(optimizer, found.extra, _optimizers(tables))
         return found.extra["extra"]
+
+
+def _optimizers(tables: TableSet) -> dict[str, RowOptimizer]:
+    """Of tables that are looked up one by one, by their names; none of tables that have one together."""
+    if not tables.config.apart:
+        return {}
+    return {each.tables.config.tables[0].name: each.optimizer for each in list(tables.engines) if each.optimizer}
 
 
 def _check_directory(directory: str | os.PathLike[str]) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from tieredemb.config import OptimizerConfig, is_whole, plain
 from tieredemb.errors import ConfigError, StorageError, shown
-from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters, named_numbers
+from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters, named_numbers, same_rows
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.layout import lay_out
@@ -112,8 +112,9 @@ class FollowedOptimizer:
         config = config_of(type(optimizer), as_numbers(optimizer.param_groups[index]))
         if self.optimizer is not None and self.optimizer is not optimizer:
             self._leave(config)
-        laid_out = self.config or self._tables.config.optimizer  # for others, where tables share a cache
-        if laid_out is None or not _same_rows(laid_out, config):
+        laid_out = self._tables.whole.config.optimizer
+        if laid_out is None or not same_rows(laid_out, config):
+            self._check_alone(config)
             lay_out(self._tables, config)
             self._on_device = DeviceOptions(self._tables)
         self.config = config
@@ -123,6 +124,17 @@ class FollowedOptimizer:
         if self.optimizer is None:
             self._hook_up(optimizer)
             self.optimizer = optimizer
+
+    def _check_alone(self, config: OptimizerConfig) -> None:
+        """Raises `ConfigError` where tables that share their cache, whose rows are to be laid out for `config`, follow
+        an optimizer of other rows."""
+        for each in self._tables.whole.followers:
+            if each is not self and each.optimizer is not None:
+                raise ConfigError(
+                    f"this table shares its cache with others, which follow a torch.optim."
+                    f"{type(each.optimizer).__name__} whose rows {type(config).__name__} cannot use; convert the "
+                    f"tables of each optimizer by a call of its own (include=)"
+                )
 
     def _leave(self, config: OptimizerConfig) -> None:
         """Follows its optimizer no longer, for one of the same kind; state and steps start again, as torch's would."""
@@ -134,7 +146,7 @@ class FollowedOptimizer:
                 f"gradients wait for the step() of a {old}; take it, or call zero_grad(), before the tables follow "
                 f"another optimizer"
             )
-        if not _same_rows(self.config, config):
+        if not same_rows(self.config, config):
             raise ConfigError(
                 f"the tables' rows hold the state of a {old}, and {type(config).__name__} needs other rows; build new "
                 f"tables, and load the weights"
@@ -543,9 +555,3 @@ def _find(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> tuple[int, i
             if each is param:
                 return g, at
     return None
-
-
-def _same_rows(one: OptimizerConfig, other: OptimizerConfig) -> bool:
-    """Whether rows of one are rows of the other."""
-    held = [(type(each), each.tensors, each.is_dense, each.state_start) for each in (one, other)]
-    return held[0] == held[1]

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from tieredemb.cache.host.cache import HostCache
 
 
+MOST_NUMBERED = 64  # sets of tables whose numbers a GPU keeps
+
+
 class Group(abc.ABC):
     """The tables of one width: their key space and cache. `kept`: what a dense optimizer keeps of its steps, as the
     host knows it; None of others, and of tables that take steps of their own together."""
@@ -354,6 +357,7 @@ class DeviceGroup(Group):
         steps = self.device_steps  # and not the group, which would keep the cache alive that holds this
         self.cache.on_flush.append(lambda: cold.metadata.__dict__.update(steps=steps.tolist()))
         self._numbered: dict[tuple[int, ...], torch.Tensor] = {}
+        self._captured: dict[tuple[int, ...], torch.Tensor] = {}
         self.pasts: torch.Tensor | None = None
         if self.config.apart and cold.history is not None:
             self.pasts = new_pasts(len(self.space), self.config.device)
@@ -410,16 +414,23 @@ class DeviceGroup(Group):
             self.device_history.note_step()
 
     def numbered(self, tables: Sequence[int]) -> torch.Tensor:
-        """Numbers of its tables on the device, int32 (K,), made once: a capture counts on their memory."""
-        key = tuple(tables)
-        if key not in self._numbered:
+        """Numbers of its tables on the device, int32 (K,), in any order. Those that a capture has seen are kept for
+        good, as its graph counts on their memory; of others the last ones."""
+        key = tuple(sorted(tables))
+        made = self._captured.get(key)
+        if made is None:
+            made = self._numbered.pop(key, None)
+        if made is None:
             with outside_capture(self.config.device):
-                self._numbered[key] = (
-                    torch.tensor(key, dtype=torch.int32, device="cpu")
-                    .pin_memory()
-                    .to(self.config.device, non_blocking=True)
-                )
-        return self._numbered[key]
+                host = torch.tensor(key, dtype=torch.int32, device="cpu").pin_memory()
+                made = host.to(self.config.device, non_blocking=True)
+        if torch.cuda.is_current_stream_capturing():
+            self._captured[key] = made
+        elif key not in self._captured:
+            self._numbered[key] = made  # the last one now
+            if len(self._numbered) > MOST_NUMBERED:
+                del self._numbered[next(iter(self._numbered))]
+        return made
 
     @property
     def history_bytes(self) -> int:

@@ -19,6 +19,7 @@ import torch
 from tieredemb.cache.changes import Part
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import UnsupportedError
+from tieredemb.lookup.optimizer import same_rows
 from tieredemb.stats import CacheStats
 from tieredemb.storage.unified import UnifiedMemory
 from tieredemb.tables.config import TableSetConfig
@@ -42,6 +43,15 @@ class Pool(TableSet):
         super().adopt()
         for member in list(self.members):
             member.groups[0].take_over()
+
+    def flush(self) -> None:
+        super().flush()
+        for member in list(self.members):
+            member.groups[0].check_steps()
+
+    def check_faults(self) -> None:
+        for member in list(self.members):  # to whom a GPU reports
+            member.check_faults()
 
     def check_moves(self, moved: Sequence[TableSet]) -> None:
         """Raises `UnsupportedError` where tables are to move that are not all of those that share the cache."""
@@ -91,8 +101,6 @@ class Member(TableSet):
 
     def flush(self) -> None:
         self.pool.flush()
-        self.check_faults()
-        self.groups[0].check_steps()
 
     def check_moves(self, moved: Sequence[TableSet]) -> None:
         self.pool.check_moves(moved)
@@ -103,7 +111,6 @@ class Member(TableSet):
 
     def close(self) -> None:
         self.pool.close()
-        self.check_faults()
 
     def memory_report(self) -> dict[str, Any]:
         """That of the pool, and what the optimizer keeps of this table's steps."""
@@ -136,7 +143,10 @@ class _PlacedMember(Placed):
     @property
     def optimizer(self) -> OptimizerConfig | None:
         """Of the table: its own, or the one that the pool was laid out for since."""
-        return self._optimizer or self._pool.config.optimizer
+        laid_out = self._pool.config.optimizer
+        if self._optimizer is not None and laid_out is not None and same_rows(self._optimizer, laid_out):
+            return self._optimizer
+        return laid_out
 
     @property
     def now(self) -> Place:  # type: ignore[override]
@@ -149,10 +159,13 @@ class _PlacedMember(Placed):
         return self._now
 
     def _counted(self) -> CacheStats:
-        """By the cache of the place before."""
+        """By the cache of the place before; steps that rows were made to take are counted anew from here on."""
         if self._now is None:
             return CacheStats()
-        return self._now.earlier + self._now.groups[0].counted
+        (group,) = self._now.groups
+        counted = self._now.earlier + group.counted + CacheStats(steps_replayed=group.steps_replayed)
+        group.restart_counts()
+        return counted
 
 
 def _rebuild_pool(config: TableSetConfig, batch: int, policy: str) -> Pool:

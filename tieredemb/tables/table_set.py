@@ -124,6 +124,11 @@ class TableSet:
     step_time: StepTime | None = None
 
     @functools.cached_property
+    def engines(self) -> weakref.WeakSet[Any]:
+        """Who looks up in some of the tables: each has `tables`, and their `optimizer`."""
+        return weakref.WeakSet()
+
+    @functools.cached_property
     def followers(self) -> weakref.WeakSet[Any]:
         """Who follows a torch optimizer for some of the tables."""
         return weakref.WeakSet()

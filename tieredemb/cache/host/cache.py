@@ -88,7 +88,7 @@ class HostCache(Cache):
         self._index = SlotMap(slots)
         self._counts: Counter[str] = Counter()
         self._clients = [_Client() for _ in range(clients)]
-        self._client: _Client | None = None  # whose plan is being made, or was made last
+        self._client: _Client | None = None  # whose plan is being made
         self._last = 0  # number of the last batch planned
         self._resident = tuple(resident)
         self._pinned = sum(rows for _, rows in self._resident)  # slots below are theirs
@@ -134,6 +134,7 @@ class HostCache(Cache):
             homes = resolve(numbering.inverse, unique_slots)
             ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, self._book)
             self._book.open(ticket)
+            self._client = None
             return ticket
 
     @ranged("swap")
