@@ -21,7 +21,7 @@ WIDTH = 4
 KINDS = [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
 
 
-def same(ours, theirs):
+def assert_same(ours, theirs):
     """Asserts that tensors, or those of two dicts, have the same bits."""
     if isinstance(ours, dict):
         assert ours.keys() == theirs.keys()
@@ -104,9 +104,9 @@ def test_tables_have_the_bits_of_tables_apart(device, kind, capacity):
     (one, first), (other, second) = models(
         device, make=lambda params: kind(params, lr=0.05, **decay), capacity=capacity
     )
-    same(train(one, first, range(30), device), train(other, second, range(30), device))
-    same(weights(one), weights(other))
-    same(states(first), states(second))
+    assert_same(train(one, first, range(30), device), train(other, second, range(30), device))
+    assert_same(weights(one), weights(other))
+    assert_same(states(first), states(second))
 
 
 def states(optimizer):
@@ -123,8 +123,8 @@ def states(optimizer):
 )
 def test_fused_updates_have_the_bits_of_tables_apart(device, optimizer):
     (one, _), (other, _) = models(device, optimizer=optimizer, capacity=0.1)
-    same(train(one, None, range(20), device), train(other, None, range(20), device))
-    same(weights(one), weights(other))
+    assert_same(train(one, None, range(20), device), train(other, None, range(20), device))
+    assert_same(weights(one), weights(other))
     steps = [table.fused_optimizer.state_dict()["state"][0]["step"] for table in one.emb.values()]
     assert len({float(step) for step in steps}) > 1  # each its own
 
@@ -149,7 +149,7 @@ def test_fetching_ahead_has_the_bits_of_tables_apart(device, depth):
         warnings.simplefilter("ignore")
         run(one, first, te.prefetch(batches, one, depth, ids_of=ids_of))
     run(other, second, batches)
-    same(weights(one), weights(other))
+    assert_same(weights(one), weights(other))
 
 
 @pytest.mark.parametrize("fetched", [False, True])
@@ -185,8 +185,8 @@ def test_captured_steps_have_the_bits_of_tables_apart(device, kind, capacity, fe
     (one, first), (other, second) = found
     train, expected = te.graph_step(stepping(one, first)), stepping(other, second)
     losses = [train(batch).clone() for batch in (te.prefetch(batches, one) if fetched else batches)]
-    same(losses, [expected(batch) for batch in batches])
-    same(rows_of(one), rows_of(other))
+    assert_same(losses, [expected(batch) for batch in batches])
+    assert_same(rows_of(one), rows_of(other))
     if not fetched:  # else the first plans were given up for those of the captured step, and count, too
         assert pool_of(one).stats().batches == len(batches)
 
@@ -269,8 +269,8 @@ def test_small_parts_change_no_number(device, monkeypatch):
     monkeypatch.setattr("tieredemb.cache.policy_cpu.LEAST_PART", 2)
     monkeypatch.setattr("tieredemb.cache.policy_cpu.PART_SHARE", 1)
     (one, first), (other, second) = models(device, make=lambda params: torch.optim.Adagrad(params), capacity=0.2)
-    same(train(one, first, range(20), device), train(other, second, range(20), device))
-    same(weights(one), weights(other))
+    assert_same(train(one, first, range(20), device), train(other, second, range(20), device))
+    assert_same(weights(one), weights(other))
 
 
 def test_a_table_that_is_looked_up_twice_ages_once(device):
@@ -322,7 +322,7 @@ def test_one_of_several_does_not_move_alone(device):
     before = weights(model)
     model.to(device)
     model.emb["a"].to(device)
-    same(weights(model), before)
+    assert_same(weights(model), before)
 
 
 def test_all_move_together(gpu):
@@ -332,7 +332,7 @@ def test_all_move_together(gpu):
         model.to(there)
         assert {str(table.tables.config.device.type) for table in model.emb.values()} == {torch.device(there).type}
     assert model.emb["a"].stats().lookups == counted.lookups
-    same(weights(model), weights(other))
+    assert_same(weights(model), weights(other))
     train(model, None, range(8, 12), "cuda")
     assert model.emb["a"].stats().lookups > counted.lookups
 
@@ -341,7 +341,7 @@ def test_all_move_together(gpu):
 def test_a_copy_of_one_has_its_rows_alone(device, make):
     model = trained_model(device, make)
     alone, before = copy.deepcopy(model.emb["a"]), weights(model)
-    same(alone.state_dict()["weight"], before["a"])
+    assert_same(alone.state_dict()["weight"], before["a"])
     assert alone.tables.whole is not pool_of_dict(model)
     written = np.flatnonzero(alone.tables.groups[0].cache.cold.state[:, -1])
     assert len(written) > 0
@@ -349,8 +349,8 @@ def test_a_copy_of_one_has_its_rows_alone(device, make):
     ids = batch_of(3, device)[1] % ROWS["a"]
     for table in (alone, model.emb["a"]):
         table(ids).sum().backward()
-    same(alone.state_dict()["weight"], model.emb["a"].state_dict()["weight"])
-    same(weights(model)["b"], before["b"])
+    assert_same(alone.state_dict()["weight"], model.emb["a"].state_dict()["weight"])
+    assert_same(weights(model)["b"], before["b"])
 
 
 def pool_of_dict(model):
@@ -373,10 +373,10 @@ def test_a_copy_of_the_model_shares_a_cache_of_its_own(device, make, way):
     pools = {id(table.tables.whole) for table in copied.emb.values()}
     assert len(pools) == 1
     assert pools != {id(pool_of_dict(model))}
-    same(weights(copied), weights(model))
+    assert_same(weights(copied), weights(model))
     outs = [train(each, None, range(8, 16), device) for each in (model, copied)]
-    same(*outs)
-    same(weights(copied), weights(model))
+    assert_same(*outs)
+    assert_same(weights(copied), weights(model))
 
 
 def test_a_frozen_table_stays_while_others_train(device):
@@ -385,7 +385,7 @@ def test_a_frozen_table_stays_while_others_train(device):
     before = weights(model)
     train(model, None, range(8, 14), device)
     after = weights(model)
-    same(after["b"], before["b"])
+    assert_same(after["b"], before["b"])
     assert not torch.equal(after["a"], before["a"])
 
 
@@ -395,10 +395,10 @@ def test_state_dicts_are_of_each_table(device):
     before = weights(other)
     other.emb["c"].load_state_dict(model.emb["c"].state_dict())
     after = weights(other)
-    same(after["c"], weights(model)["c"])
-    same({name: after[name] for name in "abd"}, {name: before[name] for name in "abd"})
+    assert_same(after["c"], weights(model)["c"])
+    assert_same({name: after[name] for name in "abd"}, {name: before[name] for name in "abd"})
     other.load_state_dict(model.state_dict())
-    same(weights(other), weights(model))
+    assert_same(weights(other), weights(model))
 
 
 @pytest.mark.parametrize("make", [te.SGD, te.Adam])
@@ -407,9 +407,9 @@ def test_a_checkpoint_is_of_all(device, tmp_path, make):
     model.emb["b"].save_checkpoint(tmp_path, extra={"epoch": 2})
     train(other, None, range(30, 34), device)
     assert other.emb["d"].load_checkpoint(tmp_path) == {"epoch": 2}
-    same(weights(other), weights(model))
+    assert_same(weights(other), weights(model))
     outs = [train(each, None, range(8, 16), device) for each in (model, other)]
-    same(*outs)
+    assert_same(*outs)
 
 
 def test_a_file_is_of_all_and_opens_again(device, tmp_path):
@@ -471,7 +471,7 @@ def test_tables_that_share_rows_follow_no_optimizer_of_others(device, kinds):
     before = weights(model)
     with pytest.raises(ConfigError, match="by a call of its own"):
         model.emb["b"].follow(second)
-    same(weights(model), before)
+    assert_same(weights(model), before)
     assert model.emb["b"].engine.optimizer is None or not model.emb["b"].is_trainable
     model.emb["d"].follow(first)
     for name in "bc":
@@ -510,10 +510,10 @@ def test_what_was_planned_ahead_in_any_of_them_is_given_up(device, tmp_path):
     loop = iter(te.prefetch(batches, model, 2, ids_of=lambda ids: {"emb.a": ids, "emb.b": ids}))
     next(loop)
     copied = copy.deepcopy(model)
-    same(weights(copied), before)
+    assert_same(weights(copied), before)
     next(loop)
     model.emb["b"].load_checkpoint(tmp_path)
-    same(weights(model), before)
+    assert_same(weights(model), before)
     loop.close()
 
 

@@ -9,9 +9,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, OptimizerConfig, Placement, Policy, TableConfig
+from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, Placement, Policy, TableConfig
 from tieredemb.conversion.assignment import Assigned
 from tieredemb.conversion.found import Found
+from tieredemb.lookup.optimizer import rows_of
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.embedding import TieredEmbedding
@@ -70,7 +71,7 @@ def _sets(
     """Which tables share a cache, and what that is built from, but for its capacity."""
     by_kind: dict[object, list[Found]] = {}
     for each in found:
-        weight, rows = each.module.weight, _rows_of(assigned[each.name].config)
+        weight, rows = each.module.weight, rows_of(assigned[each.name].config)
         kind = (weight.shape[1], settings.device or weight.device, settings.dtype or weight.dtype, rows)
         by_kind.setdefault(kind, []).append(each)
     sets = []
@@ -90,13 +91,6 @@ def _sets(
         config = replace(config, optimizer=assigned[members[0].name].config, apart=len(members) > 1)
         sets.append((config, members))
     return sets
-
-
-def _rows_of(optimizer: OptimizerConfig | None) -> object:
-    """What is the same of optimizers whose rows can lie in one storage, and be moved by one kernel."""
-    if optimizer is None:
-        return None
-    return type(optimizer), optimizer.tensors, optimizer.is_dense, optimizer.state_start, optimizer.flags
 
 
 def _storage(storage: Storage | None, members: list[Found], *, is_only: bool) -> Storage | None:

@@ -19,7 +19,7 @@ from tieredemb.errors import ConfigError
 from tieredemb.lookup.history import Histories, History
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Hashable, Mapping
 
     Array = np.ndarray[Any, Any]
 
@@ -34,10 +34,11 @@ def state_width(optimizer: OptimizerConfig | None, width: int) -> int:
     return sum(tensor.width(width) for tensor in optimizer.tensors) + optimizer.is_dense
 
 
-def same_rows(one: OptimizerConfig, other: OptimizerConfig) -> bool:
-    """Whether rows of one are rows of the other."""
-    held = [(type(each), each.tensors, each.is_dense, each.state_start) for each in (one, other)]
-    return held[0] == held[1]
+def rows_of(optimizer: OptimizerConfig | None) -> Hashable:
+    """What is equal of optimizers whose rows can lie in one storage, and be updated by one kernel."""
+    if optimizer is None:
+        return None
+    return type(optimizer), optimizer.tensors, optimizer.is_dense, optimizer.state_start, optimizer.flags
 
 
 def state_start(optimizer: OptimizerConfig | None) -> float:

@@ -86,7 +86,6 @@ def update_together(sets: Sequence[Collected]) -> None:
     whole = cast("DeviceGroup", tables.groups[0])
     collected = sorted((pair for calls in sets for pair in calls), key=lambda pair: pair[0].number)
     calls, grads = _device_calls(collected), [grad for _, grad in collected]
-    check_bags(tables, calls)
     parts = [call.parts[0] for call in calls]
     groups = [cast("DeviceGroup", calls[0][0].context.tables.groups[0]) for calls in sets]
     with tables.placed.now.rows.again(), on_device(tables.config.device):

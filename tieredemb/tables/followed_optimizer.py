@@ -20,7 +20,7 @@ import torch
 
 from tieredemb.config import OptimizerConfig, is_whole, plain
 from tieredemb.errors import ConfigError, StorageError, shown
-from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters, named_numbers, same_rows
+from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters, named_numbers, rows_of
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.layout import lay_out
@@ -89,7 +89,6 @@ class FollowedOptimizer:
         self._seen: tuple[dict[str, Any], OptimizerConfig] | None = None  # the param group, and what it means
         self._loading: dict[int, LoadedState] | None = None
         self._on_device = DeviceOptions(self._tables)
-        self._tables.whole.followers.add(self)
         for stand_in in self.stand_ins:
             stand_in.gradients = weakref.ref(self)
 
@@ -113,7 +112,7 @@ class FollowedOptimizer:
         if self.optimizer is not None and self.optimizer is not optimizer:
             self._leave(config)
         laid_out = self._tables.whole.config.optimizer
-        if laid_out is None or not same_rows(laid_out, config):
+        if rows_of(laid_out) != rows_of(config):
             self._check_alone(config)
             lay_out(self._tables, config)
             self._on_device = DeviceOptions(self._tables)
@@ -128,8 +127,8 @@ class FollowedOptimizer:
     def _check_alone(self, config: OptimizerConfig) -> None:
         """Raises `ConfigError` where tables that share their cache, whose rows are to be laid out for `config`, follow
         an optimizer of other rows."""
-        for each in self._tables.whole.followers:
-            if each is not self and each.optimizer is not None:
+        for each in self._beside():
+            if each.optimizer is not None:
                 raise ConfigError(
                     f"this table shares its cache with others, which follow a torch.optim."
                     f"{type(each.optimizer).__name__} whose rows {type(config).__name__} cannot use; convert the "
@@ -146,7 +145,7 @@ class FollowedOptimizer:
                 f"gradients wait for the step() of a {old}; take it, or call zero_grad(), before the tables follow "
                 f"another optimizer"
             )
-        if not same_rows(self.config, config):
+        if rows_of(self.config) != rows_of(config):
             raise ConfigError(
                 f"the tables' rows hold the state of a {old}, and {type(config).__name__} needs other rows; build new "
                 f"tables, and load the weights"
@@ -434,15 +433,20 @@ class FollowedOptimizer:
         if self._is_applied:
             self._is_applied = False
         elif self.pending is not None and self.pending.is_there and not self._is_skipped():
-            others = [each for each in self._tables.whole.followers if each._steps_beside(self)]
+            others = [each for each in self._beside() if each._steps_with(self)]
             for each in others:
                 each._is_applied = True
             self.pending.apply([each.pending for each in others])
 
-    def _steps_beside(self, other: FollowedOptimizer) -> bool:
-        """Whether a step of the optimizer that `other` follows is one of these tables, too, not applied yet."""
-        is_another = self is not other and self.optimizer is other.optimizer and self._step is not None
-        return is_another and self.pending is not None and self.pending.is_there and not self._is_skipped()
+    def _beside(self) -> list[FollowedOptimizer]:
+        """Those of other tables that share their cache with these."""
+        found = (engine.optimizer for engine in list(self._tables.whole.engines))
+        return [each for each in found if isinstance(each, FollowedOptimizer) and each is not self]
+
+    def _steps_with(self, other: FollowedOptimizer) -> bool:
+        """Whether the step under way of the optimizer that `other` follows is one of these tables, and not applied."""
+        is_same = self.optimizer is other.optimizer and self._step is not None
+        return is_same and self.pending is not None and self.pending.is_there and not self._is_skipped()
 
     def _is_skipped(self) -> bool:
         """Whether a GradScaler has told a fused optimizer to skip the step; a GPU finds that out by itself."""

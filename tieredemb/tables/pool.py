@@ -19,7 +19,7 @@ import torch
 from tieredemb.cache.changes import Part
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import UnsupportedError
-from tieredemb.lookup.optimizer import same_rows
+from tieredemb.lookup.optimizer import rows_of
 from tieredemb.stats import CacheStats
 from tieredemb.storage.unified import UnifiedMemory
 from tieredemb.tables.config import TableSetConfig
@@ -144,9 +144,7 @@ class _PlacedMember(Placed):
     def optimizer(self) -> OptimizerConfig | None:
         """Of the table: its own, or the one that the pool was laid out for since."""
         laid_out = self._pool.config.optimizer
-        if self._optimizer is not None and laid_out is not None and same_rows(self._optimizer, laid_out):
-            return self._optimizer
-        return laid_out
+        return self._optimizer if rows_of(self._optimizer) == rows_of(laid_out) else laid_out
 
     @property
     def now(self) -> Place:  # type: ignore[override]

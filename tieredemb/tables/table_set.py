@@ -128,11 +128,6 @@ class TableSet:
         """Who looks up in some of the tables: each has `tables`, and their `optimizer`."""
         return weakref.WeakSet()
 
-    @functools.cached_property
-    def followers(self) -> weakref.WeakSet[Any]:
-        """Who follows a torch optimizer for some of the tables."""
-        return weakref.WeakSet()
-
     def __init__(self, config: TableSetConfig) -> None:
         functions = {t: table.init for t, table in enumerate(config.tables) if callable(table.init)}
         if functions:  # which no file, copy or pickle could hold
