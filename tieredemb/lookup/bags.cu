@@ -15,11 +15,14 @@ struct Space {
     int n_features;
 };
 
-// Edge k of the bags of all features; the last one may be left out and is then the number of ids.
+// Edge k of the bags of all features; the last one may be left out and is then the number of ids. Without `offsets` all
+// bags are of `given` ids.
 struct Edges {
     const i64 *offsets;
     i64 given, n_ids;
-    __device__ __forceinline__ i64 operator[](i64 k) const { return k < given ? offsets[k] : n_ids; }
+    __device__ __forceinline__ i64 operator[](i64 k) const {
+        return !offsets ? k * given : k < given ? offsets[k] : n_ids;
+    }
 };
 
 __device__ __forceinline__ void mark(u64 *place, i64 position) { atomicMax(place, (u64)(FAR - position)); }

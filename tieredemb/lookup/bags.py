@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +29,17 @@ class Places:
 
     blocks: tuple[int, ...]
     count: int
+
+
+class EqualBags(NamedTuple):
+    """As many `bags` of `length` ids each, of whose edges nobody need write an array."""
+
+    bags: int
+    length: int
+
+    def edges(self) -> Array:
+        """Where they start and end, int64 (bags + 1,)."""
+        return np.arange(self.bags + 1, dtype=np.int64) * self.length
 
 
 class KeySpace:

@@ -18,7 +18,7 @@ from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.kernels.constants import BAD_ID, FILL_THREADS
 from tieredemb.kernels.source import read
-from tieredemb.lookup.bags import KeySpace, Places, id_out_of_range, offsets_out_of_order
+from tieredemb.lookup.bags import EqualBags, KeySpace, Places, id_out_of_range, offsets_out_of_order
 
 FILE = "lookup/bags.cu"
 THREADS = 256
@@ -76,12 +76,19 @@ class DeviceKeySpace:
 
 @dataclass(frozen=True)
 class Edges:
-    """Where the bags of all features start and end. `offsets`: int64 (K,) on the device, not yet checked · `count`: F ·
-    B + 1, of which the last may be missing and is the number of ids · `exact`: whether the last must be that number."""
+    """Where the bags of all features start and end. `offsets`: int64 (K,) on the device, not yet checked, or bags of
+    one length · `count`: F · B + 1, of which the last may be missing and is the number of ids · `exact`: whether the
+    last must be that number."""
 
-    offsets: torch.Tensor
+    offsets: torch.Tensor | EqualBags
     count: int
     exact: bool
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor | int, int]:
+        """As kernels take them: the offsets and how many are given, or none and the length of every bag."""
+        offsets = self.offsets
+        return (0, offsets.length) if isinstance(offsets, EqualBags) else (offsets, offsets.shape[0])
 
 
 @dataclass(frozen=True)
@@ -141,16 +148,17 @@ def find_device_bags(
     """Finds the bags of `space` among `ids` (int64 (N,)), in which features have theirs at `places`. Does not
     synchronise, but for new places; bad ids, and offsets that do not start at 0, fall, or leave the ids, leave a mark
     in `fault` and are reported to the words at `report`."""
-    n, given, batch = ids.shape[0], edges.offsets.shape[0], bags.batch
+    n, batch = ids.shape[0], bags.batch
+    offsets, given = edges.arguments
     features = space.features(places, padding_is_dropped=padding_is_dropped)
     check = kernel(FILE, "offsets_check")
     check(
-        blocks_for(edges.count, THREADS, MOST_BLOCKS), THREADS, edges.offsets, given, n, edges.count, edges.exact,
+        blocks_for(edges.count, THREADS, MOST_BLOCKS), THREADS, offsets, given, n, edges.count, edges.exact,
         batch, features, fault, bags.offsets,
     )  # fmt: skip
     fill = kernel(FILE, "bags_fill")
     fill(
-        max(1, blocks_for(n, FILL_THREADS, MOST_BLOCKS)), FILL_THREADS, ids, edges.offsets, given, n, bags.offsets,
+        max(1, blocks_for(n, FILL_THREADS, MOST_BLOCKS)), FILL_THREADS, ids, offsets, given, n, bags.offsets,
         batch, features, bags.keys, bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count,
         fault, report,
     )  # fmt: skip

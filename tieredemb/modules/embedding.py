@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from tieredemb.config import Capacity, CheckIds, Init, Normal, Placement, Policy, TableConfig
+from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.modules.inputs import as_ids, equal_bags
+from tieredemb.modules.inputs import as_ids
 from tieredemb.modules.one_table import OneTable
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.step.batch import Batch
@@ -97,7 +98,7 @@ class TieredEmbedding(OneTable):
     def _batch(self, input: torch.Tensor) -> Batch:
         ids = as_ids("input", input, self._hook.device)
         n = len(ids)
-        return Batch(ids, equal_bags(n, 1, ids.device), n + 1, True, n, None, (input,))
+        return Batch(ids, EqualBags(n, 1), n + 1, True, n, None, (input,))
 
     def extra_repr(self) -> str:
         config = self.tables.config

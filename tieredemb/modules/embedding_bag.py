@@ -8,8 +8,9 @@ import torch
 
 from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, Placement, Policy, TableConfig
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedInputError
+from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.options import LookupOptions
-from tieredemb.modules.inputs import as_ids, as_offsets, check_weights, equal_bags, widened
+from tieredemb.modules.inputs import as_ids, as_offsets, check_weights, widened
 from tieredemb.modules.one_table import OneTable
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
 from tieredemb.step.batch import Batch
@@ -167,8 +168,7 @@ class TieredEmbeddingBag(OneTable):
             if offsets is not None:
                 raise InvalidInputError("offsets must be None for 2-D input, whose rows are the bags")
             bags, length = input.shape
-            edges = equal_bags(bags, length, ids.device)
-            return Batch(ids, edges, bags + 1, True, bags, weights, (input,))
+            return Batch(ids, EqualBags(bags, length), bags + 1, True, bags, weights, (input,))
         if input.dim() != 1:
             raise InvalidInputError(f"input must have one or two dimensions, got shape {tuple(input.shape)}")
         if offsets is None:
@@ -177,7 +177,7 @@ class TieredEmbeddingBag(OneTable):
         if self.include_last_offset and len(starts) == 0:
             raise InvalidInputError("with include_last_offset offsets has at least one element, got none")
         if len(starts) == 0:
-            return Batch(ids, equal_bags(0, 0, ids.device), 1, False, 0, weights, (input, offsets))
+            return Batch(ids, EqualBags(0, 0), 1, False, 0, weights, (input, offsets))
         bags = len(starts) - self.include_last_offset
         return Batch(ids, starts, bags + 1, False, bags, weights, (input, offsets))
 

@@ -47,11 +47,6 @@ def widened(value: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
     return value.to(other.dtype) if value.dtype in NARROW_DTYPES and other.dtype in INTEGER_DTYPES else value
 
 
-def equal_bags(bags: int, length: int, device: torch.device) -> torch.Tensor:
-    """Edges of `bags` bags of `length` ids each, int64 (bags + 1,)."""
-    return torch.arange(bags + 1, dtype=torch.int64, device=device) * length
-
-
 def check_weights(
     weights: torch.Tensor | None, ids: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor | None:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from tieredemb.lookup.bags import Places
+from tieredemb.lookup.bags import EqualBags, Places
 
 Given = tuple[torch.Tensor | Places, ...]  # what a forward is known by before it comes; the ids come first
 
 
-@dataclass(frozen=True)
-class Batch:
-    """`ids`: int32 or int64 (N,) · `offsets`: int32 or int64, edges of the bags of all features · `edges`: F·B + 1, how
-    many there are; the last may be missing and is then N · `exact`: whether the last must be N · `size`: B · `weights`:
-    floats (N,) or None · `given`: ids, offsets where there are any, and `places` where there are, as the caller passed
-    them · `places`: where features have their bags, if not in their order; there may be more bags then ·
-    `names_ends`: whether offsets were given, as the second of those."""
+class Batch(NamedTuple):
+    """`ids`: int32 or int64 (N,) · `offsets`: int32 or int64, edges of the bags of all features, or bags of one length
+    · `edges`: F·B + 1, how many there are; the last may be missing and is then N · `exact`: whether the last must be N
+    · `size`: B · `weights`: floats (N,) or None · `given`: ids, offsets where there are any, and `places` where there
+    are, as the caller passed them · `places`: where features have their bags, if not in their order; there may be more
+    bags then · `names_ends`: whether offsets were given, as the second of those."""
 
     ids: torch.Tensor
-    offsets: torch.Tensor
+    offsets: torch.Tensor | EqualBags
     edges: int
     exact: bool
     size: int

@@ -13,7 +13,7 @@ from tieredemb.cache.device.planner import LARGE
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.streams import current_stream, on_device, synchronize
-from tieredemb.lookup.bags import Places
+from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, number_one_by_one, tell_fault
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, Collected
@@ -55,7 +55,10 @@ class DeviceCall(Call):
         if ahead and tables.config.check_ids == "always":
             raise UnsupportedError("check_ids='always' waits for the GPU in every forward: nothing is planned ahead")
         exact = batch.exact and not may_exceed_bags
-        edges = Edges(batch.offsets.detach().to(torch.int64).contiguous(), batch.edges, exact)
+        offsets = batch.offsets
+        if not isinstance(offsets, EqualBags):
+            offsets = offsets.detach().to(torch.int64).contiguous()
+        edges = Edges(offsets, batch.edges, exact)
         ids = batch.ids.to(torch.int64)
         self._tells_later = ahead
         self._told_stream: int | None = None  # the last one that the allocator was told of, see `follow`

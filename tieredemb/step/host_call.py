@@ -15,7 +15,7 @@ from tieredemb.kernels.cpu import Pass
 from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.row_format import CARRIERS
 from tieredemb.kernels.segments_cpu import Segments, segments_of, segments_of_homes
-from tieredemb.lookup.bags import rows_space
+from tieredemb.lookup.bags import EqualBags, rows_space
 from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags, one_by_one
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
 from tieredemb.lookup.history import CopiedRows, History
@@ -191,7 +191,10 @@ class HostCall(Call):
         memory: Any = None,
     ) -> None:
         ids, options, groups = batch.ids.numpy(), self.context.options, self.context.tables.placed.now.groups
-        edges = checked_edges(batch.offsets.numpy(), len(ids), batch.edges, exact=batch.exact)
+        if isinstance(batch.offsets, EqualBags):
+            edges = batch.offsets.edges()
+        else:
+            edges = checked_edges(batch.offsets.numpy(), len(ids), batch.edges, exact=batch.exact)
         bags, dropped = [], options.padding_is_dropped
         for group in groups:  # every id is checked before any group plans
             bags.append(make_bags(ids, edges, group.space, batch.size, padding_is_dropped=dropped, places=batch.places))
