@@ -9,26 +9,66 @@ generator goes on counting for a graph, so that the next random number drawn eag
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 
 CAPTURING: set[int] = set()  # threads that are inside a `Capture`
+MODE = "thread_local"
+
+
+class _AtOnce:
+    """As `torch.cuda.graph`, which waits for the device and empties the allocator's cache before."""
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, *, pool: Any, stream: torch.cuda.Stream, capture_error_mode: str
+    ) -> None:
+        self._graph = graph
+        self._pool = pool
+        self._on = torch.cuda.stream(stream)
+        self._mode = capture_error_mode
+
+    def __enter__(self) -> None:
+        self._on.__enter__()  # type: ignore[no-untyped-call]
+        self._graph.capture_begin(pool=self._pool, capture_error_mode=self._mode)
+
+    def __exit__(self, *error: Any) -> None:
+        self._graph.capture_end()
+        self._on.__exit__(*error)
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    """A module that is collected inside a capture closes its caches, which wait for the device."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class Capture:
     """Captures into `graph`, on `stream`, what this thread launches inside; `pool`: of another graph, to share its
     memory. What is raised inside comes out as it is, whatever that does to the end of the capture; an end that fails by
-    itself raises torch's error. Either way streams, generators and the allocator are then as they were before."""
+    itself raises torch's error. Either way streams, generators and the allocator are then as they were before.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> None:
+    `at_once`: does not wait for the device first, nor gives back what torch's allocator keeps."""
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None, *, at_once: bool = False
+    ) -> None:
         self._graph = graph
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
         # threads that have nothing to do with the step may go on
-        self._capture = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local")
+        kind = _AtOnce if at_once else torch.cuda.graph
+        self._capture = kind(graph, pool=self._pool, stream=stream, capture_error_mode=MODE)
 
     def __enter__(self) -> None:
         self._around = torch.cuda.current_stream(self._stream.device)
@@ -78,7 +118,7 @@ class Capture:
         """The end of any capture makes the default generator count for eager calls again: of one that holds next to
         nothing. A copy in its place would do so too, but not be the one that other graphs draw from."""
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_begin(capture_error_mode=MODE)
         torch.zeros((), device=self._stream.device)  # of an empty graph torch warns
         graph.capture_end()
         graph.reset()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -13,7 +12,7 @@ import torch
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.locks import Locks
 from tieredemb.errors import UnsupportedError
-from tieredemb.kernels.captures import Capture
+from tieredemb.kernels.captures import Capture, no_collector
 from tieredemb.kernels.streams import capture_lock, on_device, side_stream
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import Forward
@@ -130,7 +129,7 @@ class StepFunction(Generic[R]):
         self.before_replay()  # what the host has to say is said outside
         self._leaves.check_free()
         captured = Capture(graph, self._captures, pool)
-        with self._leaves.grads_kept(), capture_lock(self.device), _no_collector(), captured:
+        with self._leaves.grads_kept(), capture_lock(self.device), no_collector(), captured:
             yield
 
     def before_replay(self) -> None:
@@ -145,18 +144,6 @@ class StepFunction(Generic[R]):
         for cache in self.caches:
             with cache.entered():
                 pass
-
-
-@contextlib.contextmanager
-def _no_collector() -> Iterator[None]:
-    """A module that is collected inside closes its caches, which wait for the device."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def detached(function: Callable[[Any], R], batch: Any) -> R:

@@ -74,6 +74,13 @@ class CallContext:
     backward_pass: BackwardPass
     apply: Callable[[Collected], None]
 
+    @functools.cached_property
+    def recorded(self) -> Any:
+        """On a GPU, plans of its calls (`RecordedPlans`)."""
+        from tieredemb.step.recorded_plans import RecordedPlans
+
+        return RecordedPlans()
+
     @property
     def is_dense(self) -> bool:
         """Whether the optimizer moves every row in every step."""

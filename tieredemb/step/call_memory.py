@@ -49,6 +49,7 @@ class CallMemory:
             self.own_bag = torch.empty(ids, dtype=torch.int32, device=device)
         self.trained = [torch.empty(ids, dtype=torch.int32, device=device) if wanted else None for wanted in masks]
         self._pending: list[torch.cuda.Event] = []
+        self.planner: torch.cuda.Stream | None = None  # of a recorded plan, where that was replayed last
 
     def fits(self, groups: Sequence[DeviceGroup], ids: int, batch: int, places: Places | None) -> bool:
         """Whether it is that of a forward of `ids` ids and `batch` samples in these groups, with features there."""
@@ -76,5 +77,10 @@ class CallMemory:
 
     def __del__(self) -> None:
         """Given up before its forward came, it is reused behind the plan that still writes to it."""
-        for event in () if sys.is_finalizing() else getattr(self, "_pending", ()):
+        if sys.is_finalizing():
+            return
+        for event in getattr(self, "_pending", ()):
             self.stream.wait_event(event)
+        planner = getattr(self, "planner", None)
+        if planner is not None and planner != self.stream:
+            self.stream.wait_stream(planner)

@@ -20,6 +20,7 @@ from tieredemb.step.call import Call, Collected
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall, shallow_copy
 from tieredemb.step.device_update import take_step, those_alike, update, update_together
+from tieredemb.step.recorded_plans import Form, is_recordable
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 
@@ -60,18 +61,41 @@ class DeviceCall(Call):
             offsets = offsets.detach().to(torch.int64).contiguous()
         edges = Edges(offsets, batch.edges, exact)
         ids = batch.ids.to(torch.int64)
-        self._tells_later = ahead
+        self.tells_later = ahead
         self._told_stream: int | None = None  # the last one that the allocator was told of, see `follow`
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
         with on_device(ids.device):
+            # buffers are those of captured steps, and the gradient of weights reads what a plan leaves for longer
+            recurs = scored and self.ids > 0 and memory is None and not may_exceed_bags and batch.weights is None
+            if recurs and is_recordable(tables, groups):
+                form = Form(
+                    ids.shape[0],
+                    self.batch,
+                    edges.count,
+                    edges.arguments[1],
+                    isinstance(offsets, EqualBags),
+                    exact,
+                    batch.places,
+                    trains,
+                    ages,
+                    ahead,
+                )
+                if self.context.recorded.plan(self, groups, form, ids, edges):
+                    return
             fits = memory is not None and memory.fits(groups, self.ids, self.batch, batch.places)
-            self.memory = memory if fits and memory else self._allocate(groups, batch.places, trains=trains)
-            given = None
-            # beside the beginning of a plan, where that takes longer than to go there; events cost an eager host more
-            if self.ids >= LARGE and torch.cuda.is_current_stream_capturing():
-                given = groups[0].cache.aside(functools.partial(self._find_bags, groups, ids, edges))
-            else:
-                self._find_bags(groups, ids, edges)
+            self.memory = memory if fits and memory else self.allocate(groups, batch.places, trains=trains)
+            self.launch(groups, ids, edges, scored=scored, ages=ages, ahead=ahead)
+
+    def launch(
+        self, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges, *, scored: bool, ages: bool, ahead: bool
+    ) -> None:
+        """Plans `ids` into the memory that the call has, on their device, which is the current one."""
+        tables, given = self.context.tables, None
+        # beside the beginning of a plan, where that takes longer than to go there; events cost an eager host more
+        if self.ids >= LARGE and torch.cuda.is_current_stream_capturing():
+            given = groups[0].cache.aside(functools.partial(self._find_bags, groups, ids, edges))
+        else:
+            self._find_bags(groups, ids, edges)
         if tables.config.check_ids == "always":
             _check_at_once(tables, ids.device)
         try:
@@ -92,7 +116,8 @@ class DeviceCall(Call):
         finally:
             self.memory.planned(part.ticket.aside for part in self.parts)
 
-    def _allocate(self, groups: list[DeviceGroup], places: Places | None, *, trains: bool) -> CallMemory:
+    def allocate(self, groups: list[DeviceGroup], places: Places | None, *, trains: bool) -> CallMemory:
+        """Room for its plan."""
         dropped = self.context.options.padding_is_dropped
         reads_padding = [not dropped and bool((group.space.padding >= 0).any()) for group in groups]
         # not where the padding is read, whose occurrences are known afterwards; nor where the update sorts those of all
@@ -105,7 +130,7 @@ class DeviceCall(Call):
     def _find_bags(self, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges) -> None:
         memory, faults = self.memory, self.context.tables.faults
         memory.words.zero_()
-        report = memory.report.data_ptr() if self._tells_later else faults.address
+        report = memory.report.data_ptr() if self.tells_later else faults.address
         dropped = self.context.options.padding_is_dropped
         for group, bags in zip(groups, memory.bags, strict=True):
             space = group.device_space
@@ -142,17 +167,20 @@ class DeviceCall(Call):
         """The call that a replay has planned to where this one was, as `batches` of its groups' caches."""
         call = shallow_copy(self)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
-        call.parts = [part.again(batch) for part, batch in zip(self.parts, batches, strict=True)]
-        call._tells_later, call._told_stream = True, None
+        call.parts = [
+            part.again(part.group.cache.reopen(part.ticket, batch))
+            for part, batch in zip(self.parts, batches, strict=True)
+        ]
+        call.tells_later, call._told_stream = True, None
         return call
 
     def start(self, *, trains: bool) -> None:
         self.follow()
         super().start(trains=trains)
-        if self._tells_later:
+        if self.tells_later:
             with self.parts[0].group.cache.using(*self.tickets):
                 tell_fault(self.memory.report, self.context.tables.faults.address)
-            self._tells_later = False
+            self.tells_later = False
             self.memory.joined()
 
     def catch_up(self) -> None:

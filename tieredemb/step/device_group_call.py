@@ -99,10 +99,16 @@ class DeviceGroupCall:
         """The tensors that the forward leaves for the update."""
         return [value for value in (self.weights, self.argmax) if value is not None]
 
-    def again(self, batch: int) -> DeviceGroupCall:
-        """The call of `batch`, which a replay has planned to where this one was."""
+    def without_ticket(self) -> DeviceGroupCall:
+        """A copy that keeps nothing in flight, for `again`."""
         call = shallow_copy(self)
-        call.ticket = self.group.cache.reopen(self.ticket, batch)
+        del call.ticket
+        return call
+
+    def again(self, ticket: DeviceTicket) -> DeviceGroupCall:
+        """The call of `ticket`, which a replay has planned to where this one was."""
+        call = shallow_copy(self)
+        call.ticket = ticket
         call.weights = call.argmax = call.forward_rows = None
         call._found, call._is_caught_up = None, False
         return call

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +45,18 @@ if TYPE_CHECKING:
 LOAD_ROWS = 1 << 20  # rows brought in at once by whole-cache calls
 
 
+class NextPlan(NamedTuple):
+    """What the launches of the next plan will depend on but its ids: `lag`, how many batches before it lock their rows
+    · `slotless`: whether rows may be left without a slot · `records`: the address of the table of those."""
+
+    lag: int
+    slotless: bool
+    records: int
+
+
+ALL_RESIDENT = NextPlan(lag=0, slotless=False, records=0)
+
+
 class DeviceCache(Cache):
     """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, have slots of their own, from
     `slots` less their number on, in that order.
@@ -66,6 +79,9 @@ class DeviceCache(Cache):
         super().__init__(cold, slots=slots, policy=policy, initial=initial, lock_window=lock_window, device=device)
         self.on_flush: list[Callable[[], None]] = []
         self.plan_lock = threading.RLock()  # a plan waits for its storage beside lookups and updates
+        self.graph_pool = torch.cuda.graph_pool_handle()  # of what recorded plans use while they run, one at a time
+        self._is_recorded = False
+        self.recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # plans that are replayed, of which each has a size
         self._ledger = Ledger(self._book, lock_window)
         with torch.inference_mode(False), torch.cuda.device(device):
             self.hot = DeviceHotRows(cold.layout, slots - sum(rows for _, rows in resident), resident, device)
@@ -130,7 +146,8 @@ class DeviceCache(Cache):
                     self._check_usable()
                     self.cold.begin_changes()
                     self._order.whole()
-                    begun = self._ledger.begin(captured=torch.cuda.is_current_stream_capturing())
+                    captured = not self._is_recorded and torch.cuda.is_current_stream_capturing()
+                    begun = self._ledger.begin(captured=captured)
                     self._planner.check_size(keys.shape[0], begun)
                     if begun.captured and self._planner.moves_rows(keys.shape[0]):
                         self._check_capture()
@@ -186,6 +203,47 @@ class DeviceCache(Cache):
         """Where the rows of `tickets` lie now that have no slot."""
         last = max(tickets, key=lambda ticket: (ticket.overflow.slotless, ticket.batch))
         return self._transfer.overflow_now(last.overflow)
+
+    # --- recorded plans ---------------------------------------------------------------------------------------------
+
+    def next_plan(self, ids: int) -> NextPlan:
+        """What a plan of as many ids would depend on now, put behind what it has to come behind. The caller holds the
+        locks of plans and rows until it has planned."""
+        self.complete_last()
+        self._check_usable()
+        self.cold.begin_changes()
+        self._order.whole()
+        if not self._planner.moves_rows(ids):
+            return ALL_RESIDENT
+        begun = self._ledger.begin()
+        self._ledger.over()
+        slotless = self._planner.may_lack_slots(begun, ids)
+        return NextPlan(begun.lag, slotless, self._plan.records.table.data_ptr() if slotless else 0)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """A plan is captured inside that is to be replayed wherever `next_plan` is as it is now, and first of all right
+        behind. The caller holds the locks of plans and rows."""
+        self._is_recorded = True
+        try:
+            yield
+        finally:
+            self._is_recorded = False
+            self._order.whole()  # from here, and not from the stream that was captured
+
+    def count_next(self) -> int:
+        """A recorded plan is about to be replayed: the number of its batch."""
+        return self._ledger.count_next()
+
+    def replanned(self, batch: int, homes: torch.Tensor, *, slotless: bool) -> DeviceTicket:
+        """The flight of `batch`, which the replay of a recorded plan has planned, to `homes`."""
+        ticket = self._planner.ticket(batch, homes, slotless=slotless)
+        ticket.kept = ()  # it counts where it was planned first
+        return ticket
+
+    def has_come(self, ticket: DeviceTicket) -> None:
+        """The plan of `ticket`, which was recorded, was replayed for the first time, right behind."""
+        ticket.ready, ticket.kept = self._order.planned(), ()
 
     # --- captured steps ---------------------------------------------------------------------------------------------
 
@@ -432,6 +490,7 @@ class DeviceCache(Cache):
         with self.lock:
             batch = {"plans": self._book.size_bytes() + self._plan.size_bytes()}
             batch["records"] = self._plan.records.size_bytes()
+            batch["recorded"] = sum(each.size_bytes() for each in self.recorded)
             return {
                 "cache": self.hot.size_bytes(),
                 "batch": batch | self._transfer.size_bytes(),

@@ -81,6 +81,11 @@ class Ledger:
         if not begun.captured:
             self._eager = begun.number
 
+    def count_next(self) -> int:
+        """A recorded plan is about to count on the device: the number of its batch."""
+        self.last = self._eager = self.last + 1
+        return self.last
+
     def over(self) -> None:
         """No batch is being planned."""
         self._planning = None

@@ -59,6 +59,10 @@ class Planner:
         """Whether a plan of `n` ids may bring rows in: else all rows that it finds are resident tables'."""
         return self.hot.slots > 0 and n > 0
 
+    def may_lack_slots(self, begun: Begun, n: int) -> bool:
+        """Whether rows of a plan of `n` ids, or of a batch in flight, may be without a slot."""
+        return begun.slotless or begun.locked + n > self.hot.slots
+
     def plan(
         self,
         begun: Begun,
@@ -78,10 +82,10 @@ class Planner:
             if given is not None:
                 given.wait(current_stream())
             self.ledger.count(begun)
-            ticket = self._ticket(begun, homes, slotless=False)
+            ticket = self.ticket(begun.number, homes, slotless=False)
             self._count(ticket, scored=scored, ages=ages, client=client, beside=beside)
             return ticket
-        slotless = begun.slotless or begun.locked + n > self.hot.slots
+        slotless = self.may_lack_slots(begun, n)
         if slotless:
             self.transfer.make_room(min(begun.locked + n, self.hot.layout.rows))
         missed = Missed(n, self.hot.weight.device)
@@ -96,7 +100,7 @@ class Planner:
             pending = self.transfer.start(BatchPlan(homes, missed, slotless, scored, beside), ahead=ahead)
             if not ahead:
                 pending.finish()
-        ticket = self._ticket(begun, homes, slotless=slotless)
+        ticket = self.ticket(begun.number, homes, slotless=slotless)
         if not pending.is_finished:
             ticket.is_complete = False
             ticket.pending, ticket.place = pending, self.order.place()
@@ -145,9 +149,10 @@ class Planner:
         else:
             run()
 
-    def _ticket(self, begun: Begun, homes: torch.Tensor, *, slotless: bool) -> DeviceTicket:
+    def ticket(self, batch: int, homes: torch.Tensor, *, slotless: bool) -> DeviceTicket:
+        """The flight of a batch that was planned now."""
         with self.rows_lock:
-            ticket = DeviceTicket(begun.number, homes, self.transfer.overflow(slotless), self.book)
+            ticket = DeviceTicket(batch, homes, self.transfer.overflow(slotless), self.book)
             self.ledger.open(ticket, homes.shape[0] if self.hot.slots else 0, slotless)
             ticket.ready = self.order.planned()
             return ticket

@@ -1,0 +1,270 @@
+"""Plans of eager forwards that are recorded and replayed: the numbers of plans that are launched each time, whatever
+comes in between. Skips without a GPU; TIEREDEMB_REQUIRE_CUDA=1 fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import assert_same_bits
+from torch import nn
+from training import bits
+
+import tieredemb as te
+from tieredemb.errors import IdOutOfRangeError
+from tieredemb.step import recorded_plans
+from tieredemb.step.recorded_plans import RecordedPlans, _Recorded
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+ROWS = 300
+STEPS = 12
+CAPACITIES = [1, 40, 1.0]
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Counts plans that are replayed."""
+    found = []
+    replay = _Recorded.replay
+
+    def counted(self, *given):
+        found.append(self)
+        replay(self, *given)
+
+    monkeypatch.setattr(_Recorded, "replay", counted)
+    return found
+
+
+def ids_of(step, shape=(8, 5)):
+    generator = torch.Generator().manual_seed(step)
+    skewed = torch.rand(shape, generator=generator) ** 4 * ROWS
+    return skewed.to(torch.int64).cuda()
+
+
+def both(monkeypatch, replays, run):
+    """Asserts that `run` leaves the same bits with recorded plans and without; returns how many were replayed."""
+    recorded = run()
+    count = len(replays)
+    with monkeypatch.context() as patch:
+        patch.setattr(recorded_plans, "TIMES", 10**9)
+        launched = run()
+    assert len(replays) == count
+    assert_same_bits(recorded, launched)
+    return count
+
+
+def made(capacity, **keywords):
+    given = {"mode": "sum", "optimizer": te.Adagrad(lr=0.1), "seed": 3} | keywords
+    return te.TieredEmbeddingBag(ROWS, 8, capacity=capacity, **given)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("mode", ["sum", "max"])
+@pytest.mark.parametrize("given", ["equal bags", "offsets", "int32", "padding"])
+def test_training_has_the_bits_of_plans_that_are_launched(monkeypatch, replays, capacity, mode, given):
+    def run():
+        bag, outputs = made(capacity, mode=mode, padding_idx=3 if given == "padding" else None), []
+        for step in range(STEPS):
+            ids = ids_of(step)
+            offsets = None
+            if given == "offsets":
+                ids, offsets = ids.flatten(), torch.tensor([0, 3 + step % 2, 20], device="cuda")
+            out = bag(ids.int() if given == "int32" else ids, offsets)
+            out.square().sum().backward()
+            outputs.append(out.detach())
+        return [*outputs, *bits(bag)]
+
+    assert both(monkeypatch, replays, run) == STEPS - recorded_plans.TIMES - 1
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_a_collection_of_two_widths(monkeypatch, replays, capacity):
+    tables = [te.TableConfig(name=f"t{width}", num_embeddings=ROWS, embedding_dim=width) for width in (4, 8, 4)]
+    tables[2] = te.TableConfig(name="other", num_embeddings=ROWS // 2, embedding_dim=4)
+
+    def run():
+        model, outputs = te.TieredEmbeddingBagCollection(tables, capacity=capacity if capacity != 1 else 2,
+                                                         optimizer=te.Adam(lr=0.01), seed=1), []  # fmt: skip
+        for step in range(STEPS):
+            ids = ids_of(step, (3 * 8,)) // 2
+            out = model(ids, torch.arange(0, 25, 2, device="cuda"))
+            out.square().sum().backward()
+            outputs.append(out.detach())
+        return [*outputs, *bits(model)]
+
+    assert both(monkeypatch, replays, run) > 0
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_prefetch(monkeypatch, replays, capacity, depth):
+    def run():
+        bag, outputs = made(capacity), []
+        for ids in te.prefetch([ids_of(step) for step in range(3 * STEPS)], bag, depth):
+            out = bag(ids)
+            out.square().sum().backward()
+            outputs.append(out.detach())
+        return [*outputs, *bits(bag)]
+
+    assert both(monkeypatch, replays, run) > STEPS
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_forwards_in_any_order_with_backwards_late_or_never(monkeypatch, replays, capacity):
+    """Several in flight of one form, each with memory of its own; some dropped, some evaluations between."""
+
+    def run():
+        bag, outputs, waiting = made(capacity), [], []
+        for step in range(4 * STEPS):
+            out = bag(ids_of(step))
+            outputs.append(out.detach().clone())
+            waiting.append(out)
+            if step % 7 == 3:
+                with torch.no_grad():
+                    outputs.append(bag(ids_of(step + 1)))
+            if step % 5 == 4:
+                del waiting[1]
+                sum(each.square().sum() for each in waiting).backward()
+                waiting = []
+        waiting = []
+        return [*outputs, *bits(bag)]
+
+    assert both(monkeypatch, replays, run) > STEPS
+
+
+def test_gradients_of_weights_read_their_own_plan(monkeypatch, replays):
+    """A frozen table's plan is needed for them after its rows are free."""
+
+    def run():
+        bag, found = made(40), []
+        bag.requires_grad_(False)
+        for step in range(STEPS):
+            kept = []
+            for at in range(3):
+                weights = torch.full((8, 5), 1.0 + at, device="cuda", requires_grad=True)
+                kept.append((weights, bag(ids_of(3 * step + at), per_sample_weights=weights)))
+            for weights, out in kept:
+                out.square().sum().backward()
+                found.append(weights.grad)
+        return found
+
+    both(monkeypatch, replays, run)
+
+
+def test_weights_of_a_batch_that_was_planned_ahead(monkeypatch, replays):
+    def run():
+        bag, found, last = made(40), [], None
+        bag.requires_grad_(False)
+        for ids in te.prefetch([ids_of(step) for step in range(3 * STEPS)], bag):
+            weights = torch.full((8, 5), 2.0, device="cuda", requires_grad=True)
+            out = bag(ids, per_sample_weights=weights)
+            if last is not None:  # later than the next forward
+                last[1].square().sum().backward()
+                found.append(last[0].grad)
+            last = weights, out
+        return found
+
+    assert both(monkeypatch, replays, run) > STEPS
+
+
+def test_a_bad_id_is_reported_and_updates_nothing(replays):
+    bag = made(40)
+    for step in range(STEPS):
+        bag(ids_of(step)).sum().backward()
+    assert replays
+    before = bits(bag)
+    bad = ids_of(0)
+    bad[2, 1] = ROWS
+    count = len(replays)
+    bag(bad).sum().backward()
+    assert len(replays) == count + 1
+    with pytest.raises(IdOutOfRangeError, match=f"id {ROWS} at position 11"):
+        bag.flush()
+    assert_same_bits(bits(bag), before)
+
+
+def test_other_streams_come_in_turn(monkeypatch, replays):
+    streams = [torch.cuda.Stream() for _ in range(3)]
+
+    def run():
+        bag, outputs = made(40), []
+        for step in range(STEPS):
+            ids = ids_of(step)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(streams[step % 3]):
+                torch.cuda._sleep(10_000_000)
+                out = bag(ids)
+                out.square().sum().backward()
+                outputs.append(out.detach())
+        torch.cuda.synchronize()
+        return [*outputs, *bits(bag)]
+
+    assert both(monkeypatch, replays, run) > 0
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("capacity", [2, 0.3, 1.0])
+def test_converted_tables_that_share_a_cache(monkeypatch, replays, capacity, prefetch):
+    def run():
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.EmbeddingBag(rows, 4, mode="sum") for rows in (ROWS, 50, 120)]).cuda()
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        te.replace_embedding_bags(model, capacity=capacity, optimizer=optimizer)
+        batches, outputs = [[ids_of(3 * step + at) % (50, 50, 50)[at] for at in range(3)] for step in range(20)], []
+        for batch in te.prefetch(batches, model) if prefetch else batches:
+            out = torch.cat([bag(ids) for bag, ids in zip(model, batch, strict=True)], 1)
+            optimizer.zero_grad()
+            out.square().sum().backward()
+            optimizer.step()
+            outputs.append(out.detach())
+        return [*outputs, *model.state_dict().values()]
+
+    assert both(monkeypatch, replays, run) > 20
+
+
+def test_forms_that_change_each_time_are_not_recorded(monkeypatch, replays):
+    recorded = []
+    monkeypatch.setattr(_Recorded, "__init__", lambda self, *_: recorded.append(self))
+    bag = made(40)
+    for step in range(STEPS):
+        bag(ids_of(step, (8, 2 + step))).sum().backward()
+    assert not recorded
+    assert not replays
+
+
+def test_recordings_are_few_and_counted_and_end_with_the_place():
+    bag = made(40)
+    plans: RecordedPlans = bag._context.recorded
+    for size in range(2, 2 + recorded_plans.MOST_FORMS + 3):
+        for step in range(4):
+            bag(ids_of(step, (size, 3))).sum().backward()
+    assert len(plans._recorded) == recorded_plans.MOST_FORMS
+    (report,) = bag.memory_report().values()
+    assert (
+        report["batch"]["recorded"] >= sum(each.size_bytes() for kept in plans._recorded.values() for each in kept) > 0
+    )
+    expected = bits(bag)
+    bag.cpu()
+    assert_same_bits([each.cpu() for each in bits(bag)], [each.cpu() for each in expected])
+    bag.cuda()
+    for step in range(4):
+        bag(ids_of(step)).sum().backward()
+    assert len(plans._recorded) <= 1
+
+
+def test_a_device_without_memory_for_a_recording_launches(monkeypatch, replays):
+    def refuse(*_):
+        raise torch.OutOfMemoryError("none left")
+
+    def run():
+        bag, outputs = made(40), []
+        for step in range(STEPS):
+            outputs.append(bag(ids_of(step)).detach())
+        return [*outputs, *bits(bag)]
+
+    expected = run()
+    count = len(replays)
+    assert count
+    monkeypatch.setattr(_Recorded, "_record", refuse)
+    assert_same_bits(run(), expected)
+    assert len(replays) == count
