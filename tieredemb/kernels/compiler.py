@@ -62,7 +62,7 @@ def _module(file: str, flags: tuple[str, ...], device: int) -> Any:
 
 
 @functools.cache
-def _driver() -> Any:
+def driver() -> Any:
     """The driver's library. With packed arguments its launch costs half of one through CuPy. For a launch the
     interpreter is not given away: another thread that wants it would be woken up at every one. Where a stream is full a
     launch waits for the GPU, and other threads of Python with it."""
@@ -71,6 +71,9 @@ def _driver() -> Any:
     library.cuDriverGetVersion.argtypes = [pointer]
     library.cuLaunchKernelEx.argtypes = [pointer] * 4
     library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, pointer]
+    for name, arguments in {"GetNodes": 3, "NodeGetType": 2, "KernelNodeGetParams_v2": 2, "Launch": 2}.items():
+        getattr(library, f"cuGraph{name}").argtypes = [pointer] * arguments
+    library.cuGraphExecKernelNodeSetParams_v2.argtypes = [pointer] * 3
     return library
 
 
@@ -93,7 +96,7 @@ def copy_on_device(target: torch.Tensor, source: torch.Tensor) -> None:
         return
     device = torch._C._cuda_getDevice()
     stream = torch._C._cuda_getCurrentRawStream(device)
-    copy = _driver().cuMemcpyDtoDAsync_v2
+    copy = driver().cuMemcpyDtoDAsync_v2
     code = _code(copy, device, target.data_ptr(), source.data_ptr(), size, stream)
     if code:
         raise RuntimeError(f"the CUDA driver refused to copy {size} bytes on the device: error {code}")
@@ -112,7 +115,7 @@ EARLY = _attribute(6)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 def begins_early(device: int) -> bool:
     """Whether kernels on a device may begin as those before them end. Graphs know of it from CUDA 12.3 on."""
     version = ctypes.c_int()
-    _driver().cuDriverGetVersion(ctypes.byref(version))
+    driver().cuDriverGetVersion(ctypes.byref(version))
     return torch.cuda.get_device_capability(device) >= (9, 0) and version.value >= 12030
 
 
@@ -190,7 +193,7 @@ class Kernel:
         self._packing.pack_into(packed.buffer, 0, *values)
         packed.size.value = self._packing.size
         CONFIG.pack_into(packed.config, 0, blocks, 1, 1, threads, 1, 1, 0, stream, attributes, n_attributes)
-        launch = _driver().cuLaunchKernelEx
+        launch = driver().cuLaunchKernelEx
         if self.cooperative:  # a capture refuses its arguments in a buffer
             code = _code(launch, device, packed.config, function, packed.pointers(self.signature), None)
         else:

@@ -84,10 +84,6 @@ class Edges:
     count: int
     exact: bool
 
-    def of(self, offsets: torch.Tensor) -> Edges:
-        """As many of other offsets."""
-        return Edges(offsets, self.count, self.exact)
-
     @property
     def arguments(self) -> tuple[torch.Tensor | int, int]:
         """As kernels take them: the offsets and how many are given, or none and the length of every bag."""

@@ -126,7 +126,12 @@ class TieredModule(nn.Module, abc.ABC):
     def _trains(self) -> bool:
         """Whether gradients are wanted: not of a frozen module, nor where the stand-ins are, as `requires_grad_(False)`
         of a model around it does."""
-        return not self._frozen and all(each.requires_grad for each in self._stand_ins.values())
+        if self._frozen:
+            return False
+        for each in self._stand_ins.values():  # noqa: SIM110 - in each forward, and a generator costs most of it
+            if not each.requires_grad:
+                return False
+        return True
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 

@@ -29,7 +29,9 @@ def as_ids(name: str, value: torch.Tensor, device: torch.device) -> torch.Tensor
         raise InvalidInputError(f"{name} is on {value.device}, the tables are on {device}; move one of them")
     if value.numel() > MAX_IDS:
         raise InvalidInputError(f"{name} has {value.numel()} elements, at most {MAX_IDS} are allowed; split the batch")
-    return value.detach().contiguous().reshape(-1)
+    if value.dim() == 1 and value.is_contiguous():
+        return value
+    return value.detach().contiguous().view(-1)
 
 
 def as_offsets(offsets: torch.Tensor, device: torch.device) -> torch.Tensor:

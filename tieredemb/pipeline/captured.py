@@ -135,7 +135,7 @@ class StepFunction(Generic[R]):
     def before_replay(self) -> None:
         """What the host does at a forward and at an update, which a replay is neither of."""
         for module in self.modules:
-            module.tables.check_earlier()
+            module.tables.placed.now.check_earlier()
             if self.trains and module.is_trainable and module.engine.optimizer is not None:
                 module.engine.optimizer.upload()
 

@@ -20,7 +20,6 @@ from tieredemb.step.call import Call, Collected
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall, shallow_copy
 from tieredemb.step.device_update import take_step, those_alike, update, update_together
-from tieredemb.step.recorded_plans import Form, is_recordable
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 
@@ -34,6 +33,9 @@ class DeviceCall(Call):
     uses that again."""
 
     parts: list[DeviceGroupCall]
+    memory: CallMemory
+    pooled: torch.Tensor | None = None  # the output, where a recorded plan has looked it up
+    _told_stream: int | None = None  # the last one that the allocator was told of, see `follow`
 
     def plan(
         self,
@@ -46,8 +48,12 @@ class DeviceCall(Call):
         may_exceed_bags: bool = False,
         memory: CallMemory | None = None,
     ) -> None:
+        self.ids, self.tells_later = batch.ids.shape[0], ahead
+        recurs = memory is None and scored and not may_exceed_bags  # the buffers of captured steps are planned there
+        if recurs and self.context.recorded.plan(self, batch, trains=trains, ages=ages, ahead=ahead):
+            return
         tables = self.context.tables
-        features, self.ids = tables.n_features, batch.ids.shape[0]
+        features = tables.n_features
         if features * max(self.batch, self.rows) > MAX_BAGS:
             raise InvalidInputError(
                 f"{features} features × {max(self.batch, self.rows)} rows of output are more than {MAX_BAGS} bags; "
@@ -55,36 +61,20 @@ class DeviceCall(Call):
             )
         if ahead and tables.config.check_ids == "always":
             raise UnsupportedError("check_ids='always' waits for the GPU in every forward: nothing is planned ahead")
-        exact = batch.exact and not may_exceed_bags
-        offsets = batch.offsets
-        if not isinstance(offsets, EqualBags):
-            offsets = offsets.detach().to(torch.int64).contiguous()
-        edges = Edges(offsets, batch.edges, exact)
-        ids = batch.ids.to(torch.int64)
-        self.tells_later = ahead
-        self._told_stream: int | None = None  # the last one that the allocator was told of, see `follow`
+        ids, edges = self.inputs(batch, may_exceed_bags=may_exceed_bags)
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
         with on_device(ids.device):
-            # buffers are those of captured steps, and the gradient of weights reads what a plan leaves for longer
-            recurs = scored and self.ids > 0 and memory is None and not may_exceed_bags and batch.weights is None
-            if recurs and is_recordable(tables, groups):
-                form = Form(
-                    ids.shape[0],
-                    self.batch,
-                    edges.count,
-                    edges.arguments[1],
-                    isinstance(offsets, EqualBags),
-                    exact,
-                    batch.places,
-                    trains,
-                    ages,
-                    ahead,
-                )
-                if self.context.recorded.plan(self, groups, form, ids, edges):
-                    return
             fits = memory is not None and memory.fits(groups, self.ids, self.batch, batch.places)
             self.memory = memory if fits and memory else self.allocate(groups, batch.places, trains=trains)
             self.launch(groups, ids, edges, scored=scored, ages=ages, ahead=ahead)
+
+    @staticmethod
+    def inputs(batch: Batch, *, may_exceed_bags: bool = False) -> tuple[torch.Tensor, Edges]:
+        """What is to be planned, as kernels take it."""
+        offsets = batch.offsets
+        if not isinstance(offsets, EqualBags):
+            offsets = offsets.detach().to(torch.int64).contiguous()
+        return batch.ids.to(torch.int64), Edges(offsets, batch.edges, batch.exact and not may_exceed_bags)
 
     def launch(
         self, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges, *, scored: bool, ages: bool, ahead: bool
@@ -201,6 +191,9 @@ class DeviceCall(Call):
 
     @ranged("lookup")
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
+        if self.pooled is not None:
+            out, self.pooled = self.pooled, None
+            return out
         width, config = self.context.tables.output_width, self.context.tables.config
         out = torch.empty((self.rows, width), dtype=config.output_dtype, device=config.device)
         if weights is not None:  # backward reads them again, and loaders reuse their buffers

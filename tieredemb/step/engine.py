@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from tieredemb.step.call_memory import CallMemory
 
 
+_MAY_BE_DISTRIBUTED = torch.distributed.is_available()
+
+
 class _Accumulated:
     """What `accumulate()` keeps for the update at its end. The context alone holds it: one that was left in whatever
     way keeps no later backward from its update."""
@@ -125,7 +128,7 @@ class Engine:
         within = context.backward_pass.touch() if recomputed else None
         trains, weights = hook.requires_grad, batch.weights
         if torch.is_grad_enabled() and (trains or (weights is not None and weights.requires_grad)):
-            if trains and torch.distributed.is_available() and torch.distributed.is_initialized():
+            if trains and _MAY_BE_DISTRIBUTED and torch.distributed.is_initialized():
                 _check_world_size()
             make = functools.partial(self._begin, batch, context, trains=trains, recomputed=recomputed, within=within)
             # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
@@ -140,8 +143,9 @@ class Engine:
 
     def _begin(self, batch: Batch, context: CallContext, *, trains: bool, recomputed: bool, within: Any) -> Call:
         """The call of a forward: planned ahead for its very tensors, or now."""
-        if self.tables.placed.now.faults is not None:
-            self.tables.check_earlier()
+        place = self.tables.placed.now
+        if place.faults is not None:
+            place.check_earlier()
         call = self.planned.take(batch.given) if self.planned.waiting and not recomputed else None
         time = self.tables.step_time
         if call is None:
@@ -170,7 +174,7 @@ class Engine:
     ) -> Call:
         """A call that is planned, on the tables' device; see `Call.plan`. `recomputed`: whether the forward is one of
         before, that leaves no trace in scores."""
-        call = self._call_type()(context, batch.size)
+        call = _call_type(self.tables.placed.now.config.device.type)(context, batch.size)
         may_exceed = bool(self.ids_may_exceed_bags) and threading.get_ident() in self.ids_may_exceed_bags
         call.plan(
             batch,
@@ -185,13 +189,7 @@ class Engine:
 
     def _call_type(self) -> type[Call]:
         """Of the tables' device."""
-        if self.tables.placed.now.config.device.type == "cuda":
-            from tieredemb.step.device_call import DeviceCall
-
-            return DeviceCall
-        from tieredemb.step.host_call import HostCall
-
-        return HostCall
+        return _call_type(self.tables.placed.now.config.device.type)
 
     def plan_ahead(
         self,
@@ -324,6 +322,17 @@ def _apply_sets(sets: list[Collected]) -> None:
         for calls in sets:
             for call, _ in calls:
                 call.release()
+
+
+@functools.cache
+def _call_type(device_type: str) -> type[Call]:
+    if device_type == "cuda":
+        from tieredemb.step.device_call import DeviceCall
+
+        return DeviceCall
+    from tieredemb.step.host_call import HostCall
+
+    return HostCall
 
 
 def _check_world_size() -> None:

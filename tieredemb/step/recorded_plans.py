@@ -1,30 +1,31 @@
 """Plans of eager forwards on a GPU, each recorded once for a form as a CUDA graph, and replayed: a plan is a dozen
-launches, which are the same each time but for the ids, and cost the host more than all else in a forward."""
+launches, which are the same each time but for the ids, and cost the host more than all else in a forward. Where rows
+are looked up right behind their plan, the lookup is part of the graph."""
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
 from tieredemb.cache.device.cache import NextPlan
 from tieredemb.cache.locks import Locks
-from tieredemb.kernels.captures import Capture, no_collector
 from tieredemb.kernels.compiler import copy_on_device
 from tieredemb.kernels.ranges import marked
-from tieredemb.kernels.streams import capture_lock, current_stream, side_stream
-from tieredemb.lookup.bags import Places
+from tieredemb.kernels.recording import Recording
+from tieredemb.kernels.streams import current_stream, on_device
+from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.lookup.device_bags import Edges
 from tieredemb.tables.group import DeviceGroup
-from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
+    from tieredemb.step.batch import Batch
+    from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.device_call import DeviceCall
-    from tieredemb.tables.table_set import Place
 
 TIMES = 2  # that plans of a form are launched: what is made at a first use must not be captured
 MOST_FORMS = 8  # that one module's plans are recorded of, those used last
@@ -51,14 +52,21 @@ class Form(NamedTuple):
 Key = tuple[Form, tuple[NextPlan, ...]]  # and on what of each group's cache
 
 
-def is_recordable(tables: TableSet, groups: list[DeviceGroup]) -> bool:
-    """Whether plans of these tables are launches alone, which are not being captured for another graph."""
-    if tables.config.check_ids == "always" or torch.cuda.is_current_stream_capturing():
-        return False
-    for group in groups:  # noqa: SIM110 - in each forward, and a generator costs most of it
-        if not group.cache.cold.device_readable:
-            return False
-    return True
+class _Site:
+    """Where the tables are while plans are recorded. `is_recordable`: whether their plans are launches alone ·
+    `pools`: whether lookups need nothing that lies between a plan and them."""
+
+    def __init__(self, call: DeviceCall) -> None:
+        context = call.context
+        self.place = context.tables.placed.now
+        self.device = self.place.config.device
+        self.groups = [cast("DeviceGroup", group) for group in self.place.groups]
+        self.locks = Locks(group.cache for group in self.groups)
+        self.only = self.groups[0].cache if len(self.groups) == 1 else None
+        readable = all(group.cache.cold.device_readable for group in self.groups)
+        self.is_recordable = readable and self.place.config.check_ids != "always"
+        plain = all(group.past is None and not group.lookup.has_max for group in self.groups)
+        self.pools = plain and context.options.max_norm is None
 
 
 class RecordedPlans:
@@ -66,39 +74,59 @@ class RecordedPlans:
     are in flight, it is launched anew."""
 
     def __init__(self) -> None:
-        self._place: Place | None = None
-        self._locks = Locks(())
+        self._site: _Site | None = None
         self._times: OrderedDict[Key, int] = OrderedDict()
         self._recorded: OrderedDict[Key, list[_Recorded]] = OrderedDict()
         self._is_full = False  # the device has no memory for more
 
-    def plan(self, call: DeviceCall, groups: list[DeviceGroup], form: Form, ids: torch.Tensor, edges: Edges) -> bool:
+    def plan(self, call: DeviceCall, batch: Batch, *, trains: bool, ages: bool, ahead: bool) -> bool:
         """Plans `call` by a replay, and records what is replayed where that is worth it; returns whether it did: else
-        it is to be launched. The tables' device is the current one."""
-        place = call.context.tables.placed.now
-        if place is not self._place:
-            self._locks = Locks(group.cache for group in groups)
-            self._times, self._recorded, self._place = OrderedDict(), OrderedDict(), place
-        with self._locks.again(), marked("plan"):
-            key = form, tuple([group.cache.next_plan(form.ids) for group in groups])
-            known = self._recorded.get(key)
-            for recorded in known or ():
+        it is to be launched."""
+        site = self._site
+        if site is None or site.place is not call.context.tables.placed.now:
+            site = self._site = _Site(call)
+            self._times.clear()
+            self._recorded.clear()
+        n = batch.ids.shape[0]
+        # the gradient of weights reads what a plan leaves for longer
+        if not site.is_recordable or n == 0 or batch.weights is not None or torch.cuda.is_current_stream_capturing():
+            return False
+        offsets, equal = batch.offsets, False
+        if isinstance(offsets, EqualBags):
+            given, equal = offsets.length, True
+        else:
+            given = offsets.shape[0]
+        form = Form(n, batch.size, batch.edges, given, equal, batch.exact, batch.places, trains, ages, ahead)
+        with on_device(site.device), marked("plan"):
+            if site.only is not None:
+                with site.only.plan_lock, site.only.lock:
+                    return self._plan(call, site, form, batch)
+            with site.locks.again():
+                return self._plan(call, site, form, batch)
+
+    def _plan(self, call: DeviceCall, site: _Site, form: Form, batch: Batch) -> bool:
+        key = form, tuple([group.cache.next_plan(form.ids) for group in site.groups])
+        known = self._recorded.get(key)
+        if known is not None:
+            for recorded in known:
                 if recorded.is_free:
-                    recorded.replay(call, groups, ids, edges)
+                    recorded.replay(call, batch)
                     return True
-            if self._is_full or (known is not None and len(known) == MOST_AT_ONCE):
+            if len(known) == MOST_AT_ONCE:
                 return False
-            if known is None and not self._comes_again(key):
-                return False
-            try:
-                made = _Recorded(call, groups, key, ids, edges)
-            except torch.OutOfMemoryError:
-                self._is_full = True
-                return False
-            self._recorded.setdefault(key, []).append(made)
-            if len(self._recorded) > MOST_FORMS:
-                self._recorded.popitem(last=False)
-            return True
+        elif not self._comes_again(key):
+            return False
+        if self._is_full:
+            return False
+        try:
+            made = _Recorded(call, site, key, batch)
+        except torch.OutOfMemoryError:
+            self._is_full = True
+            return False
+        self._recorded.setdefault(key, []).append(made)
+        if len(self._recorded) > MOST_FORMS:
+            self._recorded.popitem(last=False)
+        return True
 
     def _comes_again(self, key: Key) -> bool:
         """Counts a form; whether it has come often enough to be recorded."""
@@ -111,22 +139,25 @@ class RecordedPlans:
 class _Recorded:
     """A plan of a form, as a graph: recorded for `call`, and replayed for it."""
 
-    def __init__(self, call: DeviceCall, groups: list[DeviceGroup], key: Key, ids: torch.Tensor, edges: Edges) -> None:
+    def __init__(self, call: DeviceCall, site: _Site, key: Key, batch: Batch) -> None:
         form, following = key
+        ids, edges = call.inputs(batch)
+        groups = self._groups = site.groups
+        tables = call.context.tables
+        self._output = (call.rows, tables.output_width), tables.config.output_dtype, site.device
+        self._pools = site.pools and not form.ahead and min(self._output[0]) > 0
         with torch.inference_mode(False), groups[0].cache.memory():
-            self._memory = call.allocate(groups, form.places, trains=form.trains)
-            self._ids = torch.empty_like(ids)
-            self._offsets = None
-            if isinstance(edges.offsets, torch.Tensor):
-                self._offsets = torch.empty_like(edges.offsets)
-        self._slotless = [each.slotless for each in following]
-        self._graph = torch.cuda.CUDAGraph()
-        self._call: weakref.ref[DeviceCall] = weakref.ref(call)
+            self._memory: CallMemory = call.allocate(groups, form.places, trains=form.trains)
+            # torch's kernels, which are told nothing, read them where padding is left out of the gradient
+            copies = any(trained is not None for trained in self._memory.trained)
+            self._ids = torch.empty_like(ids) if copies else None
+        self._overflow = [group.cache.overflow_of(plan) for plan, group in zip(following, groups, strict=True)]
+        self._graph = Recording(site.device, groups[0].cache.graph_pool)
+        out = self._new_output()
         call.memory = self._memory
         try:
-            self._record(call, groups, form, self._ids, edges if self._offsets is None else edges.of(self._offsets))
-            self._load(ids, edges)
-            self._graph.replay()
+            self._record(call, form, ids, edges, out)
+            self._run(ids, edges.offsets, out)
         except BaseException:
             call.release()
             call.parts = []
@@ -136,19 +167,33 @@ class _Recorded:
         for group, part in zip(groups, call.parts, strict=True):
             group.cache.has_come(part.ticket)
             group.cache.recorded.add(self)
-        self._taken(call)
+        self._taken(call, out)
 
-    def _record(self, call: DeviceCall, groups: list[DeviceGroup], form: Form, ids: torch.Tensor, edges: Edges) -> None:
-        device = ids.device
-        stream = side_stream(device, 0, "capture")  # streams are few: another's would be captured
+    def _new_output(self) -> torch.Tensor | None:
+        if not self._pools:
+            return None
+        shape, dtype, device = self._output
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def _record(self, call: DeviceCall, form: Form, ids: torch.Tensor, edges: Edges, out: torch.Tensor | None) -> None:
+        read, changing = self._ids, []
+        if read is None:
+            read = ids
+            changing.append(ids)
+        if isinstance(edges.offsets, torch.Tensor) and form.given:
+            if edges.offsets.data_ptr() == ids.data_ptr():  # the graph could not tell them apart
+                edges = Edges(edges.offsets.clone(), edges.count, edges.exact)
+            changing.append(cast("torch.Tensor", edges.offsets))
+        if out is not None:
+            changing.append(out)
         with ExitStack() as inside:
-            for group in groups:
+            for group in self._groups:
                 inside.enter_context(group.cache.recording())
-            inside.enter_context(capture_lock(device))
-            inside.enter_context(no_collector())
-            inside.enter_context(Capture(self._graph, stream, groups[0].cache.graph_pool, at_once=True))
-            call.launch(groups, ids, edges, scored=True, ages=form.ages, ahead=form.ahead)
+            inside.enter_context(self._graph.recorded(changing))
+            call.launch(self._groups, read, edges, scored=True, ages=form.ages, ahead=form.ahead)
             for part in call.parts:
+                if out is not None:
+                    part.pool(out, None, keep_argmax=False, keep_rows=False)
                 part.join()
 
     @property
@@ -163,28 +208,44 @@ class _Recorded:
                 return False
         return True
 
-    def replay(self, call: DeviceCall, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges) -> None:
-        """Plans `call`."""
-        self._load(ids, edges)
-        batches = [group.cache.count_next() for group in groups]
-        self._graph.replay()
-        for part, batch, homes, slotless in zip(self._parts, batches, self._homes, self._slotless, strict=True):
-            call.parts.append(part.again(part.group.cache.replanned(batch, homes, slotless=slotless)))
+    def replay(self, call: DeviceCall, batch: Batch) -> None:
+        """Plans `call`, and looks up for it where that is part of the graph."""
+        ids, offsets = batch.ids, batch.offsets
+        if ids.dtype is not torch.int64:
+            ids = ids.to(torch.int64)
+        if not isinstance(offsets, EqualBags) and (offsets.dtype is not torch.int64 or not offsets.is_contiguous()):
+            offsets = offsets.to(torch.int64).contiguous()
+        out = self._new_output()
+        batches = [group.cache.count_next() for group in self._groups]
+        self._run(ids, offsets, out)
+        call.parts = [
+            part.again(group.cache.replanned(number, homes, overflow))
+            for group, part, number, homes, overflow in zip(
+                self._groups, self._parts, batches, self._homes, self._overflow, strict=True
+            )
+        ]
         call.memory = self._memory
-        self._taken(call)
+        self._taken(call, out)
 
-    def _load(self, ids: torch.Tensor, edges: Edges) -> None:
-        copy_on_device(self._ids, ids)
-        if self._offsets is not None:
-            assert isinstance(edges.offsets, torch.Tensor)
-            copy_on_device(self._offsets, edges.offsets)
+    def _run(self, ids: torch.Tensor, offsets: torch.Tensor | EqualBags, out: torch.Tensor | None) -> None:
+        now = []
+        if self._ids is None:
+            now.append(ids.data_ptr())
+        else:
+            copy_on_device(self._ids, ids)
+        if not isinstance(offsets, EqualBags) and offsets.shape[0]:
+            now.append(offsets.data_ptr())
+        if out is not None:
+            now.append(out.data_ptr())
+        self._graph.replay(now)
 
-    def _taken(self, call: DeviceCall) -> None:
-        self._call = weakref.ref(call)
+    def _taken(self, call: DeviceCall, out: torch.Tensor | None) -> None:
+        call.pooled = out
+        self._call: weakref.ref[DeviceCall] = weakref.ref(call)
         self._tickets: list[weakref.ref[DeviceTicket]] = [weakref.ref(part.ticket) for part in call.parts]
-        self._memory.planner = current_stream()
+        if call.tells_later:
+            self._memory.planner = current_stream()
 
     def size_bytes(self) -> int:
-        """Of what it reads and plans into."""
-        tensors = [*self._memory.tensors(), self._ids, *([] if self._offsets is None else [self._offsets])]
-        return sum(tensor.nbytes for tensor in tensors)
+        """Of what it plans into, and copies."""
+        return sum(each.nbytes for each in (*self._memory.tensors(), self._ids) if each is not None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -87,6 +87,7 @@ class FollowedOptimizer:
         self._is_applied = False  # with others, in the step that is under way
         self._step: tuple[Any, int] | None = None  # the frame of a step of the optimizer, and its thread
         self._seen: tuple[dict[str, Any], OptimizerConfig] | None = None  # the param group, and what it means
+        self._plain: dict[str, Any] | None = None  # the same as it was, if nothing in it may change in place
         self._loading: dict[int, LoadedState] | None = None
         self._on_device = DeviceOptions(self._tables)
         for stand_in in self.stand_ins:
@@ -304,12 +305,11 @@ class FollowedOptimizer:
     def _group(self) -> dict[str, Any]:
         """The param group as it is now; other code replaces it, `load_state_dict` for one."""
         assert self.optimizer is not None
-        groups = self.optimizer.param_groups
+        groups, there = self.optimizer.param_groups, len(self._places) == len(self.stand_ins)
         try:
-            there = all(
-                groups[g]["params"][at] is each for (g, at), each in zip(self._places, self.stand_ins, strict=True)
-            )
-        except (IndexError, ValueError):
+            for (g, at), each in zip(self._places, self.stand_ins, strict=False):
+                there = there and groups[g]["params"][at] is each
+        except IndexError:
             there = False
         if not there:
             found = [_find(self.optimizer, each) for each in self.stand_ins]
@@ -328,11 +328,16 @@ class FollowedOptimizer:
         if self.optimizer is None:
             assert self.config is not None
             return self.config
-        options = as_numbers(self._group(), waits=self._tables.config.device.type == "cpu")
+        group = self._group().copy()
+        del group["params"]
+        if self._seen is not None and group == self._plain:  # in a step each of many tables asks, and then some
+            return self._seen[1]
+        options = as_numbers(group, waits=self._tables.config.device.type == "cpu")
         if self._seen is None or options != self._seen[0]:
             config = config_of(type(self.optimizer), options)
             self._check_rows(config)
             self._seen = options, config
+        self._plain = group if _is_plain(group.values()) else None
         return self._seen[1]
 
     def _check_rows(self, config: OptimizerConfig) -> None:
@@ -550,6 +555,17 @@ class FollowedOptimizer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._connect()
+
+
+def _is_plain(values: Iterable[object]) -> bool:
+    """Whether no value is, or holds, what may change in place, as a tensor does."""
+    for value in values:
+        if isinstance(value, tuple):
+            if not _is_plain(value):
+                return False
+        elif value is not None and not isinstance(value, bool | int | float | str):
+            return False
+    return True
 
 
 def _find(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> tuple[int, int] | None:

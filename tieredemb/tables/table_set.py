@@ -84,6 +84,11 @@ class Place:
         self.groups: list[Group] = []
         self.add(*groups)
 
+    def check_earlier(self) -> None:
+        """Before a forward: raises for an earlier batch that a GPU refused, if it is that far."""
+        if self.faults is not None:
+            self.faults.check(NOT_BEGUN)
+
     def add(self, *groups: Group) -> None:
         self.groups += groups
         self.rows = Locks((group.cache for group in self.groups), plans=False)
@@ -449,11 +454,6 @@ class TableSet:
         total += CacheStats(steps_replayed=sum(group.steps_replayed for group in self.groups))
         self.check_faults()
         return total
-
-    def check_earlier(self) -> None:
-        """Before a forward: raises for an earlier batch that a GPU refused, if it is that far."""
-        if self.faults is not None:
-            self.faults.check(NOT_BEGUN)
 
     def check_faults(self) -> None:
         """Raises for a batch that a GPU refused, once the device has said so."""

@@ -235,9 +235,13 @@ class DeviceCache(Cache):
         """A recorded plan is about to be replayed: the number of its batch."""
         return self._ledger.count_next()
 
-    def replanned(self, batch: int, homes: torch.Tensor, *, slotless: bool) -> DeviceTicket:
+    def overflow_of(self, plan: NextPlan) -> OverflowRows:
+        """Where rows without a slot are, for a plan that may have such."""
+        return self._transfer.overflow(plan.slotless)
+
+    def replanned(self, batch: int, homes: torch.Tensor, overflow: OverflowRows) -> DeviceTicket:
         """The flight of `batch`, which the replay of a recorded plan has planned, to `homes`."""
-        ticket = self._planner.ticket(batch, homes, slotless=slotless)
+        ticket = self._planner.ticket(batch, homes, overflow)
         ticket.kept = ()  # it counts where it was planned first
         return ticket
 

@@ -17,7 +17,7 @@ import torch
 
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.ledger import Begun, Ledger
-from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed
+from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows
 from tieredemb.cache.device.stream_order import SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.cache.device.transfer import FINISHED, Transfer
@@ -82,7 +82,7 @@ class Planner:
             if given is not None:
                 given.wait(current_stream())
             self.ledger.count(begun)
-            ticket = self.ticket(begun.number, homes, slotless=False)
+            ticket = self.ticket(begun.number, homes, self.transfer.overflow(False))
             self._count(ticket, scored=scored, ages=ages, client=client, beside=beside)
             return ticket
         slotless = self.may_lack_slots(begun, n)
@@ -100,7 +100,7 @@ class Planner:
             pending = self.transfer.start(BatchPlan(homes, missed, slotless, scored, beside), ahead=ahead)
             if not ahead:
                 pending.finish()
-        ticket = self.ticket(begun.number, homes, slotless=slotless)
+        ticket = self.ticket(begun.number, homes, overflow)
         if not pending.is_finished:
             ticket.is_complete = False
             ticket.pending, ticket.place = pending, self.order.place()
@@ -149,10 +149,10 @@ class Planner:
         else:
             run()
 
-    def ticket(self, batch: int, homes: torch.Tensor, *, slotless: bool) -> DeviceTicket:
+    def ticket(self, batch: int, homes: torch.Tensor, overflow: OverflowRows) -> DeviceTicket:
         """The flight of a batch that was planned now."""
         with self.rows_lock:
-            ticket = DeviceTicket(batch, homes, self.transfer.overflow(slotless), self.book)
-            self.ledger.open(ticket, homes.shape[0] if self.hot.slots else 0, slotless)
+            ticket = DeviceTicket(batch, homes, overflow, self.book)
+            self.ledger.open(ticket, homes.shape[0] if self.hot.slots else 0, overflow.slotless)
             ticket.ready = self.order.planned()
             return ticket
