@@ -5,18 +5,40 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from tieredemb.kernels.arguments import Signature
 from tieredemb.kernels.captures import Capture, no_collector
-from tieredemb.kernels.compiler import driver
+from tieredemb.kernels.compiler import HEARD, driver
 from tieredemb.kernels.streams import capture_lock, side_stream
 
-KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
-PACKED, SIZE = 1, 3  # where a launch's packed arguments are in `extra`, and how many bytes: see `compiler._Arguments`
-WORD = 8
+WORD = 8  # bytes of an address
+
+
+@functools.cache
+def _library() -> Any:
+    """The driver's library."""
+    library, pointer = driver(), ctypes.c_void_p
+    library.cuStreamGetCaptureInfo_v3.argtypes = [pointer] * 7
+    library.cuGraphKernelNodeGetParams_v2.argtypes = [pointer] * 2
+    library.cuGraphExecKernelNodeSetParams_v2.argtypes = [pointer] * 3
+    library.cuGraphLaunch.argtypes = [pointer] * 2
+    return library
+
+
+@functools.cache
+def can_record() -> bool:
+    """Whether the driver can say which node of a graph a launch is: from CUDA 12.3 on."""
+    try:
+        _library()
+    except AttributeError:
+        return False
+    return True
 
 
 class _NodeParams(ctypes.Structure):
@@ -27,41 +49,49 @@ class _NodeParams(ctypes.Structure):
         *((name, ctypes.c_uint) for name in ("blocks", "blocks_y", "blocks_z", "threads", "threads_y", "threads_z")),
         ("shared_bytes", ctypes.c_uint),
         ("parameters", ctypes.c_void_p),
-        ("extra", ctypes.POINTER(ctypes.c_void_p)),
+        ("extra", ctypes.c_void_p),
         ("kernel", ctypes.c_void_p),
         ("context", ctypes.c_void_p),
     )
 
 
 class _Node:
-    """A launch of ours in a graph, some of whose arguments change: `places`, of each which one it is, and which word of
-    the packed arguments."""
+    """A launch in a graph, of which arguments change: `places`, each by its number and its place among the packed
+    arguments, which are addresses."""
 
-    def __init__(self, node: int, params: _NodeParams, places: Sequence[tuple[int, int]]) -> None:
-        size = ctypes.cast(params.extra[SIZE], ctypes.POINTER(ctypes.c_size_t))[0]
+    def __init__(self, node: int, signature: Signature, packed: bytes) -> None:
         self.node = node
-        self.places = tuple(places)
-        self._size = ctypes.c_size_t(size)
-        self._packed = ctypes.create_string_buffer(
-            ctypes.string_at(params.extra[PACKED], size), -(-size // WORD) * WORD
-        )
-        self._words = (ctypes.c_uint64 * (len(self._packed) // WORD)).from_buffer(self._packed)
-        self._extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(self._packed), 2, ctypes.addressof(self._size), 0)
-        self._params = _NodeParams.from_buffer_copy(params)
-        self._params.extra = ctypes.cast(self._extra, ctypes.POINTER(ctypes.c_void_p))
+        self._buffer = ctypes.create_string_buffer(packed, len(packed) + WORD)
+        self._at = ctypes.addressof(self._buffer)
+        starts = [self._at + start for start in signature.starts]
+        self._pointers = (ctypes.c_void_p * len(starts))(*starts)
+        self._params = _NodeParams()
         self.params = ctypes.addressof(self._params)
+        _check(_library().cuGraphKernelNodeGetParams_v2(node, self.params))
+        self._params.parameters, self._params.extra = ctypes.addressof(self._pointers), None
+        self._words = [(start, self._word(start)) for start in signature.starts if start + WORD <= len(packed)]
+        self.places: list[tuple[int, Any]] = []
+
+    def _word(self, start: int) -> Any:
+        return ctypes.c_uint64.from_address(self._at + start)
+
+    def find(self, now: Sequence[int]) -> bool:
+        """Whether it takes any of the changing arguments, which are at `now`."""
+        self.places = [(now.index(word.value), word) for _, word in self._words if word.value in now]
+        return bool(self.places)
 
     def tell(self, now: Sequence[int]) -> None:
-        """Its changing arguments are at these addresses."""
-        for argument, at in self.places:
-            self._words[at] = now[argument]
+        """Its changing arguments are at `now`."""
+        for argument, word in self.places:
+            word.value = now[argument]
 
 
 class Recording:
     """A graph of launches on one device. `pool`: of the memory that the launches allocate and give up; recordings that
     share one are replayed one after the other.
 
-    `replay` may be called by any thread, one at a time. Neither recording nor a replay synchronises."""
+    `replay` may be called by any thread, one at a time. Neither recording nor a replay synchronises. See
+    `can_record`."""
 
     def __init__(self, device: torch.device, pool: Any) -> None:
         self._device = device
@@ -76,42 +106,28 @@ class Recording:
         places `replay` is told, none empty and no two in one place; inside they are given to kernels of ours alone, and
         not to cooperative ones."""
         stream = side_stream(self._device, 0, "capture")  # streams are few: another's would be captured
+        launched: list[_Node] = []
+
+        def hear(signature: Signature, packed: bytes, stream: int) -> None:
+            launched.append(_Node(_last_node(stream), signature, packed))
+
         with capture_lock(self._device), no_collector(), Capture(self._graph, stream, self._pool, at_once=True):
-            yield
+            HEARD[threading.get_ident()] = hear
+            try:
+                yield
+            finally:
+                del HEARD[threading.get_ident()]
         self._graph.instantiate()
         self._executable = self._graph.raw_cuda_graph_exec()
         self._now = [each.data_ptr() for each in changing]
-        self._nodes = list(self._find_nodes(self._now))
+        self._nodes = [node for node in launched if node.find(self._now)]
         found = {argument for node in self._nodes for argument, _ in node.places}
         if len(found) < len(changing):
             raise RuntimeError(f"of {len(changing)} arguments of a recorded graph that change {len(found)} were found")
 
-    def _find_nodes(self, now: Sequence[int]) -> Iterator[_Node]:
-        """The launches that take one of the changing arguments, which are at `now`."""
-        library, count = driver(), ctypes.c_size_t()
-        graph = self._graph.raw_cuda_graph()
-        _check(library.cuGraphGetNodes(graph, None, ctypes.byref(count)))
-        nodes = (ctypes.c_void_p * count.value)()
-        _check(library.cuGraphGetNodes(graph, nodes, ctypes.byref(count)))
-        for each in nodes:
-            node = each or 0
-            kind = ctypes.c_int()
-            _check(library.cuGraphNodeGetType(node, ctypes.byref(kind)))
-            if kind.value != KERNEL_NODE:
-                continue
-            params = _NodeParams()
-            _check(library.cuGraphKernelNodeGetParams_v2(node, ctypes.byref(params)))
-            if not params.extra:
-                continue  # torch's, or a cooperative one
-            size = ctypes.cast(params.extra[SIZE], ctypes.POINTER(ctypes.c_size_t))[0]
-            words = (ctypes.c_uint64 * (size // WORD)).from_address(params.extra[PACKED])
-            places = [(now.index(word), at) for at, word in enumerate(words) if word in now]
-            if places:
-                yield _Node(node, params, places)
-
     def replay(self, now: list[int]) -> None:
         """Launches all on the current stream, with the changing arguments at the addresses `now`."""
-        library = driver()
+        library = _library()
         if now != self._now:
             before, self._now = self._now, None  # interrupted, what the graph knows is in doubt
             for node in self._nodes:
@@ -122,6 +138,20 @@ class Recording:
                         break
             self._now = now
         _check(library.cuGraphLaunch(self._executable, torch._C._cuda_getCurrentRawStream(self._device.index)))
+
+
+def _last_node(stream: int) -> int:
+    """The node that was captured last on a stream."""
+    status, count = ctypes.c_int(), ctypes.c_size_t()
+    nodes, edges = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_void_p()
+    _check(
+        _library().cuStreamGetCaptureInfo_v3(
+            stream, ctypes.byref(status), None, None, ctypes.byref(nodes), ctypes.byref(edges), ctypes.byref(count)
+        )
+    )
+    if count.value != 1 or not nodes[0]:
+        raise RuntimeError(f"a launch that is captured is {count.value} nodes of the graph, and not one")
+    return int(nodes[0])
 
 
 def _check(code: int) -> None:

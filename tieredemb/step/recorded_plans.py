@@ -15,7 +15,7 @@ from tieredemb.cache.device.cache import NextPlan
 from tieredemb.cache.locks import Locks
 from tieredemb.kernels.compiler import copy_on_device
 from tieredemb.kernels.ranges import marked
-from tieredemb.kernels.recording import Recording
+from tieredemb.kernels.recording import Recording, can_record
 from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.lookup.device_bags import Edges
@@ -64,7 +64,7 @@ class _Site:
         self.locks = Locks(group.cache for group in self.groups)
         self.only = self.groups[0].cache if len(self.groups) == 1 else None
         readable = all(group.cache.cold.device_readable for group in self.groups)
-        self.is_recordable = readable and self.place.config.check_ids != "always"
+        self.is_recordable = readable and self.place.config.check_ids != "always" and can_record()
         plain = all(group.past is None and not group.lookup.has_max for group in self.groups)
         self.pools = plain and context.options.max_norm is None
 
