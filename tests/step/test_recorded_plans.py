@@ -12,7 +12,7 @@ from training import bits
 import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError
 from tieredemb.step import recorded_plans
-from tieredemb.step.recorded_plans import RecordedPlans, _Recorded
+from tieredemb.step.recorded_plans import Recorded, RecordedPlans
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -25,13 +25,13 @@ CAPACITIES = [1, 40, 1.0]
 def replays(monkeypatch):
     """Counts plans that are replayed."""
     found = []
-    replay = _Recorded.replay
+    replay = Recorded.replay
 
     def counted(self, *given):
         found.append(self)
         replay(self, *given)
 
-    monkeypatch.setattr(_Recorded, "replay", counted)
+    monkeypatch.setattr(Recorded, "replay", counted)
     return found
 
 
@@ -224,7 +224,7 @@ def test_converted_tables_that_share_a_cache(monkeypatch, replays, capacity, pre
 
 def test_forms_that_change_each_time_are_not_recorded(monkeypatch, replays):
     recorded = []
-    monkeypatch.setattr(_Recorded, "__init__", lambda self, *_: recorded.append(self))
+    monkeypatch.setattr(Recorded, "__init__", lambda self, *_: recorded.append(self))
     bag = made(40)
     for step in range(STEPS):
         bag(ids_of(step, (8, 2 + step))).sum().backward()
@@ -265,6 +265,6 @@ def test_a_device_without_memory_for_a_recording_launches(monkeypatch, replays):
     expected = run()
     count = len(replays)
     assert count
-    monkeypatch.setattr(_Recorded, "_record", refuse)
+    monkeypatch.setattr(Recorded, "_record", refuse)
     assert_same_bits(run(), expected)
     assert len(replays) == count

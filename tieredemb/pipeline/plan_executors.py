@@ -3,8 +3,9 @@ host and that takes long, a thread."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from types import TracebackType
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tieredemb.cache.base import Cache
+from tieredemb.cache.locks import Locks
 from tieredemb.kernels.streams import current_stream, on_stream, side_stream
 from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.batches import map_tensors, tensors_of
@@ -34,6 +37,17 @@ class PlanExecutors:
         """Begins to plan a forward. `ages`: whether it is of a later step than the plan before it."""
         executor = self._executors[_kind(lookup.module)]
         return lookup.module.plan_ahead(executor, *lookup.given, trains=lookup.trains, ages=ages)
+
+    @contextlib.contextmanager
+    def together(self, lookups: Sequence[LookupSpec]) -> Iterator[None]:
+        """Forwards that are planned inside are those of one batch, `lookups`."""
+        with contextlib.ExitStack() as inside:
+            for kind, executor in self._executors.items():
+                if isinstance(executor, StreamExecutor):
+                    modules = dict.fromkeys(each.module for each in lookups if _kind(each.module) == kind)
+                    groups = (group for module in modules for group in module.tables.groups)
+                    inside.enter_context(executor.together(group.cache for group in groups))
+            yield
 
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
         """The batch where the model is, if all of its tables are on one GPU: what lies in host memory is being copied
@@ -88,13 +102,32 @@ class StreamExecutor(PlanExecutor):
         # what moves rows is what a step waits for: its few blocks go before those of kernels that fill the GPU
         self.stream = stream or side_stream(device, -1)
         self.arrived: torch.cuda.Event | None = None  # comes once the batches copied so far are there
+        self._is_current = False
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
+        with contextlib.nullcontext() if self._is_current else self._entered():
+            return _called(lambda: function(*args, **keywords))
+
+    @contextlib.contextmanager
+    def _entered(self) -> Iterator[None]:
         self.stream.wait_stream(current_stream(self.device.index))  # which may be writing the ids
         if self.arrived is not None:
             self.arrived.wait(self.stream)
         with on_stream(self.stream):
-            return _called(lambda: function(*args, **keywords))
+            yield
+
+    @contextlib.contextmanager
+    def together(self, caches: Iterable[Cache]) -> Iterator[None]:
+        """Plans of `caches` that are submitted inside, by this thread, are made in one go."""
+        caches = list(dict.fromkeys(caches))
+        with Locks(caches, rows=False), self._entered(), contextlib.ExitStack() as ahead:
+            for cache in caches:
+                ahead.enter_context(cache.ahead((), None))
+            self._is_current = True
+            try:
+                yield
+            finally:
+                self._is_current = False
 
 
 class WorkerExecutor(ThreadExecutor):

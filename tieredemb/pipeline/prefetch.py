@@ -247,8 +247,9 @@ class Run(Generic[B]):
                 fetched.error = error  # the user's function has failed; it comes at its batch
             return  # a batch of another form than the one that was learned from plans when its forward comes
         ages = ages_of(lookups) if len(lookups) > 1 else [True]
-        for lookup, is_later in zip(lookups, ages, strict=False):  # an interrupt finds those that were made
-            fetched.planned.append((lookup.module, self._executors.plan(lookup, ages=is_later)))
+        with self._executors.together(lookups):
+            for lookup, is_later in zip(lookups, ages, strict=False):  # an interrupt finds those that were made
+                fetched.planned.append((lookup.module, self._executors.plan(lookup, ages=is_later)))
 
     def _listen(self, on: bool) -> None:
         if on != self._listens:

@@ -25,6 +25,7 @@ from tieredemb.tables.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
+    from tieredemb.step.recorded_plans import Recorded
     from tieredemb.tables.table_set import TableSet
 
 
@@ -35,6 +36,7 @@ class DeviceCall(Call):
     parts: list[DeviceGroupCall]
     memory: CallMemory
     pooled: torch.Tensor | None = None  # the output, where a recorded plan has looked it up
+    source: Recorded | None = None  # the recorded plan that looks it up, where that was made ahead
     _told_stream: int | None = None  # the last one that the allocator was told of, see `follow`
 
     def plan(
@@ -167,11 +169,18 @@ class DeviceCall(Call):
     def start(self, *, trains: bool) -> None:
         self.follow()
         super().start(trains=trains)
-        if self.tells_later:
-            with self.parts[0].group.cache.using(*self.tickets):
-                tell_fault(self.memory.report, self.context.tables.faults.address)
-            self.tells_later = False
-            self.memory.joined()
+        if self.tells_later and self.source is None:
+            self._tell_now()
+
+    def _tell_now(self) -> None:
+        with self.parts[0].group.cache.using(*self.tickets):
+            self.tell()
+        self.tells_later = False
+        self.memory.joined()
+
+    def tell(self) -> None:
+        """Tells the host of a fault that the plan has found."""
+        tell_fault(self.memory.report, self.context.tables.faults.address)
 
     def catch_up(self) -> None:
         for part in self.parts:
@@ -194,6 +203,12 @@ class DeviceCall(Call):
         if self.pooled is not None:
             out, self.pooled = self.pooled, None
             return out
+        source, self.source = self.source, None
+        if source is not None:
+            if weights is None and not self.keeps_rows:
+                self.tells_later = False
+                return source.look_up(self)
+            self._tell_now()
         width, config = self.context.tables.output_width, self.context.tables.config
         out = torch.empty((self.rows, width), dtype=config.output_dtype, device=config.device)
         if weights is not None:  # backward reads them again, and loaders reuse their buffers

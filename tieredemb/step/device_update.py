@@ -185,10 +185,11 @@ class Combined:
         samples = sum(len(grad) for grad in grads)
         self.bag = torch.cat(_bags(parts, samples) if features is None else _bags_of(parts, features, samples))
         argmax, first = [], 0
+        has_argmax = any(part.argmax is not None for part in parts)
         for part in parts:
             if part.argmax is not None:
                 argmax.append(torch.where(part.argmax < 0, part.argmax, part.argmax + first))
-            elif any(each.argmax is not None for each in parts):  # of another mode: of its rows nobody asks
+            elif has_argmax:  # of another mode: of its rows nobody asks
                 argmax.append(torch.full_like(grads[len(argmax)], -1, dtype=torch.int32))
             first += part.trained.shape[0]
         self.grad = torch.cat(list(grads))

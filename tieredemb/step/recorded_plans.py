@@ -76,7 +76,7 @@ class RecordedPlans:
     def __init__(self) -> None:
         self._site: _Site | None = None
         self._times: OrderedDict[Key, int] = OrderedDict()
-        self._recorded: OrderedDict[Key, list[_Recorded]] = OrderedDict()
+        self._recorded: OrderedDict[Key, list[Recorded]] = OrderedDict()
         self._is_full = False  # the device has no memory for more
 
     def plan(self, call: DeviceCall, batch: Batch, *, trains: bool, ages: bool, ahead: bool) -> bool:
@@ -119,7 +119,7 @@ class RecordedPlans:
         if self._is_full:
             return False
         try:
-            made = _Recorded(call, site, key, batch)
+            made = Recorded(call, site, key, batch)
         except torch.OutOfMemoryError:
             self._is_full = True
             return False
@@ -136,7 +136,7 @@ class RecordedPlans:
         return times > TIMES
 
 
-class _Recorded:
+class Recorded:
     """A plan of a form, as a graph: recorded for `call`, and replayed for it."""
 
     def __init__(self, call: DeviceCall, site: _Site, key: Key, batch: Batch) -> None:
@@ -145,7 +145,8 @@ class _Recorded:
         groups = self._groups = site.groups
         tables = call.context.tables
         self._output = (call.rows, tables.output_width), tables.config.output_dtype, site.device
-        self._pools = site.pools and not form.ahead and min(self._output[0]) > 0
+        pools = site.pools and min(self._output[0]) > 0
+        self._pools, self._pools_later = pools and not form.ahead, pools and form.ahead
         with torch.inference_mode(False), groups[0].cache.memory():
             self._memory: CallMemory = call.allocate(groups, form.places, trains=form.trains)
             # torch's kernels, which are told nothing, read them where padding is left out of the gradient
@@ -153,7 +154,8 @@ class _Recorded:
             self._ids = torch.empty_like(ids) if copies else None
         self._overflow = [group.cache.overflow_of(plan) for plan, group in zip(following, groups, strict=True)]
         self._graph = Recording(site.device, groups[0].cache.graph_pool)
-        out = self._new_output()
+        self._lookup: Recording | None = None  # of a plan that was made ahead
+        out = self._new_output() if self._pools else None
         call.memory = self._memory
         try:
             self._record(call, form, ids, edges, out)
@@ -169,9 +171,7 @@ class _Recorded:
             group.cache.recorded.add(self)
         self._taken(call, out)
 
-    def _new_output(self) -> torch.Tensor | None:
-        if not self._pools:
-            return None
+    def _new_output(self) -> torch.Tensor:
         shape, dtype, device = self._output
         return torch.empty(shape, dtype=dtype, device=device)
 
@@ -215,7 +215,7 @@ class _Recorded:
             ids = ids.to(torch.int64)
         if not isinstance(offsets, EqualBags) and (offsets.dtype is not torch.int64 or not offsets.is_contiguous()):
             offsets = offsets.to(torch.int64).contiguous()
-        out = self._new_output()
+        out = self._new_output() if self._pools else None
         batches = [group.cache.count_next() for group in self._groups]
         self._run(ids, offsets, out)
         call.parts = [
@@ -226,6 +226,22 @@ class _Recorded:
         ]
         call.memory = self._memory
         self._taken(call, out)
+
+    def look_up(self, call: DeviceCall) -> torch.Tensor:
+        """The output of `call`, which was planned ahead: tells the host of a fault, and pools."""
+        out = self._new_output()
+        with ExitStack() as used:
+            for part in call.parts:
+                used.enter_context(part.group.cache.using(part.ticket))
+            if self._lookup is None:
+                lookup = Recording(out.device, self._groups[0].cache.graph_pool)
+                with lookup.recorded([out]):
+                    call.tell()
+                    for part in call.parts:
+                        part.pool(out, None, keep_argmax=False, keep_rows=False)
+                self._lookup = lookup
+            self._lookup.replay([out.data_ptr()])
+        return out
 
     def _run(self, ids: torch.Tensor, offsets: torch.Tensor | EqualBags, out: torch.Tensor | None) -> None:
         now = []
@@ -241,6 +257,7 @@ class _Recorded:
 
     def _taken(self, call: DeviceCall, out: torch.Tensor | None) -> None:
         call.pooled = out
+        call.source = self if self._pools_later else None
         self._call: weakref.ref[DeviceCall] = weakref.ref(call)
         self._tickets: list[weakref.ref[DeviceTicket]] = [weakref.ref(part.ticket) for part in call.parts]
         if call.tells_later:

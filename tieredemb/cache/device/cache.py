@@ -327,7 +327,7 @@ class DeviceCache(Cache):
                 ticket.failed |= not ticket.is_complete
                 ticket.check()
                 if ticket.ready is not None:
-                    ticket.ready.wait(current_stream())
+                    self._order.arrive(ticket.ready)
                     ticket.ready = None
             yield
 

@@ -129,6 +129,8 @@ class Planner:
             finally:
                 with self.rows_lock:
                     ticket.ready = self.order.planned()
+                    if ticket.ready is not None:
+                        ticket.ready.record(current_stream())  # other threads see that it is complete
                     self.order.touched()
                 ticket.is_complete = True
 
@@ -142,7 +144,6 @@ class Planner:
 
         if ticket.ready is not None:
             run()
-            ticket.ready.record(current_stream())
         elif ticket.homes.shape[0] >= LARGE or (beside and torch.cuda.is_current_stream_capturing()):
             self.side.mark()
             ticket.aside = self.side.run(run)

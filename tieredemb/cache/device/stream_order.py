@@ -45,6 +45,9 @@ class StreamOrder:
         self._planned: torch.cuda.Event | None = None
         self._planned_in_capture = False
         self._touched: torch.cuda.Event | None = None
+        self._done: torch.cuda.Event | None = None  # comes once the plans are done that are made ahead now
+        self._arrived: torch.cuda.Event | None = None  # what the computing stream has waited for last
+        self._arrived_on = 0
 
     def compute(self) -> None:
         """The current stream goes on where the last computing one was."""
@@ -105,20 +108,24 @@ class StreamOrder:
     def ahead(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
         """Plans inside run on the current stream, beside what computes from now on; a thread of its own comes behind
         `after`."""
+        if self._is_ahead and after is self._after:  # one of several that are planned in one go
+            yield
+            return
         stream = current_stream()
         capturing = torch.cuda.is_current_stream_capturing()
         if after is not None:
             after.wait(stream)  # and for no more: what computes goes on
         if self._planned is not None and self._is_current:
             self._planned.wait(current_stream())
-        outside = self._planner, self._is_apart, self._after
+        outside = self._planner, self._is_apart, self._after, self._done
         self._planner, self._is_apart, self._after = threading.get_ident(), after is not None, after
+        self._done = done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            self._planner, self._is_apart, self._after = outside
-            self._planned, self._planned_in_capture = torch.cuda.Event(), capturing  # type: ignore[no-untyped-call]
-            self._planned.record(stream)
+            self._planner, self._is_apart, self._after, self._done = outside
+            self._planned, self._planned_in_capture = done, capturing
+            done.record(stream)
 
     def place(self) -> Place:
         """Where the current plan is made, for `again`."""
@@ -149,12 +156,14 @@ class StreamOrder:
             self._planned = None
 
     def planned(self) -> torch.cuda.Event | None:
-        """What comes once the plan just made is done, if it was made ahead."""
-        if not self._is_ahead:
-            return None
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(current_stream())
-        return done
+        """What comes once the plans are done that are made ahead now, if any are: it is recorded behind the last."""
+        return self._done if self._is_ahead else None
+
+    def arrive(self, planned: torch.cuda.Event) -> None:
+        """What computes on the current stream from here on waits for plans that were made ahead."""
+        if planned is not self._arrived or self._arrived_on != self._handle or torch.cuda.is_current_stream_capturing():
+            planned.wait(current_stream())
+            self._arrived, self._arrived_on = planned, self._handle
 
 
 class SideStream:
