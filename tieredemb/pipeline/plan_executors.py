@@ -18,7 +18,7 @@ from tieredemb.cache.locks import Locks
 from tieredemb.kernels.streams import current_stream, on_stream, side_stream
 from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.batches import map_tensors, tensors_of
-from tieredemb.pipeline.lookups import LookupSpec
+from tieredemb.pipeline.lookups import LookupSpec, ages_of
 from tieredemb.step.call import Call
 from tieredemb.step.planned_forwards import PlanExecutor, Planned
 
@@ -33,14 +33,18 @@ class PlanExecutors:
         devices = {device for device, _ in kinds}
         self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
 
-    def plan(self, lookup: LookupSpec, *, ages: bool) -> Planned:
-        """Begins to plan a forward. `ages`: whether it is of a later step than the plan before it."""
-        executor = self._executors[_kind(lookup.module)]
-        return lookup.module.plan_ahead(executor, *lookup.given, trains=lookup.trains, ages=ages)
+    def plan(self, lookups: Sequence[LookupSpec], planned: list[tuple[TieredModule, Planned]]) -> None:
+        """Begins to plan the forwards of a batch, `lookups`, and puts down which: an interrupt finds those that were
+        made."""
+        ages = ages_of(lookups) if len(lookups) > 1 else [True]
+        with self._together(lookups):
+            for (module, given, trains), is_later in zip(lookups, ages, strict=False):
+                executor = self._executors[_kind(module)]
+                planned.append((module, module.plan_ahead(executor, *given, trains=trains, ages=is_later)))
 
     @contextlib.contextmanager
-    def together(self, lookups: Sequence[LookupSpec]) -> Iterator[None]:
-        """Forwards that are planned inside are those of one batch, `lookups`."""
+    def _together(self, lookups: Sequence[LookupSpec]) -> Iterator[None]:
+        """Forwards that are planned inside, of one batch, are planned in one go where that is a stream."""
         with contextlib.ExitStack() as inside:
             for kind, executor in self._executors.items():
                 if isinstance(executor, StreamExecutor):

@@ -20,7 +20,7 @@ from tieredemb.config import is_whole, plain
 from tieredemb.errors import ConfigError, shown
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import LISTENERS, Forward
-from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, ages_of, learn
+from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, learn
 from tieredemb.pipeline.plan_executors import PlanExecutors
 from tieredemb.step.planned_forwards import Planned
 
@@ -246,10 +246,7 @@ class Run(Generic[B]):
             if not isinstance(self._lookups, Learned):
                 fetched.error = error  # the user's function has failed; it comes at its batch
             return  # a batch of another form than the one that was learned from plans when its forward comes
-        ages = ages_of(lookups) if len(lookups) > 1 else [True]
-        with self._executors.together(lookups):
-            for lookup, is_later in zip(lookups, ages, strict=False):  # an interrupt finds those that were made
-                fetched.planned.append((lookup.module, self._executors.plan(lookup, ages=is_later)))
+        self._executors.plan(lookups, fetched.planned)
 
     def _listen(self, on: bool) -> None:
         if on != self._listens:
