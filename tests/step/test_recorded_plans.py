@@ -11,8 +11,10 @@ from training import bits
 
 import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError
+from tieredemb.kernels import recording
 from tieredemb.step import recorded_plans
 from tieredemb.step.recorded_plans import Recorded, RecordedPlans
+from tieredemb.step.recorded_updates import updates_of
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -46,7 +48,7 @@ def both(monkeypatch, replays, run):
     recorded = run()
     count = len(replays)
     with monkeypatch.context() as patch:
-        patch.setattr(recorded_plans, "TIMES", 10**9)
+        patch.setattr(recording, "TIMES", 10**9)
         launched = run()
     assert len(replays) == count
     assert_same_bits(recorded, launched)
@@ -74,7 +76,19 @@ def test_training_has_the_bits_of_plans_that_are_launched(monkeypatch, replays, 
             outputs.append(out.detach())
         return [*outputs, *bits(bag)]
 
-    assert both(monkeypatch, replays, run) >= STEPS - recorded_plans.TIMES - 2
+    assert both(monkeypatch, replays, run) >= STEPS - recording.TIMES - 2
+
+
+def test_updates_are_recorded_by_their_forwards_and_options():
+    bag = made(40)
+    for step in range(STEPS):
+        bag(ids_of(step)).sum().backward()
+        bag.fused_optimizer.param_groups[0]["lr"] *= 0.9
+    assert len(updates_of(bag.tables)._updates) == 1
+    two = made(40)
+    for step in range(STEPS):
+        (two(ids_of(step)).sum() + two(ids_of(step + 1)).sum()).backward()
+    assert not updates_of(two.tables)._updates  # of several forwards in one table
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
@@ -205,6 +219,8 @@ def test_other_streams_come_in_turn(monkeypatch, replays):
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("capacity", [2, 0.3, 1.0])
 def test_converted_tables_that_share_a_cache(monkeypatch, replays, capacity, prefetch):
+    found = []
+
     def run():
         torch.manual_seed(0)
         model = nn.ModuleList([nn.EmbeddingBag(rows, 4, mode="sum") for rows in (ROWS, 50, 120)]).cuda()
@@ -217,9 +233,13 @@ def test_converted_tables_that_share_a_cache(monkeypatch, replays, capacity, pre
             out.square().sum().backward()
             optimizer.step()
             outputs.append(out.detach())
+        found.append(updates_of(model[0].tables.whole)._updates)
         return [*outputs, *model.state_dict().values()]
 
     assert both(monkeypatch, replays, run) > 20
+    assert len(found) == 2
+    assert len(found[0]) == 1
+    assert not found[1]
 
 
 def test_forms_that_change_each_time_are_not_recorded(monkeypatch, replays):

@@ -7,8 +7,9 @@ import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -18,6 +19,8 @@ from tieredemb.kernels.compiler import HEARD, driver
 from tieredemb.kernels.streams import capture_lock, side_stream
 
 WORD = 8  # bytes of an address
+TIMES = 2  # that something is launched before it is recorded: what is made at a first use must not be captured
+K = TypeVar("K", bound=Hashable)
 
 
 @functools.cache
@@ -39,6 +42,21 @@ def can_record() -> bool:
     except AttributeError:
         return False
     return True
+
+
+class Repeats(Generic[K]):
+    """Counts what comes again and again, so that it is worth to be recorded: of the last `most` different ones."""
+
+    def __init__(self, most: int = 64) -> None:
+        self._most = most
+        self._times: OrderedDict[K, int] = OrderedDict()
+
+    def count(self, key: K) -> int:
+        """How often it has come, with this time."""
+        times = self._times[key] = self._times.pop(key, 0) + 1
+        if len(self._times) > self._most:
+            self._times.popitem(last=False)
+        return times
 
 
 class _NodeParams(ctypes.Structure):

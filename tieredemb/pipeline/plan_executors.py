@@ -31,13 +31,14 @@ class PlanExecutors:
         kinds = dict.fromkeys(map(_kind, modules.values()))
         self._executors: dict[tuple[torch.device, bool], PlanExecutor] = {kind: _executor(*kind) for kind in kinds}
         devices = {device for device, _ in kinds}
+        self._streams = {kind: each for kind, each in self._executors.items() if isinstance(each, StreamExecutor)}
         self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
 
     def plan(self, lookups: Sequence[LookupSpec], planned: list[tuple[TieredModule, Planned]]) -> None:
         """Begins to plan the forwards of a batch, `lookups`, and puts down which: an interrupt finds those that were
         made."""
         ages = ages_of(lookups) if len(lookups) > 1 else [True]
-        with self._together(lookups):
+        with self._together(lookups) if self._streams else contextlib.nullcontext():
             for (module, given, trains), is_later in zip(lookups, ages, strict=False):
                 executor = self._executors[_kind(module)]
                 planned.append((module, module.plan_ahead(executor, *given, trains=trains, ages=is_later)))
@@ -46,11 +47,10 @@ class PlanExecutors:
     def _together(self, lookups: Sequence[LookupSpec]) -> Iterator[None]:
         """Forwards that are planned inside, of one batch, are planned in one go where that is a stream."""
         with contextlib.ExitStack() as inside:
-            for kind, executor in self._executors.items():
-                if isinstance(executor, StreamExecutor):
-                    modules = dict.fromkeys(each.module for each in lookups if _kind(each.module) == kind)
-                    groups = (group for module in modules for group in module.tables.groups)
-                    inside.enter_context(executor.together(group.cache for group in groups))
+            for kind, executor in self._streams.items():
+                modules = dict.fromkeys(each.module for each in lookups if _kind(each.module) == kind)
+                groups = (group for module in modules for group in module.tables.groups)
+                inside.enter_context(executor.together(group.cache for group in groups))
             yield
 
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:

@@ -36,7 +36,8 @@ class DeviceCall(Call):
     parts: list[DeviceGroupCall]
     memory: CallMemory
     pooled: torch.Tensor | None = None  # the output, where a recorded plan has looked it up
-    source: Recorded | None = None  # the recorded plan that looks it up, where that was made ahead
+    recorded: Recorded | None = None  # what has planned it, if that is recorded
+    source: Recorded | None = None  # the same, where it is to look the output up yet
     _told_stream: int | None = None  # the last one that the allocator was told of, see `follow`
 
     def plan(

@@ -15,6 +15,7 @@ from tieredemb.lookup.device_bags import MAX_BAGS
 from tieredemb.lookup.device_lookup import DeviceLookup, Segments
 from tieredemb.step.call import Call, Collected
 from tieredemb.step.device_group_call import DeviceGroupCall
+from tieredemb.step.recorded_updates import updates_of
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 
@@ -53,30 +54,36 @@ def update(collected: Collected) -> None:
     tables, optimizer = collected[0][0].context.tables, collected[0][0].context.check_trainable()
     calls, grads = _device_calls(collected), [grad for _, grad in collected]
     check_bags(tables, calls)
+    groups = [cast("DeviceGroup", group) for group in tables.groups]
+    tickets = [[call.parts[g].ticket for call in calls] for g in range(len(groups))]
     with tables.placed.now.rows.again(), on_device(tables.config.device), contextlib.ExitStack() as used:
         for call, grad in zip(calls, grads, strict=True):
             call.follow(grad)
-        faults, (found_inf, grad_scale) = _faults(calls), optimizer.scaling(grads)
-        todo = []
-        for g, group in enumerate(tables.groups):
-            assert isinstance(group, DeviceGroup)
-            parts = [call.parts[g] for call in calls]
-            batch = Combined(parts, grads)
-            todo.append((group, batch, batch.segments(), optimizer.options_on(group), [p.ticket for p in parts]))
-        for group, *_, tickets in todo:
-            used.enter_context(group.cache.using(*tickets))
-        with _half_done(group.cache for group, *_ in todo):
-            for group, batch, segments, options, tickets in todo:
-                rate, numbers = group.lookup.begin(
-                    options, group.device_steps, faults, found_inf, grad_scale,
-                    segments.work, group.past,
-                )  # fmt: skip
-                group.lookup.update(
-                    group.cache.hot, group.cache.overflow(tickets), segments, batch.grad, batch.scale,
-                    batch.argmax, rate, numbers, group.past, group.device_steps,
-                )  # fmt: skip
-                if group.past is not None:
-                    group.lookup.end(options, group.device_steps, rate, numbers, group.past)
+        found_inf, grad_scale = optimizer.scaling(grads)
+        options = [optimizer.options_on(group) for group in groups]
+        for group, its_tickets in zip(groups, tickets, strict=True):
+            used.enter_context(group.cache.using(*its_tickets))
+        overflow = [group.cache.overflow(each) for group, each in zip(groups, tickets, strict=True)]
+
+        def launch(grads: Sequence[torch.Tensor]) -> None:
+            faults = _faults(calls)
+            batches = [Combined([call.parts[g] for call in calls], grads) for g in range(len(groups))]
+            todo = [(batch, batch.segments()) for batch in batches]
+            with _half_done(group.cache for group in groups):
+                for group, (batch, segments), given, away in zip(groups, todo, options, overflow, strict=True):
+                    rate, numbers = group.lookup.begin(
+                        given, group.device_steps, faults, found_inf, grad_scale, segments.work, group.past
+                    )
+                    group.lookup.update(
+                        group.cache.hot, away, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
+                        group.past, group.device_steps,
+                    )  # fmt: skip
+                    if group.past is not None:
+                        group.lookup.end(given, group.device_steps, rate, numbers, group.past)
+
+        recurs = len(calls) == 1 and found_inf is None and grad_scale is None and _is_plain(groups, calls)
+        if not (recurs and updates_of(tables).run(calls, grads, overflow, options, launch)):
+            launch(grads)
 
 
 def update_together(sets: Sequence[Collected]) -> None:
@@ -91,23 +98,39 @@ def update_together(sets: Sequence[Collected]) -> None:
     with tables.placed.now.rows.again(), on_device(tables.config.device):
         for call, grad in zip(calls, grads, strict=True):
             call.follow(grad)
-        faults, (found_inf, grad_scale) = _faults(calls), optimizer.scaling(grads)
-        taken = whole.numbered([group.own.start for group in groups])
-        batch = Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts])
-        segments, options = batch.segments(), optimizer.options_on(groups[0])
+        found_inf, grad_scale = optimizer.scaling(grads)
+        taken, options = whole.numbered([group.own.start for group in groups]), optimizer.options_on(groups[0])
         for group in groups[1:]:
             group.note_step()
         tickets = [part.ticket for part in parts]
-        with whole.cache.using(*tickets), _half_done([whole.cache]):
-            rate, numbers = whole.lookup.begin(
-                options, whole.device_steps, faults, found_inf, grad_scale, segments.work, whole.pasts, taken
-            )
-            whole.lookup.update(
-                whole.cache.hot, whole.cache.overflow(tickets), segments, batch.grad, batch.scale, batch.argmax, rate,
-                numbers, whole.pasts, whole.device_steps,
-            )  # fmt: skip
-            if whole.pasts is not None:
-                whole.lookup.end(options, whole.device_steps, rate, numbers, whole.pasts, taken)
+        with whole.cache.using(*tickets):
+            overflow = whole.cache.overflow(tickets)
+
+            def launch(grads: Sequence[torch.Tensor]) -> None:
+                faults = _faults(calls)
+                batch = Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts])
+                segments = batch.segments()
+                with _half_done([whole.cache]):
+                    rate, numbers = whole.lookup.begin(
+                        options, whole.device_steps, faults, found_inf, grad_scale, segments.work, whole.pasts, taken
+                    )
+                    whole.lookup.update(
+                        whole.cache.hot, overflow, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
+                        whole.pasts, whole.device_steps,
+                    )  # fmt: skip
+                    if whole.pasts is not None:
+                        whole.lookup.end(options, whole.device_steps, rate, numbers, whole.pasts, taken)
+
+            recurs = found_inf is None and grad_scale is None and _is_plain([whole], calls)
+            if not (recurs and updates_of(tables).run(calls, grads, [overflow], [options, taken], launch)):
+                launch(grads)
+
+
+def _is_plain(groups: Sequence[DeviceGroup], calls: Sequence[DeviceCall]) -> bool:
+    """Whether an update reads what recorded plans leave, its optimizer's numbers, and gradients alone."""
+    if any(group.past is not None or group.pasts is not None for group in groups):
+        return False
+    return all(part.weights is None and part.argmax is None for call in calls for part in call.parts)
 
 
 def take_step(tables: TableSet, optimizer: RowOptimizer) -> None:
@@ -192,7 +215,7 @@ class Combined:
             elif has_argmax:  # of another mode: of its rows nobody asks
                 argmax.append(torch.full_like(grads[len(argmax)], -1, dtype=torch.int32))
             first += part.trained.shape[0]
-        self.grad = torch.cat(list(grads))
+        self.grad = torch.cat(list(grads)) if len(grads) > 1 else grads[0]  # or put together already
         self.argmax = torch.cat(argmax) if argmax else None
         self.scale = None
         if any(scale is not None for scale in scales):

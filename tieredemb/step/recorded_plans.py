@@ -4,8 +4,10 @@ are looked up right behind their plan, the lookup is part of the graph."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -13,9 +15,10 @@ import torch
 
 from tieredemb.cache.device.cache import NextPlan
 from tieredemb.cache.locks import Locks
+from tieredemb.kernels import recording
 from tieredemb.kernels.compiler import copy_on_device
 from tieredemb.kernels.ranges import marked
-from tieredemb.kernels.recording import Recording, can_record
+from tieredemb.kernels.recording import Recording, Repeats, can_record
 from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.lookup.device_bags import Edges
@@ -27,10 +30,8 @@ if TYPE_CHECKING:
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.device_call import DeviceCall
 
-TIMES = 2  # that plans of a form are launched: what is made at a first use must not be captured
 MOST_FORMS = 8  # that one module's plans are recorded of, those used last
 MOST_AT_ONCE = 4  # plans of one form that are in flight, each with a recording of its own
-MOST_COUNTED = 64  # forms
 
 
 class Form(NamedTuple):
@@ -49,22 +50,24 @@ class Form(NamedTuple):
     ahead: bool
 
 
+_numbers = itertools.count()
 Key = tuple[Form, tuple[NextPlan, ...]]  # and on what of each group's cache
 
 
 class _Site:
-    """Where the tables are while plans are recorded. `is_recordable`: whether their plans are launches alone ·
-    `pools`: whether lookups need nothing that lies between a plan and them."""
+    """Where the tables are while plans are recorded, which are forgotten with that. `is_recordable`: whether their
+    plans are launches alone · `pools`: whether lookups need nothing that lies between a plan and them."""
 
-    def __init__(self, call: DeviceCall) -> None:
+    def __init__(self, call: DeviceCall, forget: Callable[[object], None]) -> None:
         context = call.context
-        self.place = context.tables.placed.now
-        self.device = self.place.config.device
-        self.groups = [cast("DeviceGroup", group) for group in self.place.groups]
+        place = context.tables.placed.now
+        self.place = weakref.ref(place, forget)
+        self.device = place.config.device
+        self.groups = [cast("DeviceGroup", group) for group in place.groups]
         self.locks = Locks(group.cache for group in self.groups)
         self.only = self.groups[0].cache if len(self.groups) == 1 else None
         readable = all(group.cache.cold.device_readable for group in self.groups)
-        self.is_recordable = readable and self.place.config.check_ids != "always" and can_record()
+        self.is_recordable = readable and place.config.check_ids != "always" and can_record()
         plain = all(group.past is None and not group.lookup.has_max for group in self.groups)
         self.pools = plain and context.options.max_norm is None
 
@@ -75,18 +78,23 @@ class RecordedPlans:
 
     def __init__(self) -> None:
         self._site: _Site | None = None
-        self._times: OrderedDict[Key, int] = OrderedDict()
+        self._forms: Repeats[Key] = Repeats()
         self._recorded: OrderedDict[Key, list[Recorded]] = OrderedDict()
         self._is_full = False  # the device has no memory for more
+
+    def _forget(self, _: object) -> None:
+        """The tables are elsewhere: nothing keeps what was there."""
+        self._site = None
+        self._forms = Repeats()
+        self._recorded.clear()
 
     def plan(self, call: DeviceCall, batch: Batch, *, trains: bool, ages: bool, ahead: bool) -> bool:
         """Plans `call` by a replay, and records what is replayed where that is worth it; returns whether it did: else
         it is to be launched."""
         site = self._site
-        if site is None or site.place is not call.context.tables.placed.now:
-            site = self._site = _Site(call)
-            self._times.clear()
-            self._recorded.clear()
+        if site is None or site.place() is not call.context.tables.placed.now:
+            self._forget(None)
+            site = self._site = _Site(call, self._forget)
         n = batch.ids.shape[0]
         # the gradient of weights reads what a plan leaves for longer
         if not site.is_recordable or n == 0 or batch.weights is not None or torch.cuda.is_current_stream_capturing():
@@ -114,7 +122,7 @@ class RecordedPlans:
                     return True
             if len(known) == MOST_AT_ONCE:
                 return False
-        elif not self._comes_again(key):
+        elif self._forms.count(key) <= recording.TIMES:
             return False
         if self._is_full:
             return False
@@ -128,19 +136,14 @@ class RecordedPlans:
             self._recorded.popitem(last=False)
         return True
 
-    def _comes_again(self, key: Key) -> bool:
-        """Counts a form; whether it has come often enough to be recorded."""
-        times = self._times[key] = self._times.pop(key, 0) + 1
-        if len(self._times) > MOST_COUNTED:
-            self._times.popitem(last=False)
-        return times > TIMES
-
 
 class Recorded:
-    """A plan of a form, as a graph: recorded for `call`, and replayed for it."""
+    """A plan of a form, as a graph: recorded for `call`, and replayed for it. `number`: its own, which no other has ·
+    `compute_pool`: of what graphs of lookups and updates use while they run."""
 
     def __init__(self, call: DeviceCall, site: _Site, key: Key, batch: Batch) -> None:
         form, following = key
+        self.number = next(_numbers)
         ids, edges = call.inputs(batch)
         groups = self._groups = site.groups
         tables = call.context.tables
@@ -153,7 +156,8 @@ class Recorded:
             copies = any(trained is not None for trained in self._memory.trained)
             self._ids = torch.empty_like(ids) if copies else None
         self._overflow = [group.cache.overflow_of(plan) for plan, group in zip(following, groups, strict=True)]
-        self._graph = Recording(site.device, groups[0].cache.graph_pool)
+        self.compute_pool = groups[0].cache.compute_pool
+        self._graph = Recording(site.device, groups[0].cache.plan_pool)
         self._lookup: Recording | None = None  # of a plan that was made ahead
         out = self._new_output() if self._pools else None
         call.memory = self._memory
@@ -234,7 +238,7 @@ class Recorded:
             for part in call.parts:
                 used.enter_context(part.group.cache.using(part.ticket))
             if self._lookup is None:
-                lookup = Recording(out.device, self._groups[0].cache.graph_pool)
+                lookup = Recording(out.device, self.compute_pool)
                 with lookup.recorded([out]):
                     call.tell()
                     for part in call.parts:
@@ -256,7 +260,7 @@ class Recorded:
         self._graph.replay(now)
 
     def _taken(self, call: DeviceCall, out: torch.Tensor | None) -> None:
-        call.pooled = out
+        call.pooled, call.recorded = out, self
         call.source = self if self._pools_later else None
         self._call: weakref.ref[DeviceCall] = weakref.ref(call)
         self._tickets: list[weakref.ref[DeviceTicket]] = [weakref.ref(part.ticket) for part in call.parts]

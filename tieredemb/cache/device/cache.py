@@ -79,7 +79,8 @@ class DeviceCache(Cache):
         super().__init__(cold, slots=slots, policy=policy, initial=initial, lock_window=lock_window, device=device)
         self.on_flush: list[Callable[[], None]] = []
         self.plan_lock = threading.RLock()  # a plan waits for its storage beside lookups and updates
-        self.graph_pool = torch.cuda.graph_pool_handle()  # of what recorded plans use while they run, one at a time
+        # of what graphs use while they run: those of plans one after the other, and beside them those that compute
+        self.plan_pool, self.compute_pool = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         self._is_recorded = False
         self.recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # plans that are replayed, of which each has a size
         self._ledger = Ledger(self._book, lock_window)
