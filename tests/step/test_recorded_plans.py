@@ -237,9 +237,9 @@ def test_converted_tables_that_share_a_cache(monkeypatch, replays, capacity, pre
         return [*outputs, *model.state_dict().values()]
 
     assert both(monkeypatch, replays, run) > 20
-    assert len(found) == 2
-    assert len(found[0]) == 1
-    assert not found[1]
+    recorded, launched = found
+    assert prefetch or len(recorded) == 1
+    assert not launched
 
 
 def test_forms_that_change_each_time_are_not_recorded(monkeypatch, replays):

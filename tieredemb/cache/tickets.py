@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,8 +32,7 @@ class Flight(abc.ABC):
     def __init__(self, batch: int, book: TicketBook) -> None:
         self.batch = batch
         self.failed = False  # whether its rows are not where it says: it can only be given up
-        self._finalizer = weakref.finalize(self, book.released.append, batch)
-        self._finalizer.atexit = False
+        self._released: Callable[[int], None] | None = book.released.append
 
     def check(self) -> None:
         """Raises `StorageError` where it has failed."""
@@ -45,11 +44,17 @@ class Flight(abc.ABC):
     @property
     def lasts(self) -> bool:
         """Whether it was not released yet."""
-        return self._finalizer.alive
+        return self._released is not None
 
     def release(self) -> None:
         """Ends the flight: the batch's rows may be evicted. A second call does nothing."""
-        self._finalizer()
+        released = self._released
+        if released is not None:
+            released(self.batch)  # twice, where an interrupt comes before the next line: it does no harm
+            self._released = None
+
+    def __del__(self) -> None:
+        self.release()
 
     @abc.abstractmethod
     def size_bytes(self) -> int:
@@ -150,7 +155,8 @@ class TicketBook:
             given_up = self.given_up.popleft()
             if given_up in self._held:  # or it was forgotten before its finaliser came to say so
                 self._held.remove(given_up)
-        return min((*self.live, *self._held), default=default)
+        live = self.live
+        return min((*live, *self._held)) if live or self._held else default
 
     def hold(self, following: int) -> Hold:
         """Locks what is in flight now, and all from batch `following` on, until the hold ends."""

@@ -163,7 +163,9 @@ class TieredEmbeddingBag(OneTable):
             raise UnsupportedInputError(
                 f"per_sample_weights is only supported for mode='sum', this module has mode={self.mode!r}"
             )
-        weights = check_weights(per_sample_weights, input, self.tables.config.output_dtype)
+        weights = None
+        if per_sample_weights is not None:
+            weights = check_weights(per_sample_weights, input, self.tables.config.output_dtype)
         if input.dim() == 2:
             if offsets is not None:
                 raise InvalidInputError("offsets must be None for 2-D input, whose rows are the bags")
@@ -174,11 +176,12 @@ class TieredEmbeddingBag(OneTable):
         if offsets is None:
             raise InvalidInputError("offsets is missing: 1-D input needs the start of each bag; or pass 2-D input")
         starts = as_offsets(widened(offsets, input), self._hook.device)
-        if self.include_last_offset and len(starts) == 0:
+        given = starts.shape[0]
+        if self.include_last_offset and given == 0:
             raise InvalidInputError("with include_last_offset offsets has at least one element, got none")
-        if len(starts) == 0:
+        if given == 0:
             return Batch(ids, EqualBags(0, 0), 1, False, 0, weights, (input, offsets))
-        bags = len(starts) - self.include_last_offset
+        bags = given - self.include_last_offset
         return Batch(ids, starts, bags + 1, False, bags, weights, (input, offsets))
 
     def extra_repr(self) -> str:

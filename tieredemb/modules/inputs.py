@@ -44,7 +44,7 @@ def as_offsets(offsets: torch.Tensor, device: torch.device) -> torch.Tensor:
 def widened(value: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
     """Ids or offsets of 8 or 16 bits as the dtype of the `other` of the two, where that is int32 or int64: as torch
     takes them."""
-    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor) or value.dtype is other.dtype:
         return value
     return value.to(other.dtype) if value.dtype in NARROW_DTYPES and other.dtype in INTEGER_DTYPES else value
 

@@ -30,7 +30,7 @@ from tieredemb.tables.table_set import TableSet
 P = ParamSpec("P")
 R = TypeVar("R")
 BACKWARDS: list[Callable[[], object]] = []  # called from inside each backward that reaches a module
-_numbers = itertools.count()  # forward order of calls
+NUMBERS = itertools.count()  # forward order of calls
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
@@ -147,7 +147,7 @@ class Call(abc.ABC):
     def start(self, *, trains: bool) -> None:
         """The forward has come: numbers it, brings its rows to the current step where a backward is expected
         (`trains`), and scales those that are longer than they may be."""
-        self.number = next(_numbers)
+        self.number = next(NUMBERS)
         limits = self.context.options.max_norm is not None
         if self.context.is_dense and (trains or limits):  # who only reads leaves rows as they are
             self.catch_up()
@@ -235,7 +235,9 @@ class LookupFunction(torch.autograd.Function):
             )
         if trains:
             call.context.check_trainable()
-        grad = grad.detach().to(torch.float32).contiguous()
+        grad = grad.detach()
+        if grad.dtype is not torch.float32 or not grad.is_contiguous():
+            grad = grad.to(torch.float32).contiguous()
         weights_grad = None
         if ctx.needs_input_grad[1]:
             shape, dtype = ctx.weights_like
@@ -244,6 +246,12 @@ class LookupFunction(torch.autograd.Function):
             call.context.backward_pass.add(call, grad)
             call.consumed = True
         return None, weights_grad, None
+
+
+# `LookupFunction.apply`, but for what that does for functorch's transforms, inside of which modules refuse to run
+LOOKUP: Callable[[torch.Tensor, torch.Tensor | None, Callable[[], Call]], torch.Tensor] = super(
+    torch.autograd.Function, LookupFunction
+).apply  # type: ignore[misc]
 
 
 def _backward_depth() -> int:

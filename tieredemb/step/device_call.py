@@ -16,7 +16,7 @@ from tieredemb.kernels.streams import current_stream, on_device, synchronize
 from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, number_one_by_one, tell_fault
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import Call, Collected
+from tieredemb.step.call import NUMBERS, Call, Collected
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall, shallow_copy
 from tieredemb.step.device_update import take_step, those_alike, update, update_together
@@ -168,6 +168,9 @@ class DeviceCall(Call):
         return call
 
     def start(self, *, trains: bool) -> None:
+        if self.pooled is not None:  # what lies between a plan and its lookup is behind it
+            self.number = next(NUMBERS)
+            return
         self.follow()
         super().start(trains=trains)
         if self.tells_later and self.source is None:

@@ -19,7 +19,7 @@ from tieredemb.errors import BackwardError, ConfigError, StorageError, Unsupport
 from tieredemb.kernels.ranges import ranged
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch, Given
-from tieredemb.step.call import BackwardPass, Call, CallContext, Collected, LookupFunction, inside_backward
+from tieredemb.step.call import LOOKUP, BackwardPass, Call, CallContext, Collected, inside_backward
 from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
@@ -134,7 +134,7 @@ class Engine:
             # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
             # captured step to an earlier one
             leaf = hook.detach().requires_grad_() if trains else hook
-            return LookupFunction.apply(leaf, weights, make)  # type: ignore[no-any-return, no-untyped-call]
+            return LOOKUP(leaf, weights, make)
         call = self._begin(batch, context, trains=False, recomputed=recomputed, within=within)
         try:
             return call.pool(weights, differentiable=False)

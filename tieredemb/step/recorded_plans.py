@@ -25,7 +25,6 @@ from tieredemb.lookup.device_bags import Edges
 from tieredemb.tables.group import DeviceGroup
 
 if TYPE_CHECKING:
-    from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.step.batch import Batch
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.device_call import DeviceCall
@@ -95,29 +94,32 @@ class RecordedPlans:
         if site is None or site.place() is not call.context.tables.placed.now:
             self._forget(None)
             site = self._site = _Site(call, self._forget)
-        n = batch.ids.shape[0]
+        ids, offsets = batch.ids, batch.offsets
+        n = ids.shape[0]
         # the gradient of weights reads what a plan leaves for longer
-        if not site.is_recordable or n == 0 or batch.weights is not None or torch.cuda.is_current_stream_capturing():
+        if n == 0 or batch.weights is not None or not site.is_recordable or torch.cuda.is_current_stream_capturing():
             return False
-        offsets, equal = batch.offsets, False
-        if isinstance(offsets, EqualBags):
-            given, equal = offsets.length, True
-        else:
-            given = offsets.shape[0]
+        equal = isinstance(offsets, EqualBags)
+        given = offsets.length if isinstance(offsets, EqualBags) else offsets.shape[0]
         form = Form(n, batch.size, batch.edges, given, equal, batch.exact, batch.places, trains, ages, ahead)
-        with on_device(site.device), marked("plan"):
-            if site.only is not None:
-                with site.only.plan_lock, site.only.lock:
-                    return self._plan(call, site, form, batch)
-            with site.locks.again():
+        if torch._C._cuda_getDevice() != site.device.index or torch._C._autograd._profiler_enabled():
+            with on_device(site.device), marked("plan"):
                 return self._plan(call, site, form, batch)
+        return self._plan(call, site, form, batch)
 
     def _plan(self, call: DeviceCall, site: _Site, form: Form, batch: Batch) -> bool:
+        if site.only is None:
+            with site.locks.again():
+                return self._plan_locked(call, site, form, batch)
+        with site.only.plan_lock, site.only.lock:
+            return self._plan_locked(call, site, form, batch)
+
+    def _plan_locked(self, call: DeviceCall, site: _Site, form: Form, batch: Batch) -> bool:
         key = form, tuple([group.cache.next_plan(form.ids) for group in site.groups])
         known = self._recorded.get(key)
         if known is not None:
             for recorded in known:
-                if recorded.is_free:
+                if recorded.is_free():
                     recorded.replay(call, batch)
                     return True
             if len(known) == MOST_AT_ONCE:
@@ -200,15 +202,15 @@ class Recorded:
                     part.pool(out, None, keep_argmax=False, keep_rows=False)
                 part.join()
 
-    @property
     def is_free(self) -> bool:
         """Whether nobody uses what it has planned last."""
         call = self._call()
-        if call is not None and call.keeps_rows:  # the gradient of the weights reads more of it than rows
+        if call is None:
+            return True
+        if call.keeps_rows:  # the gradient of the weights reads more of it than rows
             return False
-        for reference in self._tickets:
-            ticket = reference()
-            if ticket is not None and ticket.lasts:
+        for part in call.parts:  # noqa: SIM110 - in each forward, and a generator costs most of it
+            if part.ticket.lasts:
                 return False
         return True
 
@@ -263,8 +265,7 @@ class Recorded:
         call.pooled, call.recorded = out, self
         call.source = self if self._pools_later else None
         self._call: weakref.ref[DeviceCall] = weakref.ref(call)
-        self._tickets: list[weakref.ref[DeviceTicket]] = [weakref.ref(part.ticket) for part in call.parts]
-        if call.tells_later:
+        if torch._C._cuda_getCurrentRawStream(self._output[2].index) != self._memory.stream.cuda_stream:
             self._memory.planner = current_stream()
 
     def size_bytes(self) -> int:

@@ -208,18 +208,20 @@ class DeviceCache(Cache):
     # --- recorded plans ---------------------------------------------------------------------------------------------
 
     def next_plan(self, ids: int) -> NextPlan:
-        """What a plan of as many ids would depend on now, put behind what it has to come behind. The caller holds the
-        locks of plans and rows until it has planned."""
-        self.complete_last()
+        """What a plan of as many ids, one at least, would depend on now, put behind what it has to come behind. The
+        caller holds the locks of plans and rows until it has planned."""
+        if self._planner.unfinished is not None:
+            self.complete_last()
         self._check_usable()
-        self.cold.begin_changes()
+        if not self.cold.volatile:
+            self.cold.begin_changes()
         self._order.whole()
-        if not self._planner.moves_rows(ids):
+        if self.hot.slots == 0:
             return ALL_RESIDENT
-        begun = self._ledger.begin()
-        self._ledger.over()
-        slotless = self._planner.may_lack_slots(begun, ids)
-        return NextPlan(begun.lag, slotless, self._plan.records.table.data_ptr() if slotless else 0)
+        lag, locked, slotless = self._ledger.reach()
+        if slotless or locked + ids > self.hot.slots:
+            return NextPlan(lag, True, self._plan.records.table.data_ptr())
+        return NextPlan(lag, False, 0)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

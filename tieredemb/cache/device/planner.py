@@ -59,10 +59,6 @@ class Planner:
         """Whether a plan of `n` ids may bring rows in: else all rows that it finds are resident tables'."""
         return self.hot.slots > 0 and n > 0
 
-    def may_lack_slots(self, begun: Begun, n: int) -> bool:
-        """Whether rows of a plan of `n` ids, or of a batch in flight, may be without a slot."""
-        return begun.slotless or begun.locked + n > self.hot.slots
-
     def plan(
         self,
         begun: Begun,
@@ -85,7 +81,7 @@ class Planner:
             ticket = self.ticket(begun.number, homes, self.transfer.overflow(False))
             self._count(ticket, scored=scored, ages=ages, client=client, beside=beside)
             return ticket
-        slotless = self.may_lack_slots(begun, n)
+        slotless = begun.slotless or begun.locked + n > self.hot.slots
         if slotless:
             self.transfer.make_room(min(begun.locked + n, self.hot.layout.rows))
         missed = Missed(n, self.hot.weight.device)

@@ -62,7 +62,7 @@ class StreamOrder:
     def whole(self) -> None:
         """As `compute`, behind all plans too. A plan made ahead comes behind what computes instead, as updates may have
         made its victims dirty; in a capture it has forked off that already."""
-        if not self._is_ahead:
+        if self._planner == 0 or not self._is_ahead:
             self.compute()
             if self._planned is not None and self._is_current:
                 self._planned.wait(current_stream())
