@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -28,10 +27,9 @@ from tieredemb.pipeline.lookups import LookupSpec, ages_of
 from tieredemb.pipeline.plan_executors import StreamExecutor
 from tieredemb.pipeline.uncapturable import explain
 from tieredemb.step.batch import Given
-from tieredemb.step.call import Call
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_call import DeviceCall
-from tieredemb.step.planned_forwards import Planned, PlannedForwards
+from tieredemb.step.planned_forwards import Made, Planned, PlannedForwards
 
 R = TypeVar("R")
 Lookups = Callable[[Any], Sequence[LookupSpec]]
@@ -281,7 +279,7 @@ class _Turn(Generic[R]):
         self._planned = []
         for call, (among, given), ahead in zip(self._calls, self._given, offsets, strict=True):
             batches = [first[part.group.cache] + number for part, number in zip(call.parts, ahead, strict=True)]
-            planned = Planned(given, _done(call.again(batches)))
+            planned = Planned(given, Made(call.again(batches)))
             among.add(planned)
             self._planned.append((among, planned))
 
@@ -303,9 +301,3 @@ class _Turn(Generic[R]):
             for among, each in planned:
                 among.drop(each)
         return len(dropped)
-
-
-def _done(call: Call) -> Future[Call]:
-    future: Future[Call] = Future()
-    future.set_result(call)
-    return future

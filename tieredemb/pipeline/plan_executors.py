@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from types import TracebackType
@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from tieredemb.cache.base import Cache
 from tieredemb.cache.locks import Locks
 from tieredemb.kernels.streams import current_stream, on_stream, side_stream
 from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.batches import map_tensors, tensors_of
 from tieredemb.pipeline.lookups import LookupSpec, ages_of
 from tieredemb.step.call import Call
-from tieredemb.step.planned_forwards import PlanExecutor, Planned
+from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned
 
 
 class PlanExecutors:
@@ -31,27 +30,22 @@ class PlanExecutors:
         kinds = dict.fromkeys(map(_kind, modules.values()))
         self._executors: dict[tuple[torch.device, bool], PlanExecutor] = {kind: _executor(*kind) for kind in kinds}
         devices = {device for device, _ in kinds}
-        self._streams = {kind: each for kind, each in self._executors.items() if isinstance(each, StreamExecutor)}
+        self._streams = [each for each in self._executors.values() if isinstance(each, StreamExecutor)]
         self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
 
     def plan(self, lookups: Sequence[LookupSpec], planned: list[tuple[TieredModule, Planned]]) -> None:
         """Begins to plan the forwards of a batch, `lookups`, and puts down which: an interrupt finds those that were
-        made."""
+        made. Those on a stream are planned in one go."""
+        if not lookups:
+            return
+        executors = [self._executors[_kind(lookup.module)] for lookup in lookups]
         ages = ages_of(lookups) if len(lookups) > 1 else [True]
-        with self._together(lookups) if self._streams else contextlib.nullcontext():
-            for (module, given, trains), is_later in zip(lookups, ages, strict=False):
-                executor = self._executors[_kind(module)]
+        with contextlib.ExitStack() as entered:
+            for stream in self._streams:
+                on_it = [one for one, executor in zip(lookups, executors, strict=True) if executor is stream]
+                entered.enter_context(stream.together(on_it))
+            for (module, given, trains), executor, is_later in zip(lookups, executors, ages, strict=True):
                 planned.append((module, module.plan_ahead(executor, *given, trains=trains, ages=is_later)))
-
-    @contextlib.contextmanager
-    def _together(self, lookups: Sequence[LookupSpec]) -> Iterator[None]:
-        """Forwards that are planned inside, of one batch, are planned in one go where that is a stream."""
-        with contextlib.ExitStack() as inside:
-            for kind, executor in self._streams.items():
-                modules = dict.fromkeys(each.module for each in lookups if _kind(each.module) == kind)
-                groups = (group for module in modules for group in module.tables.groups)
-                inside.enter_context(executor.together(group.cache for group in groups))
-            yield
 
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
         """The batch where the model is, if all of its tables are on one GPU: what lies in host memory is being copied
@@ -106,10 +100,12 @@ class StreamExecutor(PlanExecutor):
         # what moves rows is what a step waits for: its few blocks go before those of kernels that fill the GPU
         self.stream = stream or side_stream(device, -1)
         self.arrived: torch.cuda.Event | None = None  # comes once the batches copied so far are there
-        self._is_current = False
+        self.is_entered = False
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
-        with contextlib.nullcontext() if self._is_current else self._entered():
+        if self.is_entered:
+            return _called(function)
+        with self._entered():
             return _called(lambda: function(*args, **keywords))
 
     @contextlib.contextmanager
@@ -121,17 +117,21 @@ class StreamExecutor(PlanExecutor):
             yield
 
     @contextlib.contextmanager
-    def together(self, caches: Iterable[Cache]) -> Iterator[None]:
-        """Plans of `caches` that are submitted inside, by this thread, are made in one go."""
-        caches = list(dict.fromkeys(caches))
+    def together(self, lookups: Sequence[LookupSpec]) -> Iterator[None]:
+        """Forwards that are planned inside, by this thread, are planned in one go: `lookups`, on this stream."""
+        groups = (group for lookup in lookups for group in lookup.module.tables.groups)
+        caches = list(dict.fromkeys(group.cache for group in groups))
+        inputs = [part for lookup in lookups for part in lookup.given]
+        # before the stream is used: a capture on another thread may have forked into it
         with Locks(caches, rows=False), self._entered(), contextlib.ExitStack() as ahead:
             for cache in caches:
-                ahead.enter_context(cache.ahead((), None))
-            self._is_current = True
+                ahead.enter_context(cache.ahead(inputs, None))
+                inputs = []
+            self.is_entered = True
             try:
                 yield
             finally:
-                self._is_current = False
+                self.is_entered = False
 
 
 class WorkerExecutor(ThreadExecutor):
@@ -187,15 +187,10 @@ class WorkerExecutor(ThreadExecutor):
 
 def _called(function: Callable[[], Any]) -> Future[Any]:
     """The function's result or error, of a call at once."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
     try:
-        result = function()
+        return Made(function())
     except Exception as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
-    return future
+        return Made(None, error)
 
 
 class _Copies:

@@ -204,6 +204,14 @@ class Engine:
     ) -> Planned:
         """Plans the forward of `given` before it comes, by `executor`; `make_batch` checks it and makes its batch. See
         `Call.plan` and `TieredModule.plan_ahead`."""
+
+        def now() -> Call:
+            return self._call(make_batch(*given), context, trains=trains, ages=ages, ahead=True, memory=memory)
+
+        if executor.is_entered:
+            planned = Planned(given, executor.submit(now))
+            self.planned.add(planned)
+            return planned
         caches = [group.cache for group in self.tables.groups]
         if executor.apart:
             for cache in caches:
@@ -214,7 +222,7 @@ class Engine:
             with contextlib.ExitStack() as ahead:
                 for cache, hold in zip(caches, holds, strict=True):
                     ahead.enter_context(cache.ahead(given, hold))
-                return self._call(make_batch(*given), context, trains=trains, ages=ages, ahead=True, memory=memory)
+                return now()
 
         # before the executor's stream is used: a capture on another thread may have forked into it
         with contextlib.nullcontext() if executor.apart else self.tables.planning():

@@ -3,19 +3,53 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tieredemb.step.batch import Given
 from tieredemb.step.call import Call
 
+T = TypeVar("T")
+
 
 class PlanExecutor(Executor):
-    """Where plans are made ahead, one after the other. `apart`: on a thread of its own, whenever it gets to them."""
+    """Where plans are made ahead, one after the other. `apart`: on a thread of its own, whenever it gets to them ·
+    `is_entered`: whether this thread has entered it for all forwards of a batch, with the caches that these use."""
 
     apart: bool
+    is_entered = False
+
+
+class Made(Future[T]):
+    """A future that has come: a plan that was made at once, or the `error` that it has ended in. A step makes one for
+    each forward that is planned ahead, and what others need to wait costs more than all else here."""
+
+    def __init__(self, made: T | None, error: BaseException | None = None) -> None:
+        self._made = made
+        self._error = error
+
+    def cancel(self) -> bool:
+        return False
+
+    def cancelled(self) -> bool:
+        return False
+
+    def done(self) -> bool:
+        return True
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return self._error
+
+    def result(self, timeout: float | None = None) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._made  # type: ignore[return-value]
+
+    def add_done_callback(self, fn: Callable[[Future[T]], object]) -> None:
+        fn(self)
 
 
 class Planned:
