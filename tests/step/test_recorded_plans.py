@@ -3,6 +3,9 @@ comes in between. Skips without a GPU; TIEREDEMB_REQUIRE_CUDA=1 fails."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from devices import assert_same_bits
@@ -288,3 +291,25 @@ def test_a_device_without_memory_for_a_recording_launches(monkeypatch, replays):
     monkeypatch.setattr(Recorded, "_record", refuse)
     assert_same_bits(run(), expected)
     assert len(replays) == count
+
+
+def test_nothing_keeps_tables_that_nobody_has():
+    """Their memory is free as soon as they are, and not when the garbage collector finds them."""
+    bag = made(40)
+    for step in range(STEPS):
+        bag(ids_of(step)).sum().backward()
+    assert updates_of(bag.tables)._updates
+    cache = weakref.ref(bag.tables.groups[0].cache)
+    gc.disable()
+    try:
+        bag.cpu()
+        assert cache() is None
+        del bag
+        other = made(40)
+        for step in range(STEPS):
+            other(ids_of(step)).sum().backward()
+        cache = weakref.ref(other.tables.groups[0].cache)
+        del other
+        assert cache() is None
+    finally:
+        gc.enable()

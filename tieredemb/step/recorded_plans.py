@@ -7,9 +7,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
 
@@ -53,14 +52,32 @@ _numbers = itertools.count()
 Key = tuple[Form, tuple[NextPlan, ...]]  # and on what of each group's cache
 
 
+class Forgets(Protocol):
+    """What was recorded of tables in one place."""
+
+    def forget(self) -> None: ...
+
+
+def when_left(place: Place, recorded: Forgets) -> weakref.ref[Place]:
+    """The place, weakly; what is recorded of it is forgotten when the tables are elsewhere, or nobody has them."""
+    mine = weakref.ref(recorded)
+
+    def left(_: object) -> None:
+        found = mine()
+        if found is not None:
+            found.forget()
+
+    return weakref.ref(place, left)
+
+
 class _Site:
     """Where the tables are while plans are recorded, which are forgotten with that. `is_recordable`: whether their
     plans are launches alone · `pools`: whether lookups need nothing that lies between a plan and them."""
 
-    def __init__(self, call: DeviceCall, forget: Callable[[object], None]) -> None:
+    def __init__(self, call: DeviceCall, plans: RecordedPlans) -> None:
         context = call.context
         place = context.tables.placed.now
-        self.place = weakref.ref(place, forget)
+        self.place = when_left(place, plans)
         self.device = place.config.device
         self.groups = [cast("DeviceGroup", group) for group in place.groups]
         self.locks = Locks(group.cache for group in self.groups)
@@ -81,7 +98,7 @@ class RecordedPlans:
         self._recorded: OrderedDict[Key, list[Recorded]] = OrderedDict()
         self._is_full = False  # the device has no memory for more
 
-    def _forget(self, _: object) -> None:
+    def forget(self) -> None:
         """The tables are elsewhere: nothing keeps what was there."""
         self._site = None
         self._forms = Repeats()
@@ -92,8 +109,8 @@ class RecordedPlans:
         it is to be launched."""
         site = self._site
         if site is None or site.place() is not call.context.tables.placed.now:
-            self._forget(None)
-            site = self._site = _Site(call, self._forget)
+            self.forget()
+            site = self._site = _Site(call, self)
         ids, offsets = batch.ids, batch.offsets
         n = ids.shape[0]
         # the gradient of weights reads what a plan leaves for longer

@@ -12,6 +12,7 @@ import torch
 
 from tieredemb.kernels import recording
 from tieredemb.kernels.recording import Recording, Repeats
+from tieredemb.step.recorded_plans import when_left
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.plan import OverflowRows
@@ -41,12 +42,12 @@ class RecordedUpdates:
     """Those of one set of tables, or of all that share its caches, while they are in one place."""
 
     def __init__(self, place: Place) -> None:
-        self.place = weakref.ref(place, self._forget)
+        self.place = when_left(place, self)
         self._keys: Repeats[Key] = Repeats()
         self._updates: OrderedDict[Key, _Update] = OrderedDict()
         self._is_full = False  # the device has no memory for more
 
-    def _forget(self, _: object) -> None:
+    def forget(self) -> None:
         """The tables are elsewhere: nothing keeps what was there."""
         self._updates.clear()
 
