@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tieredemb.step.batch import Batch
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.device_call import DeviceCall
+    from tieredemb.tables.table_set import Place
 
 MOST_FORMS = 8  # that one module's plans are recorded of, those used last
 MOST_AT_ONCE = 4  # plans of one form that are in flight, each with a recording of its own
