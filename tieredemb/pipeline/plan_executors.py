@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tieredemb.cache.base import Cache
 from tieredemb.cache.locks import Locks
 from tieredemb.kernels.streams import current_stream, on_stream, side_stream
 from tieredemb.modules.base import TieredModule
@@ -20,6 +21,7 @@ from tieredemb.pipeline.batches import map_tensors, tensors_of
 from tieredemb.pipeline.lookups import LookupSpec, ages_of
 from tieredemb.step.call import Call
 from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned
+from tieredemb.tables.table_set import Place
 
 
 class PlanExecutors:
@@ -29,6 +31,7 @@ class PlanExecutors:
     def __init__(self, modules: Mapping[str, TieredModule]) -> None:
         kinds = dict.fromkeys(map(_kind, modules.values()))
         self._executors: dict[tuple[torch.device, bool], PlanExecutor] = {kind: _executor(*kind) for kind in kinds}
+        self._found: dict[TieredModule, tuple[Place, PlanExecutor]] = {}
         devices = {device for device, _ in kinds}
         self._streams = [each for each in self._executors.values() if isinstance(each, StreamExecutor)]
         self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
@@ -38,7 +41,7 @@ class PlanExecutors:
         made. Those on a stream are planned in one go."""
         if not lookups:
             return
-        executors = [self._executors[_kind(lookup.module)] for lookup in lookups]
+        executors = [self._executor_of(lookup.module) for lookup in lookups]
         ages = ages_of(lookups) if len(lookups) > 1 else [True]
         with contextlib.ExitStack() as entered:
             for stream in self._streams:
@@ -46,6 +49,13 @@ class PlanExecutors:
                 entered.enter_context(stream.together(on_it))
             for (module, given, trains), executor, is_later in zip(lookups, executors, ages, strict=True):
                 planned.append((module, module.plan_ahead(executor, *given, trains=trains, ages=is_later)))
+
+    def _executor_of(self, module: TieredModule) -> PlanExecutor:
+        place = module.tables.placed.now
+        found = self._found.get(module)
+        if found is None or found[0] is not place:
+            found = self._found[module] = place, self._executors[_kind(module)]
+        return found[1]
 
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
         """The batch where the model is, if all of its tables are on one GPU: what lies in host memory is being copied
@@ -101,6 +111,8 @@ class StreamExecutor(PlanExecutor):
         self.stream = stream or side_stream(device, -1)
         self.arrived: torch.cuda.Event | None = None  # comes once the batches copied so far are there
         self.is_entered = False
+        self._caches: dict[Cache, None] = {}
+        self._locks = Locks(())
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
         if self.is_entered:
@@ -119,11 +131,12 @@ class StreamExecutor(PlanExecutor):
     @contextlib.contextmanager
     def together(self, lookups: Sequence[LookupSpec]) -> Iterator[None]:
         """Forwards that are planned inside, by this thread, are planned in one go: `lookups`, on this stream."""
-        groups = (group for lookup in lookups for group in lookup.module.tables.groups)
-        caches = list(dict.fromkeys(group.cache for group in groups))
+        caches = {group.cache: None for lookup in lookups for group in lookup.module.tables.groups}
+        if caches != self._caches:
+            self._caches, self._locks = caches, Locks(caches, rows=False)
         inputs = [part for lookup in lookups for part in lookup.given]
         # before the stream is used: a capture on another thread may have forked into it
-        with Locks(caches, rows=False), self._entered(), contextlib.ExitStack() as ahead:
+        with self._locks.again(), self._entered(), contextlib.ExitStack() as ahead:
             for cache in caches:
                 ahead.enter_context(cache.ahead(inputs, None))
                 inputs = []

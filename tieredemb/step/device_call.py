@@ -138,7 +138,10 @@ class DeviceCall(Call):
         return [part.ticket for part in self.parts]
 
     def complete(self) -> bool:
-        ended = all([part.complete() for part in self.parts])  # noqa: C419 - each is to be brought there
+        ended = True
+        for part in self.parts:  # each is to be brought there
+            ticket = part.ticket
+            ended &= (not ticket.failed) if ticket.is_complete else part.complete()
         if not ended:
             self.release()
         return ended
@@ -168,12 +171,12 @@ class DeviceCall(Call):
         return call
 
     def start(self, *, trains: bool) -> None:
-        if self.pooled is not None:  # what lies between a plan and its lookup is behind it
+        if self.pooled is not None or self.source is not None:  # nothing lies between its plan and its lookup
             self.number = next(NUMBERS)
             return
         self.follow()
         super().start(trains=trains)
-        if self.tells_later and self.source is None:
+        if self.tells_later:
             self._tell_now()
 
     def _tell_now(self) -> None:
@@ -212,6 +215,7 @@ class DeviceCall(Call):
             if weights is None and not self.keeps_rows:
                 self.tells_later = False
                 return source.look_up(self)
+            self.follow()
             self._tell_now()
         width, config = self.context.tables.output_width, self.context.tables.config
         out = torch.empty((self.rows, width), dtype=config.output_dtype, device=config.device)

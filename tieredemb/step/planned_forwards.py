@@ -13,6 +13,7 @@ from tieredemb.step.batch import Given
 from tieredemb.step.call import Call
 
 T = TypeVar("T")
+Marks = list[Any]
 
 
 class PlanExecutor(Executor):
@@ -58,8 +59,19 @@ class Planned:
 
     def __init__(self, given: Given, future: Future[Call]) -> None:
         self.given = given
-        self.key = identity(given)
+        self._marks = marks(given)
         self.future = future
+
+    def is_of(self, given: Given, its_marks: Marks) -> bool:
+        """Whether it is of these inputs, as they are now (`marks`), or of others that show the same memory."""
+        if its_marks != self._marks:
+            return False
+        for one, other in zip(given, self.given, strict=True):
+            if one is not other and not (
+                isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and _form(one) == _form(other)
+            ):
+                return False
+        return True
 
     def call(self) -> Call | None:
         """The call, once it is planned; None where planning failed: the forward then finds out why by itself."""
@@ -108,13 +120,15 @@ class PlannedForwards:
 
     def take(self, given: Given) -> Call | None:
         """The call that was planned first for these tensors, as they are now; None if there is none. Waits for it."""
-        key = identity(given)
+        its_marks = marks(given)
         with self._lock:
-            found = next((planned for planned in self.waiting if planned.key == key), None)
-            if found is None:
+            for planned in self.waiting:
+                if planned.is_of(given, its_marks):
+                    self.waiting.remove(planned)
+                    break
+            else:
                 return None
-            self.waiting.remove(found)
-        return found.call()
+        return planned.call()
 
     def holds(self, planned: Planned) -> bool:
         """Whether no forward has taken the plan, and nobody has given it up."""
@@ -144,19 +158,19 @@ class PlannedForwards:
                 _release(planned.future)  # its callback may come a moment later, on the thread that has planned
 
 
-def identity(given: Given) -> tuple[Any, ...]:
-    """What tells tensors and their content from others, as long as they are held: a change in place counts up the
-    version, which tensors made in inference mode do not have."""
-    return tuple(
-        (
-            part.data_ptr(),
-            part.shape,
-            part.stride(),
-            part.dtype,
-            part.device,
-            -1 if part.is_inference() else part._version,
-        )
-        if isinstance(part, torch.Tensor)
-        else part
+def marks(given: Given) -> Marks:
+    """Where the memory of tensors begins, and how often it was changed in place, which tensors made in inference mode
+    do not tell; other inputs as they are."""
+    return [
+        (part.data_ptr(), -1 if part.is_inference() else part._version) if isinstance(part, torch.Tensor) else part
         for part in given
-    )
+    ]
+
+
+def identity(given: Given) -> tuple[Any, ...]:
+    """What tells tensors and their content from others, as long as they are held."""
+    return (*marks(given), *(_form(part) for part in given if isinstance(part, torch.Tensor)))
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -254,18 +254,27 @@ class Recorded:
     def look_up(self, call: DeviceCall) -> torch.Tensor:
         """The output of `call`, which was planned ahead: tells the host of a fault, and pools."""
         out = self._new_output()
-        with ExitStack() as used:
-            for part in call.parts:
-                used.enter_context(part.group.cache.using(part.ticket))
-            if self._lookup is None:
-                lookup = Recording(out.device, self.compute_pool)
-                with lookup.recorded([out]):
-                    call.tell()
-                    for part in call.parts:
-                        part.pool(out, None, keep_argmax=False, keep_rows=False)
-                self._lookup = lookup
-            self._lookup.replay([out.data_ptr()])
+        if len(call.parts) == 1:
+            with self._groups[0].cache.using(call.parts[0].ticket):
+                self._pool(call, out)
+        else:
+            with ExitStack() as used:
+                for part in call.parts:
+                    used.enter_context(part.group.cache.using(part.ticket))
+                self._pool(call, out)
+        if torch._C._cuda_getCurrentRawStream(self._output[2].index) != self._memory.stream.cuda_stream:
+            call.follow()
         return out
+
+    def _pool(self, call: DeviceCall, out: torch.Tensor) -> None:
+        if self._lookup is None:
+            lookup = Recording(out.device, self.compute_pool)
+            with lookup.recorded([out]):
+                call.tell()
+                for part in call.parts:
+                    part.pool(out, None, keep_argmax=False, keep_rows=False)
+            self._lookup = lookup
+        self._lookup.replay([out.data_ptr()])
 
     def _run(self, ids: torch.Tensor, offsets: torch.Tensor | EqualBags, out: torch.Tensor | None) -> None:
         now = []
