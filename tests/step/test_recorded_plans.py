@@ -15,7 +15,7 @@ from training import bits
 import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError
 from tieredemb.kernels import recording
-from tieredemb.step import recorded_plans
+from tieredemb.step import recorded_plans, recorded_updates
 from tieredemb.step.recorded_plans import Recorded, RecordedPlans
 from tieredemb.step.recorded_updates import updates_of
 
@@ -275,22 +275,46 @@ def test_recordings_are_few_and_counted_and_end_with_the_place():
     assert len(plans._recorded) <= 1
 
 
-def test_a_device_without_memory_for_a_recording_launches(monkeypatch, replays):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("none left"),
+        RuntimeError("operation not permitted when stream is capturing"),
+        RuntimeError("the CUDA driver refused to launch plan_begin (1 x 32): error 901"),
+    ],
+)
+@pytest.mark.parametrize("at", [recorded_plans.Recorded, recorded_updates.RecordedUpdates])
+def test_what_cannot_be_recorded_is_launched(monkeypatch, replays, at, error):
+    failures = []
+
     def refuse(*_):
-        raise torch.OutOfMemoryError("none left")
+        failures.append(error)
+        raise error
 
     def run():
         bag, outputs = made(40), []
         for step in range(STEPS):
-            outputs.append(bag(ids_of(step)).detach())
+            out = bag(ids_of(step))
+            out.square().sum().backward()
+            outputs.append(out.detach())
         return [*outputs, *bits(bag)]
 
     expected = run()
-    count = len(replays)
-    assert count
-    monkeypatch.setattr(Recorded, "_record", refuse)
+    monkeypatch.setattr(at, "_record", staticmethod(refuse))
     assert_same_bits(run(), expected)
-    assert len(replays) == count
+    assert len(failures) == recording.MOST_DISTURBED
+
+
+def test_another_error_of_a_recording_is_told(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(recorded_plans.Recorded, "_record", refuse)
+    bag = made(40)
+    for step in range(recording.TIMES):
+        bag(ids_of(step))
+    with pytest.raises(RuntimeError, match="a mistake"):
+        bag(ids_of(0))
 
 
 def test_nothing_keeps_tables_that_nobody_has():

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
@@ -20,6 +22,8 @@ from tieredemb.kernels.streams import capture_lock, side_stream
 
 WORD = 8  # bytes of an address
 TIMES = 2  # that something is launched before it is recorded: what is made at a first use must not be captured
+CAPTURE_ERROR = re.compile(r"captur|error 90\d\b", re.IGNORECASE)  # CUDA's messages, and the driver's numbers
+MOST_DISTURBED = 3  # recordings, before it is left at launches
 K = TypeVar("K", bound=Hashable)
 
 
@@ -36,12 +40,21 @@ def _library() -> Any:
 
 @functools.cache
 def can_record() -> bool:
-    """Whether the driver can say which node of a graph a launch is: from CUDA 12.3 on."""
+    """Whether launches are to be recorded: not with `TIEREDEMB_RECORD=0` in the environment, and where the driver can
+    say which node of a graph a launch is, from CUDA 12.3 on."""
+    if os.environ.get("TIEREDEMB_RECORD", "1") == "0":
+        return False
     try:
         _library()
     except AttributeError:
         return False
     return True
+
+
+def was_disturbed(error: RuntimeError) -> bool:
+    """Whether a recording has ended in `error` as no memory was left for it, or by another thread that waits for the
+    whole device: what was to be recorded has not run."""
+    return isinstance(error, torch.OutOfMemoryError) or bool(CAPTURE_ERROR.search(str(error)))
 
 
 class Repeats(Generic[K]):

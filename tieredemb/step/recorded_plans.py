@@ -97,7 +97,7 @@ class RecordedPlans:
         self._site: _Site | None = None
         self._forms: Repeats[Key] = Repeats()
         self._recorded: OrderedDict[Key, list[Recorded]] = OrderedDict()
-        self._is_full = False  # the device has no memory for more
+        self._disturbed = 0  # recordings that have failed
 
     def forget(self) -> None:
         """The tables are elsewhere: nothing keeps what was there."""
@@ -144,12 +144,14 @@ class RecordedPlans:
                 return False
         elif self._forms.count(key) <= recording.TIMES:
             return False
-        if self._is_full:
+        if self._disturbed == recording.MOST_DISTURBED:
             return False
         try:
             made = Recorded(call, site, key, batch)
-        except torch.OutOfMemoryError:
-            self._is_full = True
+        except RuntimeError as error:
+            if not recording.was_disturbed(error):
+                raise
+            self._disturbed += 1
             return False
         self._recorded.setdefault(key, []).append(made)
         if len(self._recorded) > MOST_FORMS:

@@ -45,7 +45,7 @@ class RecordedUpdates:
         self.place = when_left(place, self)
         self._keys: Repeats[Key] = Repeats()
         self._updates: OrderedDict[Key, _Update] = OrderedDict()
-        self._is_full = False  # the device has no memory for more
+        self._disturbed = 0  # recordings that have failed
 
     def forget(self) -> None:
         """The tables are elsewhere: nothing keeps what was there."""
@@ -77,12 +77,14 @@ class RecordedUpdates:
         )
         update = self._updates.get(key)
         if update is None:
-            if self._is_full or self._keys.count(key) <= recording.TIMES:
+            if self._disturbed == recording.MOST_DISTURBED or self._keys.count(key) <= recording.TIMES:
                 return False
             try:
                 update = self._record(made, grads, kept, launch)
-            except torch.OutOfMemoryError:
-                self._is_full = True
+            except RuntimeError as error:
+                if not recording.was_disturbed(error):
+                    raise
+                self._disturbed += 1
                 return False
             self._updates[key] = update
             if len(self._updates) > MOST_UPDATES:
