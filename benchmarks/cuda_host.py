@@ -96,8 +96,8 @@ def parts_of_steps(
 def records(work: CudaWorkload, warm_up: int, steps: int, device: torch.device) -> list[Record]:
     one, further = empty_functions(device, max(steps, 10))
     found = [
-        measured("an empty autograd.Function", "torch", "", "µs", one, scale=1e6),
-        measured("a further one", "torch", "", "µs", further, scale=1e6),
+        measured("an empty autograd.Function", "torch", "forward and backward", "µs", one, scale=1e6),
+        measured("a further one", "torch", "forward and backward", "µs", further, scale=1e6),
     ]
     ids = batches(work, 2 * (warm_up + steps), device)
     apart = [list(each.view(work.tables, -1).unbind()) for each in ids]
@@ -150,7 +150,7 @@ def title(work: CudaWorkload, warm_up: int, steps: int) -> str:
         f"Host time until Python has enqueued a part's work, of eager steps under torch.optim.Adagrad: {work.tables} × "
         f"{work.rows:,} × {work.width}, batch {work.batch:,}, bags of 1 id, Zipf {work.alpha:g}, fp32, capacity "
         f"{SHARE:.0%}. Launched: plan, lookup and update are launches, as in the first steps; recorded: as later ones. "
-        f" Medians of {steps} steps, after {warm_up} of warm-up, all of the same batches."
+        f"Medians of {steps} steps, after {warm_up} of warm-up, all of the same batches."
     )
 
 

@@ -34,6 +34,13 @@ def run(name, *args):
         ("tiers", {"W-1.2": 4, "W-1.2, building 0.0 GiB, weights set": 2}),
         ("optimizers", {"W-1.2": 8, "forward": 3, "catch up": 6}),
         ("converted", {"step": 9}),
+        (
+            "host",
+            {
+                **{"an empty autograd.Function": 1, "a further one": 1},
+                **dict.fromkeys(("next batch", "forward", "backward", "step()", "in all"), 8),
+            },
+        ),
     ],
 )
 def test_benchmark_keeps_its_records_for_the_docs(name, ops, tmp_path):

@@ -35,7 +35,9 @@ from torch.overrides import _get_current_function_mode_stack
 
 import tieredemb as te
 from tieredemb.errors import BrokenCacheError, StorageError, UncleanFileError
+from tieredemb.kernels import recording
 from tieredemb.pipeline.plan_executors import WorkerExecutor
+from tieredemb.step.recorded_updates import updates_of
 
 SAMPLED = 40  # lines of a call that are interrupted without --campaign
 
@@ -97,7 +99,7 @@ ACTS = {
 
 
 def campaign(pair: Pair, act: Any, request: Any, most: int = SAMPLED) -> None:
-    for _ in range(2):  # kernels are compiled the first time
+    for _ in range(recording.TIMES + 3):  # kernels are compiled the first time; on a GPU plans and updates are recorded
         counting = Disturbing()
         pair.run(lambda module: act(module, 100), counting)
     disturbed = reached = 0
@@ -113,6 +115,21 @@ def campaign(pair: Pair, act: Any, request: Any, most: int = SAMPLED) -> None:
 @pytest.mark.parametrize("name", ACTS)
 def test_interrupt_before_any_line_is_all_or_nothing(pair, name, request):
     campaign(pair, ACTS[name], request)
+
+
+@pytest.mark.parametrize("name", ["train", "forward", "larger than the cache"])
+def test_interrupt_of_what_is_being_recorded(gpu, device, pair, name, request, monkeypatch):
+    if device == "cpu":
+        pytest.skip("nothing is recorded on the CPU")
+
+    def act(module: Any, number: int) -> None:
+        module._context.recorded.forget()
+        updates_of(module.tables).forget()
+        ACTS[name](module, number)
+
+    campaign(pair, ACTS[name], request, 4)  # what is made at a first use must not be captured
+    monkeypatch.setattr(recording, "TIMES", 0)
+    campaign(pair, act, request)
 
 
 @pytest.mark.parametrize("name", [name for name in ACTS if name != "accumulate"])

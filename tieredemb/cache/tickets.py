@@ -29,10 +29,12 @@ Locked = tuple[int, int, bool]  # a batch, its ids, whether it may use rows with
 class Flight(abc.ABC):
     """A planned batch in flight, whatever was planned for it: it ends when it is released, or dropped."""
 
+    _released: Callable[[int], None] | None = None  # half made, it is over already
+
     def __init__(self, batch: int, book: TicketBook) -> None:
         self.batch = batch
         self.failed = False  # whether its rows are not where it says: it can only be given up
-        self._released: Callable[[int], None] | None = book.released.append
+        self._released = book.released.append
 
     def check(self) -> None:
         """Raises `StorageError` where it has failed."""

@@ -63,9 +63,12 @@ class Capture:
     def __init__(
         self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None, *, at_once: bool = False
     ) -> None:
+        self.at_once = at_once
         self._graph = graph
         self._stream = stream
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._is_shared = pool is not None
+        self._has_begun = False
         # threads that have nothing to do with the step may go on
         kind = _AtOnce if at_once else torch.cuda.graph
         self._capture = kind(graph, pool=self._pool, stream=stream, capture_error_mode=MODE)
@@ -77,6 +80,7 @@ class Capture:
         except BaseException:
             self._recover()
             raise
+        self._has_begun = True
         CAPTURING.add(threading.get_ident())
 
     def __exit__(
@@ -96,9 +100,11 @@ class Capture:
         try:
             torch.cuda.set_stream(self._stream)
             if torch.cuda.is_current_stream_capturing():  # interrupted, or the step has left another stream current
+                self._has_begun = True
                 with contextlib.suppress(RuntimeError):
                     self._graph.capture_end()
-            self._release_pool()
+            if self._has_begun or not self._is_shared:  # others' part in a pool is not to be given up
+                self._release_pool()
             self._release_generator()
         finally:
             torch.cuda.set_stream(self._around)

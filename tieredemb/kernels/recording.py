@@ -9,6 +9,8 @@ import functools
 import os
 import re
 import threading
+import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -51,10 +53,14 @@ def can_record() -> bool:
     return True
 
 
-def was_disturbed(error: RuntimeError) -> bool:
-    """Whether a recording has ended in `error` as no memory was left for it, or by another thread that waits for the
-    whole device: what was to be recorded has not run."""
-    return isinstance(error, torch.OutOfMemoryError) or bool(CAPTURE_ERROR.search(str(error)))
+def note_failure(error: RuntimeError) -> None:
+    """A recording has ended in `error`, and what was to be recorded, which has not run, is launched. Warns, unless no
+    memory was left for it, or another thread waited for the whole device."""
+    if not isinstance(error, torch.OutOfMemoryError) and not CAPTURE_ERROR.search(str(error)):
+        warnings.warn(
+            f"a plan or an update could not be recorded, and is launched as before, which costs the host more: {error}",
+            stacklevel=3,
+        )
 
 
 class Repeats(Generic[K]):
@@ -70,6 +76,25 @@ class Repeats(Generic[K]):
         if len(self._times) > self._most:
             self._times.popitem(last=False)
         return times
+
+
+class GraphPool:
+    """The memory that recordings use while they run, one after the other. torch forgets a pool once no graph is left
+    of those that share it, and takes it amiss if another one comes: that gets a new one."""
+
+    def __init__(self) -> None:
+        self._used_by: weakref.WeakSet[Recording] = weakref.WeakSet()
+        self._handle: Any = None
+
+    def handle(self) -> Any:
+        """Of torch's pool, for a capture."""
+        if self._handle is None or not self._used_by:
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
+
+    def used_by(self, recording: Recording) -> None:
+        """It has a part in the pool, for as long as it lives."""
+        self._used_by.add(recording)
 
 
 class _NodeParams(ctypes.Structure):
@@ -118,13 +143,12 @@ class _Node:
 
 
 class Recording:
-    """A graph of launches on one device. `pool`: of the memory that the launches allocate and give up; recordings that
-    share one are replayed one after the other.
+    """A graph of launches on one device. `pool`: of the memory that the launches allocate and give up.
 
     `replay` may be called by any thread, one at a time. Neither recording nor a replay synchronises. See
     `can_record`."""
 
-    def __init__(self, device: torch.device, pool: Any) -> None:
+    def __init__(self, device: torch.device, pool: GraphPool) -> None:
         self._device = device
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -142,12 +166,14 @@ class Recording:
         def hear(signature: Signature, packed: bytes, stream: int) -> None:
             launched.append(_Node(_last_node(stream), signature, packed))
 
-        with capture_lock(self._device), no_collector(), Capture(self._graph, stream, self._pool, at_once=True):
-            HEARD[threading.get_ident()] = hear
-            try:
-                yield
-            finally:
-                del HEARD[threading.get_ident()]
+        with capture_lock(self._device), no_collector():
+            with Capture(self._graph, stream, self._pool.handle(), at_once=True):
+                HEARD[threading.get_ident()] = hear
+                try:
+                    yield
+                finally:
+                    del HEARD[threading.get_ident()]
+            self._pool.used_by(self)
         self._graph.instantiate()
         self._executable = self._graph.raw_cuda_graph_exec()
         self._now = [each.data_ptr() for each in changing]

@@ -81,7 +81,7 @@ def update(collected: Collected) -> None:
                     if group.past is not None:
                         group.lookup.end(given, group.device_steps, rate, numbers, group.past)
 
-        recurs = len(calls) == 1 and found_inf is None and grad_scale is None and _is_plain(groups, calls)
+        recurs = len(calls) == 1 and found_inf is None and grad_scale is None and _is_plain(calls)
         if not (recurs and updates_of(tables).run(calls, grads, overflow, options, launch)):
             launch(grads)
 
@@ -121,16 +121,15 @@ def update_together(sets: Sequence[Collected]) -> None:
                     if whole.pasts is not None:
                         whole.lookup.end(options, whole.device_steps, rate, numbers, whole.pasts, taken)
 
-            recurs = found_inf is None and grad_scale is None and _is_plain([whole], calls)
+            recurs = found_inf is None and grad_scale is None and _is_plain(calls)
             if not (recurs and updates_of(tables).run(calls, grads, [overflow], [options, taken], launch)):
                 launch(grads)
 
 
-def _is_plain(groups: Sequence[DeviceGroup], calls: Sequence[DeviceCall]) -> bool:
+def _is_plain(calls: Sequence[DeviceCall]) -> bool:
     """Whether an update reads what recorded plans leave, its optimizer's numbers, and gradients alone."""
-    if any(group.past is not None or group.pasts is not None for group in groups):
-        return False
-    return all(part.weights is None and part.argmax is None for call in calls for part in call.parts)
+    parts = (part for call in calls for part in call.parts)
+    return all(part.group.past is None and part.weights is None and part.argmax is None for part in parts)
 
 
 def take_step(tables: TableSet, optimizer: RowOptimizer) -> None:

@@ -149,8 +149,7 @@ class RecordedPlans:
         try:
             made = Recorded(call, site, key, batch)
         except RuntimeError as error:
-            if not recording.was_disturbed(error):
-                raise
+            recording.note_failure(error)
             self._disturbed += 1
             return False
         self._recorded.setdefault(key, []).append(made)

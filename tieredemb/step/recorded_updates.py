@@ -82,8 +82,7 @@ class RecordedUpdates:
             try:
                 update = self._record(made, grads, kept, launch)
             except RuntimeError as error:
-                if not recording.was_disturbed(error):
-                    raise
+                recording.note_failure(error)
                 self._disturbed += 1
                 return False
             self._updates[key] = update

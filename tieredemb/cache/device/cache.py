@@ -34,6 +34,7 @@ from tieredemb.config import Policy
 from tieredemb.errors import StorageError
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.kernels.ranges import marked
+from tieredemb.kernels.recording import GraphPool
 from tieredemb.kernels.streams import current_stream, on_device, synchronize
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
@@ -80,7 +81,7 @@ class DeviceCache(Cache):
         self.on_flush: list[Callable[[], None]] = []
         self.plan_lock = threading.RLock()  # a plan waits for its storage beside lookups and updates
         # of what graphs use while they run: those of plans one after the other, and beside them those that compute
-        self.plan_pool, self.compute_pool = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+        self.plan_pool, self.compute_pool = GraphPool(), GraphPool()
         self._is_recorded = False
         self.recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # plans that are replayed, of which each has a size
         self._ledger = Ledger(self._book, lock_window)
