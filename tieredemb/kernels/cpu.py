@@ -150,6 +150,9 @@ def parallel_for(kernel: Callable[..., Any], bounds: list[int], *args: Any) -> l
     Waits for all of them; returns their results in order. The last range runs on the calling thread. An exception that
     comes amid the call, an interrupt for one, leaves no range running; some may not have been run.
     """
+    if len(bounds) == 2:
+        end_interrupted()
+        return [kernel(*bounds, *args)] if bounds[1] > bounds[0] else []
     return _run(kernel, [(lo, hi) for lo, hi in itertools.pairwise(bounds) if hi > lo], args, [])
 
 
@@ -203,6 +206,8 @@ class Pass:
 def even_bounds(n: int, grain: int) -> list[int]:
     """Cuts 0 … n into at most `num_threads()` even ranges of at least `grain`: below it a thread costs more than
     it brings (a hand-over takes about 20 microseconds)."""
+    if n < 2 * grain:
+        return [0, n]
     parts = max(1, min(num_threads(), n // max(1, grain)))
     return [n * part // parts for part in range(parts + 1)]
 

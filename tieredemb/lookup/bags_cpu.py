@@ -39,11 +39,12 @@ def checked_edges(offsets: Array, ids: int, edges: int, *, exact: bool) -> Array
     """Checked offsets with the end of the last bag, as an int64 array of our own: backward reads them again, and
     loaders reuse their buffers. `edges`: how many there are to be, the last of which may be missing and is then `ids` ·
     `exact`: whether the last must be that. Raises `InvalidInputError`."""
-    array = offsets.astype(np.int64)
-    if len(array):
-        check_offsets(array, ids)
-    if len(array) < edges:
-        array = np.append(array, ids)
+    given = len(offsets)
+    array = np.empty(max(given, edges), np.int64)
+    array[:given] = offsets
+    array[given:] = ids
+    if given and not offsets_rise(array, given, ids):
+        check_offsets(array[:given], ids)
     if exact and array[-1] != ids:
         before = int(array[-2]) if len(array) > 1 else 0
         raise InvalidInputError(offsets_out_of_order(len(array) - 1, int(array[-1]), before, ids, len(array)))
@@ -57,6 +58,15 @@ def check_offsets(offsets: Array, ids: int) -> None:
     if offsets[0] != 0 or len(wrong) or offsets[-1] > ids:
         before = offsets[first - 1] if first else 0
         raise InvalidInputError(offsets_out_of_order(first, int(offsets[first]), int(before), ids, len(offsets)))
+
+
+@jit
+def offsets_rise(offsets, count, ids):
+    """Whether the first `count` of `offsets`, one at least, rise from 0 to at most `ids`."""
+    good = offsets[0] == 0 and offsets[count - 1] <= ids
+    for k in range(1, count):
+        good &= offsets[k - 1] <= offsets[k]
+    return good
 
 
 def make_bags(

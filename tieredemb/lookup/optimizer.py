@@ -8,6 +8,7 @@ Adagrad follows FBGEMM.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -125,6 +126,15 @@ def hyperparameters(
     missed = tuple((numbers | optimizer.missed_numbers(hyper)).values())
     terms = optimizer.step_terms(hyper, float(step))
     return Hyperparameters(type(optimizer), rate, tuple(numbers.values()), scale, step, missed, terms)
+
+
+@functools.lru_cache(maxsize=16)
+def hyperparameters_after(
+    optimizer: OptimizerConfig, options: tuple[tuple[str, Any], ...], steps: tuple[int, ...], scale: float
+) -> Hyperparameters:
+    """As `hyperparameters`, of tables that have taken `steps` before: computed once for tables that one optimizer
+    updates. `options`: the items of a param group, numbers and pairs of numbers."""
+    return hyperparameters(optimizer, dict(options), np.array(steps, np.int64) + 1, scale)
 
 
 def new_history(optimizer: OptimizerConfig | None) -> History | None:

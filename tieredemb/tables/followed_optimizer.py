@@ -15,12 +15,11 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from tieredemb.config import OptimizerConfig, is_whole, plain
 from tieredemb.errors import ConfigError, StorageError, shown
-from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters, named_numbers, rows_of
+from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters_after, named_numbers, rows_of
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.layout import lay_out
@@ -87,7 +86,7 @@ class FollowedOptimizer:
         self._is_applied = False  # with others, in the step that is under way
         self._step: tuple[Any, int] | None = None  # the frame of a step of the optimizer, and its thread
         self._seen: tuple[dict[str, Any], OptimizerConfig] | None = None  # the param group, and what it means
-        self._named: dict[str, Any] = {}  # what it means, by name
+        self._items: tuple[tuple[str, Any], ...] = ()  # what it means, by name
         self._plain: dict[str, Any] | None = None  # the same as it was, if nothing in it may change in place
         self._loading: dict[int, LoadedState] | None = None
         self._on_device = DeviceOptions(self._tables)
@@ -337,7 +336,7 @@ class FollowedOptimizer:
         if self._seen is None or options != self._seen[0]:
             config = config_of(type(self.optimizer), options)
             self._check_rows(config)
-            self._seen, self._named = (options, config), asdict(config)
+            self._seen, self._items = (options, config), tuple(asdict(config).items())
         self._plain = group if _is_plain(group.values()) else None
         return self._seen[1]
 
@@ -364,10 +363,10 @@ class FollowedOptimizer:
         """See `RowOptimizer.numbers`."""
         config = self.now()
         scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler, where the optimizer is a fused one
-        steps = np.array(group.cache.cold.metadata.steps[group.own], np.int64) + 1
         assert self.config is not None  # whose rows hold the state, whatever the options are by now
-        options = self._named if self._seen is not None and config is self._seen[1] else asdict(config)
-        return hyperparameters(self.config, options, steps, 1.0 if scale is None else 1.0 / float(scale))
+        options = self._items if self._seen is not None and config is self._seen[1] else tuple(asdict(config).items())
+        steps = tuple(group.cache.cold.metadata.steps[group.own])
+        return hyperparameters_after(self.config, options, steps, 1.0 if scale is None else 1.0 / float(scale))
 
     def scaling(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """See `RowOptimizer.scaling`: what a GradScaler gives an optimizer that is a fused one."""

@@ -61,7 +61,9 @@ class _Client:
 
     def planned(self, time: int, counted: dict[str, int]) -> None:
         """It has planned; several plans of one time are one batch."""
-        self.counts.update(counted, batches=int(time != self._time))
+        for name, value in counted.items():
+            self.counts[name] += value
+        self.counts["batches"] += time != self._time
         self._time = time
 
 
@@ -128,7 +130,9 @@ class HostCache(Cache):
                     "hits": numbering.hits,
                     "unique": len(numbering.unique_keys),
                 }
-                self._counts.update(counted, batches=int(is_later))
+                for name, value in counted.items():
+                    self._counts[name] += value
+                self._counts["batches"] += is_later
                 if self._client is not None:
                     self._client.planned(cold.metadata.batch, counted)
             homes = resolve(numbering.inverse, unique_slots)
