@@ -184,7 +184,7 @@ def launched(monkeypatch):
         return None, 1, 0, 0
 
     monkeypatch.setattr(Kernel, "load", load)
-    monkeypatch.setattr(compiler, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=lambda *_: 0))
+    monkeypatch.setattr(compiler, "driver", lambda: SimpleNamespace(cuLaunchKernelEx=lambda *_: 0))
     monkeypatch.setattr(compiler, "CHECKED", True)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
