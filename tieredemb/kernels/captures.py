@@ -29,16 +29,20 @@ class _AtOnce:
     ) -> None:
         self._graph = graph
         self._pool = pool
+        self._stream = stream
         self._on = torch.cuda.stream(stream)
         self._mode = capture_error_mode
 
     def __enter__(self) -> None:
+        self._around = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(self._around)  # the beginning may set what random numbers of graphs are drawn from
         self._on.__enter__()  # type: ignore[no-untyped-call]
         self._graph.capture_begin(pool=self._pool, capture_error_mode=self._mode)
 
     def __exit__(self, *error: Any) -> None:
         self._graph.capture_end()
         self._on.__exit__(*error)
+        self._around.wait_stream(self._stream)
 
 
 @contextlib.contextmanager

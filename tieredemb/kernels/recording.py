@@ -70,6 +70,11 @@ class Repeats(Generic[K]):
         self._most = most
         self._times: OrderedDict[K, int] = OrderedDict()
 
+    def put_off(self, key: K) -> None:
+        """What was recorded gave way to others: it has to come more often than they before it is recorded again."""
+        self._times.pop(key, None)
+        self._times[key] = -self._most
+
     def count(self, key: K) -> int:
         """How often it has come, with this time."""
         times = self._times[key] = self._times.pop(key, 0) + 1

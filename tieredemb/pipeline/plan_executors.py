@@ -31,7 +31,7 @@ class PlanExecutors:
     def __init__(self, modules: Mapping[str, TieredModule]) -> None:
         kinds = dict.fromkeys(map(_kind, modules.values()))
         self._executors: dict[tuple[torch.device, bool], PlanExecutor] = {kind: _executor(*kind) for kind in kinds}
-        self._found: dict[TieredModule, tuple[Place, PlanExecutor]] = {}
+        self._found: dict[TieredModule, tuple[weakref.ref[Place], PlanExecutor]] = {}
         devices = {device for device, _ in kinds}
         self._streams = [each for each in self._executors.values() if isinstance(each, StreamExecutor)]
         self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
@@ -53,8 +53,8 @@ class PlanExecutors:
     def _executor_of(self, module: TieredModule) -> PlanExecutor:
         place = module.tables.placed.now
         found = self._found.get(module)
-        if found is None or found[0] is not place:
-            found = self._found[module] = place, self._executors[_kind(module)]
+        if found is None or found[0]() is not place:
+            found = self._found[module] = weakref.ref(place), self._executors[_kind(module)]
         return found[1]
 
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
@@ -140,8 +140,8 @@ class StreamExecutor(PlanExecutor):
             for cache in caches:
                 ahead.enter_context(cache.ahead(inputs, None))
                 inputs = []
-            self.is_entered = True
             try:
+                self.is_entered = True
                 yield
             finally:
                 self.is_entered = False

@@ -213,8 +213,10 @@ class DeviceCall(Call):
         source, self.source = self.source, None
         if source is not None:
             if weights is None and not self.keeps_rows:
-                self.tells_later = False
-                return source.look_up(self)
+                found = source.look_up(self)
+                if found is not None:
+                    self.tells_later = False
+                    return found
             self.follow()
             self._tell_now()
         width, config = self.context.tables.output_width, self.context.tables.config

@@ -99,6 +99,11 @@ class DeviceGroupCall:
         """The tensors that the forward leaves for the update."""
         return [value for value in (self.weights, self.argmax) if value is not None]
 
+    @property
+    def is_as_planned(self) -> bool:
+        """Whether an update reads of it what its plan has left, and nothing that its forward has made since."""
+        return self.weights is None and self.argmax is None and self._found is None
+
     def without_ticket(self) -> DeviceGroupCall:
         """A copy that keeps nothing in flight, for `again`."""
         call = shallow_copy(self)

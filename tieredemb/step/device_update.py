@@ -129,7 +129,7 @@ def update_together(sets: Sequence[Collected]) -> None:
 def _is_plain(calls: Sequence[DeviceCall]) -> bool:
     """Whether an update reads what recorded plans leave, its optimizer's numbers, and gradients alone."""
     parts = (part for call in calls for part in call.parts)
-    return all(part.group.past is None and part.weights is None and part.argmax is None for part in parts)
+    return all(part.group.past is None and part.is_as_planned for part in parts)
 
 
 def take_step(tables: TableSet, optimizer: RowOptimizer) -> None:

@@ -59,19 +59,12 @@ class Planned:
 
     def __init__(self, given: Given, future: Future[Call]) -> None:
         self.given = given
-        self._marks = marks(given)
+        self._marks, self._forms = marks(given), forms(given)
         self.future = future
 
     def is_of(self, given: Given, its_marks: Marks) -> bool:
         """Whether it is of these inputs, as they are now (`marks`), or of others that show the same memory."""
-        if its_marks != self._marks:
-            return False
-        for one, other in zip(given, self.given, strict=True):
-            if one is not other and not (
-                isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and _form(one) == _form(other)
-            ):
-                return False
-        return True
+        return its_marks == self._marks and forms(given) == self._forms
 
     def call(self) -> Call | None:
         """The call, once it is planned; None where planning failed: the forward then finds out why by itself."""
@@ -167,10 +160,11 @@ def marks(given: Given) -> Marks:
     ]
 
 
+def forms(given: Given) -> list[tuple[Any, ...]]:
+    """What tensors show of that memory."""
+    return [(part.shape, part.stride(), part.dtype, part.device) for part in given if isinstance(part, torch.Tensor)]
+
+
 def identity(given: Given) -> tuple[Any, ...]:
     """What tells tensors and their content from others, as long as they are held."""
-    return (*marks(given), *(_form(part) for part in given if isinstance(part, torch.Tensor)))
-
-
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return (*marks(given), *forms(given))

@@ -139,6 +139,7 @@ class RecordedPlans:
             for recorded in known:
                 if recorded.is_free():
                     recorded.replay(call, batch)
+                    self._recorded.move_to_end(key)
                     return True
             if len(known) == MOST_AT_ONCE:
                 return False
@@ -154,7 +155,7 @@ class RecordedPlans:
             return False
         self._recorded.setdefault(key, []).append(made)
         if len(self._recorded) > MOST_FORMS:
-            self._recorded.popitem(last=False)
+            self._forms.put_off(self._recorded.popitem(last=False)[0])
         return True
 
 
@@ -183,7 +184,7 @@ class Recorded:
         out = self._new_output() if self._pools else None
         call.memory = self._memory
         try:
-            self._record(call, form, ids, edges, out)
+            self._record(call, key, ids, edges, out)
             self._run(ids, edges.offsets, out)
         except BaseException:
             call.release()
@@ -193,14 +194,15 @@ class Recorded:
         self._homes = [part.ticket.homes for part in call.parts]
         for group, part in zip(groups, call.parts, strict=True):
             group.cache.has_come(part.ticket)
-            group.cache.recorded.add(self)
+        groups[0].cache.recorded.add(self)
         self._taken(call, out)
 
     def _new_output(self) -> torch.Tensor:
         shape, dtype, device = self._output
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def _record(self, call: DeviceCall, form: Form, ids: torch.Tensor, edges: Edges, out: torch.Tensor | None) -> None:
+    def _record(self, call: DeviceCall, key: Key, ids: torch.Tensor, edges: Edges, out: torch.Tensor | None) -> None:
+        form, following = key
         read, changing = self._ids, []
         if read is None:
             read = ids
@@ -212,8 +214,8 @@ class Recorded:
         if out is not None:
             changing.append(out)
         with ExitStack() as inside:
-            for group in self._groups:
-                inside.enter_context(group.cache.recording())
+            for group, plan in zip(self._groups, following, strict=True):
+                inside.enter_context(group.cache.recording(plan))
             inside.enter_context(self._graph.recorded(changing))
             call.launch(self._groups, read, edges, scored=True, ages=form.ages, ahead=form.ahead)
             for part in call.parts:
@@ -252,30 +254,37 @@ class Recorded:
         call.memory = self._memory
         self._taken(call, out)
 
-    def look_up(self, call: DeviceCall) -> torch.Tensor:
-        """The output of `call`, which was planned ahead: tells the host of a fault, and pools."""
-        out = self._new_output()
-        if len(call.parts) == 1:
-            with self._groups[0].cache.using(call.parts[0].ticket):
-                self._pool(call, out)
-        else:
-            with ExitStack() as used:
-                for part in call.parts:
-                    used.enter_context(part.group.cache.using(part.ticket))
-                self._pool(call, out)
+    def look_up(self, call: DeviceCall) -> torch.Tensor | None:
+        """The output of `call`, which was planned ahead: tells the host of a fault, and pools. None where that cannot
+        be recorded, and is to be launched."""
+        with ExitStack() as used:
+            for part in call.parts:
+                used.enter_context(part.group.cache.using(part.ticket))
+            out = self._new_output()
+            if self._lookup is None and not self._record_lookup(call, out):
+                return None
+            assert self._lookup is not None
+            self._lookup.replay([out.data_ptr()])
         if torch._C._cuda_getCurrentRawStream(self._output[2].index) != self._memory.stream.cuda_stream:
             call.follow()
         return out
 
-    def _pool(self, call: DeviceCall, out: torch.Tensor) -> None:
-        if self._lookup is None:
-            lookup = Recording(out.device, self.compute_pool)
-            with lookup.recorded([out]):
+    def _record_lookup(self, call: DeviceCall, out: torch.Tensor) -> bool:
+        lookup = Recording(out.device, self.compute_pool)
+        try:
+            with ExitStack() as inside:
+                for group in self._groups:
+                    inside.enter_context(group.cache.captured())
+                inside.enter_context(lookup.recorded([out]))
                 call.tell()
                 for part in call.parts:
                     part.pool(out, None, keep_argmax=False, keep_rows=False)
-            self._lookup = lookup
-        self._lookup.replay([out.data_ptr()])
+        except RuntimeError as error:
+            recording.note_failure(error)
+            self._pools_later = False
+            return False
+        self._lookup = lookup
+        return True
 
     def _run(self, ids: torch.Tensor, offsets: torch.Tensor | EqualBags, out: torch.Tensor | None) -> None:
         now = []

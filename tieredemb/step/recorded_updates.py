@@ -12,6 +12,7 @@ import torch
 
 from tieredemb.kernels import recording
 from tieredemb.kernels.recording import Recording, Repeats
+from tieredemb.kernels.streams import current_stream
 from tieredemb.step.recorded_plans import when_left
 
 if TYPE_CHECKING:
@@ -36,6 +37,11 @@ class _Update:
         self.kept = kept
         self.grad = grad
         self.graph = graph
+        self.stream = current_stream().cuda_stream  # whose memory `grad` is of
+
+    def size_bytes(self) -> int:
+        """Of what it keeps for itself."""
+        return 0 if self.grad is None else self.grad.nbytes
 
 
 class RecordedUpdates:
@@ -86,13 +92,17 @@ class RecordedUpdates:
                 self._disturbed += 1
                 return False
             self._updates[key] = update
+            calls[0].parts[0].group.cache.recorded.add(update)
             if len(self._updates) > MOST_UPDATES:
-                self._updates.popitem(last=False)
+                self._keys.put_off(self._updates.popitem(last=False)[0])
+        self._updates.move_to_end(key)
         if update.grad is None:
             update.graph.replay([grads[0].data_ptr()])
         else:
             torch.cat(list(grads), out=update.grad)
             update.graph.replay([])
+            if torch._C._cuda_getCurrentRawStream(update.grad.get_device()) != update.stream:
+                update.grad.record_stream(current_stream())
         return True
 
     @staticmethod

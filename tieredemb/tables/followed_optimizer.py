@@ -330,7 +330,7 @@ class FollowedOptimizer:
             return self.config
         group = self._group().copy()
         del group["params"]
-        if self._seen is not None and group == self._plain:  # in a step each of many tables asks, and then some
+        if self._seen is not None and _is_same(group, self._plain):  # in a step each of many tables asks
             return self._seen[1]
         options = as_numbers(group, waits=self._tables.config.device.type == "cpu")
         if self._seen is None or options != self._seen[0]:
@@ -556,6 +556,20 @@ class FollowedOptimizer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._connect()
+
+
+def _is_same(group: Mapping[str, Any], plain: Mapping[str, Any] | None) -> bool:
+    """Whether a param group is one of before, which was `_is_plain`. Compares no tensor, for which a GPU would have to
+    be waited for."""
+    if plain is None or len(group) != len(plain):
+        return False
+    for name, value in group.items():
+        before = plain.get(name, plain)
+        if value is before:
+            continue
+        if type(value) is not type(before) or (type(value) is tuple and not _is_plain(value)) or value != before:
+            return False
+    return True
 
 
 def _is_plain(values: Iterable[object]) -> bool:

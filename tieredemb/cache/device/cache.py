@@ -82,7 +82,7 @@ class DeviceCache(Cache):
         self.plan_lock = threading.RLock()  # a plan waits for its storage beside lookups and updates
         # of what graphs use while they run: those of plans one after the other, and beside them those that compute
         self.plan_pool, self.compute_pool = GraphPool(), GraphPool()
-        self._is_recorded = False
+        self._recorded: NextPlan | None = None  # the plan that is being recorded
         self.recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # plans that are replayed, of which each has a size
         self._ledger = Ledger(self._book, lock_window)
         with torch.inference_mode(False), torch.cuda.device(device):
@@ -148,8 +148,12 @@ class DeviceCache(Cache):
                     self._check_usable()
                     self.cold.begin_changes()
                     self._order.whole()
-                    captured = not self._is_recorded and torch.cuda.is_current_stream_capturing()
+                    captured = self._recorded is None and torch.cuda.is_current_stream_capturing()
                     begun = self._ledger.begin(captured=captured)
+                    if self._recorded is not None and self.hot.slots:
+                        slotless = begun.slotless or begun.locked + keys.shape[0] > self.hot.slots
+                        if (begun.lag, slotless) != (self._recorded.lag, self._recorded.slotless):
+                            raise RuntimeError("batches were released while a plan was captured")
                     self._planner.check_size(keys.shape[0], begun)
                     if begun.captured and self._planner.moves_rows(keys.shape[0]):
                         self._check_capture()
@@ -221,19 +225,29 @@ class DeviceCache(Cache):
             return ALL_RESIDENT
         lag, locked, slotless = self._ledger.reach()
         if slotless or locked + ids > self.hot.slots:
+            self._transfer.make_room(min(locked + ids, self.hot.layout.rows))
             return NextPlan(lag, True, self._plan.records.table.data_ptr())
         return NextPlan(lag, False, 0)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """A plan is captured inside that is to be replayed wherever `next_plan` is as it is now, and first of all right
-        behind. The caller holds the locks of plans and rows."""
-        self._is_recorded = True
+    def recording(self, plan: NextPlan) -> Iterator[None]:
+        """A plan is captured inside that is to be replayed wherever `next_plan` is `plan`, as it is now, and first of
+        all right behind. The caller holds the locks of plans and rows. Raises `RuntimeError` where it is not any more,
+        as another thread has released a batch."""
+        try:
+            self._recorded = plan
+            yield
+        finally:
+            self._recorded = None
+            self._order.whole()  # from here, and not from the stream that was captured
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[None]:
+        """What uses rows is captured inside, for replays. The caller holds the lock of rows."""
         try:
             yield
         finally:
-            self._is_recorded = False
-            self._order.whole()  # from here, and not from the stream that was captured
+            self._order.compute()  # as above
 
     def count_next(self) -> int:
         """A recorded plan is about to be replayed: the number of its batch."""

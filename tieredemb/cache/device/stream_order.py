@@ -45,7 +45,9 @@ class StreamOrder:
         self._planned: torch.cuda.Event | None = None
         self._planned_in_capture = False
         self._touched: torch.cuda.Event | None = None
-        self._done: torch.cuda.Event | None = None  # comes once the plans are done that are made ahead now
+        # comes once the plans are done that are made ahead now, on which stream
+        self._done: torch.cuda.Event | None = None
+        self._done_on: torch.cuda.Stream | None = None
         self._arrived: torch.cuda.Event | None = None  # what the computing stream has waited for last
         self._arrived_on = 0
 
@@ -119,13 +121,14 @@ class StreamOrder:
             self._planned.wait(current_stream())
         outside = self._planner, self._is_apart, self._after, self._done
         self._planner, self._is_apart, self._after = threading.get_ident(), after is not None, after
-        self._done = done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._done, self._done_on = done, stream
         try:
             yield
         finally:
-            self._planner, self._is_apart, self._after, self._done = outside
-            self._planned, self._planned_in_capture = done, capturing
             done.record(stream)
+            self._planned, self._planned_in_capture = done, capturing
+            self._planner, self._is_apart, self._after, self._done = outside
 
     def place(self) -> Place:
         """Where the current plan is made, for `again`."""
@@ -161,7 +164,12 @@ class StreamOrder:
 
     def arrive(self, planned: torch.cuda.Event) -> None:
         """What computes on the current stream from here on waits for plans that were made ahead."""
-        if planned is not self._arrived or self._arrived_on != self._handle or torch.cuda.is_current_stream_capturing():
+        if planned is self._done:  # others of its batch are yet being planned, by another thread
+            planned.record(self._done_on)
+            planned.wait(current_stream())
+            return
+        has_waited = planned is self._arrived and self._arrived_on == self._handle
+        if not has_waited or torch.cuda.is_current_stream_capturing():
             planned.wait(current_stream())
             self._arrived, self._arrived_on = planned, self._handle
 
