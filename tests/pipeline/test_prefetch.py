@@ -38,6 +38,7 @@ from tieredemb.errors import (
 )
 from tieredemb.pipeline import plan_executors
 from tieredemb.pipeline.batches import map_tensors
+from tieredemb.step.planned_forwards import Made, Planned, PlannedForwards
 from tieredemb.storage.file.rows import FileRows
 
 ROWS, WIDTH = 40, 4
@@ -896,3 +897,12 @@ def test_quick_plans_over_a_storage_are_made_by_who_submits_them(gpu, monkeypatc
     assert_same_bits(bits(model), bits(plain))
     assert {True, False} <= set(made)
     assert idle(model)
+
+
+def test_a_tensor_that_shows_less_of_its_memory_since_has_no_plan():
+    """An assignment to its data counts up no version."""
+    ids, forwards = torch.arange(6), PlannedForwards()
+    forwards.add(Planned((ids,), Made(None)))
+    ids.data = ids.data[:4]
+    assert forwards.take((ids,)) is None
+    assert len(forwards.waiting) == 1

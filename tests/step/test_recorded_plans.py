@@ -338,3 +338,67 @@ def test_nothing_keeps_tables_that_nobody_has():
         assert cache() is None
     finally:
         gc.enable()
+
+
+def test_limited_norms_leave_segments_of_their_own(monkeypatch, replays):
+    """Of tables that share a cache, whose plans sort nothing: what is found by the forward is gone after its step."""
+
+    def run():
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.EmbeddingBag(rows, 4, mode="sum", max_norm=1.0) for rows in (ROWS, 50)]).cuda()
+        te.replace_embedding_bags(model, capacity=60, optimizer=te.SGD(lr=0.1))
+        kept = []
+        for step in range(STEPS):
+            kept.append(torch.empty(4096 * step + 1, device="cuda"))  # the allocator gives other places
+            model[0](ids_of(step)).square().sum().backward()
+        return [*model.state_dict().values()]
+
+    assert both(monkeypatch, replays, run) > 0
+
+
+def test_more_rows_without_a_slot_than_when_a_plan_was_recorded(monkeypatch, replays):
+    def run():
+        bag = te.TieredEmbeddingBag(10**5, 8, mode="sum", capacity=64, optimizer=te.SGD(lr=0.1), seed=2)
+        random = torch.Generator("cpu").manual_seed(0)
+        for first in (300, 350, 350, 1000, 10, 10, 10, 600, 2000):
+            drawn = (torch.randint(10**5, (n, 1), generator=random, device="cpu").cuda() for n in (first, 600))
+            sum(bag(ids).sum() for ids in drawn).backward()
+        return bits(bag)
+
+    both(monkeypatch, replays, run)
+
+
+def test_a_lookup_that_cannot_be_recorded_is_launched(monkeypatch, replays):
+    def refuse(*_):
+        raise torch.OutOfMemoryError("none left")
+
+    def run():
+        bag, outputs = made(40), []
+        for ids in te.prefetch([ids_of(step) for step in range(3 * STEPS)], bag):
+            out = bag(ids)
+            out.square().sum().backward()
+            outputs.append(out.detach())
+        return [*outputs, *bits(bag)]
+
+    expected = run()
+    recorded = Recorded._record_lookup
+
+    def fails(self, call, out):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(call), "tell", refuse)
+            return recorded(self, call, out)
+
+    monkeypatch.setattr(Recorded, "_record_lookup", fails)
+    assert_same_bits(run(), expected)
+
+
+def test_a_lookup_on_another_stream_right_behind_a_recording():
+    """What is recorded last is what the next call on another stream waits for."""
+    bag, other = made(40), torch.cuda.Stream()
+    with torch.no_grad():
+        for ids in te.prefetch([ids_of(step) for step in range(STEPS)], bag):
+            torch.cuda._sleep(10_000_000)
+            out = bag(ids)
+            with torch.cuda.stream(other):
+                bag(ids_of(99))
+            assert_same_bits([out], [bag(ids)])

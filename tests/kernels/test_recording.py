@@ -1,0 +1,108 @@
+"""What decides about recordings, without a GPU: what comes often enough, which pool of memory, what is told."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from tieredemb.kernels import captures, recording
+from tieredemb.kernels.recording import GraphPool, Repeats, note_failure
+
+
+def test_what_comes_again_is_counted_and_what_gave_way_is_put_off():
+    repeats = Repeats(4)
+    assert [repeats.count("a") for _ in range(3)] == [1, 2, 3]
+    for other in "bcde":
+        repeats.count(other)
+    assert repeats.count("a") == 1  # of the last four
+    repeats.put_off("a")
+    assert [repeats.count("a") for _ in range(2)] == [-3, -2]
+
+
+class Graph:
+    """A recording, as far as its pool knows it."""
+
+
+def test_a_pool_is_shared_while_any_graph_uses_it(monkeypatch):
+    handles = iter(range(10))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    pool = GraphPool()
+    assert [pool.handle(), pool.handle()] == [0, 1]  # nothing was captured with the first
+    one, other = Graph(), Graph()
+    pool.used_by(one)
+    assert pool.handle() == 1
+    pool.used_by(other)
+    del one
+    assert pool.handle() == 1
+    del other
+    assert pool.handle() == 2  # torch has forgotten it with its last graph
+
+
+@pytest.mark.parametrize(
+    ("error", "warns"),
+    [
+        (torch.OutOfMemoryError("none left"), False),
+        (RuntimeError("CUDA error: operation failed due to a previous error during capture"), False),
+        (RuntimeError("the CUDA driver refused to launch plan_begin (1 x 32): error 901"), False),
+        (RuntimeError("error 9017 of ours"), True),
+        (RuntimeError("use_count > 0 INTERNAL ASSERT FAILED"), True),
+    ],
+)
+def test_mistakes_are_warned_of_and_disturbances_are_not(error, warns):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        note_failure(error)
+    assert len(told) == warns
+
+
+def test_recording_is_switched_off(monkeypatch):
+    monkeypatch.setattr(recording, "_library", lambda: None)
+    for value, expected in (("0", False), ("1", True)):
+        monkeypatch.setenv("TIEREDEMB_RECORD", value)
+        recording.can_record.cache_clear()
+        assert recording.can_record() is expected
+    recording.can_record.cache_clear()
+
+
+class Captured:
+    """A capture that an interrupt ends: before it has begun, or after."""
+
+    def __init__(self, begins):
+        self.begins = begins
+        self.capturing = False
+
+    def __enter__(self):
+        self.capturing = self.begins
+        raise KeyboardInterrupt
+
+    def pool(self):
+        raise RuntimeError("no capture has ended")
+
+    def capture_end(self):
+        self.capturing = False
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_interrupt_gives_up_no_others_part_in_a_pool(monkeypatch, begins, shared):
+    captured, released = Captured(begins), []
+    stream = type("Stream", (), {"device": None, "device_index": 0})()
+    monkeypatch.setattr(captures, "_AtOnce", lambda graph, **_: graph)
+    monkeypatch.setattr(captures.Capture, "_release_generator", lambda self: None)
+    for name, answer in (
+        ("current_stream", lambda device=None: stream),
+        ("set_stream", lambda stream: None),
+        ("is_current_stream_capturing", lambda: captured.capturing),
+        ("graph_pool_handle", lambda: "its own"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *given: released.append(given[1]), raising=False)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        captures.Capture(captured, stream, "others'" if shared else None, at_once=True),
+    ):
+        pass
+    assert released == ([] if shared and not begins else ["others'" if shared else "its own"])
