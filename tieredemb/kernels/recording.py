@@ -53,9 +53,10 @@ def can_record() -> bool:
     return True
 
 
-def note_failure(error: RuntimeError) -> None:
-    """A recording has ended in `error`, and what was to be recorded, which has not run, is launched. Warns, unless no
-    memory was left for it, or another thread waited for the whole device."""
+def note_failure(error: Exception) -> None:
+    """A recording has ended in `error`, and what was to be recorded, which has not run, is launched, and raises by
+    itself what its caller is to know. Warns, unless no memory was left for the recording, or another thread waited for
+    the whole device."""
     if not isinstance(error, torch.OutOfMemoryError) and not CAPTURE_ERROR.search(str(error)):
         warnings.warn(
             f"a plan or an update could not be recorded, and is launched as before, which costs the host more: {error}",

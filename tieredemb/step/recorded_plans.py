@@ -149,7 +149,11 @@ class RecordedPlans:
             return False
         try:
             made = Recorded(call, site, key, batch)
-        except RuntimeError as error:
+        except BaseException as error:
+            call.release()
+            call.parts, call.pooled, call.recorded, call.source = [], None, None, None
+            if not isinstance(error, Exception):
+                raise
             recording.note_failure(error)
             self._disturbed += 1
             return False
@@ -183,13 +187,8 @@ class Recorded:
         self._lookup: Recording | None = None  # of a plan that was made ahead
         out = self._new_output() if self._pools else None
         call.memory = self._memory
-        try:
-            self._record(call, key, ids, edges, out)
-            self._run(ids, edges.offsets, out)
-        except BaseException:
-            call.release()
-            call.parts = []
-            raise
+        self._record(call, key, ids, edges, out)
+        self._run(ids, edges.offsets, out)
         self._parts = [part.without_ticket() for part in call.parts]
         self._homes = [part.ticket.homes for part in call.parts]
         for group, part in zip(groups, call.parts, strict=True):
@@ -279,7 +278,7 @@ class Recorded:
                 call.tell()
                 for part in call.parts:
                     part.pool(out, None, keep_argmax=False, keep_rows=False)
-        except RuntimeError as error:
+        except Exception as error:
             recording.note_failure(error)
             self._pools_later = False
             return False

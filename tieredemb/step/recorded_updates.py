@@ -87,7 +87,7 @@ class RecordedUpdates:
                 return False
             try:
                 update = self._record(made, grads, kept, launch)
-            except RuntimeError as error:
+            except Exception as error:
                 recording.note_failure(error)
                 self._disturbed += 1
                 return False
