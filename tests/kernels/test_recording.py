@@ -57,13 +57,15 @@ def test_mistakes_are_warned_of_and_disturbances_are_not(error, warns):
     assert len(told) == warns
 
 
-def test_recording_is_switched_off(monkeypatch):
-    monkeypatch.setattr(recording, "_library", lambda: None)
-    for value, expected in (("0", False), ("1", True)):
+def test_recording_is_asked_for(monkeypatch):
+    monkeypatch.setattr(recording, "_knows_nodes", lambda: True)
+    monkeypatch.delenv("TIEREDEMB_RECORD", raising=False)
+    assert not recording.can_record()
+    for value, expected in (("0", False), ("", False), ("1", True)):
         monkeypatch.setenv("TIEREDEMB_RECORD", value)
-        recording.can_record.cache_clear()
         assert recording.can_record() is expected
-    recording.can_record.cache_clear()
+    monkeypatch.setattr(recording, "_knows_nodes", lambda: False)
+    assert not recording.can_record()
 
 
 class Captured:

@@ -26,6 +26,11 @@ STEPS = 12
 CAPACITIES = [1, 40, 1.0]
 
 
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    monkeypatch.setenv("TIEREDEMB_RECORD", "1")
+
+
 @pytest.fixture
 def replays(monkeypatch):
     """Counts plans that are replayed."""

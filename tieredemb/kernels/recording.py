@@ -40,12 +40,15 @@ def _library() -> Any:
     return library
 
 
-@functools.cache
 def can_record() -> bool:
-    """Whether launches are to be recorded: not with `TIEREDEMB_RECORD=0` in the environment, and where the driver can
-    say which node of a graph a launch is, from CUDA 12.3 on."""
-    if os.environ.get("TIEREDEMB_RECORD", "1") == "0":
-        return False
+    """Whether launches are to be recorded: with `TIEREDEMB_RECORD=1` in the environment, and where the driver can say
+    which node of a graph a launch is."""
+    return os.environ.get("TIEREDEMB_RECORD", "0") not in ("", "0") and _knows_nodes()
+
+
+@functools.cache
+def _knows_nodes() -> bool:
+    """Whether the driver does, from CUDA 12.3 on."""
     try:
         _library()
     except AttributeError:
