@@ -1,5 +1,5 @@
 """Launches that are recorded once as a CUDA graph, and replayed with other arguments: of tensors that come and go, such
-as a batch and an output, the graph is told where they are now, which costs the host a tenth of copying them."""
+as a batch and an output, the graph is told where they are now, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -127,22 +127,20 @@ class _Node:
     def __init__(self, node: int, signature: Signature, packed: bytes) -> None:
         self.node = node
         self._buffer = ctypes.create_string_buffer(packed, len(packed) + WORD)
-        self._at = ctypes.addressof(self._buffer)
-        starts = [self._at + start for start in signature.starts]
+        at = ctypes.addressof(self._buffer)
+        starts = [at + start for start in signature.starts]
         self._pointers = (ctypes.c_void_p * len(starts))(*starts)
         self._params = _NodeParams()
         self.params = ctypes.addressof(self._params)
         _check(_library().cuGraphKernelNodeGetParams_v2(node, self.params))
         self._params.parameters, self._params.extra = ctypes.addressof(self._pointers), None
-        self._words = [(start, self._word(start)) for start in signature.starts if start + WORD <= len(packed)]
+        inside = [start for start in signature.starts if start + WORD <= len(packed)]
+        self._words = [ctypes.c_uint64.from_address(at + start) for start in inside]
         self.places: list[tuple[int, Any]] = []
-
-    def _word(self, start: int) -> Any:
-        return ctypes.c_uint64.from_address(self._at + start)
 
     def find(self, now: Sequence[int]) -> bool:
         """Whether it takes any of the changing arguments, which are at `now`."""
-        self.places = [(now.index(word.value), word) for _, word in self._words if word.value in now]
+        self.places = [(now.index(word.value), word) for word in self._words if word.value in now]
         return bool(self.places)
 
     def tell(self, now: Sequence[int]) -> None:

@@ -115,9 +115,7 @@ class StreamExecutor(PlanExecutor):
         self._locks = Locks(())
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
-        if self.is_entered:
-            return _called(function)
-        with self._entered():
+        with contextlib.nullcontext() if self.is_entered else self._entered():
             return _called(lambda: function(*args, **keywords))
 
     @contextlib.contextmanager

@@ -187,10 +187,6 @@ class Engine:
         )
         return call
 
-    def _call_type(self) -> type[Call]:
-        """Of the tables' device."""
-        return _call_type(self.tables.placed.now.config.device.type)
-
     def plan_ahead(
         self,
         executor: PlanExecutor,
@@ -245,7 +241,7 @@ class Engine:
     def _step_alone(self) -> None:
         """Takes a step in which no row has a gradient."""
         assert self.optimizer is not None
-        self._call_type().step_alone(self.tables, self.optimizer)
+        _call_type(self.tables.placed.now.config.device.type).step_alone(self.tables, self.optimizer)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -334,6 +330,7 @@ def _apply_sets(sets: list[Collected]) -> None:
 
 @functools.cache
 def _call_type(device_type: str) -> type[Call]:
+    """Of the tables' device."""
     if device_type == "cuda":
         from tieredemb.step.device_call import DeviceCall
 

@@ -1,6 +1,6 @@
 """Plans of eager forwards on a GPU, each recorded once for a form as a CUDA graph, and replayed: a plan is a dozen
-launches, which are the same each time but for the ids, and cost the host more than all else in a forward. Where rows
-are looked up right behind their plan, the lookup is part of the graph."""
+launches, which are the same each time but for the ids, and a replay is one. Where rows are looked up right behind their
+plan, the lookup is part of the graph."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class DeviceCache(Cache):
                     captured = self._recorded is None and torch.cuda.is_current_stream_capturing()
                     begun = self._ledger.begin(captured=captured)
                     if self._recorded is not None and self.hot.slots:
-                        slotless = begun.slotless or begun.locked + keys.shape[0] > self.hot.slots
+                        slotless = self._planner.may_lack_slots(keys.shape[0], begun.locked, slotless=begun.slotless)
                         if (begun.lag, slotless) != (self._recorded.lag, self._recorded.slotless):
                             raise RuntimeError("batches were released while a plan was captured")
                     self._planner.check_size(keys.shape[0], begun)
@@ -223,8 +223,8 @@ class DeviceCache(Cache):
         self._order.whole()
         if self.hot.slots == 0:
             return ALL_RESIDENT
-        lag, locked, slotless = self._ledger.reach()
-        if slotless or locked + ids > self.hot.slots:
+        lag, locked, slotless = self._ledger.next_locks()
+        if self._planner.may_lack_slots(ids, locked, slotless=slotless):
             self._transfer.make_room(min(locked + ids, self.hot.layout.rows))
             return NextPlan(lag, True, self._plan.records.table.data_ptr())
         return NextPlan(lag, False, 0)

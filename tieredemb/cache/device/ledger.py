@@ -75,7 +75,7 @@ class Ledger:
         oldest = self._oldest(batch)
         return Begun(batch, captured, oldest, *self._book.locked(oldest))
 
-    def reach(self) -> tuple[int, int, bool]:
+    def next_locks(self) -> tuple[int, int, bool]:
         """Of the batch that would be planned next: how many before it lock their rows, ids of those, and whether one
         of them may use rows without a slot."""
         batch = self.last + 1

@@ -59,6 +59,11 @@ class Planner:
         """Whether a plan of `n` ids may bring rows in: else all rows that it finds are resident tables'."""
         return self.hot.slots > 0 and n > 0
 
+    def may_lack_slots(self, n: int, locked: int, *, slotless: bool) -> bool:
+        """Whether rows may be without a slot once `n` ids are planned, where batches in flight lock those of `locked`
+        ids, and may have some without (`slotless`)."""
+        return slotless or locked + n > self.hot.slots
+
     def plan(
         self,
         begun: Begun,
@@ -81,7 +86,7 @@ class Planner:
             ticket = self.ticket(begun.number, homes, self.transfer.overflow(False))
             self._count(ticket, scored=scored, ages=ages, client=client, beside=beside)
             return ticket
-        slotless = begun.slotless or begun.locked + n > self.hot.slots
+        slotless = self.may_lack_slots(n, begun.locked, slotless=begun.slotless)
         if slotless:
             self.transfer.make_room(min(begun.locked + n, self.hot.layout.rows))
         missed = Missed(n, self.hot.weight.device)
