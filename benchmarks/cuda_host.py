@@ -7,7 +7,6 @@ that are recorded, beside an `autograd.Function` that does nothing. On a GPU; `-
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -168,7 +167,6 @@ def main(args: Sequence[str] | None = None) -> None:
     steps, warm_up = (min(chosen.steps, 5), min(chosen.warm_up, 4)) if chosen.quick else (chosen.steps, chosen.warm_up)
     work = CudaWorkload(name="host", tables=tables, rows=rows, width=width, batch=batch, alpha=ALPHA, caches=())
     results: Path | None = chosen.results
-    os.environ["TIEREDEMB_RECORD"] = "1"
     found = records(work, warm_up, steps, chosen.device)
     keep(
         results, "cuda-host", title(work, warm_up, steps), found, statistic="Medians of host time, 20–80 % in brackets"

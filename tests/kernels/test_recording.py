@@ -57,10 +57,10 @@ def test_mistakes_are_warned_of_and_disturbances_are_not(error, warns):
     assert len(told) == warns
 
 
-def test_recording_is_asked_for(monkeypatch):
+def test_recording_can_be_switched_off(monkeypatch):
     monkeypatch.setattr(recording, "_knows_nodes", lambda: True)
     monkeypatch.delenv("TIEREDEMB_RECORD", raising=False)
-    assert not recording.can_record()
+    assert recording.can_record()
     for value, expected in (("0", False), ("", False), ("1", True)):
         monkeypatch.setenv("TIEREDEMB_RECORD", value)
         assert recording.can_record() is expected

@@ -28,6 +28,7 @@ CAPACITIES = [1, 40, 1.0]
 
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch):
+    """Whatever the environment of the whole run says."""
     monkeypatch.setenv("TIEREDEMB_RECORD", "1")
 
 

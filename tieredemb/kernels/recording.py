@@ -41,9 +41,9 @@ def _library() -> Any:
 
 
 def can_record() -> bool:
-    """Whether launches are to be recorded: with `TIEREDEMB_RECORD=1` in the environment, and where the driver can say
-    which node of a graph a launch is."""
-    return os.environ.get("TIEREDEMB_RECORD", "0") not in ("", "0") and _knows_nodes()
+    """Whether launches are to be recorded: unless `TIEREDEMB_RECORD=0` is in the environment, and where the driver can
+    say which node of a graph a launch is."""
+    return os.environ.get("TIEREDEMB_RECORD", "1") not in ("", "0") and _knows_nodes()
 
 
 @functools.cache
