@@ -31,14 +31,16 @@ def current_device():
 
 class Plans:
     """Plans of batches of up to `n` ids over the slots of a cache; no row ever moves. Slots are locked by the `lag`
-    batches before."""
+    batches before. `clients`: among how many the keys are divided."""
 
-    def __init__(self, slots, n, lag):
+    def __init__(self, slots, n, lag, clients=0):
         device = current_device()
         self.lag, self.all_keys = lag, torch.arange(4 * max(slots, n), device=device)
         layout = RowLayout(rows=len(self.all_keys), width=4, state_width=1)
         self.rows = DeviceHotRows(layout, slots, (), device)
-        self.plan = DevicePlan(self.rows, scoring(LFU()), device)
+        first = [len(self.all_keys) * client // clients for client in range(clients + 1)] if clients else ()
+        self.plan = DevicePlan(self.rows, scoring(LFU()), device, first)
+        self.numbers = torch.arange(clients, dtype=torch.int32, device=device)
         self.plan.restart(BEGUN)
         self.slotless = (lag + 1) * n > slots
         if self.slotless:
@@ -51,7 +53,7 @@ class Plans:
         """Begins a plan for `keys` (int64 (N,)), negative where there is nothing to look up."""
         self.keys, self.missed = keys, Missed(len(keys), keys.device)
         self.homes = torch.where(keys >= 0, -1, DROPPED).int()
-        self.plan.begin(self.missed, lag=self.lag, scored=True, ages=True, client=0, overflow=self.overflow)
+        self.plan.begin(self.missed, lag=self.lag, scored=True, ages=True, client=self.numbers, overflow=self.overflow)
         self.plan.find(keys, self.homes, self.missed, scored=True, overflow=self.overflow)
 
     def end_in_two(self):
@@ -65,7 +67,11 @@ class Plans:
         """All that the end of a plan reads and writes."""
         rows, plan = self.rows, self.plan
         tables = [plan.control, plan.records.table, rows.score, rows.last_batch, rows.key, rows.cells]
-        return [*tables, self.homes, self.missed._memory]
+        return [*tables, *([plan._clients] if plan.flags else []), self.homes, self.missed._memory]
+
+    def of_clients(self):
+        """What each client's counters say, int64 (clients, K)."""
+        return torch.tensor([[*self.plan.totals(client).values()] for client in range(len(self.numbers))])
 
     def counts(self):
         """missed, needed, used, tombstones, slotless, room, record"""
@@ -101,6 +107,7 @@ class Plans:
             "last batch": rows.last_batch.clone(),
             "score": rows.score.clone(),
             "with a slot": hot,
+            "clients": self.of_clients(),
         }
 
     def rank(self, *, by_age):
@@ -112,12 +119,13 @@ class Plans:
             self.rows.last_batch[:used] = BEGUN - order
 
 
+@pytest.mark.parametrize("clients", [0, 3])
 @pytest.mark.parametrize(
     ("slots", "n", "lag"),
     [(1, 1, 0), (40, 30, 0), (3000, 1000, 1), (20_000, 6_000, 2), (300, 1500, 0), (5000, 4000, 1), (9000, 15_000, 1)],
 )
-def test_a_plan_that_ends_in_one_launch_is_the_one_that_ends_in_two(slots, n, lag):
-    plans = Plans(slots, n, lag)
+def test_a_plan_that_ends_in_one_launch_is_the_one_that_ends_in_two(slots, n, lag, clients):
+    plans = Plans(slots, n, lag, clients)
     rebuilt = evicted = slotless = 0
     for batch in range(14):
         again = batch % 4 == 3  # nothing is missed: the rows are in slots, or under records
@@ -133,6 +141,8 @@ def test_a_plan_that_ends_in_one_launch_is_the_one_that_ends_in_two(slots, n, la
         plans.end_in_one()
         for name, value in plans.seen().items():
             assert torch.equal(value, expected[name]), f"batch {batch}: {name}"
+        if clients:
+            assert plans.of_clients().sum(0)[1:].tolist() == [*plans.plan.totals().values()][1:]  # all but the batches
         missed, _, _, tombstones, without, room, _ = plans.counts()
         if again:
             assert missed == 0 or (plans.slotless and lag == 0)

@@ -90,6 +90,13 @@ def test_kernel_compiles_with_what_batches_ask_for(file, flags):
     assert compile_for(file, "sm_90", (*row_flags(file, torch.bfloat16, 12), *flags)) == ""
 
 
+@pytest.mark.parametrize("flags", [("-DCLIENTS",), ("-DSLOTLESS", "-DCLIENTS")])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("file", ["cache/plan.cu", "cache/device/transfer.cu"])
+def test_kernel_compiles_with_what_clients_ask_for(file, architecture, flags):
+    assert compile_for(file, architecture, (*row_flags(file, torch.float32, 128), *flags)) == ""
+
+
 @pytest.mark.parametrize("output", ["-DOUT_FLOAT", "-DOUT_HALF", "-DOUT_BFLOAT16"])
 @pytest.mark.parametrize(("dtype", "width"), ROWS)
 def test_lookup_compiles_for_outputs_of_another_dtype(dtype, width, output):

@@ -304,16 +304,18 @@ def test_rows_are_named_by_their_first_occurrence():
     assert first_occurrences(homes).tolist() == [0, 1, DROPPED, 0, 4, 1, DROPPED]
 
 
+@pytest.mark.parametrize("client", [None, 1, torch.tensor([0, 2], dtype=torch.int32)], ids=["none", "one", "two"])
+@pytest.mark.parametrize("clients", [(), (0, 30, 60, 100)])
 @pytest.mark.parametrize("overflow", [NOWHERE, ELSEWHERE])
-def test_plan_is_launched_as_it_fits(launched, overflow):
+def test_plan_is_launched_as_it_fits(launched, overflow, clients, client):
     layout = RowLayout(rows=100, width=8, state_width=2)
-    rows = DeviceHotRows(layout, 20, (), CPU)
-    plan = DevicePlan(rows, scoring(LFU()), CPU)
+    rows = DeviceHotRows(layout, 20, [(30, 30)], CPU)
+    plan = DevicePlan(rows, scoring(LFU()), CPU, clients)
     plan.records.reserve(40)
     keys, homes, missed = torch.arange(30), torch.full((30,), -1, dtype=torch.int32), Missed(30, CPU)
     for scored, ages in ((True, True), (True, False), (False, True)):
-        plan.count(homes, scored=scored, ages=ages, client=0)
-        plan.begin(missed, lag=1, scored=scored, ages=ages, client=0, overflow=overflow)
+        plan.count(homes, scored=scored, ages=ages, client=client)
+        plan.begin(missed, lag=1, scored=scored, ages=ages, client=client, overflow=overflow)
         plan.find(keys, homes, missed, scored=scored, overflow=overflow)
     plan.place(homes, missed, overflow)
     plan.choose(missed)

@@ -42,7 +42,7 @@ class Cache(abc.ABC):
     step of a model need not: of the same time, with keys of their own, they score rows as one plan of all keys does,
     and count as one batch.
 
-    Of several who plan by one cache, its `clients`, each is told by number what its own plans have counted.
+    Of several who plan by one cache, its `clients`, each is told by number what was counted of it.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Cache(abc.ABC):
 
     @abc.abstractmethod
     def stats(self, client: int | None = None) -> CacheStats:
-        """Totals since the cache was built, loads of checkpoints included; or what the plans of a `client` have
-        counted. Synchronises with a GPU."""
+        """Totals since the cache was built, loads of checkpoints included; or what was counted of a `client`.
+        Synchronises with a GPU."""
 
     @abc.abstractmethod
     def counted(self, client: int | None) -> CacheStats:

@@ -3,6 +3,8 @@
 // Nothing here waits for the host: counts live in `Counts`, number and time in `Clock`. With -DSLOTLESS a batch may
 // exceed the cache: rows left over are used where they lie, under a record that lives as long as a ticket uses it. No
 // home changes while a ticket is in flight, so a row under a record gets a slot only in a plan after its last ticket.
+// With -DCLIENTS what is counted is counted for the client whose row it is, too (clients.cuh).
+#include "clients.cuh"
 #include "common.cuh"
 #include "policy.cuh"
 #include "slot_map.cuh"
@@ -51,35 +53,32 @@ __device__ __forceinline__ void clock_advance(Clock *clock, Counts *counts, int 
     counts->totals.batches += scored && is_later;
 }
 
-// The plan is that of a client, of those at `clients` (0 for none): what was counted since the last one began is its
-// maker's. Several plans of one time are one batch. One thread.
-__device__ __forceinline__ void client_begin(const Clock *clock, Counts *counts, Client *clients, int client,
-                                             int scored) {
-    if (clients == nullptr) return;
-    u64 *now = &counts->totals.batches, *seen = &counts->seen.batches, *told = &clients[counts->client].totals.batches;
-    for (int w = 1; w < (int)(sizeof(Totals) / sizeof(u64)); w++) {  // all but the batches
-        const u64 value = *(volatile u64 *)&now[w];
-        told[w] += value - seen[w];
-        seen[w] = value;
+// Counts the batch for the clients whose ids the plan has, `n_planned` at `planned`: several plans of one time are one
+// batch. By one block, to which the clock has been advanced.
+__device__ __forceinline__ void batch_count(const Clock *clock, const Clients &clients, const int *planned,
+                                            int n_planned) {
+#ifdef CLIENTS
+    __syncthreads();
+    const i64 time = clock->time;
+    for (int p = threadIdx.x; p < n_planned; p += blockDim.x) {
+        Client *client = clients.of + planned[p];
+        if (atomicExch(reinterpret_cast<u64 *>(&client->time), (u64)time) != (u64)time)
+            atomicAdd(&client->totals.batches, 1ull);
     }
-    counts->client = client;
-    if (scored && clients[client].time != clock->time) {
-        clients[client].totals.batches += 1;
-        clients[client].time = clock->time;
-    }
+#endif
 }
 
 // Starts a plan: its number and time, zero counts, empty claims and `selection` (16-byte units each). Slots of the
-// `lag` batches before it are locked.
+// `lag` batches before it are locked. `planned`: the numbers of the `n_planned` clients whose plan it is.
 extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units_per_batch, int lag, int scored,
                                       int ages, int4 *claims, i64 n_claims, int4 *selection, i64 n_selection,
-                                      Records records, Client *clients, int client) {
+                                      Records records, const int *planned, int n_planned) {
     wait_for_prior_kernel();
     for (i64 at = thread_index(); at < n_claims; at += thread_count()) claims[at] = make_int4(0, 0, 0, 0);
     for (i64 at = thread_index(); at < n_selection; at += thread_count()) selection[at] = make_int4(0, 0, 0, 0);
+    if (thread_index() == 0) clock_advance(clock, counts, scored, ages);
+    if (blockIdx.x == 0 && scored) batch_count(clock, counts->clients, planned, n_planned);
     if (thread_index() != 0) return;
-    clock_advance(clock, counts, scored, ages);
-    client_begin(clock, counts, clients, client, scored);
     double now = (double)MIN_SCORE + floor((double)clock->time * units_per_batch);
     clock->now = now < (double)MAX_SCORE ? (i64)now : (i64)MAX_SCORE;
     clock->stamp = (int)(u32)(u64)clock->batch;
@@ -133,8 +132,11 @@ extern "C" __global__ void keys_find(Slots slots, const i64 *keys, i64 n, const 
     int *last_batch = slots.last_batch;
     u32 *score = slots.score;
     __shared__ int block_lookups, block_hits, block_unique, block_overflow;
+    __shared__ Tally<OF_LOOKUPS, 4> tally;
     if (threadIdx.x == 0) block_lookups = block_hits = block_unique = block_overflow = 0;
+    tally_begin(tally);
     __syncthreads();
+    const Clients &clients = counts->clients;
     const int stamp = clock->stamp;
     const i64 now = clock->now;
 #ifdef SLOTLESS
@@ -145,7 +147,7 @@ extern "C" __global__ void keys_find(Slots slots, const i64 *keys, i64 n, const 
         i64 i = start + threadIdx.x;
         i64 key = i < n ? keys[i] : -1;
         bool hit = false, first = false, won = false, over = false;
-        i64 at = 0;
+        i64 at = 0, place = key;
         if (key >= 0) {
             int slot = find_slot(slots.cells, slots.n_cells, key);
             hit = slot >= 0;
@@ -181,7 +183,9 @@ extern "C" __global__ void keys_find(Slots slots, const i64 *keys, i64 n, const 
                 }
             }
         } else if (i < n) {
-            hit = homes[i] >= 0;
+            const int slot = homes[i];
+            hit = slot >= 0;
+            place = slot + clients.beyond;
         }
         const int m = __syncthreads_or(won) ? append(&counts->missed, won) : 0;  // most blocks miss nothing
         if (won) {
@@ -196,8 +200,10 @@ extern "C" __global__ void keys_find(Slots slots, const i64 *keys, i64 n, const 
             atomicAdd(&block_unique, __popc(unique));
             if (overflow) atomicAdd(&block_overflow, __popc(overflow));
         }
+        if (scored) tally_votes(tally, clients, place, lookups, of_lane(lookups, hits, unique, overflow));
     }
     __syncthreads();
+    tally_end(tally, clients);
     if (threadIdx.x == 0 && block_lookups && scored) {
         atomicAdd(&counts->totals.lookups, (u64)block_lookups);
         atomicAdd(&counts->totals.hits, (u64)block_hits);
@@ -283,6 +289,27 @@ __device__ __forceinline__ void homes_resolve(const Occurrences &all, const int 
     }
 }
 
+#ifdef CLIENTS
+// Counts the missed keys, each for its client: those that got no slot, those that got one, and those whose slot was
+// another's.
+__device__ __forceinline__ void missed_count(const Ending &end, const i64 *keys, const Counts *counts) {
+    __shared__ Tally<OF_MISSES, 3> tally;
+    tally_begin(tally);
+    __syncthreads();
+    const Clients &clients = counts->clients;
+    const int room = end.wanted.room, with_slots = room + end.victims;
+    for (i64 start = (i64)blockIdx.x * blockDim.x; start < end.wanted.missed; start += thread_count()) {
+        const i64 m = start + threadIdx.x;
+        const u32 missed = __ballot_sync(FULL_WARP, m < end.wanted.missed);
+        const u32 filled = __ballot_sync(FULL_WARP, m < with_slots), evicted = __ballot_sync(FULL_WARP, m >= room);
+        tally_votes(tally, clients, m < end.wanted.missed ? keys[m] : -1,
+                    missed, of_lane(missed & ~filled, filled, filled & evicted));
+    }
+    __syncthreads();
+    tally_end(tally, clients);
+}
+#endif
+
 // What follows once the slots have passed over: later plans find the missed keys there, homes are resolved, and the map
 // is rebuilt from the slots' keys once a quarter of its cells may be tombstones. Where nothing was missed no block meets
 // another, and nothing changes but homes that name records.
@@ -298,6 +325,9 @@ __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &sl
     missed_publish(end, slots, missed, counts, records);
     grid_meet(&counts->arrivals);
     homes_resolve(all, missed.slots);
+#ifdef CLIENTS
+    missed_count(end, missed.keys, counts);
+#endif
     const bool rebuild = end.tombstones > slots.n_cells / 4;
     const int used = end.wanted.used + end.wanted.room;
     if (thread_index() == 0) {
@@ -357,29 +387,33 @@ extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
 
 // Where every row is resident a plan only counts: lookups are homes, and all of them hit.
 extern "C" __global__ void homes_count(const int *homes, i64 n, Clock *clock, Counts *counts, int scored, int ages,
-                                       Client *clients, int client) {
+                                       const int *planned, int n_planned) {
     wait_for_prior_kernel();
     __shared__ int block_lookups;
+    __shared__ Tally<OF_LOOKUPS, 2> tally;
     if (threadIdx.x == 0) block_lookups = 0;
+    tally_begin(tally);
     __syncthreads();
+    const Clients &clients = counts->clients;
     int lookups = 0;
+#ifdef CLIENTS
+    for (i64 start = (i64)blockIdx.x * blockDim.x; start < n; start += thread_count()) {
+        const i64 i = start + threadIdx.x;
+        const int slot = i < n ? homes[i] : DROPPED;
+        const u32 homed = __ballot_sync(FULL_WARP, slot != DROPPED);
+        lookups += slot != DROPPED;
+        if (scored) tally_votes(tally, clients, slot + clients.beyond, homed, of_lane(homed, homed));
+    }
+#else
     for (i64 i = thread_index(); i < n; i += thread_count()) lookups += homes[i] != DROPPED;
+#endif
     atomicAdd(&block_lookups, lookups);
     __syncthreads();
+    tally_end(tally, clients);
     if (threadIdx.x == 0 && scored && block_lookups) {
         atomicAdd(&counts->totals.lookups, (u64)block_lookups);
         atomicAdd(&counts->totals.hits, (u64)block_lookups);
     }
-    if (threadIdx.x == 0 && scored && block_lookups && clients) {
-        atomicAdd(&counts->seen.lookups, (u64)block_lookups);
-        atomicAdd(&counts->seen.hits, (u64)block_lookups);
-        atomicAdd(&clients[client].totals.lookups, (u64)block_lookups);
-        atomicAdd(&clients[client].totals.hits, (u64)block_lookups);
-    }
-    if (thread_index() != 0) return;
-    clock_advance(clock, counts, scored, ages);
-    if (clients && scored && clients[client].time != clock->time) {
-        clients[client].totals.batches += 1;
-        clients[client].time = clock->time;
-    }
+    if (thread_index() == 0) clock_advance(clock, counts, scored, ages);
+    if (blockIdx.x == 0 && scored) batch_count(clock, clients, planned, n_planned);
 }

@@ -4,18 +4,26 @@
 
 // Rows that moved.
 struct Moved {
-    u64 generated, evicted, written_back, scores_written;
+    u64 evicted, generated, written_back, scores_written;
 };
 // Counters since they were last cleared. The host reads them by these names, in this order.
 struct Totals {
-    u64 batches, lookups, hits, unique, filled;
+    u64 batches, lookups, hits, unique, overflow, filled;
     Moved moved;
-    u64 overflow;
 };
-// One of several who plan by a cache: what its plans have counted but for the last one's, and the time of that.
+// One of several who plan by a cache: what was counted of its rows, and the time of its last plan.
 struct Client {
     Totals totals;
     i64 time;
+};
+// Who plans by a cache: each has a range of keys, and where tables are resident a range of their slots, which count on
+// from the last key. The rows of these ranges are counted as its own, too.
+struct Clients {
+    Client *of;
+    const i64 *first;  // (ranges + 1,) where the ranges begin, those of keys before those of slots; and the end
+    const i64 *keys;   // of the cached slots
+    i64 beyond;        // what makes a resident slot go on from the keys
+    int n, ranges;     // ranges: n, or 2 n
 };
 struct Counts {
     int missed;      // unique keys without a slot
@@ -29,9 +37,14 @@ struct Counts {
     int untouched;   // missed rows that were never written
     int pad;
     Totals totals;
-    Totals seen;  // of the totals, what clients have been told
-    i64 client;   // whose plan was made last: the rest is its
+    Clients clients;  // right behind the totals: see `clients_behind`
 };
+// Kernels that are given no more of the counts than those of rows that moved find the clients behind them.
+static_assert(sizeof(Counts) == 10 * sizeof(int) + sizeof(Totals) + sizeof(Clients), "nothing lies between");
+static_assert(sizeof(Totals) == 6 * sizeof(u64) + sizeof(Moved), "nothing lies behind those");
+__device__ __forceinline__ const Clients &clients_behind(const Moved *moved) {
+    return *reinterpret_cast<const Clients *>(moved + 1);
+}
 
 // All blocks of a cooperative launch wait for each other; what they wrote before is seen after. `arrivals` starts at 0.
 __device__ __forceinline__ void grid_meet(u32 *arrivals) {

@@ -341,7 +341,7 @@ class DeviceGroup(Group):
         config = self.config
         self.cache = DeviceCache(
             cold, slots=self.slots, policy=config.policy, initial=self._initial(), device=config.device,
-            resident=self._ranges(), clients=len(self.space) if config.apart else 0,
+            resident=self._ranges(), clients=[int(k) for k in self.space.start] if config.apart else (),
         )  # fmt: skip
 
     def _connect(self) -> None:

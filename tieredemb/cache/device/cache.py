@@ -23,7 +23,7 @@ from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.in_place import InPlace
 from tieredemb.cache.device.ledger import NOTHING_PLANNED, Ledger, Replays
 from tieredemb.cache.device.moves import RowMoves
-from tieredemb.cache.device.plan import Beside, DevicePlan, Missed, OverflowRows
+from tieredemb.cache.device.plan import Beside, DevicePlan, Missed, OverflowRows, PlanOf
 from tieredemb.cache.device.planner import Planner
 from tieredemb.cache.device.stream_order import SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
@@ -60,7 +60,8 @@ ALL_RESIDENT = NextPlan(lag=0, slotless=False, records=0)
 
 class DeviceCache(Cache):
     """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, have slots of their own, from
-    `slots` less their number on, in that order.
+    `slots` less their number on, in that order. `clients`: where several plan by the cache, the first key of each in
+    ascending order, and that after the last; a row is counted for the client that has its key.
 
     Calls may come on any stream (see `StreamOrder`). Raises `DeviceMemoryError` where the slots do not fit.
     """
@@ -75,7 +76,7 @@ class DeviceCache(Cache):
         lock_window: int = 0,
         device: torch.device,
         resident: Sequence[tuple[int, int]] = (),
-        clients: int = 0,
+        clients: Sequence[int] = (),
     ) -> None:
         super().__init__(cold, slots=slots, policy=policy, initial=initial, lock_window=lock_window, device=device)
         self.on_flush: list[Callable[[], None]] = []
@@ -122,7 +123,7 @@ class DeviceCache(Cache):
         *,
         score: bool = True,
         ages: bool = True,
-        client: int | None = None,
+        client: PlanOf = None,
         given: torch.cuda.Event | None = None,
         beside: Beside | None = None,
         ahead: bool = False,
@@ -132,8 +133,9 @@ class DeviceCache(Cache):
         table's row or `DROPPED`. Does not synchronise, unless the tier is staged.
 
         With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
-        recomputed. With `ages=False` it is of the time of the plan before it; see `Cache`. `client`: whose plan it is,
-        where several share the cache. `given`: comes once `keys` and `homes` are there, if that is yet to be waited
+        recomputed. With `ages=False` it is of the time of the plan before it; see `Cache`. `client`: where several
+        share the cache, whose batch it is: a number, or those of all whose ids it has (int32 (K,), on the device, to
+        outlast the plan and its replays). `given`: comes once `keys` and `homes` are there, if that is yet to be waited
         for. `beside` launches, on the stream that is current when it is called, what needs complete `homes` and may run
         beside the movement of rows. `ahead`: whether other work comes before these rows are used, so that a plan over a
         staged tier need not wait: its transfer is finished by `complete`, or by the next call that would find it
@@ -158,7 +160,7 @@ class DeviceCache(Cache):
                     if begun.captured and self._planner.moves_rows(keys.shape[0]):
                         self._check_capture()
                 return self._planner.plan(
-                    begun, keys, homes, scored=score, ages=ages, client=client or 0, given=given, beside=beside,
+                    begun, keys, homes, scored=score, ages=ages, client=client, given=given, beside=beside,
                     ahead=ahead,
                 )  # fmt: skip
             finally:
@@ -467,14 +469,12 @@ class DeviceCache(Cache):
         self._ledger.restart(self.cold.metadata.batch)
         self._plan.restart(self._ledger.last)
         self._transfer.restart()
-        counted = self._plan.totals_kept()  # as of batches alone
         for first_key, first_slot, rows in self.hot.resident:
             if fresh:
                 self._moves.generate_range(first_key, first_slot, rows)
             else:
                 self._load_range(first_key, first_slot, rows)
         self.hot.score[self.hot.slots :].fill_(MIN_SCORE)
-        self._plan.set_totals(counted)
 
     def _load_range(self, first_key: int, first_slot: int, rows: int) -> None:
         for start in range(0, rows, LOAD_ROWS):

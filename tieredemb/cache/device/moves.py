@@ -25,7 +25,7 @@ class RowMoves:
 
     def __init__(self, layout: RowLayout, hot: DeviceHotRows, plan: DevicePlan, initial: InitialRows) -> None:
         self.device = hot.weight.device
-        self.flags = flags = (*OPTIONS, *layout.flags)
+        self.flags = flags = (*OPTIONS, *layout.flags, *plan.flags)
         self._hot = hot
         self._plan = plan
         self._initial = initial
@@ -55,12 +55,12 @@ class RowMoves:
         """Brings cold rows `keys` of `weight` and `state` into `slots`, after the rows `victims` went back there;
         without keys those that lie there in the order of `slots`, and the victims' rows have gone already. `needed`:
         address of how many victims there are, 0 for none · `scored`: whether this use raises their scores; with None
-        it is no use."""
+        it is no use, and counts nowhere."""
         hot, plan, scoring = self._hot, self._plan, self._plan.scoring
-        clock, n_untouched = (0, 0) if scored is None else (plan.clock, plan.untouched)
+        clock, n_untouched, moved = (0, 0, 0) if scored is None else (plan.clock, plan.untouched, plan.moved)
         self._swap(
             blocks_for(n, 64, most_blocks), MOVE_THREADS, count, keys, slots, victims, needed, SWAP_BLOCKS,
-            hot.weight, hot.state, hot.score, hot.dirty, weight, state, untouched, n_untouched, plan.moved, clock,
+            hot.weight, hot.state, hot.score, hot.dirty, weight, state, untouched, n_untouched, moved, clock,
             scoring.kind, scoring.unit, scoring.remember, scored or False,
         )  # fmt: skip
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,8 +44,7 @@ class Places(NamedTuple):
     arrivals: int
     untouched: int
     totals: int
-    seen: int
-    client: int
+    clients: int
     moved: int
     total_names: tuple[str, ...]
     client_bytes: int
@@ -60,7 +59,7 @@ def places() -> Places:
     source = read(PLAN)
     sizes = [-(-source.layout(name).size // 32) * 32 for name in ("Clock", "Counts")]
     clock, counts, selection = itertools.accumulate(sizes, initial=0)
-    names = ("missed", "needed", "room", "arrivals", "untouched", "totals", "seen", "client")
+    names = ("missed", "needed", "room", "arrivals", "untouched", "totals", "clients")
     in_counts = {name: counts + source.layout("Counts")[name].offset for name in names}
     return Places(
         clock=clock,
@@ -80,6 +79,7 @@ def places() -> Places:
 
 
 Beside = Callable[[], object]  # launches on the current stream what needs homes, but no rows
+PlanOf = int | torch.Tensor | None  # whose plan it is: a client's, those of int32 (K,) numbers on the device, nobody's
 
 
 @dataclass(frozen=True)
@@ -195,17 +195,22 @@ def _records_value(table: torch.Tensor, index: torch.Tensor) -> StructValue:
 
 
 class DevicePlan:
-    """The state of a cache's plans, and their kernels. `unit` and kind come from the policy's `Scoring`."""
+    """The state of a cache's plans, and their kernels. `unit` and kind come from the policy's `Scoring`. `clients`: the
+    first key of each, and that after the last; none without them · `flags`: what kernels that count are compiled
+    with."""
 
-    def __init__(self, rows: DeviceHotRows, scoring: Scoring, device: torch.device, clients: int = 0) -> None:
+    def __init__(
+        self, rows: DeviceHotRows, scoring: Scoring, device: torch.device, clients: Sequence[int] = ()
+    ) -> None:
         self.rows = rows
         self.scoring = scoring
         self._places = at = places()
         self.control = torch.zeros(at.end, dtype=torch.uint8, device=device)
         self.records = Records(device)
-        self._clients = torch.zeros((clients, at.client_bytes // 8), dtype=torch.int64, device=device)
-        self._clients_at = self._clients.data_ptr() if clients else 0
-        self._in_parts = int(clients > 0)  # victims: plans are many
+        self._in_parts = int(len(clients) > 0)  # victims: plans are many
+        self.flags = ("-DCLIENTS",) if clients else ()
+        if clients:
+            self._make_clients(clients, device)
         base = self.control.data_ptr()
         self.clock, self.counts, self.selection = base + at.clock, base + at.counts, base + at.selection
         self.missed, self.needed, self.moved = base + at.missed, base + at.needed, base + at.moved
@@ -218,29 +223,55 @@ class DevicePlan:
             capacity=rows.slots,
         )  # fmt: skip
 
-    def count(self, homes: torch.Tensor, *, scored: bool, ages: bool, client: int) -> None:
-        """A plan where every row is resident."""
-        count = kernel(PLAN, "homes_count")
+    def _make_clients(self, first_keys: Sequence[int], device: torch.device) -> None:
+        """Tells the kernels, and for good, where each client's keys begin, and its rows in resident slots."""
+        rows, at, count, end = self.rows, self._places, len(first_keys) - 1, first_keys[-1]
+        edges = list(first_keys)
+        if rows.resident:
+            before = [sum(table.rows for table in rows.resident if table.first_key < key) for key in first_keys]
+            edges = [*first_keys[:-1], *(end + rows_before for rows_before in before)]
+        self._clients = torch.zeros((count, at.client_bytes // 8), dtype=torch.int64, device=device)
+        self._numbers = torch.arange(count, dtype=torch.int32, device=device)
+        self._edges = torch.tensor(edges, dtype=torch.int64, device=device)
+        clients = struct_type(PLAN, "Clients")(
+            of=self._clients, first=self._edges, keys=rows.key, beyond=end - rows.slots, n=count, ranges=len(edges) - 1
+        )
+        whole = torch.frombuffer(bytearray(clients), dtype=torch.uint8)
+        self.control[at.clients : at.clients + len(whole)] = whole.to(device)
+
+    def _planned(self, client: PlanOf) -> tuple[Any, int]:
+        """Where the numbers of those are whose plan it is, and how many they are."""
+        if client is None or not self.flags:
+            return 0, 0
+        if isinstance(client, torch.Tensor):
+            return client, len(client)
+        return self._numbers.data_ptr() + client * self._numbers.itemsize, 1
+
+    def count(self, homes: torch.Tensor, *, scored: bool, ages: bool, client: PlanOf) -> None:
+        """A plan where every row is resident; see `begin`."""
+        count = kernel(PLAN, "homes_count", *OPTIONS, *self.flags)
         n = homes.shape[0]
         count(
             max(1, blocks_for(n, THREADS, 264)), THREADS, homes, n, self.clock, self.counts, scored, ages,
-            self._clients_at, client,
+            *self._planned(client),
         )  # fmt: skip
 
-    def begin(self, missed: Missed, *, lag: int, scored: bool, ages: bool, client: int, overflow: OverflowRows) -> None:
+    def begin(
+        self, missed: Missed, *, lag: int, scored: bool, ages: bool, client: PlanOf, overflow: OverflowRows
+    ) -> None:
         """Counts the batch, which is of the next time where it `ages` scores, and locks the slots of the `lag` ones
         before it; makes room for what it will miss. `client`: whose it is, where there are any."""
         scoring, records = self.scoring, self.records
-        begin = kernel(PLAN, "plan_begin")
+        begin = kernel(PLAN, "plan_begin", *OPTIONS, *self.flags)
         begin(
             blocks_for(missed.cells, 4 * THREADS, MOST_BLOCKS), THREADS, self.clock, self.counts,
             scoring.units_per_batch, lag, scored, ages, missed.claims, missed.cells, self.selection,
-            self._selection_units, records.whole, self._clients_at, client,
+            self._selection_units, records.whole, *self._planned(client),
         )  # fmt: skip
         if overflow.slotless:
-            clear = kernel(PLAN, "records_clear", *OPTIONS, *overflow.flags)
+            clear = kernel(PLAN, "records_clear", *OPTIONS, *overflow.flags, *self.flags)
             clear(blocks_for(len(records.index), THREADS, MOST_BLOCKS), THREADS, records.whole)
-            sort_out = kernel(PLAN, "records_index", *OPTIONS, *overflow.flags)
+            sort_out = kernel(PLAN, "records_index", *OPTIONS, *overflow.flags, *self.flags)
             sort_out(blocks_for(records.rows, THREADS, MOST_BLOCKS), THREADS, records.whole, self.clock)
 
     def find(
@@ -249,7 +280,7 @@ class DevicePlan:
         """Locks and scores what is resident, claims what is missed, into `missed.keys`; until the plan settles
         `homes` name the claims."""
         rows, scoring, records, n = self.rows, self.scoring, self.records, keys.shape[0]
-        find = kernel(PLAN, "keys_find", *OPTIONS, *overflow.flags)
+        find = kernel(PLAN, "keys_find", *OPTIONS, *overflow.flags, *self.flags)
         find(
             blocks_for(n, THREADS), THREADS, self._slots, keys, n, self.clock, scoring.kind, scoring.unit, scored,
             missed.claims, missed.cells, homes, missed.keys, records.whole, overflow.state, rows.layout.state_width + 1,
@@ -261,7 +292,7 @@ class DevicePlan:
         one launch, for rows that are moved behind it; where victims' rows have to leave before, `choose` and `settle`
         are two."""
         rows, scoring, n = self.rows, self.scoring, homes.shape[0]
-        place = cooperative_kernel(PLAN, "missed_place", *OPTIONS, *overflow.flags)
+        place = cooperative_kernel(PLAN, "missed_place", *OPTIONS, *overflow.flags, *self.flags)
         place(
             max(blocks_for(rows.slots, 4 * TOGETHER, self._together), blocks_for(n, TOGETHER, self._together)),
             TOGETHER, self.selection, self.counts, self.clock, self._slots, scoring.unit, scoring.ties_by_age,
@@ -282,7 +313,7 @@ class DevicePlan:
         """Pairs missed keys with slots. With `commit` the slots change hands, later plans find the missed keys there,
         `homes` are resolved, and the plan ends."""
         n = homes.shape[0]
-        settle = cooperative_kernel(PLAN, "missed_settle", *OPTIONS, *overflow.flags)
+        settle = cooperative_kernel(PLAN, "missed_settle", *OPTIONS, *overflow.flags, *self.flags)
         settle(
             blocks_for(n, TOGETHER, self._together), TOGETHER, self.counts, missed.chosen, self.selection, missed.keys,
             self._slots, self.clock, missed.slots, missed.victims, homes, n, missed.claims, missed.cells,
@@ -290,22 +321,11 @@ class DevicePlan:
         )  # fmt: skip
 
     def totals(self, client: int | None = None) -> dict[str, int]:
-        """Counters since the last `clear`; or those of a client. Synchronises."""
-        words = self._totals.view(torch.int64)
+        """All counters; or those of a client. Synchronises."""
+        names, words = self._places.total_names, self._totals.view(torch.int64)
         if client is not None:
-            at, told = self._places, self._clients[client, : len(words)].clone()
-            if int(self._word(at.client)) == client:
-                told[1:] += (words - self.control[at.seen : at.seen + 8 * len(words)].view(torch.int64))[1:]
-            words = told
-        return dict(zip(self._places.total_names, words.tolist(), strict=True))
-
-    def totals_kept(self) -> torch.Tensor:
-        """A copy of the counters, for `set_totals`."""
-        return self._totals.clone()
-
-    def set_totals(self, totals: torch.Tensor) -> None:
-        """Sets the counters to what they were."""
-        self._totals.copy_(totals)
+            words = self._clients[client, : len(names)]
+        return dict(zip(names, words.tolist(), strict=True))
 
     def placed(self, missed: Missed) -> torch.Tensor:
         """The homes that the last plan's `missed` keys have by now, int64 (K,): slots, or −2 − r for record r. None if
@@ -342,4 +362,5 @@ class DevicePlan:
         return self.control[place : place + 8].view(torch.int64)
 
     def size_bytes(self) -> int:
-        return self.control.nbytes + self._clients.nbytes
+        tensors = (self._clients, self._numbers, self._edges) if self.flags else ()
+        return self.control.nbytes + sum(tensor.nbytes for tensor in tensors)

@@ -17,7 +17,7 @@ import torch
 
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.ledger import Begun, Ledger
-from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows
+from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, PlanOf
 from tieredemb.cache.device.stream_order import SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.cache.device.transfer import FINISHED, Transfer
@@ -72,7 +72,7 @@ class Planner:
         *,
         scored: bool,
         ages: bool,
-        client: int,
+        client: PlanOf,
         given: torch.cuda.Event | None,
         beside: Beside | None,
         ahead: bool,
@@ -135,7 +135,7 @@ class Planner:
                     self.order.touched()
                 ticket.is_complete = True
 
-    def _count(self, ticket: DeviceTicket, *, scored: bool, ages: bool, client: int, beside: Beside | None) -> None:
+    def _count(self, ticket: DeviceTicket, *, scored: bool, ages: bool, client: PlanOf, beside: Beside | None) -> None:
         """A plan where no row moves: beside the lookup, if that comes now and it is worth two events."""
 
         def run() -> None:

@@ -2,6 +2,7 @@
 //
 // A group of lanes takes a row, 16 bytes a lane, and keeps ROWS rows in flight. Weights and state are arrays of their
 // own on both sides; the last word of a cold state is the score.
+#include "clients.cuh"
 #include "common.cuh"
 #include "plan.cuh"
 
@@ -22,7 +23,8 @@ constexpr bool STATE_AHEAD = WORDS <= 2;        // read beside the weights: regi
 // generated, `n_untouched` how many do; of a row that stays in cold storage (a negative slot) the score alone is read.
 // With a `clock` a missed row's score is what came along with `remember`, or the lowest, and where `scored` raised by
 // this use; without one it is what came along. Without missed_keys the host has brought the rows, row m for the m-th, and
-// has those of the victims, which are counted alone; without victim_keys nobody leaves.
+// has those of the victims, which are counted alone; without victim_keys nobody leaves. Without `moved` nothing is
+// counted; else rows that leave are counted for the client whose rows come.
 extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     const int *count, const i64 *missed_keys, const int *missed_slots, const i64 *victim_keys, const int *n_victims,
     int swap_blocks, row_t *hot_weight, word_t *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight,
@@ -30,7 +32,9 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     float unit, int remember, int scored) {
     wait_for_prior_kernel();
     __shared__ int written, clean, fresh, blank;
+    __shared__ Tally<OF_SWAPS, 3> tally;
     if (threadIdx.x == 0) written = clean = fresh = blank = 0;
+    tally_begin(tally);
     __syncthreads();
     const int n = *count;
     const i64 now = clock ? clock->now : 0;
@@ -119,11 +123,18 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
             score[slot[r]] = its_score;
             dirty[slot[r]] = in_score[r] == 0;  // until it was written once, cold storage does not know the row
             if (victim[r] >= 0) atomicAdd(is_dirty[r] ? &written : &clean, 1);
+            if (moved && (victim[r] >= 0 || in_score[r] == 0)) {
+                const Clients &clients = clients_behind(moved);
+                tally_row(tally, clients, in_place ? key[r] : clients.keys[slot[r]],
+                          {in_score[r] == 0, is_dirty[r], victim[r] >= 0 && !is_dirty[r]});
+            }
         }
     }
     __syncthreads();
+    if (moved) tally_end(tally, clients_behind(moved));
     if (threadIdx.x != 0) return;
     if (blank && n_untouched) atomicAdd(n_untouched, blank);
+    if (!moved) return;
     if (fresh) atomicAdd(&moved->generated, (u64)fresh);
     if (written) atomicAdd(&moved->written_back, (u64)written);
     if (clean) atomicAdd(&moved->scores_written, (u64)clean);
@@ -139,7 +150,9 @@ extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
     unsigned char *was_dirty, Moved *moved) {
     wait_for_prior_kernel();
     __shared__ int written, clean;
+    __shared__ Tally<OF_WRITES, 2> tally;
     if (threadIdx.x == 0) written = clean = 0;
+    tally_begin(tally);
     __syncthreads();
     if (count && *count < n) n = *count;
     const int lane = threadIdx.x % LANES;
@@ -163,8 +176,10 @@ extern "C" __global__ void __launch_bounds__(1024) rows_write_back(
         if (was_dirty) was_dirty[i] = is_dirty;
         else dirty[slot] = 0;
         atomicAdd(is_dirty ? &written : &clean, 1);
+        if (moved) tally_row(tally, clients_behind(moved), key, {is_dirty, !is_dirty});
     }
     __syncthreads();
+    if (moved) tally_end(tally, clients_behind(moved));
     if (threadIdx.x != 0 || !moved) return;
     if (written) atomicAdd(&moved->written_back, (u64)written);
     if (clean) atomicAdd(&moved->scores_written, (u64)clean);
