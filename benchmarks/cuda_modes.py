@@ -14,7 +14,7 @@ from benchmarks.cuda_tables import run_fetched, run_fresh
 from benchmarks.cuda_timing import StepTimes
 from tieredemb.stats import CacheStats
 
-MODE_STEPS = 20  # before a mode is timed: it may compile kernels, or capture
+MODE_STEPS = 80  # before a mode is timed: it may compile kernels, capture, or find out whether planning ahead pays
 FETCHED, GRAPH, FETCHED_GRAPH = ", prefetch", ", CUDA graph", ", CUDA graph, prefetch"
 
 

@@ -173,7 +173,7 @@ def test_files_whose_plans_all_aged_go_on(device, tmp_path):
 def test_plans_made_ahead_age_as_they_are_told(device, tmp_path, staged):
     ahead = make(40, **({"storage": te.File(str(tmp_path / "rows"))} if staged else {}))
     plain = make(40)
-    with plan_executors._executor(*plan_executors._kind(ahead)) as executor:
+    with plan_executors._executor(*plan_executors.kind_of(ahead)) as executor:
         for step in range(8):
             parts = [part for part in parts_of(step)[1] if len(part)]
             for number, ids in enumerate(parts):

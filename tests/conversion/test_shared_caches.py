@@ -558,4 +558,4 @@ def test_many_sets_of_tables_keep_few_numbers(gpu):
     ids = torch.tensor([[1, 2]], device="cuda")
     for chosen in range(1, 256):
         sum(table(ids) for t, table in enumerate(model.emb) if chosen >> t & 1).sum().backward()
-    assert len(pool_of(model).groups[0]._numbered) <= 64
+    assert len(pool_of(model).groups[0]._numbers._last) <= 64

@@ -37,6 +37,7 @@ from tieredemb.lookup.device_bags import (
     DeviceKeySpace,
     Edges,
     find_device_bags,
+    join_edges,
     new_device_bags,
     new_fault,
     tell_fault,
@@ -255,6 +256,7 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
     for given, winners in ((weights, None), (None, argmax)):
         lookup.pool(hot, overflow, homes, bags, given, out, winners)
     lookup.weights_gradient(lookup.gather(hot, overflow, homes), homes, bags, grad)
+    assert join_edges(torch.zeros(3, dtype=torch.int64), torch.zeros((3, 2), dtype=torch.int64), 3, 10).shape == (7,)
     segments = lookup.segments(homes, bags.bag, bags.batch)
     lookup.limit_norms(hot, overflow, segments, fault, 2.0, 1.5)
     lookup.set_options(options, asdict(optimizer))
@@ -284,6 +286,20 @@ def test_norms_of_gradients_are_launched_as_they_fit(launched):
         powers = occurrence_powers(lookup, homes, bags.bag, bags.batch, grad, scale, winners, 2.0)
         assert (powers.shape, powers.dtype) == ((10,), torch.float64)
     assert {*launched} >= {"segments_find", "segments_update", "long_segments_update", "scale_gather"}
+
+
+def test_tables_apart_are_looked_up_and_updated_as_one(launched):
+    space = a_space()
+    lookup = DeviceLookup(space, RowFormat(width=8), te.SGD(lr=0.1), apart=True)
+    bags, fault = found_bags(space)
+    lookup.pool(hot_rows(state=0), NOWHERE, torch.zeros(10, dtype=torch.int32), bags, None, torch.zeros(6, 8), None)
+    segments = lookup.segments(torch.zeros(10, dtype=torch.int32), bags.bag, bags.batch)
+    options, steps = torch.zeros(MOST_NUMBERS, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+    tables = torch.tensor([1, 3], dtype=torch.int32)
+    rate, numbers = lookup.begin(options, steps, fault, None, None, segments.work, None, tables)
+    grad = torch.zeros(6, 8)
+    lookup.update(hot_rows(state=0), NOWHERE, segments, grad, None, None, rate, numbers, tables=tables)
+    assert {*launched} >= {"bags_pool", "step_begin", "segments_update", "long_segments_update"}
 
 
 def test_shared_tables_are_updated_with_a_rate_for_each_feature(launched):
@@ -424,8 +440,8 @@ SPACE = struct_type("lookup/bags.cu", "Space")
 
 
 def test_struct_has_the_bytes_of_its_fields():
-    space = SPACE(blocks=0, features=3, first=KEYS, size=0, padding=2**40, resident=CELLS, n_features=7)
-    assert space == struct.pack("@qqqqqqi4x", 0, 3, KEYS.data_ptr(), 0, 2**40, CELLS.data_ptr(), 7)
+    space = SPACE(blocks=0, features=3, first=KEYS, size=0, padding=2**40, resident=CELLS, n_features=7, apart=1)
+    assert space == struct.pack("@qqqqqqii", 0, 3, KEYS.data_ptr(), 0, 2**40, CELLS.data_ptr(), 7, 1)
     assert len(space) == read("lookup/bags.cu").layout("Space").size
     assert any(field is KEYS for field in space.fields)  # else its memory might be another's at the launch
 
@@ -446,7 +462,7 @@ def test_struct_is_packed_where_c_aligns_it():
 @pytest.mark.parametrize("bad", [{"first": KEYS.int()}, {"first": CELLS[:, 0]}, {"padding": 3}])
 def test_launch_refuses_a_struct_that_does_not_fit(launched, bad):
     fields = {"blocks": 0, "features": KEYS, "first": KEYS, "size": KEYS, "padding": KEYS, "resident": KEYS}
-    fields["n_features"] = 2
+    fields |= {"n_features": 2, "apart": 0}
     check = Kernel("lookup/bags.cu", "offsets_check")
     check(1, 32, KEYS, 3, 3, 3, True, 1, SPACE(**fields), KEYS, KEYS)
     for space in (SPACE(**{**fields, **bad}), bytes(SPACE(**fields)), 0):

@@ -229,8 +229,8 @@ def test_pooled_lookup_equals_torch(width, dtype):
     groups = tables * ((batch + 3) // 4)
     flags = (*options(dtype, width), "-DHAS_MAX")
     Kernel("lookup/embedding_bag.cu", "bags_pool", flags)(
-        blocks_for(groups * lanes, 256), 256, weight, 0, 0, homes, offsets, batch, tables * batch, mode, column, 0, out,
-        tables * width, argmax,
+        blocks_for(groups * lanes, 256), 256, weight, 0, 0, homes, offsets, batch, tables * batch, mode, column, 0, 0,
+        out, tables * width, argmax,
     )  # fmt: skip
     for t, name in enumerate(("sum", "mean", "max")):
         edges = offsets[t * batch : (t + 1) * batch + 1]
@@ -278,9 +278,11 @@ def test_update_equals_the_formula_and_repeats_its_bits(optimizer, width):
         )
         kernel("segments_update")(
             64, 256, work, items, n, bags, batch, column, grad, tables * width, 0, order.indices, 0, 0, weight, state,
-            0, 0, 0, dirty, rate, numbers, parts, 0, 0,
+            0, 0, 0, dirty, rate, numbers, 0, parts, 0, 0,
         )  # fmt: skip
-        kernel("long_segments_update")(8, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rate, numbers, 0, 0)
+        kernel("long_segments_update")(
+            8, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rate, numbers, 0, 0, 0
+        )
         return weight, state, dirty
 
     weight, state, dirty = run()

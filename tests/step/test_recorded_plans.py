@@ -245,7 +245,7 @@ def test_converted_tables_that_share_a_cache(monkeypatch, replays, capacity, pre
         found.append(updates_of(model[0].tables.whole)._updates)
         return [*outputs, *model.state_dict().values()]
 
-    assert both(monkeypatch, replays, run) > 20
+    assert both(monkeypatch, replays, run) > (10 if prefetch else 20)  # plans of all three tables, or of each
     recorded, launched = found
     assert prefetch or len(recorded) == 1
     assert not launched

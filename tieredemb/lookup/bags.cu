@@ -9,10 +9,11 @@ constexpr i64 FAR = 1ll << 62;  // a fault at position p is marked as FAR − p,
 
 // The features of a key space. `blocks`: of each one the number of its block of bags among those given, null where these
 // are theirs alone and in their order; `features`: their numbers in the collection; `first`, `size`: first key and rows of the table of each;
-// `padding`: an id of each, or −1; `resident`: the slot of its table's first row, or −1.
+// `padding`: an id of each, or −1; `resident`: the slot of its table's first row, or −1; `apart`: whether each was looked
+// up by itself, so that faults are told in terms of its own ids and offsets.
 struct Space {
     const i64 *blocks, *features, *first, *size, *padding, *resident;
-    int n_features;
+    int n_features, apart;
 };
 
 // Edge k of the bags of all features; the last one may be left out and is then the number of ids. Without `offsets` all
@@ -24,6 +25,31 @@ struct Edges {
         return !offsets ? k * given : k < given ? offsets[k] : n_ids;
     }
 };
+
+constexpr i64 MISPLACED = -(1ll << 61), MOST_MISPLACED = 1ll << 60;  // of an edge that should be a first one: + offset
+
+// The edges of features that were looked up by themselves, put together: int64 (features · batch + 1). `parts`: int64
+// (3, features), of each the number of ids before its own, which of the blocks of `batch` offsets is its own, or −1, and
+// the length of its bags if it has none. An offset other than 0 of a first bag becomes an edge that no check lets pass.
+extern "C" __global__ void edges_join(const i64 *offsets, const i64 *parts, i64 features, i64 batch, i64 n_ids,
+                                      i64 *edges) {
+    wait_for_prior_kernel();
+    for (i64 k = thread_index(); k <= features * batch; k += thread_count()) {
+        const i64 f = k / batch, b = k - f * batch;
+        if (f == features) {
+            edges[k] = n_ids;
+            continue;
+        }
+        const i64 start = parts[f], block = parts[features + f];
+        i64 offset = block < 0 ? b * parts[2 * features + f] : offsets[block * batch + b];
+        if (b == 0 && offset != 0) {
+            offset = offset < -MOST_MISPLACED ? -MOST_MISPLACED : offset > MOST_MISPLACED ? MOST_MISPLACED : offset;
+            edges[k] = MISPLACED + offset;
+        } else {
+            edges[k] = start + offset;
+        }
+    }
+}
 
 __device__ __forceinline__ void mark(u64 *place, i64 position) { atomicMax(place, (u64)(FAR - position)); }
 
@@ -95,7 +121,18 @@ __device__ void fault_report(const volatile Fault *fault, const i64 *ids, const 
     report->position = at;
     report->ids = edges.n_ids;
     report->edges = n_edges;
-    if (bad_offset) {
+    if (bad_offset && space.apart) {
+        i64 f = at / batch;  // of a first bag whose edge is where it should be the last one before is wrong
+        const bool first_is_wrong = at == f * batch && edges[at] < 0;
+        if (at == f * batch && !first_is_wrong) f--;
+        const i64 start = f * batch == at ? 0 : edges[f * batch];
+        const i64 end = (f + 1) * batch < n_edges - 1 ? edges[(f + 1) * batch] : edges.n_ids;
+        report->position = at - f * batch;
+        report->value = first_is_wrong ? edges[at] - MISPLACED : edges[at] - start;
+        report->before = f * batch == at ? 0 : edges[at - 1] - start;
+        report->ids = end - start;
+        report->edges = batch + 1;
+    } else if (bad_offset) {
         report->value = edges[at];
         report->before = at ? edges[at - 1] : 0;
     } else {
@@ -113,6 +150,7 @@ __device__ void fault_report(const volatile Fault *fault, const i64 *ids, const 
         }
         report->feature = feature;
         report->value = ids[at];
+        if (space.apart) report->position = at - edges[feature * batch];
     }
     __threadfence_system();
     report->state = 1;

@@ -8,6 +8,7 @@ are then copied out.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,6 +81,16 @@ class KeySpace:
 
     def __len__(self) -> int:
         return len(self.tables)
+
+    def of_tables(self, positions: Sequence[int]) -> KeySpace:
+        """That of some of the tables, which have one feature each, with the keys that they have here."""
+        some, chosen = copy.copy(self), list(positions)
+        some.tables = some.features = some.table = np.arange(len(chosen))
+        some.first, some.size, some.column = self.first[chosen], self.size[chosen], self.column[chosen]
+        some.mode, some.padding = self.mode[chosen], self.padding[chosen]
+        some.names = [self.names[position] for position in chosen]
+        some.has_mean, some.has_max = bool((some.mode == MEAN).any()), bool((some.mode == MAX).any())
+        return some
 
     def blocks(self, places: Places) -> Array:
         """Of each feature the number of its block of bags among those given, int64 (F,)."""

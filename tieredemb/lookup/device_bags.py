@@ -35,9 +35,9 @@ def words_of(struct: str) -> int:
 class DeviceKeySpace:
     """The arrays of a `KeySpace` on a device: `column`, `mode`, `padding` and, where tables are shared, the `table` of
     each feature; and those that kernels take as one struct. `resident`: (T,), the slot of the first row of a table that
-    is resident, or −1."""
+    is resident, or −1 · `apart`: whether each feature was looked up by itself, which is what faults are told of."""
 
-    def __init__(self, space: KeySpace, resident: Sequence[int], device: torch.device) -> None:
+    def __init__(self, space: KeySpace, resident: Sequence[int], device: torch.device, *, apart: bool = False) -> None:
         def upload(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
@@ -54,6 +54,7 @@ class DeviceKeySpace:
             "size": upload(space.size),
             "resident": upload(np.array(resident, np.int64)[space.table]),
             "n_features": len(space.features),
+            "apart": apart,
         }
         # those that were asked for are kept: a captured step counts on their memory
         self._features: dict[tuple[bool, Places | None], StructValue] = {}
@@ -162,6 +163,21 @@ def find_device_bags(
         batch, features, bags.keys, bags.homes, bags.bag, 0 if bags.position is None else bags.position, edges.count,
         fault, report,
     )  # fmt: skip
+
+
+def join_edges(offsets: torch.Tensor, parts: torch.Tensor, batch: int, ids: int) -> torch.Tensor:
+    """The edges of the bags of features that were looked up by themselves, `batch` bags each, put together: int64
+    (F·B + 1,). `offsets`: int64 (K·B,), those of the ones that gave any · `parts`: int64 (3, F), of each the number of
+    ids before its own, which block of the offsets is its own, or −1, and the length of its bags where it has none ·
+    `ids`: how many there are. What `find_device_bags` finds wrong with them is reported in the feature's own terms.
+    Does not synchronise."""
+    features = parts.shape[1]
+    edges = torch.empty(features * batch + 1, dtype=torch.int64, device=parts.device)
+    join = kernel(FILE, "edges_join")
+    join(
+        blocks_for(features * batch + 1, THREADS, MOST_BLOCKS), THREADS, offsets, parts, features, batch, ids, edges
+    )  # fmt: skip
+    return edges
 
 
 def number_one_by_one(bags: DeviceBags, own: torch.Tensor) -> None:

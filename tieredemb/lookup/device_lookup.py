@@ -103,8 +103,9 @@ class DeviceLookup:
         out: torch.Tensor,
         argmax: torch.Tensor | None,
     ) -> None:
-        """Writes the pooled rows of `bags` to columns `space.column` of `out` (B, ΣD). `weights`: float32 (N,), for
-        sums · `argmax`: int32 (B, ΣD), takes the winning occurrence of each maximum, −1 for an empty bag."""
+        """Writes the pooled rows of `bags` to columns `space.column` of `out` (B, ΣD), or, of features apart, below
+        each other: (F·B, D). `weights`: float32 (N,), for sums · `argmax`: int32, as `out`, takes the winning
+        occurrence of each maximum, −1 for an empty bag."""
         count = len(self.space.space.features) * bags.batch
         each = BAGS_OF_ONE if homes.shape[0] <= 2 * count else LONG_BAGS
         flags = (*self._rows, *self._output, *overflow.flags, f"-DBAGS={each}", *self._alignment(out))
@@ -113,7 +114,7 @@ class DeviceLookup:
         pool(
             blocks_for(groups * self._lanes, THREADS), THREADS, hot.weight, overflow.weight,
             _address(overflow.records), homes, bags.offsets, bags.batch, count, self.space.mode, self.space.column,
-            _address(weights), out, out.shape[1], _address(argmax),
+            bags.batch if self._apart else 0, _address(weights), out, out.shape[1], _address(argmax),
         )  # fmt: skip
 
     def read_current(
@@ -216,10 +217,14 @@ class DeviceLookup:
         numbers: torch.Tensor,
         past: torch.Tensor | None = None,
         steps: torch.Tensor | None = None,
+        *,
+        tables: torch.Tensor | None = None,
     ) -> None:
         """Applies one optimizer step to the rows of `segments` and marks hot ones dirty. `grad`: float32 (B, ΣD) ·
         `scale`: float32 (N,), what each occurrence's share is multiplied by · `argmax`: int32 (B, ΣD) · `rate`, float32
-        (F,), and `numbers`, float32: as `begin` made them · `past`, `steps`: as it was given, of a dense optimizer."""
+        (F,), and `numbers`, float32: as `begin` made them · `past`, `steps`: as it was given, of a dense optimizer ·
+        `tables`: of features apart that were looked up as one, whose `grad` is (F·B, D): which table each is, int32
+        (F,)."""
         n = segments.order.shape[0]
         sorted_scale = None
         if scale is not None:
@@ -234,14 +239,14 @@ class DeviceLookup:
         )  # fmt: skip
         short(
             blocks_for(n * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work, segments.items, n,
-            segments.sorted_bag, max(1, grad.shape[0]), self.space.column, grad, grad.shape[1], _address(sorted_scale),
-            segments.order, _address(argmax), self.space.mode, *rows, rate, numbers, parts,
-            _address(past), _address(steps),
+            segments.sorted_bag, max(1, grad.shape[0]) if tables is None else 0, self.space.column, grad, grad.shape[1],
+            _address(sorted_scale), segments.order, _address(argmax), self.space.mode, *rows, rate, numbers,
+            _address(tables), parts, _address(past), _address(steps),
         )  # fmt: skip
         long = kernel(self._recipe, "long_segments_update", *self._update, *overflow.flags)
         long(
             blocks_for(segments.longs.shape[0] * self._lanes, THREADS, 132), THREADS, segments.work, segments.longs,
-            parts, *rows, rate, numbers, _address(past), _address(steps),
+            parts, *rows, rate, numbers, _address(tables), _address(past), _address(steps),
         )  # fmt: skip
 
     def begin(

@@ -20,10 +20,12 @@ __device__ __forceinline__ void add_row(float *acc, row_vector row, float weight
     for (int k = 0; k < VECTOR; k++) acc[k] = __fmaf_rn(weight, to_float(row.v[k]), acc[k]);
 }
 
-// out (B, total): columns column[f] … of row b take bag f · B + b. Moves D · itemsize bytes an occurrence and a bag.
+// out (B, total): columns column[f] … of row b take bag f · B + b; or of row f · below + b, where the features' rows lie
+// below each other. Moves D · itemsize bytes an occurrence and a bag.
 extern "C" __global__ void __launch_bounds__(256) bags_pool(
     const row_t *weight, const row_t *away, const Record *records, const int *homes, const i64 *offsets, i64 batch,
-    i64 bags, const int *mode, const i64 *column, const float *sample_weights, out_t *out, i64 total, int *argmax) {
+    i64 bags, const int *mode, const i64 *column, i64 below, const float *sample_weights, out_t *out, i64 total,
+    int *argmax) {
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES;
@@ -79,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_pool(
 #pragma unroll
             for (int k = 0; k < VECTOR; k++)
                 result.v[k] = output_of(kind == MEAN && count > 1 ? __fdiv_rn(acc[k], (float)count) : acc[k]);
-            i64 at = (first + b) * total + column[feature] + unit * VECTOR;
+            i64 at = (feature * below + first + b) * total + column[feature] + unit * VECTOR;
             store_streaming(out + at, result);  // read by other kernels, later: the cache is for rows
             if (MAXIMA && argmax && kind == MAX) {
 #pragma unroll

@@ -24,6 +24,10 @@ constexpr bool IS_APART = false;
 #endif
 // Which of the numbers, histories and steps is that of a feature's table.
 __device__ __forceinline__ int own_of(int feature) { return IS_APART ? feature : 0; }
+// Which table a feature is, of all that take steps of their own: one of `tables`, or where there are none its own number.
+__device__ __forceinline__ int table_of(int feature, const int *tables) {
+    return IS_APART && tables ? tables[feature] : feature;
+}
 
 struct Work {
     int items, parts, longs, pad;  // short segments, chunks, long segments
@@ -280,12 +284,14 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
 }
 
 // Sums the gradients of each item. Reads 4 D bytes an occurrence; a short segment's row and state once each way. The
-// gradient of a maximum counts where its winner (`argmax`) is the occurrence (`order`) itself.
+// gradient of a maximum counts where its winner (`argmax`) is the occurrence (`order`) itself. `batch`: bags a feature; 0
+// where the gradient has a row for each bag · `tables`: of the features, where each is a table that takes steps of its
+// own; null for theirs in order.
 extern "C" __global__ void __launch_bounds__(256) segments_update(
     const Work *work, const Item *items, int n, const int *sorted_bag, int batch, const i64 *column, const float *grad,
     i64 total, const float *sorted_scale, const i64 *order, const int *argmax, const int *mode, row_t *weight,
     float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty,
-    const float *rate, const Numbers *numbers, float *parts, const Past *past, const i64 *steps) {
+    const float *rate, const Numbers *numbers, const int *tables, float *parts, const Past *past, const i64 *steps) {
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const int group = (int)(thread_index() / LANES), groups = (int)(thread_count() / LANES);
@@ -299,12 +305,13 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         if (w + groups < count) next = item_at(w + groups);
         const bool whole = item.feature >= 0;
         const int feature = whole ? item.feature : -1 - item.feature;
-        if constexpr (IS_APART) constants = numbers[feature];
+        const int own = table_of(feature, tables);
+        if constexpr (IS_APART) constants = numbers[own];
         const i64 shift = (IS_SHARED ? 0 : column[feature] - (i64)feature * batch * total) + lane * VECTOR;
         const auto gradient_at = [=](int bag) {  // of a bag, after `shift`
             if (!IS_SHARED) return (i64)bag * total;
-            const int own = bag / batch;
-            return (i64)(bag - own * batch) * total + column[own];
+            const int its = bag / batch;
+            return (i64)(bag - its * batch) * total + column[its];
         };
         const float *base = grad + shift;
         Place place;
@@ -373,11 +380,11 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = __fmul_rn(acc[s][k], constants.scale);
         if constexpr (IS_DENSE) {
-            const i64 step = steps[own_of(feature)];
-            row_bring(place, row, lane, past[own_of(feature)], step - 1, step);
+            const i64 step = steps[own_of(own)];
+            row_bring(place, row, lane, past[own_of(own)], step - 1, step);
         }
         if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
-        else row_update(place, row, acc, lane, rate[feature], constants);
+        else row_update(place, row, acc, lane, rate[own], constants);
         if (lane == 0 && item.home >= 0) dirty[item.home] = 1;
     }
 }
@@ -386,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
 extern "C" __global__ void __launch_bounds__(256) long_segments_update(
     const Work *work, const Long *longs, const float *parts, row_t *weight, float *state, row_t *away_weight,
     float *away_state, const Record *records, unsigned char *dirty, const float *rate, const Numbers *numbers,
-    const Past *past, const i64 *steps) {
+    const int *tables, const Past *past, const i64 *steps) {
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES, groups = thread_count() / LANES;
@@ -394,7 +401,8 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
     const Rows rows{weight, state, away_weight, away_state, records};
     for (i64 w = group; w < work->longs; w += groups) {
         Long segment = longs[w];
-        if constexpr (IS_APART) constants = numbers[segment.feature];
+        const int own = table_of(segment.feature, tables);
+        if constexpr (IS_APART) constants = numbers[own];
         float acc[STEPS][VECTOR];
 #pragma unroll
         for (int s = 0; s < STEPS; s++)
@@ -428,11 +436,11 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
         Row row;
         if constexpr (!Recipe::KEEPS_SUM) row = row_read(place, lane);
         if constexpr (IS_DENSE) {
-            const i64 step = steps[own_of(segment.feature)];
-            row_bring(place, row, lane, past[own_of(segment.feature)], step - 1, step);
+            const i64 step = steps[own_of(own)];
+            row_bring(place, row, lane, past[own_of(own)], step - 1, step);
         }
         if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
-        else row_update(place, row, acc, lane, rate[segment.feature], constants);
+        else row_update(place, row, acc, lane, rate[own], constants);
         if (lane == 0 && segment.home >= 0) dirty[segment.home] = 1;
     }
 }

@@ -19,8 +19,8 @@ from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.forwards import LISTENERS, tell
 from tieredemb.stats import CacheStats
-from tieredemb.step.batch import Batch
-from tieredemb.step.call import inside_backward
+from tieredemb.step.batch import Batch, Given
+from tieredemb.step.call import CallContext, inside_backward
 from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned
 from tieredemb.storage.base import CARRIERS
@@ -161,6 +161,10 @@ class TieredModule(nn.Module, abc.ABC):
         return self.engine.plan_ahead(
             executor, inputs, self._batch, self._context, trains=trains, ages=ages, memory=memory
         )
+
+    def batch_of(self, given: Given) -> tuple[Batch, CallContext]:
+        """What a plan of several forwards needs of one, from what that will be given. Raises `InvalidInputError`."""
+        return self._batch(*given), self._context
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Sums the gradients of all backward passes inside the context and applies one optimizer step at its end: the

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -23,13 +22,13 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.streams import on_device
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
-from tieredemb.pipeline.lookups import LookupSpec, ages_of
+from tieredemb.pipeline.joint_plans import PlannedUnit, Units, plan_units
+from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.pipeline.plan_executors import StreamExecutor
 from tieredemb.pipeline.uncapturable import explain
-from tieredemb.step.batch import Given
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_call import DeviceCall
-from tieredemb.step.planned_forwards import Made, Planned, PlannedForwards
+from tieredemb.step.planned_forwards import Planned
 
 R = TypeVar("R")
 Lookups = Callable[[Any], Sequence[LookupSpec]]
@@ -222,10 +221,11 @@ class _Turn(Generic[R]):
         self.buffers = buffers
         self.batch: Any = None
         self.graph: _Graph[R] | None = None
-        self._planned: list[tuple[PlannedForwards, Planned]] = []
-        # as they were planned last by launches, of what, and among which; replays plan to where these are
+        self._planned: list[PlannedUnit] = []
+        # as they were planned last by launches; replays plan to where these are
+        self._launched: list[PlannedUnit] = []
         self._calls: list[DeviceCall] = []
-        self._given: list[tuple[PlannedForwards, Given]] = []
+        self._units = Units()
 
     @property
     def memories(self) -> list[CallMemory]:
@@ -248,56 +248,55 @@ class _Turn(Generic[R]):
 
     def plan(self, executor: StreamExecutor, step: StepFunction[R], lookups: Lookups) -> None:
         """Plans the forwards of the batch, to where those of the one before were."""
-        wanted = lookups(self.buffers.batch)
-        for lookup, ages, memory in zip_longest(wanted, ages_of(wanted), self.memories):
-            if lookup is not None:
-                module, trains = lookup.module, lookup.trains and step.trains
-                planned = module.plan_ahead(executor, *lookup.given, trains=trains, ages=ages, memory=memory)
-                self._planned.append((module.engine.planned, planned))
-        if not any(planned.failed for _, planned in self._planned):
-            self._calls, self._given = self.calls(), [(among, planned.given) for among, planned in self._planned]
+        wanted = [lookup._replace(trains=lookup.trains and step.trains) for lookup in lookups(self.buffers.batch)]
+
+        def plan_alone(lookup: LookupSpec, **how: Any) -> Planned:
+            return lookup.module.plan_ahead(executor, *lookup.given, trains=lookup.trains, **how)
+
+        with executor.together(wanted):
+            plan_units(self._units.of(wanted), plan_alone, self._planned, self.memories, ahead=True)
+        if not any(unit.failed for unit in self._planned):
+            self._calls, self._launched = self.calls(), [*self._planned]
 
     def check_planned(self) -> None:
         """Raises what planning has ended in."""
-        for _, planned in self._planned:
-            planned.future.result()
+        for unit in self._planned:
+            for planned in unit.planned:
+                planned.future.result()
 
     def calls(self) -> list[DeviceCall]:
         """The planned forwards; none if they are not all there."""
-        if any(planned.failed or not among.holds(planned) for among, planned in self._planned):
+        if not all(unit.is_whole for unit in self._planned):
             return []
-        return [cast("DeviceCall", planned.future.result()) for _, planned in self._planned]
+        return [unit.call() for unit in self._planned]
 
     def made(self) -> list[DeviceCall]:
         """Those forwards that could be planned."""
-        futures = (planned.future for _, planned in self._planned)
-        good = (each for each in futures if each.done() and not each.cancelled() and each.exception() is None)
-        return [cast("DeviceCall", each.result()) for each in good]
+        return [call for unit in self._planned if (call := unit.made()) is not None]
 
     def planned_again(self, offsets: list[list[int]], first: dict[DeviceCache, int]) -> None:
         """A replay has planned them, as batches at `offsets` from the `first` of each cache."""
         self._planned = []
-        for call, (among, given), ahead in zip(self._calls, self._given, offsets, strict=True):
+        for call, unit, ahead in zip(self._calls, self._launched, offsets, strict=True):
             batches = [first[part.group.cache] + number for part, number in zip(call.parts, ahead, strict=True)]
-            planned = Planned(given, Made(call.again(batches)))
-            among.add(planned)
-            self._planned.append((among, planned))
+            self._planned.append(unit.again(call.again(batches)))
 
     def over(self) -> None:
         """A replay has computed the batch."""
         planned, self._planned, self.batch = self._planned, [], None
-        for among, each in planned:
-            among.drop(each)
+        for unit in planned:
+            unit.drop()
 
     def drop(self) -> int:
         """Gives up the plans that no forward has taken, and forgets the batch; returns how many there were. The current
         stream waits for them, as it may be about to overwrite what they read."""
         planned, self._planned, self.batch = self._planned, [], None
-        dropped = [each for among, each in planned if among.holds(each) and not each.failed]
+        waiting = [pair for unit in planned for pair in unit.waiting]
+        dropped = [each for among, each in waiting if among.holds(each) and not each.failed]
         try:
             for each in dropped:
                 cast("DeviceCall", each.future.result()).arrive()
         finally:
-            for among, each in planned:
+            for among, each in waiting:
                 among.drop(each)
         return len(dropped)

@@ -17,6 +17,7 @@ from tieredemb.modules.inputs import MAX_IDS
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction, check_capturable, detached
 from tieredemb.pipeline.graph_ahead import StepAhead
+from tieredemb.pipeline.joint_plans import PlannedUnit, Units, plan_at_once
 from tieredemb.pipeline.prefetch import running
 from tieredemb.pipeline.uncapturable import explain
 
@@ -152,6 +153,7 @@ class _StepAlone(Generic[R]):
         self._left = EAGER_STEPS
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: R | None = None
+        self._units = Units()
 
     def run(self, batch: Any) -> R:
         step = self._step
@@ -180,13 +182,24 @@ class _StepAlone(Generic[R]):
 
     def _eagerly(self) -> R:
         with self._step.on_buffers():
-            return self._step.beside(lambda: self._step.heard(self._buffers.batch))
+            return self._step.beside(self._compute)
+
+    def _compute(self) -> R:
+        """The function of the batch in the buffers. Tables that share a cache are planned as one before."""
+        batch, planned = self._buffers.batch, list[PlannedUnit]()
+        lookups = [lookup._replace(trains=lookup.trains and self._step.trains) for lookup in self._step.lookups(batch)]
+        try:
+            plan_at_once(self._units.of(lookups), planned)
+            return self._step.heard(batch)
+        finally:
+            for unit in planned:
+                unit.drop()
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         try:
             with self._step.on_buffers(), self._step.capture(graph):
-                result = self._step.heard(self._buffers.batch)
+                result = self._compute()
         except RuntimeError as error:
             explain(error)
             raise

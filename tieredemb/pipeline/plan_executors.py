@@ -18,7 +18,8 @@ from tieredemb.cache.locks import Locks
 from tieredemb.kernels.streams import current_stream, on_stream, side_stream
 from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.batches import map_tensors, tensors_of
-from tieredemb.pipeline.lookups import LookupSpec, ages_of
+from tieredemb.pipeline.joint_plans import PlannedUnit, Units, plan_units
+from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.step.call import Call
 from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned
 from tieredemb.tables.table_set import Place
@@ -29,32 +30,36 @@ class PlanExecutors:
     closed."""
 
     def __init__(self, modules: Mapping[str, TieredModule]) -> None:
-        kinds = dict.fromkeys(map(_kind, modules.values()))
+        kinds = dict.fromkeys(map(kind_of, modules.values()))
         self._executors: dict[tuple[torch.device, bool], PlanExecutor] = {kind: _executor(*kind) for kind in kinds}
         self._found: dict[TieredModule, tuple[weakref.ref[Place], PlanExecutor]] = {}
         devices = {device for device, _ in kinds}
+        self._units = Units()
         self._streams = [each for each in self._executors.values() if isinstance(each, StreamExecutor)]
         self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
 
-    def plan(self, lookups: Sequence[LookupSpec], planned: list[tuple[TieredModule, Planned]]) -> None:
+    def plan(self, lookups: Sequence[LookupSpec], planned: list[PlannedUnit]) -> None:
         """Begins to plan the forwards of a batch, `lookups`, and puts down which: an interrupt finds those that were
         made. Those on a stream are planned in one go."""
         if not lookups:
             return
-        executors = [self._executor_of(lookup.module) for lookup in lookups]
-        ages = ages_of(lookups) if len(lookups) > 1 else [True]
+
+        def plan_alone(lookup: LookupSpec, **how: Any) -> Planned:
+            module, given, trains = lookup
+            return module.plan_ahead(self._executor_of(module), *given, trains=trains, **how)
+
         with contextlib.ExitStack() as entered:
             for stream in self._streams:
-                on_it = [one for one, executor in zip(lookups, executors, strict=True) if executor is stream]
+                on_it = [lookup for lookup in lookups if self._executor_of(lookup.module) is stream]
                 entered.enter_context(stream.together(on_it))
-            for (module, given, trains), executor, is_later in zip(lookups, executors, ages, strict=True):
-                planned.append((module, module.plan_ahead(executor, *given, trains=trains, ages=is_later)))
+            units = self._units.of(lookups)
+            plan_units(units, plan_alone, planned, ahead=True)
 
     def _executor_of(self, module: TieredModule) -> PlanExecutor:
         place = module.tables.placed.now
         found = self._found.get(module)
         if found is None or found[0]() is not place:
-            found = self._found[module] = weakref.ref(place), self._executors[_kind(module)]
+            found = self._found[module] = weakref.ref(place), self._executors[kind_of(module)]
         return found[1]
 
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
@@ -76,7 +81,7 @@ class PlanExecutors:
             executor.shutdown()
 
 
-def _kind(module: TieredModule) -> tuple[torch.device, bool]:
+def kind_of(module: TieredModule) -> tuple[torch.device, bool]:
     """The device of a module, and whether its plans wait for the host there."""
     waits = any(not group.cache.cold.device_readable for group in module.tables.groups)
     return module.tables.config.device, waits
@@ -129,6 +134,9 @@ class StreamExecutor(PlanExecutor):
     @contextlib.contextmanager
     def together(self, lookups: Sequence[LookupSpec]) -> Iterator[None]:
         """Forwards that are planned inside, by this thread, are planned in one go: `lookups`, on this stream."""
+        if not lookups:
+            yield
+            return
         caches = {group.cache: None for lookup in lookups for group in lookup.module.tables.groups}
         if caches != self._caches:
             self._caches, self._locks = caches, Locks(caches, rows=False)

@@ -20,9 +20,10 @@ from tieredemb.config import is_whole, plain
 from tieredemb.errors import ConfigError, shown
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import LISTENERS, Forward
+from tieredemb.pipeline.joint_plans import PlannedUnit
 from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, learn
-from tieredemb.pipeline.plan_executors import PlanExecutors
-from tieredemb.step.planned_forwards import Planned
+from tieredemb.pipeline.pace import Pace
+from tieredemb.pipeline.plan_executors import PlanExecutors, kind_of
 
 B = TypeVar("B")
 
@@ -54,6 +55,7 @@ class Prefetch(Generic[B]):
                 stacklevel=3,
             )
         self._told = None if ids_of is None else NamedLookups(self.modules, ids_of)
+        self.pace = pace_of(self.modules.values(), depth)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -84,15 +86,25 @@ def prefetch(
     from them, or from their names, to these. Without it the first batch shows which of its tensors reach which module,
     and fetching ahead starts with the second; ids that the model computes cannot be guessed, which a warning says.
 
-    Its plans lock rows: those of `depth` batches more than without. Leaving the loop gives them up. An exception of the
-    loader comes at its batch. Returns an iterable with the length of `loader`, for any number of loops, one at a time.
-    Raises `ConfigError`.
+    Where the host is what the loop waits for, nothing can be hidden: steps on a GPU are timed now and then, and are
+    planned ahead while that makes them faster. Its plans lock rows: those of `depth` batches more than without. Leaving
+    the loop gives them up. An exception of the loader comes at its batch. Returns an iterable with the length of
+    `loader`, for any number of loops, one at a time. Raises `ConfigError`.
 
     >>> model = nn.Sequential(tieredemb.TieredEmbeddingBag(1000, 4, optimizer=tieredemb.SGD(lr=0.1)), nn.Linear(4, 1))
     >>> for ids in tieredemb.prefetch(torch.randint(1000, (5, 8, 3)), model):
     ...     model(ids).sum().backward()
     """
     return Prefetch(loader, model, depth, ids_of=ids_of)
+
+
+def pace_of(modules: Iterable[TieredModule], depth: int) -> Pace | None:
+    """What finds out whether planning ahead pays: where all plans are launches on one GPU, and cost the host alone."""
+    kinds = {kind_of(module) for module in modules}
+    if depth == 0 or len(kinds) > 1:
+        return None
+    ((device, waits),) = kinds
+    return None if waits or device.type != "cuda" else Pace(device, depth)
 
 
 def _waits(module: TieredModule) -> bool:
@@ -113,13 +125,14 @@ class _Fetched(Generic[B]):
         self.batch = batch
         self.receive = receive  # to be called before the batch is used, on each stream that uses it
         self.error = error
-        self.planned: list[tuple[TieredModule, Planned]] = []
+        self.planned: list[PlannedUnit] = []
 
     def drop(self, *, made: bool = False) -> int:
         """Gives up the plans that no forward took; returns how many were made in vain. `made`: waits until these are
         made, and known whether they fail."""
         planned, self.planned = self.planned, []
-        return sum(module.engine.planned.drop(plan, made=made) and not plan.failed for module, plan in planned)
+        waiting = [pair for unit in planned for pair in unit.waiting]
+        return sum(among.drop(each, made=made) and not each.failed for among, each in waiting)
 
 
 class Run(Generic[B]):
@@ -162,6 +175,8 @@ class Run(Generic[B]):
         self._current = current = self.queue.popleft()
         if current.error is not None:
             raise current.error
+        if self._prefetch.pace is not None and self._lookups is not None and not self._planners:
+            self._prefetch.pace.step()
         current.receive()
         return current.batch  # type: ignore[return-value]
 
@@ -169,7 +184,7 @@ class Run(Generic[B]):
         """The batch handed out has been used."""
         current, self._current = self._current, None
         assert current is not None
-        planned = len(current.planned)
+        planned = sum(len(unit.planned) for unit in current.planned)
         if planned and current.drop(made=not self._warned) == planned and not self._warned:
             self._warned = True
             warnings.warn(
@@ -229,6 +244,8 @@ class Run(Generic[B]):
             for give_up in self._planners:
                 each.callback(give_up)
             each.callback(self._listen, False)
+            if self._prefetch.pace is not None:
+                each.callback(self._prefetch.pace.leave)
             each.callback(_RUNNING.remove, self)
 
     def _drop_all(self) -> None:
@@ -238,7 +255,7 @@ class Run(Generic[B]):
     def _plan(self, fetched: _Fetched[B]) -> None:
         if self._lookups is None or self._prefetch.depth == 0 or fetched.error is not None:
             return
-        if self._planners:
+        if self._planners or not (self._prefetch.pace is None or self._prefetch.pace.ahead):
             return
         try:
             lookups = self._lookups(fetched.batch)  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from tieredemb.tables.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
+    from tieredemb.step.joint_call import JointCall
     from tieredemb.step.recorded_plans import Recorded
     from tieredemb.tables.table_set import TableSet
 
@@ -38,6 +39,8 @@ class DeviceCall(Call):
     pooled: torch.Tensor | None = None  # the output, where a recorded plan has looked it up
     recorded: Recorded | None = None  # what has planned it, if that is recorded
     source: Recorded | None = None  # the same, where it is to look the output up yet
+    joint: JointCall | None = None  # whose part it is, if it was planned together with others
+    position: int  # its place among those
     _told_stream: int | None = None  # the last one that the allocator was told of, see `follow`
 
     def plan(
@@ -115,8 +118,8 @@ class DeviceCall(Call):
         reads_padding = [not dropped and bool((group.space.padding >= 0).any()) for group in groups]
         # not where the padding is read, whose occurrences are known afterwards; nor where the update sorts those of all
         # tables that share the cache
-        together = [group.client is not None and group.past is None for group in groups]
-        sorts = [trains and not reads and not later for reads, later in zip(reads_padding, together, strict=True)]
+        later = [group.client is not None and group.past is None for group in groups]
+        sorts = [trains and not reads and not later for reads, later in zip(reads_padding, later, strict=True)]
         with groups[0].cache.memory():
             return CallMemory(groups, self.ids, self.batch, places, sorts=sorts, masks=reads_padding)
 
@@ -136,6 +139,11 @@ class DeviceCall(Call):
     def tickets(self) -> list[DeviceTicket]:
         """Those of all groups."""
         return [part.ticket for part in self.parts]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is part of a joint call, and nothing was asked of it that does not concern all."""
+        return False
 
     def complete(self) -> bool:
         ended = True
@@ -199,7 +207,8 @@ class DeviceCall(Call):
 
     @property
     def rows(self) -> int:
-        return self.batch if self.context.tables.config.pooled else self.ids
+        config = self.context.tables.config
+        return self.ids if not config.pooled else self.batch * len(config.tables) if config.apart else self.batch
 
     def tables_of_rows(self) -> torch.Tensor:
         (part,) = self.parts

@@ -74,7 +74,7 @@ class DeviceGroupCall:
         elif trained is not None:
             beside = functools.partial(_leave_out, group.device_space, ids, bags, trained)
         self.ticket = group.cache.plan(
-            bags.keys, bags.homes, score=scored, ages=ages, client=group.client, given=given, beside=beside,
+            bags.keys, bags.homes, score=scored, ages=ages, client=group.device_client, given=given, beside=beside,
             ahead=ahead,
         )  # fmt: skip
         self.ticket.kept = (*vars(bags).values(), *(() if segments is None else vars(segments).values()), trained)
@@ -144,6 +144,7 @@ class DeviceGroupCall:
         """Scales the rows of this forward down to `max_norm`, where they are longer."""
         self.join()
         cache = self.group.cache
+        cache.rows_version += 1
         with cache.using(self.ticket):
             segments = self._looked_up()
             overflow = cache.overflow([self.ticket])

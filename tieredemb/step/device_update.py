@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.step.device_call import DeviceCall
+    from tieredemb.step.joint_call import JointCall
     from tieredemb.tables.table_set import TableSet
 
 
@@ -57,6 +58,8 @@ def update(collected: Collected) -> None:
     groups = [cast("DeviceGroup", group) for group in tables.groups]
     tickets = [[call.parts[g].ticket for call in calls] for g in range(len(groups))]
     with tables.placed.now.rows.again(), on_device(tables.config.device), contextlib.ExitStack() as used:
+        for group in groups:
+            group.cache.rows_version += 1
         for call, grad in zip(calls, grads, strict=True):
             call.follow(grad)
         found_inf, grad_scale = optimizer.scaling(grads)
@@ -92,12 +95,16 @@ def update_together(sets: Sequence[Collected]) -> None:
     tables, optimizer = sets[0][0][0].context.tables.whole, sets[0][0][0].context.check_trainable()
     whole = cast("DeviceGroup", tables.groups[0])
     collected = sorted((pair for calls in sets for pair in calls), key=lambda pair: pair[0].number)
-    calls, grads = _device_calls(collected), [grad for _, grad in collected]
-    parts = [call.parts[0] for call in calls]
+    calls, joint = _device_calls(collected), _joint_of(collected)
+    if joint is not None:
+        collected = sorted(collected, key=lambda pair: cast("DeviceCall", pair[0]).position)
+        calls = [joint]
+    grads, parts = [grad for _, grad in collected], [call.parts[0] for call in calls]
     groups = [cast("DeviceGroup", calls[0][0].context.tables.groups[0]) for calls in sets]
     with tables.placed.now.rows.again(), on_device(tables.config.device):
-        for call, grad in zip(calls, grads, strict=True):
-            call.follow(grad)
+        whole.cache.rows_version += 1
+        for call, grad in collected:
+            cast("DeviceCall", call).follow(grad)
         found_inf, grad_scale = optimizer.scaling(grads)
         taken, options = whole.numbered([group.own.start for group in groups]), optimizer.options_on(groups[0])
         for group in groups[1:]:
@@ -108,7 +115,10 @@ def update_together(sets: Sequence[Collected]) -> None:
 
             def launch(grads: Sequence[torch.Tensor]) -> None:
                 faults = _faults(calls)
-                batch = Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts])
+                if joint is not None:
+                    batch = Combined(parts, [grads[0] if len(grads) == 1 else torch.cat(list(grads))])
+                else:
+                    batch = Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts])
                 segments = batch.segments()
                 with _half_done([whole.cache]):
                     rate, numbers = whole.lookup.begin(
@@ -116,7 +126,7 @@ def update_together(sets: Sequence[Collected]) -> None:
                     )
                     whole.lookup.update(
                         whole.cache.hot, overflow, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
-                        whole.pasts, whole.device_steps,
+                        whole.pasts, whole.device_steps, tables=None if joint is None else taken,
                     )  # fmt: skip
                     if whole.pasts is not None:
                         whole.lookup.end(options, whole.device_steps, rate, numbers, whole.pasts, taken)
@@ -124,6 +134,15 @@ def update_together(sets: Sequence[Collected]) -> None:
             recurs = found_inf is None and grad_scale is None and _is_plain(calls)
             if not (recurs and updates_of(tables).run(calls, grads, [overflow], [options, taken], launch)):
                 launch(grads)
+
+
+def _joint_of(collected: Collected) -> JointCall | None:
+    """What the calls are the parts of, if that is one joint call, and they are all of its parts."""
+    calls = _device_calls(collected)
+    joint = calls[0].joint
+    if joint is None or len(calls) != joint.count:
+        return None
+    return joint if all(call.joint is joint and call.is_shared for call in calls) else None
 
 
 def _is_plain(calls: Sequence[DeviceCall]) -> bool:

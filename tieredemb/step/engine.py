@@ -175,17 +175,21 @@ class Engine:
         """A call that is planned, on the tables' device; see `Call.plan`. `recomputed`: whether the forward is one of
         before, that leaves no trace in scores."""
         call = _call_type(self.tables.placed.now.config.device.type)(context, batch.size)
-        may_exceed = bool(self.ids_may_exceed_bags) and threading.get_ident() in self.ids_may_exceed_bags
         call.plan(
             batch,
             trains=trains,
             scored=not recomputed,
             ages=ages,
             ahead=ahead,
-            may_exceed_bags=may_exceed,
+            may_exceed_bags=self.may_exceed_bags,
             memory=memory,
         )
         return call
+
+    @property
+    def may_exceed_bags(self) -> bool:
+        """Whether ids beyond the last bag are left of longer batches, in what this thread looks up now."""
+        return bool(self.ids_may_exceed_bags) and threading.get_ident() in self.ids_may_exceed_bags
 
     def plan_ahead(
         self,

@@ -18,7 +18,7 @@ from tieredemb.cache.changes import Part
 from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
 from tieredemb.config import Capacity, TableConfig, slots_for
 from tieredemb.errors import ConfigError, StorageError, StorageFormatError
-from tieredemb.kernels.streams import outside_capture
+from tieredemb.kernels.kept_numbers import KeptNumbers
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.history import CopiedRows, Histories, History
 from tieredemb.lookup.optimizer import new_histories, state_start, state_width
@@ -35,12 +35,10 @@ if TYPE_CHECKING:
     from tieredemb.cache.host.cache import HostCache
 
 
-MOST_NUMBERED = 64  # sets of tables whose numbers a GPU keeps
-
-
 class Group(abc.ABC):
     """The tables of one width: their key space and cache. `kept`: what a dense optimizer keeps of its steps, as the
-    host knows it; None of others, and of tables that take steps of their own together."""
+    host knows it; None of others, and of tables that take steps of their own together · `client`: its number among
+    several who plan by one cache · `clients`: those of several who plan as one."""
 
     cache: Cache
 
@@ -52,7 +50,8 @@ class Group(abc.ABC):
         self.capacity = capacity
         self.name = name
         self.own = slice(len(space))  # its tables among those of the cold storage
-        self.client: int | None = None  # its number among several who plan by one cache
+        self.client: int | None = None
+        self.clients: tuple[int, ...] = ()
         tables = [config.tables[t] for t in space.tables]
         layout = row_layout(config, space.rows, space.width)
         self.slots = slots_for(capacity, rows=layout.rows, slot_bytes=slot_bytes(layout, config.device))
@@ -100,22 +99,35 @@ class Group(abc.ABC):
     def of_table(self, position: int, config: TableSetConfig) -> Group:
         """The group of one of its tables alone, which take steps of their own: over the same rows and cache. `config`:
         of that table."""
-        alone = object.__new__(type(self))
-        alone.__dict__.update(
+        return self._beside(
             config=config,
             space=KeySpace(config.tables, [0], [0], int(self.space.start[position])),
-            capacity=self.capacity,
-            name=self.name,
             own=slice(position, position + 1),
             client=position,
-            slots=self.slots,
+            clients=(),
             resident=[0] if position in self.resident else [],
-            identity=self.identity,
-            cache=self.cache,
             kept=None if self.cache.cold.history is None else self.cache.cold.history.of[position],
         )
-        alone._join(self)
-        return alone
+
+    def of_tables(self, positions: Sequence[int], config: TableSetConfig) -> Group:
+        """The group of some of its tables, which take steps of their own, to be looked up as one. `config`: of those
+        tables."""
+        return self._beside(
+            config=config,
+            space=self.space.of_tables(positions),
+            own=self.own,
+            client=None,
+            clients=tuple(positions),
+            resident=[number for number, position in enumerate(positions) if position in self.resident],
+            kept=None,
+        )
+
+    def _beside(self, **own: Any) -> Group:
+        beside = object.__new__(type(self))
+        shared = ("capacity", "name", "slots", "identity", "cache")
+        beside.__dict__.update({name: getattr(self, name) for name in shared} | own)
+        beside._join(self)
+        return beside
 
     def _join(self, whole: Group) -> None:  # noqa: B027 - a host needs nothing
         """Makes what lookups and updates of one table need beside the cache of the `whole`."""
@@ -356,8 +368,7 @@ class DeviceGroup(Group):
         self.device_steps = torch.tensor(cold.metadata.steps, dtype=torch.int64, device=self.config.device)
         steps = self.device_steps  # and not the group, which would keep the cache alive that holds this
         self.cache.on_flush.append(lambda: cold.metadata.__dict__.update(steps=steps.tolist()))
-        self._numbered: dict[tuple[int, ...], torch.Tensor] = {}
-        self._captured: dict[tuple[int, ...], torch.Tensor] = {}
+        self._numbers = KeptNumbers(self.config.device, torch.int32)
         self.pasts: torch.Tensor | None = None
         if self.config.apart and cold.history is not None:
             self.pasts = new_pasts(len(self.space), self.config.device)
@@ -365,10 +376,16 @@ class DeviceGroup(Group):
 
     def _join(self, whole: Group) -> None:
         assert isinstance(whole, DeviceGroup)
-        self.first_slots = whole.first_slots[self.own]
+        self._whole = whole
+        self.words = KeptNumbers(self.config.device, torch.int64)  # what kernels are told of several tables' bags
         self.device_steps = whole.device_steps[self.own]
+        past = None
+        if self.client is not None and whole.pasts is not None:
+            past = whole.pasts[self.client]
+        tables = self.clients if self.client is None else (self.client,)
+        self.first_slots = [whole.first_slots[table] for table in tables]
         with torch.cuda.device(self.config.device):
-            self._make_lookup(None if whole.pasts is None else whole.pasts[self.own.start])
+            self._make_lookup(past)
 
     def _make_lookup(self, past: torch.Tensor | None = None) -> None:
         from tieredemb.lookup.device_bags import DeviceKeySpace
@@ -376,12 +393,17 @@ class DeviceGroup(Group):
         from tieredemb.lookup.device_lookup import DeviceLookup
 
         config, row = self.config, self.cache.cold.layout.format
-        self.device_space = DeviceKeySpace(self.space, self.first_slots, config.device)
+        self.device_space = DeviceKeySpace(self.space, self.first_slots, config.device, apart=config.apart)
         self.lookup = DeviceLookup(self.device_space, row, config.optimizer, config.output_dtype, apart=config.apart)
         self.device_history = None if self.kept is None else DeviceHistory(self.kept, self.device_steps, past)
         self.past = None if self.device_history is None else self.device_history.past
         if self.device_history is not None and self.kept is not None:
             self.cache.on_flush.append(functools.partial(self.device_history.download, self.kept))
+
+    @property
+    def device_client(self) -> int | torch.Tensor | None:
+        """The client, or the numbers of those that plan as one on the device, int32 (K,)."""
+        return self._whole.numbered(self.clients) if self.clients else self.client
 
     @property
     def steps(self) -> list[int]:
@@ -414,23 +436,8 @@ class DeviceGroup(Group):
             self.device_history.note_step()
 
     def numbered(self, tables: Sequence[int]) -> torch.Tensor:
-        """Numbers of its tables on the device, int32 (K,), in any order. Those that a capture has seen are kept for
-        good, as its graph counts on their memory; of others the last ones."""
-        key = tuple(sorted(tables))
-        made = self._captured.get(key)
-        if made is None:
-            made = self._numbered.pop(key, None)
-        if made is None:
-            with outside_capture(self.config.device):
-                host = torch.tensor(key, dtype=torch.int32, device="cpu").pin_memory()
-                made = host.to(self.config.device, non_blocking=True)
-        if torch.cuda.is_current_stream_capturing():
-            self._captured[key] = made
-        elif key not in self._captured:
-            self._numbered[key] = made  # the last one now
-            if len(self._numbered) > MOST_NUMBERED:
-                del self._numbered[next(iter(self._numbered))]
-        return made
+        """Numbers of its tables on the device, int32 (K,), ascending; see `KeptNumbers`."""
+        return self._numbers.get(tuple(sorted(tables)))
 
     @property
     def history_bytes(self) -> int:

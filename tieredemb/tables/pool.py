@@ -7,6 +7,7 @@ flushing and closing it, checkpoints.
 
 from __future__ import annotations
 
+import abc
 import copy
 import weakref
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from tieredemb.tables.table_set import Kept, Place, Placed, Rows, TableSet
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
+MOST_TOGETHER = 16  # choices of tables that are looked up as one: for each a GPU keeps some arrays
+
 
 class Pool(TableSet):
     """The tables of `config`, which is `apart`, all of one width. `members`: the tables that somebody has."""
@@ -38,6 +41,14 @@ class Pool(TableSet):
         super().__init__(config)
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.times = StepTime()
+        self._together: dict[tuple[int, ...], Together] = {}
+
+    def together(self, numbers: tuple[int, ...]) -> Together | None:
+        """Some of the tables as one; None where so many others were asked for that they are no habit of a model."""
+        found = self._together.get(numbers)
+        if found is None and len(self._together) < MOST_TOGETHER:
+            found = self._together[numbers] = Together(self, numbers)
+        return found
 
     def adopt(self) -> None:
         super().adopt()
@@ -130,15 +141,60 @@ class Member(TableSet):
         return copied
 
 
-class _PlacedMember(Placed):
-    """Where a member is: where its pool is now, whatever has moved that."""
+class Together(TableSet):
+    """Some of the tables of a `pool`, those of `numbers`, which ascend, to be planned and looked up as one: the rows of
+    their outputs lie below each other. `contexts`: what lookups in them keep, by how they treat rows."""
 
-    def __init__(self, pool: Pool, number: int, optimizer: OptimizerConfig | None) -> None:
-        self._pool = pool
-        self._number = number
-        self._optimizer = optimizer
+    def __init__(self, pool: Pool, numbers: tuple[int, ...]) -> None:
+        self.numbers = numbers
+        self.placed = _PlacedTogether(pool, numbers)
+        self.columns = np.array([0] * len(numbers) + [self.config.tables[0].embedding_dim], np.int64)
+        self.contexts: dict[object, Any] = {}
+
+
+class _PlacedInPool(Placed):
+    """Where tables of a pool are: where that is now, whatever has moved it."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._held = weakref.ref(pool)  # which keeps those that are looked up as one
         self._of: Place | None = None
         self._now: Place | None = None
+
+    @property
+    def _pool(self) -> Pool:
+        pool = self._held()
+        assert pool is not None  # who has a table has it
+        return pool
+
+    @property
+    def now(self) -> Place:  # type: ignore[override]
+        there = self._pool.placed.now
+        if self._of is not there or self._now is None:
+            self._now, self._of = self._place(there), there
+        return self._now
+
+    @abc.abstractmethod
+    def _place(self, there: Place) -> Place:
+        """The place of the tables, where all of the pool are `there`."""
+
+
+class _PlacedTogether(_PlacedInPool):
+    def __init__(self, pool: Pool, numbers: tuple[int, ...]) -> None:
+        super().__init__(pool)
+        self._numbers = numbers
+
+    def _place(self, there: Place) -> Place:
+        config = replace(there.config, tables=tuple(there.config.tables[number] for number in self._numbers))
+        place = Place(config, [there.groups[0].of_tables(self._numbers, config)], CacheStats())
+        there.other_faults.append(place.faults)
+        return place
+
+
+class _PlacedMember(_PlacedInPool):
+    def __init__(self, pool: Pool, number: int, optimizer: OptimizerConfig | None) -> None:
+        super().__init__(pool)
+        self._number = number
+        self._optimizer = optimizer
 
     @property
     def optimizer(self) -> OptimizerConfig | None:
@@ -146,15 +202,12 @@ class _PlacedMember(Placed):
         laid_out = self._pool.config.optimizer
         return self._optimizer if rows_of(self._optimizer) == rows_of(laid_out) else laid_out
 
-    @property
-    def now(self) -> Place:  # type: ignore[override]
-        there = self._pool.placed.now
-        if self._of is not there or self._now is None:
-            tables = (there.config.tables[self._number],)
-            config = replace(there.config, tables=tables, apart=False, optimizer=self.optimizer)
-            group = there.groups[0].of_table(self._number, config)
-            self._now, self._of = Place(config, [group], self._counted()), there
-        return self._now
+    def _place(self, there: Place) -> Place:
+        tables = (there.config.tables[self._number],)
+        config = replace(there.config, tables=tables, apart=False, optimizer=self.optimizer)
+        place = Place(config, [there.groups[0].of_table(self._number, config)], self._counted())
+        place.other_faults = there.other_faults
+        return place
 
     def _counted(self) -> CacheStats:
         """By the cache of the place before; steps that rows were made to take are counted anew from here on."""

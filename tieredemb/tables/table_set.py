@@ -73,21 +73,28 @@ Kept = tuple[list[int], History | None]  # the steps of tables, and what a dense
 
 
 class Place:
-    """Where tables are. `groups`: by width · `faults`: where a GPU reports bad ids and offsets, None on the CPU ·
-    `earlier`: what was counted before they came there · `rows`: keeps other threads from the rows, but not from plans;
-    each `with` takes `again()`."""
+    """Where tables are. `groups`: by width · `faults`: where a GPU reports bad ids and offsets, None on the CPU, and
+    `other_faults`: where it does for lookups of several sets of tables as one · `earlier`: what was counted before they
+    came there · `rows`: keeps other threads from the rows, but not from plans; each `with` takes `again()`."""
 
     def __init__(self, config: TableSetConfig, groups: Sequence[Group], earlier: CacheStats) -> None:
         self.config = config
         self.faults: Any = make_fault_report(config)
+        self.other_faults: list[Any] = []
         self.earlier = earlier
         self.groups: list[Group] = []
         self.add(*groups)
 
     def check_earlier(self) -> None:
         """Before a forward: raises for an earlier batch that a GPU refused, if it is that far."""
+        self.check_faults(NOT_BEGUN)
+
+    def check_faults(self, told: str) -> None:
+        """Raises for a batch that a GPU refused, once the device has said so. `told`: what the message ends with."""
         if self.faults is not None:
-            self.faults.check(NOT_BEGUN)
+            self.faults.check(told)
+            for report in self.other_faults:
+                report.check(told)
 
     def add(self, *groups: Group) -> None:
         self.groups += groups
@@ -457,8 +464,7 @@ class TableSet:
 
     def check_faults(self) -> None:
         """Raises for a batch that a GPU refused, once the device has said so."""
-        if self.faults is not None:
-            self.faults.check(EARLIER)
+        self.placed.now.check_faults(EARLIER)
 
     def memory_report(self) -> dict[str, Any]:
         """Bytes of every allocation, for each width. `optimizer`: what a dense one keeps of its steps, about 100 bytes

@@ -1,0 +1,98 @@
+"""When a loop plans ahead: while that makes its steps faster, by what the GPU says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tieredemb as te
+from tieredemb.pipeline.pace import FIRST, LAST, SETTLE, SPAN, SPANS, Pace
+
+TRIAL = SPAN * SPANS
+
+
+class Gpu:
+    """A clock that steps move on, and the events of it."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.is_late = 0.0, False
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self, stream):
+                self.time = gpu.now
+
+            def query(self):
+                return not gpu.is_late
+
+            def elapsed_time(self, end):
+                return end.time - self.time
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Gpu(monkeypatch)
+
+
+def run(pace, clock, steps, *, ahead=1.0, alone=2.0, disturbed=()):
+    """Which steps planned ahead, that take so long, some of them longer."""
+    found = []
+    for step in range(steps):
+        pace.step()
+        found.append(pace.ahead)
+        clock.now += (ahead if pace.ahead else alone) + 100.0 * (step in disturbed)
+    return found
+
+
+@pytest.mark.parametrize(("alone", "stays"), [(2.0, True), (0.5, False)])
+def test_the_faster_way_stays(clock, alone, stays):
+    pace = Pace(torch.device("cuda", 0), 2)
+    found = run(pace, clock, 400, alone=alone)
+    assert found[: FIRST + TRIAL] == [True] * (FIRST + TRIAL)
+    tried = TRIAL + SETTLE + 2
+    assert found[FIRST + TRIAL : FIRST + TRIAL + tried] == [False] * tried
+    assert set(found[FIRST + 2 * TRIAL + 4 * SETTLE : 9 * FIRST]) == {stays}
+
+
+def test_a_disturbed_span_does_not_count(clock):
+    pace = Pace(torch.device("cuda", 0), 1)
+    assert run(pace, clock, 200, disturbed=(FIRST + 1, FIRST + 2 * SPAN))[-1]
+
+
+def test_trials_come_less_and_less_often_and_see_what_changes(clock):
+    pace = Pace(torch.device("cuda", 0), 1)
+    assert not run(pace, clock, 150, alone=0.5)[-1]
+    assert run(pace, clock, 9 * FIRST, alone=2.0)[-1]
+    found = run(pace, clock, 200_000)
+    changes = [step for step in range(1, len(found)) if found[step] != found[step - 1]]
+    gaps = [later - earlier for earlier, later in zip(changes[::2], changes[2::2], strict=False)]
+    assert gaps == sorted(gaps)
+    assert LAST < gaps[-1] < LAST + 4 * TRIAL
+
+
+def test_nothing_waits_for_the_gpu_and_a_trial_goes_on_until_it_has_come(clock):
+    pace = Pace(torch.device("cuda", 0), 1)
+    clock.is_late = True
+    assert not run(pace, clock, 1000)[-1]
+    clock.is_late = False
+    assert run(pace, clock, 2)[-1]
+
+
+def test_a_loop_that_is_left_begins_its_trial_anew(clock):
+    pace = Pace(torch.device("cuda", 0), 1)
+    run(pace, clock, FIRST + 3)
+    pace.leave()
+    clock.now += 1000.0
+    assert run(pace, clock, 150)[-1]
+
+
+def test_where_plans_are_made_by_others_nothing_is_timed():
+    bag = te.TieredEmbeddingBag(10, 4, device="cpu")
+    assert te.prefetch([], bag).pace is None
+    assert te.prefetch([], bag, 0).pace is None

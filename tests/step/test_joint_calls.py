@@ -1,0 +1,361 @@
+"""Tables that share a cache, whose batch is known: planned, looked up and updated as one, with the numbers of tables
+apart. Skips without a GPU; TIEREDEMB_REQUIRE_CUDA=1 fails."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from devices import assert_same_bits
+from torch import nn
+
+import tieredemb as te
+from tieredemb.errors import IdOutOfRangeError, InvalidInputError
+from tieredemb.step import device_update
+from tieredemb.step.joint_call import JointCall
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+ROWS = (300, 7, 50, 120)
+WIDTH, SAMPLES, STEPS = 8, 6, 14
+CAPACITIES = [1, 60, 1.0]
+SPARSE = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam]
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Counts plans of several tables, by what they were of, and updates of such."""
+    found = {"plans": [], "updates": 0}
+    make, joint_of = JointCall.__init__, device_update._joint_of
+
+    def made(self, tables, *given):
+        found["plans"].append(tables.numbers)
+        make(self, tables, *given)
+
+    def looked_for(collected):
+        joint = joint_of(collected)
+        found["updates"] += joint is not None
+        return joint
+
+    monkeypatch.setattr(JointCall, "__init__", made)
+    monkeypatch.setattr(device_update, "_joint_of", looked_for)
+    return found
+
+
+class Model(nn.Module):
+    """Bags of every form, or single rows."""
+
+    def __init__(self, kind, **keywords):
+        super().__init__()
+        if kind == "rows":
+            self.tables = nn.ModuleList(nn.Embedding(rows, WIDTH, padding_idx=2, **keywords) for rows in ROWS)
+        else:
+            modes = ("sum", "mean", "sum", "mean") if kind == "modes" else ("sum",) * 4
+            self.tables = nn.ModuleList(
+                nn.EmbeddingBag(rows, WIDTH, mode=mode, padding_idx=1 if kind == "padding" else None, **keywords)
+                for rows, mode in zip(ROWS, modes, strict=True)
+            )
+
+    def forward(self, batch):
+        return [table(*inputs) for table, inputs in zip(self.tables, batch, strict=True)]
+
+
+def batch_of(step, kind):
+    """What each table is given."""
+    random, found = torch.Generator("cpu").manual_seed(step), []
+    for number, rows in enumerate(ROWS):
+        bags = kind == "offsets" or (kind == "mixed" and number % 2)
+        length = 1 + number % 3 if kind in ("lengths", "mixed") and not bags else 2
+        skewed = torch.rand((SAMPLES, length), generator=random, device="cpu") ** 4 * rows
+        ids = skewed.to(torch.int64)
+        if kind == "int32" and number % 2:
+            ids = ids.int()
+        if kind == "rows":
+            ids = ids[:, 0]
+        if bags:
+            ids = ids.flatten()[: len(ids.flatten()) - step % 3]
+            offsets = torch.tensor([0, 2, 2, 3, 4, 6], device="cpu")
+            found.append((ids.cuda(), offsets.to(ids.dtype).cuda()))
+        else:
+            found.append((ids.cuda(),))
+    return tuple(found)
+
+
+KINDS = ["equal", "lengths", "offsets", "mixed", "int32", "padding", "modes", "rows"]
+
+
+def converted(kind, capacity, optimizer, **keywords):
+    torch.manual_seed(0)
+    model = Model(kind, **keywords).cuda()
+    trained = optimizer(model.parameters(), lr=0.1) if isinstance(optimizer, type) else optimizer
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        te.replace_embedding_bags(model, capacity=capacity, optimizer=trained)
+    return model, trained
+
+
+def state(model, outputs):
+    return [*outputs, *model.state_dict().values()]
+
+
+def train(model, optimizer, batches, *, use=lambda outputs: outputs, seen=None):
+    """The outputs of all steps, and the tables at the end."""
+    found = []
+
+    def step(batch):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.zero_grad()
+        outputs = use(model(batch))
+        sum(each.square().sum() for each in outputs).backward()
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.step()
+        return [each.detach().clone() for each in outputs]
+
+    run = step if seen is None else seen(step)
+    for batch in batches(model):
+        found += [each.clone() for each in run(batch)]
+    return state(model, found)
+
+
+def given(kind, steps=STEPS):
+    return [batch_of(step, kind) for step in range(steps)]
+
+
+def ahead(kind, depth=1, steps=STEPS):
+    return lambda model: te.prefetch(given(kind, steps), model, depth)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", [te.Adagrad(lr=0.1), torch.optim.SparseAdam], ids=["fused", "followed"])
+def test_training_has_the_bits_of_tables_planned_apart(joined, capacity, kind, optimizer):
+    sparse = {"sparse": True} if isinstance(optimizer, type) else {}
+    apart = train(*converted(kind, capacity, optimizer, **sparse), lambda _: given(kind))
+    assert not joined["plans"]
+    together = train(*converted(kind, capacity, optimizer, **sparse), ahead(kind))
+    assert joined["plans"] == [(0, 1, 2, 3)] * (STEPS - 1)  # the first batch shows who looks up what
+    assert joined["updates"] == STEPS - 1
+    assert_same_bits(together, apart)
+
+
+@pytest.mark.parametrize("optimizer", SPARSE)
+def test_optimizers_of_torch(joined, optimizer):
+    sparse = {"sparse": True}
+    apart = train(*converted("offsets", 60, optimizer, **sparse), lambda _: given("offsets"))
+    together = train(*converted("offsets", 60, optimizer, **sparse), ahead("offsets", 3))
+    assert joined["updates"] == STEPS - 1
+    assert_same_bits(together, apart)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
+def test_dense_optimizers_have_the_bits_of_tables_planned_apart(optimizer):
+    apart = train(*converted("equal", 60, optimizer), lambda _: given("equal"))
+    assert_same_bits(train(*converted("equal", 60, optimizer), ahead("equal")), apart)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("kind", ["equal", "offsets", "rows"])
+@pytest.mark.parametrize("fetched", [False, True])
+def test_captured_steps(joined, capacity, kind, fetched):
+    sizes = "equal" if kind == "offsets" else kind
+
+    def batches(_):  # of one shape
+        found = given(sizes, 2 * STEPS)
+        edges = torch.arange(0, 2 * SAMPLES, 2, device="cuda")
+        return [tuple((ids.flatten(), edges) for (ids,) in b) for b in found] if kind == "offsets" else found
+
+    optimizer = te.Adagrad(lr=0.1)
+    apart = train(*converted(kind, capacity, optimizer), batches)
+    assert not joined["plans"]
+    model, _ = converted(kind, capacity, optimizer)
+    many = (lambda model: te.prefetch(batches(model), model)) if fetched else batches
+    assert_same_bits(train(model, optimizer, many, seen=te.graph_step), apart)
+    assert set(joined["plans"]) == {(0, 1, 2, 3)}
+    assert joined["updates"] > 0
+
+
+USES = {
+    "a part": lambda outputs: outputs[1:3],
+    "some twice": lambda outputs: [*outputs, outputs[0] * 2],
+    "in another order": lambda outputs: outputs[::-1],
+    "changed in place": lambda outputs: [each.mul_(2).clamp_(-0.5, 0.5) for each in outputs],
+    "as views": lambda outputs: [torch.cat([each.view(-1) for each in outputs])],
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_what_a_model_does_with_its_outputs(joined, name):
+    apart = train(*converted("equal", 60, te.Adagrad(lr=0.1)), lambda _: given("equal"), use=USES[name])
+    together = train(*converted("equal", 60, te.Adagrad(lr=0.1)), ahead("equal"), use=USES[name])
+    assert len(joined["plans"]) == STEPS - 1
+    assert joined["updates"] == (0 if name == "a part" else STEPS - 1)
+    assert_same_bits(together, apart)
+
+
+def test_tables_with_options_of_their_own_are_updated_apart(joined):
+    def optimizer(parameters, lr):
+        parameters = list(parameters)
+        return torch.optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 0.3}], lr=lr)
+
+    def run(batches):
+        torch.manual_seed(0)
+        model = Model("equal", sparse=True).cuda()
+        trained = optimizer(model.parameters(), 0.1)
+        te.replace_embedding_bags(model, capacity=60, optimizer=trained)
+        return train(model, trained, batches)
+
+    apart = run(lambda _: given("equal"))
+    together = run(ahead("equal"))
+    assert len(joined["plans"]) == STEPS - 1
+    assert_same_bits(together, apart)
+
+
+class Uneven(Model):
+    """Looks a table up twice, one not at all, and updates between two forwards."""
+
+    def forward(self, batch):
+        (first,), (second,), _, (last,) = batch
+        one = self.tables[0](first) + self.tables[1](second)
+        one.square().sum().backward()
+        return [self.tables[0](first), self.tables[3](last)]
+
+
+def test_a_table_that_is_looked_up_twice_and_an_update_between(joined):
+    def run(batches):
+        torch.manual_seed(0)
+        model = Uneven("equal").cuda()
+        te.replace_embedding_bags(model, capacity=60, optimizer=te.Adagrad(lr=0.1))
+        return train(model, None, batches)
+
+    apart = run(lambda _: given("equal"))
+    together = run(ahead("equal"))
+    assert set(joined["plans"]) == {(0, 1, 3)}
+    assert_same_bits(together, apart)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_evaluation_and_forwards_without_a_backward(joined, kept):
+    def run(batches):
+        model, _ = converted("mixed", 60, te.Adagrad(lr=0.1))
+        found, held = [], []
+        for number, batch in enumerate(batches(model)):
+            with torch.set_grad_enabled(number % 3 != 1):
+                outputs = model(batch)
+            if number % 3 == 2:
+                sum(each.sum() for each in outputs).backward()
+            found += [each.detach().clone() for each in outputs]
+            held.append(outputs if kept and number % 5 == 0 else None)
+        return state(model, found)
+
+    apart = run(lambda _: given("mixed", 3 * STEPS))
+    together = run(ahead("mixed", 2, 3 * STEPS))
+    assert len(joined["plans"]) == 3 * STEPS - 1
+    assert_same_bits(together, apart)
+
+
+def test_weights_of_samples(joined):
+    def run(batches):
+        model, _ = converted("equal", 60, te.Adagrad(lr=0.1))
+        found = []
+        for batch in batches(model):
+            weights = torch.full((SAMPLES, 2), 0.5, device="cuda", requires_grad=True)
+            outputs = [
+                table(ids, per_sample_weights=weights) for table, (ids,) in zip(model.tables, batch, strict=True)
+            ]
+            sum(each.square().sum() for each in outputs).backward()
+            found += [*(each.detach() for each in outputs), weights.grad]
+        return state(model, found)
+
+    apart = run(lambda _: given("equal"))
+    assert_same_bits(run(ahead("equal")), apart)
+    assert len(joined["plans"]) == STEPS - 1
+
+
+def test_counters_are_those_of_the_tables():
+    def run(batches):
+        model, _ = converted("lengths", 1.0, te.Adagrad(lr=0.1))
+        train(model, None, batches)
+        return [table.stats() for table in model.tables]
+
+    for apart, together in zip(run(lambda _: given("lengths")), run(ahead("lengths")), strict=True):
+        assert together == apart
+
+
+def test_counters_of_a_small_cache_add_up():
+    model, _ = converted("lengths", 30, te.Adagrad(lr=0.1))
+    train(model, None, ahead("lengths"))
+    found = [table.stats() for table in model.tables]
+    whole = model.tables[0].tables.whole.stats()
+    for name in ("lookups", "hits", "unique", "rows_filled", "evictions", "rows_written_back", "rows_overflow"):
+        assert sum(getattr(each, name) for each in found) == getattr(whole, name), name
+    lengths = [1, 2, 3, 1]
+    assert [each.lookups for each in found] == [STEPS * SAMPLES * length for length in lengths]
+    assert [each.batches for each in found] == [STEPS] * 4
+
+
+def test_a_wrong_id_is_told_by_table_and_position_and_nothing_is_updated(joined):
+    model, _ = converted("lengths", 60, te.Adagrad(lr=0.1))
+    batches = given("lengths", 4)
+    batches[2][2][0][4, 1] = ROWS[2]
+    before = []
+
+    def run():
+        for number, batch in enumerate(te.prefetch(batches, model)):
+            sum(each.sum() for each in model(batch)).backward()
+            torch.cuda.synchronize()
+            if number == 1:
+                before.extend(each.clone() for each in model.state_dict().values())
+
+    with pytest.raises(IdOutOfRangeError, match=r"id 50 at position 13 is out of range for table 'tables\.2' \(0 … 49"):
+        run()
+    assert_same_bits(list(model.state_dict().values()), before)
+    assert len(joined["plans"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ([1, 2, 2, 3, 4, 6], r"offsets\[0\] must be 0, got 1"),
+        ([-3, 2, 2, 3, 4, 6], r"offsets\[0\] must be 0, got -3"),
+        ([0, 2, 1, 3, 4, 6], r"offsets must not fall, but offsets\[2\] = 1 after offsets\[1\] = 2"),
+        ([0, 2, 2, 3, 4, 99], r"offsets\[5\] = 99 lies beyond the 12 ids given"),
+        ([0, 2, 2, 3, 4, 2**62], r"offsets\[5\] = 4611686018427387904 lies beyond the 12 ids given"),
+    ],
+)
+@pytest.mark.parametrize("table", [0, 2, 3])
+def test_wrong_offsets_are_told_as_those_of_one_table(joined, wrong, told, table):
+    model, _ = converted("offsets", 60, te.Adagrad(lr=0.1))
+    batches = [batch_of(3 * step, "offsets") for step in range(4)]
+    batches[2][table][1].copy_(torch.tensor(wrong))
+
+    def run():
+        for batch in te.prefetch(batches, model):
+            sum(each.sum() for each in model(batch)).backward()
+            torch.cuda.synchronize()
+
+    with pytest.raises(InvalidInputError, match=told):
+        run()
+    assert len(joined["plans"]) == 3
+
+
+def test_what_does_not_fit_together_is_planned_apart(joined):
+    """Samples that differ in number, no ids at all, and bags whose end is named."""
+    model, _ = converted("equal", 60, te.Adagrad(lr=0.1))
+    some = [(torch.arange(4, device="cuda").view(number + 1, -1)[:, :1],) for number in (0, 1, 0, 1)]
+    empty = [(torch.empty((0, 2), dtype=torch.int64, device="cuda"),)] * 4
+    for batch in te.prefetch([given("equal")[0], tuple(some), tuple(empty)], model):
+        assert [len(each) for each in model(batch)] == [len(ids) for (ids,) in batch]
+    assert not joined["plans"]
+
+
+def test_a_loop_that_is_left_keeps_nothing_locked(joined):
+    model, _ = converted("equal", 1, te.Adagrad(lr=0.1))
+    for batch in te.prefetch(given("equal"), model, 3):
+        outputs = model(batch)
+        if len(joined["plans"]) > 4:
+            break
+    del outputs
+    cache = model.tables[0].tables.groups[0].cache
+    assert not cache._book.live
+    model.tables[0].flush()

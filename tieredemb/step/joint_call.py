@@ -1,0 +1,220 @@
+"""Forwards of tables that share a cache, known before they come: on a GPU planned as one and looked up as one, of which
+each forward has its part. Where an update is of all of them, it is that of one batch, too.
+
+Of each table there is one forward, of as many samples. Its ids, output and gradient follow those of the table before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from tieredemb.cache.device.ticket import TicketShare
+from tieredemb.lookup.bags import EqualBags
+from tieredemb.lookup.device_bags import MAX_BAGS, DeviceBags, join_edges
+from tieredemb.step.batch import Batch
+from tieredemb.step.call import NUMBERS, BackwardPass, CallContext
+from tieredemb.step.device_call import DeviceCall
+from tieredemb.step.device_group_call import DeviceGroupCall
+from tieredemb.tables.pool import Together
+
+if TYPE_CHECKING:
+    from tieredemb.cache.device.ticket import DeviceTicket
+    from tieredemb.lookup.options import LookupOptions
+    from tieredemb.step.call_memory import CallMemory
+    from tieredemb.tables.group import DeviceGroup
+
+
+class _Nobody:
+    """Whose optimizer updates the tables as one: each has its own."""
+
+    optimizer = None
+
+
+def _never(_: object) -> None:
+    raise AssertionError("a joint call has no gradient of its own")
+
+
+def _context(tables: Together, options: LookupOptions) -> CallContext:
+    found: CallContext | None = tables.contexts.get(options)
+    if found is None:
+        found = tables.contexts[options] = CallContext(tables, options, _Nobody(), BackwardPass(), _never)
+    return found
+
+
+def may_join(batches: Sequence[Batch]) -> bool:
+    """Whether forwards of these batches, one of each of several tables, can be planned as one: they have as many bags,
+    and no ids that are in none."""
+    size = batches[0].size
+    if size == 0 or any(batch.size != size or batch.weights is not None or batch.places for batch in batches):
+        return False
+    if any(isinstance(batch.offsets, torch.Tensor) and batch.offsets.shape[0] != size for batch in batches):
+        return False  # they name the end of the last bag, behind which there may be ids
+    return len(batches) ** 2 * size <= MAX_BAGS and sum(batch.ids.shape[0] for batch in batches) > 0
+
+
+class JointCall(DeviceCall):
+    """The forwards of several tables as one call. `starts`: where the ids of each begin, and where they end."""
+
+    def __init__(self, tables: Together, options: LookupOptions, batches: Sequence[Batch]) -> None:
+        super().__init__(_context(tables, options), batches[0].size)
+        self.starts = [0]
+        for batch in batches:
+            self.starts.append(self.starts[-1] + batch.ids.shape[0])
+        self._forget_parts()
+
+    @property
+    def count(self) -> int:
+        """How many forwards it is of."""
+        return len(self.starts) - 1
+
+    def _forget_parts(self) -> None:
+        self._in_flight = set(range(self.count))  # forwards that were not released
+        self._rows: torch.Tensor | None = None
+        self._rows_of = (-1, -1)  # of what version of the cache's rows, and on which stream
+
+    def join(self, batches: Sequence[Batch]) -> Batch:
+        """The batches as one, to be planned."""
+        ids = torch.cat([batch.ids for batch in batches]).to(torch.int64)
+        bags = len(batches) * self.batch
+        return Batch(ids, self._edges(batches), bags + 1, True, self.batch, None, (ids,))
+
+    def _edges(self, batches: Sequence[Batch]) -> torch.Tensor | EqualBags:
+        lengths = [each.offsets.length if isinstance(each.offsets, EqualBags) else -1 for each in batches]
+        if lengths[0] >= 0 and lengths.count(lengths[0]) == len(lengths):
+            return EqualBags(len(batches) * self.batch, lengths[0])
+        given = [each.offsets for each in batches if isinstance(each.offsets, torch.Tensor)]
+        blocks, count = [], 0
+        for length in lengths:
+            blocks.append(count if length < 0 else -1)
+            count += length < 0
+        group = cast("DeviceGroup", self.context.tables.groups[0])
+        parts = group.words.get((*self.starts[:-1], *blocks, *(max(0, length) for length in lengths))).view(3, -1)
+        offsets = torch.cat(given).to(torch.int64) if given else parts[0, :0]
+        return join_edges(offsets, parts, self.batch, self.starts[-1])
+
+    def share(self, position: int, context: CallContext) -> PartCall:
+        """The forward of one table, that at `position`."""
+        return PartCall(self, position, context)
+
+    def begin(self) -> None:
+        """The first of the forwards has come."""
+        if self.number < 0:
+            self.start(trains=False)
+
+    def rows_of(self, position: int) -> torch.Tensor | None:
+        """The output of one of the forwards, (B, D), while the rows are what they were when the first one came; else,
+        and where that was on another stream, None."""
+        cache = self.parts[0].group.cache
+        now = cache.rows_version, torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
+        if self._rows is None:
+            self._rows, self._rows_of = self.pool(None, differentiable=False), now
+        elif now != self._rows_of:
+            return None
+        # no view to autograd: who has it may change it in place
+        return self._rows[position * self.batch : (position + 1) * self.batch].data
+
+    def release_part(self, position: int) -> None:
+        """A forward is over; with the last one the plan is."""
+        self._in_flight.discard(position)
+        if not self._in_flight:
+            self._rows = None
+            self.release()
+
+    def again(self, batches: Sequence[int]) -> JointCall:
+        call = super().again(batches)
+        assert isinstance(call, JointCall)
+        call._forget_parts()
+        return call
+
+
+class PartCall(DeviceCall):
+    """The forward of one table of a `joint` call, that at `position`. By itself it has a part only where something is
+    asked that does not concern all: weights of its samples, or an update without the others."""
+
+    _parts: list[DeviceGroupCall]
+
+    def __init__(self, joint: JointCall, position: int, context: CallContext) -> None:
+        self._joint, self.position = joint, position
+        super().__init__(context, joint.batch)
+        self.ids = joint.starts[position + 1] - joint.starts[position]
+        self.tells_later = False
+        self._lasts = True
+
+    @property
+    def joint(self) -> JointCall:  # type: ignore[override]
+        return self._joint
+
+    @property
+    def memory(self) -> CallMemory:  # type: ignore[override]
+        return self._joint.memory
+
+    @property
+    def parts(self) -> list[DeviceGroupCall]:  # type: ignore[override]
+        if not self._parts:
+            self._parts = [self._part()]
+        return self._parts
+
+    @parts.setter
+    def parts(self, parts: list[DeviceGroupCall]) -> None:
+        self._parts = parts
+
+    @property
+    def is_shared(self) -> bool:
+        return not self._parts
+
+    def _part(self) -> DeviceGroupCall:
+        (whole,) = self.joint.parts
+        whole.join()
+        group: DeviceGroup = self.context.tables.placed.now.groups[0]  # type: ignore[assignment]
+        batch, position, bags = self.batch, self.position, whole.bags
+        mine = slice(self.joint.starts[position], self.joint.starts[position + 1])
+        edges = bags.offsets[position * batch : (position + 1) * batch + 1]
+        trained = None if whole.trained is bags.homes else whole.trained[mine]
+        own = DeviceBags(
+            keys=bags.keys[mine],
+            homes=bags.homes[mine],
+            offsets=edges - edges[0],
+            bag=bags.bag[mine] - position * batch,
+            position=None,
+            batch=batch,
+        )
+        part = DeviceGroupCall(group, own, self.context.options, None, trained, None)
+        part.ticket = cast("DeviceTicket", TicketShare(whole.ticket, own.homes))
+        return part
+
+    def complete(self) -> bool:
+        return self.joint.complete()
+
+    def arrive(self) -> None:
+        self.joint.arrive()
+
+    def start(self, *, trains: bool) -> None:
+        self.number = next(NUMBERS)
+        self.joint.begin()
+
+    def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
+        if self.keeps_rows:
+            self.joint.keeps_rows = True
+        elif weights is None:
+            rows = self.joint.rows_of(self.position)
+            if rows is not None:
+                return rows
+        return super().pool(weights, differentiable=differentiable)
+
+    def follow(self, *more: torch.Tensor) -> None:
+        self.joint.follow(*more, *(value for part in self._parts for value in part.held()))
+
+    def release(self) -> None:
+        self._lasts = False
+        self.joint.release_part(self.position)
+
+    def __del__(self) -> None:
+        if getattr(self, "_lasts", False):
+            self.release()
+
+    @property
+    def is_over(self) -> bool:
+        return self.consumed or not self._lasts
