@@ -1094,9 +1094,10 @@ def test_a_step_that_an_interrupt_ends_before_the_update_may_be_taken_again(devi
 
 def test_param_groups_are_compared_without_asking_a_tensor():
     plain = {"lr": 0.5, "betas": (0.9, 0.99), "foreach": None}
-    assert _is_same({**plain}, plain)
-    assert not _is_same({**plain, "lr": 0.25}, plain)
-    assert not _is_same({**plain, "lr": torch.tensor(0.5)}, plain)  # it may be another number at any time
-    assert not _is_same({**plain, "betas": (torch.tensor(0.9), 0.99)}, plain)
-    assert not _is_same({"lr": 0.5}, plain)
-    assert not _is_same(plain, None)
+    group = {"params": [torch.zeros(2)], **plain}
+    assert _is_same(group, plain)
+    assert not _is_same({**group, "lr": 0.25}, plain)
+    assert not _is_same({**group, "lr": torch.tensor(0.5)}, plain)  # it may be another number at any time
+    assert not _is_same({**group, "betas": (torch.tensor(0.9), 0.99)}, plain)
+    assert not _is_same({"params": [], "lr": 0.5}, plain)
+    assert not _is_same(group, None)

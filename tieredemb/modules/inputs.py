@@ -31,7 +31,7 @@ def as_ids(name: str, value: torch.Tensor, device: torch.device) -> torch.Tensor
         raise InvalidInputError(f"{name} has {value.numel()} elements, at most {MAX_IDS} are allowed; split the batch")
     if value.dim() == 1 and value.is_contiguous():
         return value
-    return value.detach().contiguous().view(-1)
+    return value.contiguous().view(-1)
 
 
 def as_offsets(offsets: torch.Tensor, device: torch.device) -> torch.Tensor:

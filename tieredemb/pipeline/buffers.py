@@ -13,6 +13,8 @@ from tieredemb.modules.forwards import Forward
 from tieredemb.pipeline.batches import Path, map_tensors, tensors_of
 from tieredemb.step.planned_forwards import identity
 
+MANY = 4  # tensors that one launch copies in less time than as many
+
 
 class Buffers:
     """A batch of the form of `batch` that every step reads: each is copied there. `forwards`: those that `batch` went
@@ -72,8 +74,20 @@ class Buffers:
             targets.append(self._target(path, tensor))
             if shared.setdefault(id(self._buffer[path]), tensor) is not tensor:
                 raise InvalidInputError(f"{_names([path])} was one tensor with another place of the captured batch")
+        here: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for target, tensor in zip(targets, tensors.values(), strict=True):
-            self._copy(target, tensor)
+            if self._is_here(tensor):
+                into, given = here.setdefault(tensor.dtype, ([], []))
+                into.append(target)
+                given.append(tensor)
+            else:
+                self._copy(target, tensor)
+        for into, given in here.values():
+            if len(given) < MANY:
+                for target, tensor in zip(into, given, strict=True):
+                    copy_on_device(target, tensor)
+            else:
+                torch._foreach_copy_(into, [tensor.detach() for tensor in given])
 
     def _target(self, path: Path, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a buffer that `tensor` fills. Raises `InvalidInputError` where it does not fit."""
@@ -95,9 +109,13 @@ class Buffers:
             f"call the function itself for it"
         )
 
-    def _copy(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+    def _is_here(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a copy of its bytes that fills its buffer."""
         here = tensor.device == self._gpu
-        if here and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return here and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+    def _copy(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
+        if self._is_here(tensor):
             copy_on_device(target, tensor)
         else:
             target.copy_(tensor.detach(), non_blocking=True)

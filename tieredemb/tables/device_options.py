@@ -26,6 +26,7 @@ class DeviceOptions:
         if device.type == "cuda":
             self._numbers = torch.zeros(MOST_NUMBERS, dtype=torch.float64, device=device)
         self._told: dict[str, Any] | None = None
+        self.told_of: object = None  # what the caller has made these of, for it to know
 
     @property
     def numbers(self) -> torch.Tensor:
@@ -33,12 +34,16 @@ class DeviceOptions:
         assert self._numbers is not None
         return self._numbers
 
-    def tell(self, options: Mapping[str, Any]) -> None:
-        """Takes over `options`, numbers by name. Does not synchronise, and is no part of a capture. Raises
-        `ConfigError` for a learning rate that is negative or no number."""
+    def note_step(self) -> None:
+        """A step is about to come, with the options that were told last."""
         for each in self._tables.groups:
             if isinstance(each, DeviceGroup):
                 each.note_step()
+
+    def tell(self, options: Mapping[str, Any]) -> None:
+        """Takes over `options`, numbers by name. Does not synchronise, and is no part of a capture. Raises
+        `ConfigError` for a learning rate that is negative or no number."""
+        self.note_step()
         if self._told == options:
             return
         check_rate(options["lr"])

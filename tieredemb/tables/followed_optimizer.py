@@ -328,10 +328,11 @@ class FollowedOptimizer:
         if self.optimizer is None:
             assert self.config is not None
             return self.config
-        group = self._group().copy()
-        del group["params"]
+        group = self._group()
         if self._seen is not None and _is_same(group, self._plain):  # in a step each of many tables asks
             return self._seen[1]
+        group = group.copy()
+        del group["params"]
         options = as_numbers(group, waits=self._tables.config.device.type == "cpu")
         if self._seen is None or options != self._seen[0]:
             config = config_of(type(self.optimizer), options)
@@ -385,7 +386,12 @@ class FollowedOptimizer:
 
     def upload(self) -> None:
         """See `RowOptimizer.upload`. A learning rate that is a tensor on the GPU is read there, at each replay."""
-        self._on_device.tell(asdict(self.now()))
+        config, there = self.now(), self._on_device
+        if there.told_of is config:  # in a step each of many tables asks
+            there.note_step()
+            return
+        there.tell(asdict(config))
+        there.told_of = config
 
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
         """See `RowOptimizer.options_on`."""
@@ -559,13 +565,13 @@ class FollowedOptimizer:
 
 
 def _is_same(group: Mapping[str, Any], plain: Mapping[str, Any] | None) -> bool:
-    """Whether a param group is one of before, which was `_is_plain`. Compares no tensor, for which a GPU would have to
-    be waited for."""
-    if plain is None or len(group) != len(plain):
+    """Whether a param group is one of before, which was `_is_plain`, but for its params. Compares no tensor, for which
+    a GPU would have to be waited for."""
+    if plain is None or len(group) != len(plain) + 1:
         return False
     for name, value in group.items():
         before = plain.get(name, plain)
-        if value is before:
+        if value is before or name == "params":
             continue
         if type(value) is not type(before) or (type(value) is tuple and not _is_plain(value)) or value != before:
             return False

@@ -156,19 +156,13 @@ class _PlacedInPool(Placed):
     """Where tables of a pool are: where that is now, whatever has moved it."""
 
     def __init__(self, pool: Pool) -> None:
-        self._held = weakref.ref(pool)  # which keeps those that are looked up as one
+        self._whole = pool.placed
         self._of: Place | None = None
         self._now: Place | None = None
 
     @property
-    def _pool(self) -> Pool:
-        pool = self._held()
-        assert pool is not None  # who has a table has it
-        return pool
-
-    @property
     def now(self) -> Place:  # type: ignore[override]
-        there = self._pool.placed.now
+        there = self._whole.now
         if self._of is not there or self._now is None:
             self._now, self._of = self._place(there), there
         return self._now
@@ -199,7 +193,7 @@ class _PlacedMember(_PlacedInPool):
     @property
     def optimizer(self) -> OptimizerConfig | None:
         """Of the table: its own, or the one that the pool was laid out for since."""
-        laid_out = self._pool.config.optimizer
+        laid_out = self._whole.now.config.optimizer
         return self._optimizer if rows_of(self._optimizer) == rows_of(laid_out) else laid_out
 
     def _place(self, there: Place) -> Place:
