@@ -30,8 +30,8 @@ class Plans:
         self.found = self.forwards = 0
         take, begin = module.engine.planned.take, module.engine._begin
 
-        def counted(given):
-            call = take(given)
+        def counted(tables, given):
+            call = take(tables, given)
             self.found += call is not None
             return call
 

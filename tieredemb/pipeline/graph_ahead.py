@@ -255,48 +255,48 @@ class _Turn(Generic[R]):
 
         with executor.together(wanted):
             plan_units(self._units.of(wanted), plan_alone, self._planned, self.memories, ahead=True)
-        if not any(unit.failed for unit in self._planned):
+        if not any(each.failed for _, each in self._planned):
             self._calls, self._launched = self.calls(), [*self._planned]
 
     def check_planned(self) -> None:
         """Raises what planning has ended in."""
-        for unit in self._planned:
-            for planned in unit.planned:
-                planned.future.result()
+        for _, each in self._planned:
+            each.result()
 
     def calls(self) -> list[DeviceCall]:
         """The planned forwards; none if they are not all there."""
-        if not all(unit.is_whole for unit in self._planned):
+        if not all(among.is_whole(each) for among, each in self._planned):
             return []
-        return [unit.call() for unit in self._planned]
+        return [cast("DeviceCall", each.result()) for _, each in self._planned]
 
     def made(self) -> list[DeviceCall]:
         """Those forwards that could be planned."""
-        return [call for unit in self._planned if (call := unit.made()) is not None]
+        return [cast("DeviceCall", each.result()) for _, each in self._planned if each.left and not each.failed]
 
     def planned_again(self, offsets: list[list[int]], first: dict[DeviceCache, int]) -> None:
         """A replay has planned them, as batches at `offsets` from the `first` of each cache."""
         self._planned = []
-        for call, unit, ahead in zip(self._calls, self._launched, offsets, strict=True):
+        for call, (among, each), ahead in zip(self._calls, self._launched, offsets, strict=True):
             batches = [first[part.group.cache] + number for part, number in zip(call.parts, ahead, strict=True)]
-            self._planned.append(unit.again(call.again(batches)))
+            planned = each.again(call.again(batches))
+            among.add(planned)
+            self._planned.append((among, planned))
 
     def over(self) -> None:
         """A replay has computed the batch."""
         planned, self._planned, self.batch = self._planned, [], None
-        for unit in planned:
-            unit.drop()
+        for among, each in planned:
+            among.drop(each)
 
     def drop(self) -> int:
         """Gives up the plans that no forward has taken, and forgets the batch; returns how many there were. The current
         stream waits for them, as it may be about to overwrite what they read."""
         planned, self._planned, self.batch = self._planned, [], None
-        waiting = [pair for unit in planned for pair in unit.waiting]
-        dropped = [each for among, each in waiting if among.holds(each) and not each.failed]
+        dropped = [each for among, each in planned if among.holds(each) and not each.failed]
         try:
             for each in dropped:
-                cast("DeviceCall", each.future.result()).arrive()
+                cast("DeviceCall", each.result()).arrive()
         finally:
-            for among, each in waiting:
+            for among, each in planned:
                 among.drop(each)
         return len(dropped)

@@ -192,8 +192,8 @@ class _StepAlone(Generic[R]):
             plan_at_once(self._units.of(lookups), planned)
             return self._step.heard(batch)
         finally:
-            for unit in planned:
-                unit.drop()
+            for among, each in planned:
+                among.drop(each)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -8,24 +8,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from tieredemb.errors import TieredEmbError
 from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.lookups import LookupSpec, ages_of
-from tieredemb.step.planned_forwards import Made, Planned, PlannedForwards
+from tieredemb.step.planned_forwards import Planned, PlannedForwards, Waiting
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.pool import Member
 
 if TYPE_CHECKING:
-    from tieredemb.step.batch import Given
-    from tieredemb.step.call import CallContext
     from tieredemb.step.call_memory import CallMemory
-    from tieredemb.step.device_call import DeviceCall
-    from tieredemb.step.joint_call import JointCall
     from tieredemb.tables.table_set import Place
 
 Unit = list[LookupSpec]
+PlannedUnit = tuple[PlannedForwards, Waiting]  # what was planned, and among what it waits
 PlanAlone = Callable[..., Planned]  # one forward, by what it looks up, `ages` and `memory`
 
 
@@ -82,67 +79,6 @@ def _alike(module: TieredModule, trains: bool) -> Hashable:
     return id(tables.pool), module.options, trains
 
 
-class PlannedUnit:
-    """A unit that was planned. `forwards`: of each forward among which it waits, and what it is given · `call`: what
-    all have in common, where they are several."""
-
-    def __init__(
-        self,
-        forwards: Sequence[tuple[PlannedForwards, Given, CallContext | None]],
-        planned: Sequence[Planned],
-        call: JointCall | None,
-    ) -> None:
-        self._forwards = forwards
-        self.planned = planned
-        self._joint = call
-
-    @property
-    def waiting(self) -> list[tuple[PlannedForwards, Planned]]:
-        """The forwards, and among which others each waits."""
-        return [(among, each) for (among, _, _), each in zip(self._forwards, self.planned, strict=True)]
-
-    @property
-    def failed(self) -> bool:
-        """Whether planning has ended in an error, which one of those planned has."""
-        return any(each.failed for each in self.planned)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all forwards are planned, and none has come."""
-        return not self.failed and all(among.holds(each) for among, each in self.waiting)
-
-    def call(self) -> DeviceCall:
-        """What was planned, of forwards that have not come. Raises what planning has ended in."""
-        return self._joint or cast("DeviceCall", self.planned[0].future.result())
-
-    def made(self) -> DeviceCall | None:
-        """The same, of forwards some of which may have come; None where planning has failed, or the only one has."""
-        future = self.planned[0].future
-        if self._joint is None and (not future.done() or future.cancelled() or future.exception() is not None):
-            return None
-        return self.call()
-
-    def drop(self) -> None:
-        """Gives up what no forward has taken."""
-        for among, each in self.waiting:
-            among.drop(each)
-
-    def again(self, call: DeviceCall) -> PlannedUnit:
-        """The unit of `call`, which a replay has planned anew; its forwards wait."""
-        if self._joint is None:
-            planned, joint = [Planned(self._forwards[0][1], Made(call))], None
-        else:
-            joint = cast("JointCall", call)
-            planned = _shares(joint, [(given, context) for _, given, context in self._forwards])
-        for (among, _, _), each in zip(self._forwards, planned, strict=True):
-            among.add(each)
-        return PlannedUnit(self._forwards, planned, joint)
-
-
-def _shares(call: JointCall, forwards: Sequence[tuple[Given, Any]]) -> list[Planned]:
-    return [Planned(given, Made(call.share(number, context))) for number, (given, context) in enumerate(forwards)]
-
-
 def plan_units(
     units: Sequence[Unit],
     plan_alone: PlanAlone,
@@ -164,7 +100,7 @@ def plan_units(
             continue
         for lookup in unit:
             planned = plan_alone(lookup, ages=is_later, memory=memory if len(unit) == 1 else None)
-            made.append(PlannedUnit([(lookup.module.engine.planned, lookup.given, None)], [planned], None))
+            made.append((lookup.module.engine.planned, planned))
             is_later = False
 
 
@@ -179,15 +115,14 @@ def plan_at_once(units: Sequence[Unit], made: list[PlannedUnit]) -> None:
         if joint is None:
             continue
         made.append(joint)
-        for lookup, planned in zip(unit, joint.planned, strict=True):
-            if tables.step_time is not None:
-                tables.step_time.looked_up(lookup.module.tables, planned.future.result())
+        if tables.step_time is not None:
+            tables.step_time.looked_up(tables, joint[1].result())  # a step has begun with it
 
 
 def _plan_joint(unit: Unit, *, ages: bool, ahead: bool, memory: CallMemory | None) -> PlannedUnit | None:
     """Plans several forwards as one; None where they do not fit together, or one of them is wrong: each then finds out
     by itself."""
-    from tieredemb.step.joint_call import JointCall, may_join
+    from tieredemb.step.joint_call import JointCall, PlannedTogether, may_join
 
     try:
         found = [lookup.module.batch_of(lookup.given) for lookup in unit]
@@ -205,10 +140,7 @@ def _plan_joint(unit: Unit, *, ages: bool, ahead: bool, memory: CallMemory | Non
         )  # fmt: skip
     except (TieredEmbError, RuntimeError):
         return None
-    planned = _shares(call, [(lookup.given, context) for lookup, (_, context) in zip(unit, found, strict=True)])
-    forwards = [
-        (lookup.module.engine.planned, lookup.given, context) for lookup, (_, context) in zip(unit, found, strict=True)
-    ]
-    for (among, _, _), each in zip(forwards, planned, strict=True):
-        among.add(each)
-    return PlannedUnit(forwards, planned, call)
+    among = unit[0].module.engine.planned
+    planned = PlannedTogether(call, [(context, lookup.given) for lookup, (_, context) in zip(unit, found, strict=True)])
+    among.add(planned)
+    return among, planned

@@ -52,8 +52,10 @@ class PlanExecutors:
             for stream in self._streams:
                 on_it = [lookup for lookup in lookups if self._executor_of(lookup.module) is stream]
                 entered.enter_context(stream.together(on_it))
-            units = self._units.of(lookups)
-            plan_units(units, plan_alone, planned, ahead=True)
+            if len(lookups) == 1:
+                planned.append((lookups[0].module.engine.planned, plan_alone(lookups[0])))
+            else:
+                plan_units(self._units.of(lookups), plan_alone, planned, ahead=True)
 
     def _executor_of(self, module: TieredModule) -> PlanExecutor:
         place = module.tables.placed.now

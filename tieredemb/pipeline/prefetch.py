@@ -24,6 +24,7 @@ from tieredemb.pipeline.joint_plans import PlannedUnit
 from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, learn
 from tieredemb.pipeline.pace import Pace
 from tieredemb.pipeline.plan_executors import PlanExecutors, kind_of
+from tieredemb.step.planned_forwards import PlannedForwards
 
 B = TypeVar("B")
 
@@ -131,8 +132,7 @@ class _Fetched(Generic[B]):
         """Gives up the plans that no forward took; returns how many were made in vain. `made`: waits until these are
         made, and known whether they fail."""
         planned, self.planned = self.planned, []
-        waiting = [pair for unit in planned for pair in unit.waiting]
-        return sum(among.drop(each, made=made) and not each.failed for among, each in waiting)
+        return sum(among.drop(each, made=made) for among, each in planned)
 
 
 class Run(Generic[B]):
@@ -151,9 +151,8 @@ class Run(Generic[B]):
         self._seen: list[LookupSpec] = []  # forwards of the current batch, while it is to be learned from
         self._listens = False
         self._warned = False
-        modules = set(prefetch.modules.values())
-        for module in modules.difference(*(run._prefetch.modules.values() for run in _RUNNING)):
-            module.engine.planned.drop_all()  # plans of a loop whose end was interrupted
+        for planned in _planned(prefetch).difference(*(_planned(run._prefetch) for run in _RUNNING)):
+            planned.drop_all()  # plans of a loop whose end was interrupted
         self._listen(told is None and prefetch.depth > 0)
         _RUNNING.append(self)
 
@@ -184,7 +183,7 @@ class Run(Generic[B]):
         """The batch handed out has been used."""
         current, self._current = self._current, None
         assert current is not None
-        planned = sum(len(unit.planned) for unit in current.planned)
+        planned = sum(each.count for _, each in current.planned)
         if planned and current.drop(made=not self._warned) == planned and not self._warned:
             self._warned = True
             warnings.warn(
@@ -273,6 +272,10 @@ class Run(Generic[B]):
     def _hear(self, forward: Forward) -> None:
         if self._current is not None and any(forward.module is module for module in self._prefetch.modules.values()):
             self._seen.append(LookupSpec(forward.module, forward.given, forward.trains))
+
+
+def _planned(prefetch: Prefetch[Any]) -> set[PlannedForwards]:
+    return {module.engine.planned for module in prefetch.modules.values()}
 
 
 _RUNNING: list[Run[Any]] = []

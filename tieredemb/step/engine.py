@@ -47,8 +47,8 @@ class Engine:
     """Looks up in `tables`, and updates their rows by the optimizer of their config, if it has one.
 
     `follows`: the torch optimizer with whose step the update is to come, and not with the backward, or its class ·
-    `planned`: forwards that were planned before they come · `ids_may_exceed_bags`: threads whose captured step gives it
-    buffers, in which ids of longer batches are left.
+    `planned`: forwards that were planned before they come, in these tables and in others that share their caches ·
+    `ids_may_exceed_bags`: threads whose captured step gives it buffers, in which ids of longer batches are left.
     """
 
     def __init__(self, tables: TableSet, follows: Optimizer = None) -> None:
@@ -64,8 +64,9 @@ class Engine:
             self.follow(follows)
 
     def _connect(self) -> None:
-        self.planned = PlannedForwards()
-        self.tables.whole.engines.add(self)
+        others = self.tables.whole.engines
+        self.planned: PlannedForwards = next((each.planned for each in list(others)), None) or PlannedForwards()
+        others.add(self)
         self.ids_may_exceed_bags: set[int] = set()
         self._backward_pass = _PASSES.setdefault(self.tables.whole, BackwardPass())
         self._accumulates: weakref.ref[_Accumulated] | None = None
@@ -107,8 +108,7 @@ class Engine:
 
     def drop_planned(self) -> None:
         """Gives up the forwards that were planned ahead in these tables, and in others that share their caches."""
-        for each in list(self.tables.whole.engines):
-            each.planned.drop_all()
+        self.planned.drop_all()
 
     def drop_gradient(self) -> None:
         """Drops what waits for a step."""
@@ -146,7 +146,7 @@ class Engine:
         place = self.tables.placed.now
         if place.faults is not None:
             place.check_earlier()
-        call = self.planned.take(batch.given) if self.planned.waiting and not recomputed else None
+        call = self.planned.take(self.tables, batch.given) if self.planned.waiting and not recomputed else None
         time = self.tables.step_time
         if call is None:
             ages = not recomputed and (time is None or time.begins(self.tables))
@@ -174,6 +174,7 @@ class Engine:
     ) -> Call:
         """A call that is planned, on the tables' device; see `Call.plan`. `recomputed`: whether the forward is one of
         before, that leaves no trace in scores."""
+        may_exceed = self.may_exceed_bags
         call = _call_type(self.tables.placed.now.config.device.type)(context, batch.size)
         call.plan(
             batch,
@@ -181,7 +182,7 @@ class Engine:
             scored=not recomputed,
             ages=ages,
             ahead=ahead,
-            may_exceed_bags=self.may_exceed_bags,
+            may_exceed_bags=may_exceed,
             memory=memory,
         )
         return call
@@ -209,7 +210,7 @@ class Engine:
             return self._call(make_batch(*given), context, trains=trains, ages=ages, ahead=True, memory=memory)
 
         if executor.is_entered:
-            planned = Planned(given, executor.submit(now))
+            planned = Planned(self.tables, given, executor.submit(now))
             self.planned.add(planned)
             return planned
         caches = [group.cache for group in self.tables.groups]
@@ -226,7 +227,7 @@ class Engine:
 
         # before the executor's stream is used: a capture on another thread may have forked into it
         with contextlib.nullcontext() if executor.apart else self.tables.planning():
-            planned = Planned(given, executor.submit(plan))
+            planned = Planned(self.tables, given, executor.submit(plan))
         self.planned.add(planned)
         return planned
 

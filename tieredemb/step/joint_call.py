@@ -18,13 +18,20 @@ from tieredemb.step.batch import Batch
 from tieredemb.step.call import NUMBERS, BackwardPass, CallContext
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import DeviceGroupCall
+from tieredemb.step.planned_forwards import Waiting, forms, marks
 from tieredemb.tables.pool import Together
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.lookup.options import LookupOptions
+    from tieredemb.step.batch import Given
+    from tieredemb.step.call import Call
     from tieredemb.step.call_memory import CallMemory
+    from tieredemb.step.planned_forwards import Marks
     from tieredemb.tables.group import DeviceGroup
+    from tieredemb.tables.table_set import TableSet
+
+    Forward = tuple[CallContext, Given]
 
 
 class _Nobody:
@@ -218,3 +225,53 @@ class PartCall(DeviceCall):
     @property
     def is_over(self) -> bool:
         return self.consumed or not self._lasts
+
+
+class PlannedTogether(Waiting):
+    """The forwards of a joint `call`, each in its tables and of its inputs: `forwards` names them, with the context of
+    who makes them."""
+
+    def __init__(self, call: JointCall, forwards: Sequence[Forward]) -> None:
+        self._call = call
+        self._forwards = forwards
+        self.count = len(forwards)
+        self._number = {id(context.tables): number for number, (context, _) in enumerate(forwards)}
+        # what else tells tensors from others they hold by themselves, while they are not given other memory
+        self._marks = [marks(given) for _, given in forwards]
+        self._taken: set[int] = set()
+
+    def find(self, tables: TableSet, given: Given, its_marks: Marks) -> int | None:
+        number = self._number.get(id(tables))
+        if number is None or number in self._taken or its_marks != self._marks[number]:
+            return None
+        return number if forms(given) == forms(self._forwards[number][1]) else None
+
+    def take(self, number: int) -> bool:
+        self._taken.add(number)
+        return len(self._taken) == self.count
+
+    def call_of(self, number: int) -> Call | None:
+        return self._call.share(number, self._forwards[number][0])
+
+    @property
+    def left(self) -> int:
+        return self.count - len(self._taken)
+
+    @property
+    def failed(self) -> bool:
+        return False
+
+    def result(self) -> JointCall:
+        return self._call
+
+    def again(self, call: Call) -> PlannedTogether:
+        assert isinstance(call, JointCall)
+        return PlannedTogether(call, self._forwards)
+
+    def wait(self) -> None:
+        """It was made at once."""
+
+    def drop(self) -> None:
+        for number in range(self.count):
+            if number not in self._taken:
+                self._call.release_part(number)

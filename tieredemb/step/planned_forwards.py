@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from tieredemb.step.batch import Given
 from tieredemb.step.call import Call
+
+if TYPE_CHECKING:
+    from tieredemb.tables.table_set import TableSet
 
 T = TypeVar("T")
 Marks = list[Any]
@@ -53,21 +57,74 @@ class Made(Future[T]):
         fn(self)
 
 
-class Planned:
-    """A forward that was planned ahead, or is being. `given`: its inputs, held so that no other tensor can take their
-    place in memory."""
+class Waiting(abc.ABC):
+    """What was planned as one, or is being, and waits for its forwards. `count`: how many they are."""
 
-    def __init__(self, given: Given, future: Future[Call]) -> None:
+    count = 1
+
+    @abc.abstractmethod
+    def find(self, tables: TableSet, given: Given, its_marks: Marks) -> int | None:
+        """Which of its forwards, if any, is one in `tables` of these inputs, as they are now (`marks`), and not of
+        others that show the same memory."""
+
+    @abc.abstractmethod
+    def take(self, number: int) -> bool:
+        """A forward that was found has come; returns whether it was the last one."""
+
+    @abc.abstractmethod
+    def call_of(self, number: int) -> Call | None:
+        """The call of a forward that was taken, once it is planned; None where planning failed: the forward then finds
+        out why by itself."""
+
+    @property
+    @abc.abstractmethod
+    def left(self) -> int:
+        """How many of its forwards have not come."""
+
+    @property
+    @abc.abstractmethod
+    def failed(self) -> bool:
+        """Whether planning ended in an error."""
+
+    @abc.abstractmethod
+    def result(self) -> Call:
+        """What was planned, of all forwards, while none has come. Raises what planning has ended in."""
+
+    @abc.abstractmethod
+    def again(self, call: Call) -> Waiting:
+        """The same forwards, which a replay has planned anew as `call`."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Waits until planning has come to an end, if to an error."""
+
+    @abc.abstractmethod
+    def drop(self) -> None:
+        """Gives the plan up, now or as soon as it is made."""
+
+    def end(self) -> None:
+        """Once it is dropped, waits until nothing of it is in flight."""
+        self.wait()
+
+
+class Planned(Waiting):
+    """One forward in `tables`. `given`: its inputs, held so that no other tensor can take their place in memory."""
+
+    def __init__(self, tables: TableSet, given: Given, future: Future[Call]) -> None:
+        self.tables = tables
         self.given = given
         self._marks, self._forms = marks(given), forms(given)
         self.future = future
 
-    def is_of(self, given: Given, its_marks: Marks) -> bool:
-        """Whether it is of these inputs, as they are now (`marks`), or of others that show the same memory."""
-        return its_marks == self._marks and forms(given) == self._forms
+    def find(self, tables: TableSet, given: Given, its_marks: Marks) -> int | None:
+        if tables is not self.tables or its_marks != self._marks or forms(given) != self._forms:
+            return None
+        return 0
 
-    def call(self) -> Call | None:
-        """The call, once it is planned; None where planning failed: the forward then finds out why by itself."""
+    def take(self, number: int) -> bool:
+        return True
+
+    def call_of(self, number: int) -> Call | None:
         future, self.future = self.future, _TAKEN  # a call that a forward has is the forward's alone to keep
         if future.cancelled() or future.exception() is not None:
             return None
@@ -75,19 +132,31 @@ class Planned:
         return call if call.complete() else None
 
     @property
+    def left(self) -> int:
+        return int(self.future is not _TAKEN)
+
+    @property
     def failed(self) -> bool:
-        """Whether planning ended in an error."""
         return self.future.done() and not self.future.cancelled() and self.future.exception() is not None
 
+    def result(self) -> Call:
+        return self.future.result()
+
+    def again(self, call: Call) -> Planned:
+        return Planned(self.tables, self.given, Made(call))
+
     def wait(self) -> None:
-        """Waits until planning has come to an end, if to an error."""
         if not self.future.cancelled():
             self.future.exception()
 
     def drop(self) -> None:
-        """Gives the plan up, now or as soon as it is made."""
         if not self.future.cancel():
             self.future.add_done_callback(_release)
+
+    def end(self) -> None:
+        self.wait()
+        if not self.future.cancelled():
+            _release(self.future)  # its callback may come a moment later, on the thread that has planned
 
 
 _TAKEN: Future[Call] = Future()
@@ -100,44 +169,51 @@ def _release(future: Future[Call]) -> None:
 
 
 class PlannedForwards:
-    """The forwards over one set of tables that were planned: those `waiting` for somebody to take them. Its calls may
-    come from several threads."""
+    """The forwards over tables that share caches that were planned: those `waiting` for somebody to take them. Its
+    calls may come from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # left taken by a tracer's exception at a block's end, it stays passable
-        self.waiting: list[Planned] = []
+        self.waiting: list[Waiting] = []
 
-    def add(self, planned: Planned) -> None:
+    def add(self, planned: Waiting) -> None:
         with self._lock:
             self.waiting.append(planned)
 
-    def take(self, given: Given) -> Call | None:
+    def take(self, tables: TableSet, given: Given) -> Call | None:
         """The call that was planned first for these tensors, as they are now; None if there is none. Waits for it."""
         its_marks = marks(given)
         with self._lock:
             for planned in self.waiting:
-                if planned.is_of(given, its_marks):
-                    self.waiting.remove(planned)
+                number = planned.find(tables, given, its_marks)
+                if number is not None:
+                    if planned.take(number):
+                        self.waiting.remove(planned)
                     break
             else:
                 return None
-        return planned.call()
+        return planned.call_of(number)
 
-    def holds(self, planned: Planned) -> bool:
-        """Whether no forward has taken the plan, and nobody has given it up."""
+    def holds(self, planned: Waiting) -> bool:
+        """Whether no forward has taken the plan, or not all have, and nobody has given it up."""
         return planned in self.waiting
 
-    def drop(self, planned: Planned, *, made: bool = False) -> bool:
-        """Gives up a plan that no forward has taken; returns whether there was one to give up. `made`: waits until it
-        is made, and known whether it fails."""
+    def is_whole(self, planned: Waiting) -> bool:
+        """Whether it has not failed, and none of its forwards has come."""
+        return planned.left == planned.count and planned in self.waiting and not planned.failed
+
+    def drop(self, planned: Waiting, *, made: bool = False) -> int:
+        """Gives up what no forward has taken; returns how many there were to give up that have not failed. `made`:
+        waits until it is made, and known whether it fails."""
         if made and planned in self.waiting:
             planned.wait()
         with self._lock:
             if planned not in self.waiting:
-                return False
+                return 0
             self.waiting.remove(planned)
+        left = 0 if planned.failed else planned.left
         planned.drop()
-        return True
+        return left
 
     def drop_all(self) -> None:
         """Gives up all plans, and waits for those that are being made."""
@@ -146,9 +222,7 @@ class PlannedForwards:
         for planned in dropped:
             planned.drop()
         for planned in dropped:
-            if not planned.future.cancelled():
-                planned.future.exception()
-                _release(planned.future)  # its callback may come a moment later, on the thread that has planned
+            planned.end()
 
 
 def marks(given: Given) -> Marks:
