@@ -1100,4 +1100,3 @@ def test_param_groups_are_compared_without_asking_a_tensor():
     assert not _is_same({**group, "lr": torch.tensor(0.5)}, plain)  # it may be another number at any time
     assert not _is_same({**group, "betas": (torch.tensor(0.9), 0.99)}, plain)
     assert not _is_same({"params": [], "lr": 0.5}, plain)
-    assert not _is_same(group, None)

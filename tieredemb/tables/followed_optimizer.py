@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +89,7 @@ class FollowedOptimizer:
         self._seen: tuple[dict[str, Any], OptimizerConfig] | None = None  # the param group, and what it means
         self._items: tuple[tuple[str, Any], ...] = ()  # what it means, by name
         self._plain: dict[str, Any] | None = None  # the same as it was, if nothing in it may change in place
+        self._values: list[Any] = []  # of it, params among them
         self._loading: dict[int, LoadedState] | None = None
         self._on_device = DeviceOptions(self._tables)
         for stand_in in self.stand_ins:
@@ -329,16 +331,20 @@ class FollowedOptimizer:
             assert self.config is not None
             return self.config
         group = self._group()
-        if self._seen is not None and _is_same(group, self._plain):  # in a step each of many tables asks
-            return self._seen[1]
-        group = group.copy()
+        if self._seen is not None and self._plain is not None:  # in a step each of many tables asks
+            if len(group) == len(self._values) and all(map(is_, group.values(), self._values)):
+                return self._seen[1]
+            if _is_same(group, self._plain):
+                self._values = [*group.values()]
+                return self._seen[1]
+        values, group = [*group.values()], group.copy()
         del group["params"]
         options = as_numbers(group, waits=self._tables.config.device.type == "cpu")
         if self._seen is None or options != self._seen[0]:
             config = config_of(type(self.optimizer), options)
             self._check_rows(config)
             self._seen, self._items = (options, config), tuple(asdict(config).items())
-        self._plain = group if _is_plain(group.values()) else None
+        self._plain, self._values = group if _is_plain(group.values()) else None, values
         return self._seen[1]
 
     def _check_rows(self, config: OptimizerConfig) -> None:
@@ -564,10 +570,10 @@ class FollowedOptimizer:
         self._connect()
 
 
-def _is_same(group: Mapping[str, Any], plain: Mapping[str, Any] | None) -> bool:
+def _is_same(group: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
     """Whether a param group is one of before, which was `_is_plain`, but for its params. Compares no tensor, for which
     a GPU would have to be waited for."""
-    if plain is None or len(group) != len(plain) + 1:
+    if len(group) != len(plain) + 1:
         return False
     for name, value in group.items():
         before = plain.get(name, plain)
