@@ -490,6 +490,31 @@ def test_a_batch_of_one_tensor_is_copied_or_refused(device):
     assert equal(own.batch, given)  # the last that fitted
 
 
+def test_a_batch_of_many_tensors_is_copied_or_refused(device):
+    table = te.TieredEmbeddingBag(ROWS, WIDTH, mode="sum")
+    given = [torch.arange(6).reshape(2, 3) + at for at in range(5)]
+    with heard() as forwards, torch.no_grad():
+        for each in given:
+            table(each)
+    own = Buffers(given, forwards)
+    odd = [given[0] + 1, (given[1] + 7).cpu(), (torch.arange(6) + 13).reshape(3, 2).T, *given[:2]]
+    for batch in ([each * 2 for each in given], odd, given):
+        own.load(batch)
+        assert all(equal(*pair) for pair in zip(own.batch, batch, strict=True))
+    with pytest.raises(InvalidInputError, match=r"the batch\[3\] has shape \(3, 2\)"):
+        own.load([*odd[:3], given[3].T, given[4]])
+    with pytest.raises(InvalidInputError, match=r"the batch\[4\] is torch.float32"):
+        own.load([*odd[:4], given[4].float()])
+    with pytest.raises(InvalidInputError, match=r"tensors at"):
+        own.load(given[:4])
+    assert all(equal(*pair) for pair in zip(own.batch, given, strict=True))  # the last that fitted
+    same = Buffers([given[0]] * 5, forwards)
+    same.load([given[1]] * 5)
+    assert equal(same.batch[4], given[1])
+    with pytest.raises(InvalidInputError, match="was one tensor with another place"):
+        same.load(given)
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

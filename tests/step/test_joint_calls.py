@@ -248,9 +248,9 @@ def test_evaluation_and_forwards_without_a_backward(joined, kept):
             held.append(outputs if kept and number % 5 == 0 else None)
         return state(model, found)
 
-    apart = run(lambda _: given("mixed", 3 * STEPS))
-    together = run(ahead("mixed", 2, 3 * STEPS))
-    assert len(joined["plans"]) == 3 * STEPS - 1
+    apart = run(lambda _: given("mixed", 2 * STEPS))
+    together = run(ahead("mixed", 2, 2 * STEPS))
+    assert len(joined["plans"]) == 2 * STEPS - 1
     assert_same_bits(together, apart)
 
 

@@ -43,6 +43,9 @@ class StepFunction(Generic[R]):
         self._leaves = Leaves(self.device)
         # of each module: what it is configured with, which a move replaces, and whether it trains
         self._captured_of = [(module, module.tables.config, module.is_trainable) for module in self.modules]
+        self._places = [module.tables.placed.now for module in self.modules]
+        trained = [module.engine.optimizer for module, _, trains in self._captured_of if trains and self.trains]
+        self._optimizers = [optimizer for optimizer in trained if optimizer is not None]
         self._alike = self._optimizers_alike()
         with on_device(self.device):
             self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -134,10 +137,10 @@ class StepFunction(Generic[R]):
 
     def before_replay(self) -> None:
         """What the host does at a forward and at an update, which a replay is neither of."""
-        for module in self.modules:
-            module.tables.placed.now.check_earlier()
-            if self.trains and module.is_trainable and module.engine.optimizer is not None:
-                module.engine.optimizer.upload()
+        for place in self._places:
+            place.check_earlier()
+        for optimizer in self._optimizers:
+            optimizer.upload()
 
     def after_capture(self) -> None:
         """The caches go on from the current stream, where replays run, and not from the one that was captured."""
