@@ -132,6 +132,22 @@ def test_prefetch(monkeypatch, replays, capacity, depth):
     assert both(monkeypatch, replays, run) > STEPS
 
 
+def test_plans_made_ahead_go_before_the_step_that_they_run_beside(monkeypatch, replays):
+    made_on, side_stream = [], recording.side_stream
+
+    def heard(device, priority, name):
+        made_on.append(priority)
+        return side_stream(device, priority, name)
+
+    monkeypatch.setattr(recording, "side_stream", heard)
+    bag = made(40)
+    for ids in te.prefetch([ids_of(step) for step in range(STEPS)], bag):
+        bag(ids).sum().backward()
+    assert replays
+    assert -1 in made_on  # plans; their lookups and updates compute
+    assert set(made_on) == {0, -1}
+
+
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_forwards_in_any_order_with_backwards_late_or_never(monkeypatch, replays, capacity):
     """Several in flight of one form, each with memory of its own; some dropped, some evaluations between."""

@@ -150,13 +150,15 @@ class _Node:
 
 
 class Recording:
-    """A graph of launches on one device. `pool`: of the memory that the launches allocate and give up.
+    """A graph of launches on one device. `pool`: of the memory that the launches allocate and give up · `priority`: as
+    of a stream, which a graph's kernels keep wherever it is launched.
 
     `replay` may be called by any thread, one at a time. Neither recording nor a replay synchronises. See
     `can_record`."""
 
-    def __init__(self, device: torch.device, pool: GraphPool) -> None:
+    def __init__(self, device: torch.device, pool: GraphPool, priority: int = 0) -> None:
         self._device = device
+        self._priority = priority
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._nodes: list[_Node] = []
@@ -167,7 +169,7 @@ class Recording:
         """Records what this thread launches inside, which must not wait for the device. `changing`: tensors whose
         places `replay` is told, none empty and no two in one place; inside they are given to kernels of ours alone, and
         not to cooperative ones."""
-        stream = side_stream(self._device, 0, "capture")  # streams are few: another's would be captured
+        stream = side_stream(self._device, self._priority, "capture")  # streams are few: another's would be captured
         launched: list[_Node] = []
 
         def hear(signature: Signature, packed: bytes, stream: int) -> None:

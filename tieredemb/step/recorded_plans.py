@@ -183,7 +183,8 @@ class Recorded:
             self._ids = torch.empty_like(ids) if copies else None
         self._overflow = [group.cache.overflow_of(plan) for plan, group in zip(following, groups, strict=True)]
         self.compute_pool = groups[0].cache.compute_pool
-        self._graph = Recording(site.device, groups[0].cache.plan_pool)
+        # its few blocks go before those of the step that it runs beside
+        self._graph = Recording(site.device, groups[0].cache.plan_pool, priority=-1 if form.ahead else 0)
         self._lookup: Recording | None = None  # of a plan that was made ahead
         out = self._new_output() if self._pools else None
         call.memory = self._memory
