@@ -24,7 +24,7 @@ from benchmarks.timing import Quantiles
 from tieredemb.kernels import recording
 
 TABLES, ROWS, WIDTH, BATCH, SHARE = 26, 200_000, 64, 2048, 0.1
-STEPS, WARM_UP = 100, 30
+STEPS, WARM_UP = 100, 80
 LR = 0.05
 NEVER = 10**9  # times that launches come before they are recorded
 COLLECTION, CONVERTED = "one collection", "converted"

@@ -36,6 +36,10 @@ HEADLINES = (
     Headline("cuda-step", "W-1.05", "520,000 slots, CUDA graph, prefetch"),
     Headline("cuda-step", "W-1.05", "1051MiB, CUDA graph, prefetch"),
     Headline("cuda-step", "W-1.2", "1051MiB, CUDA graph, prefetch"),
+    Headline(
+        "cuda-converted", "step", "capacity 10 %, prefetch", "tieredemb, converted", "26 tables converted in one line"
+    ),
+    Headline("cuda-converted", "step", "capacity 10 %, CUDA graph, prefetch", "tieredemb, converted", "the same"),
     Headline("cuda-inference", "lookup, all hits", "1 % cache, CUDA graph"),
 )
 
