@@ -121,7 +121,8 @@ def lookup_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
     blocks = blocks_for(TABLES * ((BATCH + 3) // 4) * 32, 256)
     samples = timed(
         lambda: pool(
-            blocks, 256, weight, 0, 0, homes, offsets, BATCH, len(homes), mode, column, 0, out, TABLES * WIDTH, 0
+            blocks, 256, weight, 0, 0, homes, offsets, BATCH, len(homes), mode, column, 0, 0, out, TABLES * WIDTH,
+            0,
         )
     )  # fmt: skip
     if not torch.equal(out[7, :WIDTH], weight[homes[7].long()]):
@@ -164,9 +165,9 @@ def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
     def update() -> None:
         short(
             8448, 256, work, items, n, bags, BATCH, column, grad, TABLES * WIDTH, 0, 0, 0, 0, weight, state, 0, 0, 0,
-            dirty, rates, numbers, parts, 0, 0,
+            dirty, rates, numbers, 0, parts, 0, 0,
         )  # fmt: skip
-        long(132, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rates, numbers, 0, 0)
+        long(132, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rates, numbers, 0, 0, 0)
 
     found = timed(find)
     samples = timed(update)
