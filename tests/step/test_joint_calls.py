@@ -29,9 +29,9 @@ def joined(monkeypatch):
     found = {"plans": [], "updates": 0}
     make, joint_of = JointCall.__init__, device_update._joint_of
 
-    def made(self, tables, *given):
-        found["plans"].append(tables.numbers)
-        make(self, tables, *given)
+    def made(self, context, *given):
+        found["plans"].append(context.tables.numbers)
+        make(self, context, *given)
 
     def looked_for(collected):
         joint = joint_of(collected)
@@ -99,8 +99,8 @@ def state(model, outputs):
     return [*outputs, *model.state_dict().values()]
 
 
-def train(model, optimizer, batches, *, use=lambda outputs: outputs, seen=None):
-    """The outputs of all steps, and the tables at the end."""
+def train(model, optimizer, batches, *, use=lambda outputs: outputs, seen=None, of=None):
+    """The outputs of all steps, and the tables at the end, those of the model `of` where that is another."""
     found = []
 
     def step(batch):
@@ -115,7 +115,7 @@ def train(model, optimizer, batches, *, use=lambda outputs: outputs, seen=None):
     run = step if seen is None else seen(step)
     for batch in batches(model):
         found += [each.clone() for each in run(batch)]
-    return state(model, found)
+    return state(of or model, found)
 
 
 def given(kind, steps=STEPS):
@@ -270,6 +270,89 @@ def test_weights_of_samples(joined):
     apart = run(lambda _: given("equal"))
     assert_same_bits(run(ahead("equal")), apart)
     assert len(joined["plans"]) == STEPS - 1
+
+
+def test_a_wrong_id_is_told_where_every_forward_has_weights(joined):
+    model, _ = converted("equal", 60, te.Adagrad(lr=0.1))
+    batches = given("equal", 8)
+    batches[5][1][0][0, 1] = ROWS[1]
+
+    def run():
+        for batch in te.prefetch(batches, model):
+            weights = torch.full((SAMPLES, 2), 0.5, device="cuda")
+            for table, (ids,) in zip(model.tables, batch, strict=True):
+                table(ids, per_sample_weights=weights).sum().backward()
+            torch.cuda.synchronize()
+
+    with pytest.raises(IdOutOfRangeError, match=r"id 7 at position 1 is out of range for table 'tables\.1'"):
+        run()
+    assert len(joined["plans"]) == 7
+
+
+def test_forwards_on_several_streams(joined):
+    def run(batches):
+        model, _ = converted("offsets", 60, te.Adagrad(lr=0.1))
+        beside, found = torch.cuda.Stream(), []
+        for batch in batches(model):
+            outputs = []
+            for number, (table, inputs) in enumerate(zip(model.tables, batch, strict=True)):
+                if number % 2:
+                    beside.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(beside if number % 2 else torch.cuda.current_stream()):
+                    outputs.append(table(*inputs))
+            torch.cuda.current_stream().wait_stream(beside)
+            sum(each.square().sum() for each in outputs).backward()
+            found += [each.detach().clone() for each in outputs]
+        return state(model, found)
+
+    apart = run(lambda _: given("offsets"))
+    assert_same_bits(run(ahead("offsets")), apart)
+    assert len(joined["plans"]) == STEPS - 1
+
+
+def test_one_forward_in_inference_mode_leaves_the_next_as_it_is(joined):
+    model, _ = converted("equal", 60, None)
+    for table in model.tables:
+        table.requires_grad_(False)
+    dense = torch.ones(WIDTH, 1, device="cuda", requires_grad=True)
+    for batch in te.prefetch(given("equal", 4), model):
+        with torch.inference_mode():
+            model.tables[0](*batch[0])
+        (model.tables[1](*batch[1]) @ dense).sum().backward()
+    assert len(joined["plans"]) == 3
+    assert dense.grad is not None
+
+
+def test_a_captured_step_that_changes_its_ids_plans_them_once(joined):
+    """The ids of the batch are others than those looked up, and no row's."""
+
+    def run(seen):
+        model, _ = converted("equal", 60, te.Adagrad(lr=0.1))
+
+        def hashed(batch):
+            for (ids,), rows in zip(batch, ROWS, strict=True):
+                ids.remainder_(rows)
+            return model(batch)
+
+        batches = [tuple((ids + 1000 * rows,) for (ids,), rows in zip(b, ROWS, strict=True)) for b in given("equal")]
+        found = train(lambda batch: hashed(batch), te.Adagrad(lr=0.1), lambda _: batches, seen=seen, of=model)
+        return found, [table.stats().lookups for table in model.tables]
+
+    apart, lookups = run(None)
+    captured, counted = run(te.graph_step)
+    assert_same_bits(captured, apart)
+    assert len(joined["plans"]) <= 1
+    assert all(one <= other for one, other in zip(lookups, counted, strict=True))
+
+
+def test_a_plan_is_not_of_a_tensor_that_shows_its_memory_otherwise_since():
+    model, _ = converted("equal", 60, te.Adagrad(lr=0.1))
+    batches = given("equal", 3)
+    for number, batch in enumerate(te.prefetch(batches, model)):
+        if number == 2:
+            batch[0][0].data = batch[0][0].data.view(2 * SAMPLES, 1)
+        outputs = model(batch)
+    assert [len(each) for each in outputs] == [2 * SAMPLES, SAMPLES, SAMPLES, SAMPLES]
 
 
 def test_counters_are_those_of_the_tables():

@@ -29,7 +29,7 @@ class KeptNumbers:
         key = torch._C._cuda_getCurrentRawStream(self._device.index), numbers
         made = self._last.pop(key, None)
         if made is None and captures:  # which begins behind all streams
-            made = next((each for (_, known), each in self._last.items() if known == numbers), None)
+            made = next((each for (_, known), each in list(self._last.items()) if known == numbers), None)
         if made is None:
             with outside_capture(self._device):
                 host = torch.tensor(numbers, dtype=self._dtype, device="cpu").pin_memory()
@@ -39,5 +39,5 @@ class KeptNumbers:
         else:
             self._last[key] = made  # the last one now
             if len(self._last) > MOST:
-                del self._last[next(iter(self._last))]
+                self._last.pop(next(iter([*self._last])), None)
         return made

@@ -83,7 +83,8 @@ class KeySpace:
         return len(self.tables)
 
     def of_tables(self, positions: Sequence[int]) -> KeySpace:
-        """That of some of the tables, which have one feature each, with the keys that they have here."""
+        """That of some of the tables, which have one feature each, with the keys that they have here: `start` stays
+        that of all."""
         some, chosen = copy.copy(self), list(positions)
         some.tables = some.features = some.table = np.arange(len(chosen))
         some.first, some.size, some.column = self.first[chosen], self.size[chosen], self.column[chosen]

@@ -103,7 +103,9 @@ class Buffers:
         if len(into) < MANY or not self._are_distinct:
             return False
         for tensor, buffer in zip(batch, into, strict=True):
-            if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype or buffer.dtype is not dtype:
+            if not (isinstance(tensor, torch.Tensor) and isinstance(buffer, torch.Tensor)):
+                return False
+            if tensor.dtype is not dtype or buffer.dtype is not dtype:
                 return False
             if tensor.shape != buffer.shape or not self._is_here(tensor):
                 return False

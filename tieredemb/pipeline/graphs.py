@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -154,6 +155,7 @@ class _StepAlone(Generic[R]):
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: R | None = None
         self._units = Units()
+        self._plans_as_one = True
 
     def run(self, batch: Any) -> R:
         step = self._step
@@ -185,15 +187,18 @@ class _StepAlone(Generic[R]):
             return self._step.beside(self._compute)
 
     def _compute(self) -> R:
-        """The function of the batch in the buffers. Tables that share a cache are planned as one before."""
+        """The function of the batch in the buffers. Tables that share a cache are planned as one before, unless a step
+        before has looked up others than those."""
         batch, planned = self._buffers.batch, list[PlannedUnit]()
-        lookups = [lookup._replace(trains=lookup.trains and self._step.trains) for lookup in self._step.lookups(batch)]
-        try:
-            plan_at_once(self._units.of(lookups), planned)
+        if not self._plans_as_one:
             return self._step.heard(batch)
-        finally:
-            for among, each in planned:
-                among.drop(each)
+        lookups = [lookup._replace(trains=lookup.trains and self._step.trains) for lookup in self._step.lookups(batch)]
+        with contextlib.ExitStack() as after:  # an interrupted one keeps no other from its end
+            after.callback(lambda: [after.callback(among.drop, each) for among, each in planned])
+            plan_at_once(self._units.of(lookups), planned)
+            result = self._step.heard(batch)
+            self._plans_as_one = not any(each.left for _, each in planned)
+            return result
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, cast
 
 from tieredemb.errors import TieredEmbError
+from tieredemb.kernels.streams import on_device
 from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.lookups import LookupSpec, ages_of
 from tieredemb.step.planned_forwards import Planned, PlannedForwards, Waiting
@@ -94,9 +95,7 @@ def plan_units(
     for unit, is_later, memory in zip_longest(units, ages, memories):
         if unit is None:
             break
-        joint = _plan_joint(unit, ages=is_later, ahead=ahead, memory=memory) if len(unit) > 1 else None
-        if joint is not None:
-            made.append(joint)
+        if len(unit) > 1 and _plan_joint(unit, made, ages=is_later, ahead=ahead, memory=memory):
             continue
         for lookup in unit:
             planned = plan_alone(lookup, ages=is_later, memory=memory if len(unit) == 1 else None)
@@ -111,36 +110,35 @@ def plan_at_once(units: Sequence[Unit], made: list[PlannedUnit]) -> None:
             continue
         tables = unit[0].module.tables
         ages = tables.step_time is None or tables.step_time.begins(tables)
-        joint = _plan_joint(unit, ages=ages, ahead=False, memory=None)
-        if joint is None:
-            continue
-        made.append(joint)
-        if tables.step_time is not None:
-            tables.step_time.looked_up(tables, joint[1].result())  # a step has begun with it
+        if _plan_joint(unit, made, ages=ages, ahead=False, memory=None) and tables.step_time is not None:
+            tables.step_time.looked_up(tables, made[-1][1].result())  # a step has begun with it
 
 
-def _plan_joint(unit: Unit, *, ages: bool, ahead: bool, memory: CallMemory | None) -> PlannedUnit | None:
-    """Plans several forwards as one; None where they do not fit together, or one of them is wrong: each then finds out
-    by itself."""
-    from tieredemb.step.joint_call import JointCall, PlannedTogether, may_join
+def _plan_joint(unit: Unit, made: list[PlannedUnit], *, ages: bool, ahead: bool, memory: CallMemory | None) -> bool:
+    """Plans several forwards as one, and puts that down in `made`; returns False where they do not fit together, or one
+    of them is wrong: each then finds out by itself."""
+    from tieredemb.step.joint_call import JointCall, PlannedTogether, joint_context, may_join
 
     try:
         found = [lookup.module.batch_of(lookup.given) for lookup in unit]
         batches = [batch for batch, _ in found]
         tables = [cast("Member", lookup.module.tables) for lookup in unit]
-        together = tables[0].pool.together(tuple(each.number for each in tables)) if may_join(batches) else None
-        if together is None:
-            return None
-        call = JointCall(together, unit[0].module.options, batches)
+        numbers = tuple(each.number for each in tables)
+        context = joint_context(tables[0].pool, numbers, unit[0].module.options) if may_join(batches) else None
+        if context is None:
+            return False
         trains = unit[0].trains and unit[0].module.is_trainable
         may_exceed = unit[0].module.engine.may_exceed_bags
-        call.plan(
-            call.join(batches), trains=trains, scored=True, ages=ages, ahead=ahead, may_exceed_bags=may_exceed,
-            memory=memory,
-        )  # fmt: skip
+        with on_device(tables[0].config.device):
+            call = JointCall(context, batches)
+            call.plan(
+                call.join(batches), trains=trains, scored=True, ages=ages, ahead=ahead, may_exceed_bags=may_exceed,
+                memory=memory,
+            )  # fmt: skip
     except (TieredEmbError, RuntimeError):
-        return None
+        return False
     among = unit[0].module.engine.planned
     planned = PlannedTogether(call, [(context, lookup.given) for lookup, (_, context) in zip(unit, found, strict=True)])
+    made.append((among, planned))
     among.add(planned)
-    return among, planned
+    return True

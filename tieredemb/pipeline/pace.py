@@ -59,6 +59,7 @@ class Pace:
     def leave(self) -> None:
         """The loop has ended: a trial that is under way begins anew with the next one."""
         if self._events:
+            self.ahead = next(iter(self._events))  # as it was before
             self._events, self._left, self._wait = {}, self._settle, 0
 
 

@@ -41,6 +41,7 @@ class DeviceCall(Call):
     source: Recorded | None = None  # the same, where it is to look the output up yet
     joint: JointCall | None = None  # whose part it is, if it was planned together with others
     position: int  # its place among those
+    tells_at_once = True  # of a fault, where it is not planned ahead
     _told_stream: int | None = None  # the last one that the allocator was told of, see `follow`
 
     def plan(
@@ -54,7 +55,7 @@ class DeviceCall(Call):
         may_exceed_bags: bool = False,
         memory: CallMemory | None = None,
     ) -> None:
-        self.ids, self.tells_later = batch.ids.shape[0], ahead
+        self.ids, self.tells_later = batch.ids.shape[0], ahead or not self.tells_at_once
         recurs = memory is None and scored and not may_exceed_bags  # the buffers of captured steps are planned there
         if recurs and self.context.recorded.plan(self, batch, trains=trains, ages=ages, ahead=ahead):
             return

@@ -144,8 +144,8 @@ class DeviceGroupCall:
         """Scales the rows of this forward down to `max_norm`, where they are longer."""
         self.join()
         cache = self.group.cache
-        cache.rows_version += 1
         with cache.using(self.ticket):
+            cache.rows_version += 1
             segments = self._looked_up()
             overflow = cache.overflow([self.ticket])
             self.group.lookup.limit_norms(cache.hot, overflow, segments, fault, max_norm, self.options.norm_type)

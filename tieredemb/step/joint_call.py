@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from tieredemb.cache.device.ticket import TicketShare
+from tieredemb.kernels.streams import current_stream
 from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.device_bags import MAX_BAGS, DeviceBags, join_edges
 from tieredemb.step.batch import Batch
@@ -19,7 +20,7 @@ from tieredemb.step.call import NUMBERS, BackwardPass, CallContext
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.planned_forwards import Waiting, forms, marks
-from tieredemb.tables.pool import Together
+from tieredemb.tables.pool import Pool
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
@@ -44,10 +45,14 @@ def _never(_: object) -> None:
     raise AssertionError("a joint call has no gradient of its own")
 
 
-def _context(tables: Together, options: LookupOptions) -> CallContext:
-    found: CallContext | None = tables.contexts.get(options)
+def joint_context(pool: Pool, numbers: tuple[int, ...], options: LookupOptions) -> CallContext | None:
+    """What joint calls over these tables of the pool need; None where the tables are not to be looked up as one."""
+    found: CallContext | None = pool.contexts.get((numbers, options))
     if found is None:
-        found = tables.contexts[options] = CallContext(tables, options, _Nobody(), BackwardPass(), _never)
+        tables = pool.together(numbers)
+        if tables is not None:
+            found = CallContext(tables, options, _Nobody(), BackwardPass(), _never)
+            pool.contexts[numbers, options] = found
     return found
 
 
@@ -63,10 +68,13 @@ def may_join(batches: Sequence[Batch]) -> bool:
 
 
 class JointCall(DeviceCall):
-    """The forwards of several tables as one call. `starts`: where the ids of each begin, and where they end."""
+    """The forwards of several tables as one call, whose context is a `joint_context`. `starts`: where the ids of each
+    begin, and where they end."""
 
-    def __init__(self, tables: Together, options: LookupOptions, batches: Sequence[Batch]) -> None:
-        super().__init__(_context(tables, options), batches[0].size)
+    tells_at_once = False  # but with the first forward: there may be none
+
+    def __init__(self, context: CallContext, batches: Sequence[Batch]) -> None:
+        super().__init__(context, batches[0].size)
         self.starts = [0]
         for batch in batches:
             self.starts.append(self.starts[-1] + batch.ids.shape[0])
@@ -80,7 +88,7 @@ class JointCall(DeviceCall):
     def _forget_parts(self) -> None:
         self._in_flight = set(range(self.count))  # forwards that were not released
         self._rows: torch.Tensor | None = None
-        self._rows_of = (-1, -1)  # of what version of the cache's rows, and on which stream
+        self._rows_of: tuple[int, int, bool] | None = None  # of what version of rows, on which stream, in which mode
 
     def join(self, batches: Sequence[Batch]) -> Batch:
         """The batches as one, to be planned."""
@@ -111,12 +119,25 @@ class JointCall(DeviceCall):
         if self.number < 0:
             self.start(trains=False)
 
+    def begin_alone(self) -> None:
+        """One of the forwards is about to be looked up by itself."""
+        self.source = None
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tells the host of a fault, unless that was done."""
+        if self.tells_later:
+            self.follow()
+            self._tell_now()
+
     def rows_of(self, position: int) -> torch.Tensor | None:
         """The output of one of the forwards, (B, D), while the rows are what they were when the first one came; else,
-        and where that was on another stream, None."""
-        cache = self.parts[0].group.cache
-        now = cache.rows_version, torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
+        and where that was on another stream or in inference mode, None."""
+        cache, stream = self.parts[0].group.cache, torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
+        now = cache.rows_version, stream, torch.is_inference_mode_enabled()
         if self._rows is None:
+            if self.source is None:
+                self._tell()
             self._rows, self._rows_of = self.pool(None, differentiable=False), now
         elif now != self._rows_of:
             return None
@@ -142,6 +163,7 @@ class PartCall(DeviceCall):
     asked that does not concern all: weights of its samples, or an update without the others."""
 
     _parts: list[DeviceGroupCall]
+    _made_on = 0  # the stream that it got a part of its own on
 
     def __init__(self, joint: JointCall, position: int, context: CallContext) -> None:
         self._joint, self.position = joint, position
@@ -174,7 +196,12 @@ class PartCall(DeviceCall):
 
     def _part(self) -> DeviceGroupCall:
         (whole,) = self.joint.parts
+        with whole.group.cache.using(whole.ticket):  # behind the plan, whatever stream it was made on
+            return self._part_of(whole)
+
+    def _part_of(self, whole: DeviceGroupCall) -> DeviceGroupCall:
         whole.join()
+        self._made_on = torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
         group: DeviceGroup = self.context.tables.placed.now.groups[0]  # type: ignore[assignment]
         batch, position, bags = self.batch, self.position, whole.bags
         mine = slice(self.joint.starts[position], self.joint.starts[position + 1])
@@ -209,10 +236,15 @@ class PartCall(DeviceCall):
             rows = self.joint.rows_of(self.position)
             if rows is not None:
                 return rows
+        self.joint.begin_alone()
         return super().pool(weights, differentiable=differentiable)
 
     def follow(self, *more: torch.Tensor) -> None:
-        self.joint.follow(*more, *(value for part in self._parts for value in part.held()))
+        held = [value for part in self._parts for value in (*part.held(), part.bags.offsets, part.bag)]
+        if held and torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device()) != self._made_on:
+            for tensor in held:
+                tensor.record_stream(current_stream())
+        self.joint.follow(*more)
 
     def release(self) -> None:
         self._lasts = False
@@ -236,15 +268,15 @@ class PlannedTogether(Waiting):
         self._forwards = forwards
         self.count = len(forwards)
         self._number = {id(context.tables): number for number, (context, _) in enumerate(forwards)}
-        # what else tells tensors from others they hold by themselves, while they are not given other memory
         self._marks = [marks(given) for _, given in forwards]
+        self._forms = [forms(given) for _, given in forwards]
         self._taken: set[int] = set()
 
     def find(self, tables: TableSet, given: Given, its_marks: Marks) -> int | None:
         number = self._number.get(id(tables))
         if number is None or number in self._taken or its_marks != self._marks[number]:
             return None
-        return number if forms(given) == forms(self._forwards[number][1]) else None
+        return number if forms(given) == self._forms[number] else None
 
     def take(self, number: int) -> bool:
         self._taken.add(number)

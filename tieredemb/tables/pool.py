@@ -42,6 +42,7 @@ class Pool(TableSet):
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.times = StepTime()
         self._together: dict[tuple[int, ...], Together] = {}
+        self.contexts: dict[object, Any] = {}  # what lookups in several tables as one keep
 
     def together(self, numbers: tuple[int, ...]) -> Together | None:
         """Some of the tables as one; None where so many others were asked for that they are no habit of a model."""
@@ -143,13 +144,12 @@ class Member(TableSet):
 
 class Together(TableSet):
     """Some of the tables of a `pool`, those of `numbers`, which ascend, to be planned and looked up as one: the rows of
-    their outputs lie below each other. `contexts`: what lookups in them keep, by how they treat rows."""
+    their outputs lie below each other."""
 
     def __init__(self, pool: Pool, numbers: tuple[int, ...]) -> None:
         self.numbers = numbers
         self.placed = _PlacedTogether(pool, numbers)
         self.columns = np.array([0] * len(numbers) + [self.config.tables[0].embedding_dim], np.int64)
-        self.contexts: dict[object, Any] = {}
 
 
 class _PlacedInPool(Placed):
