@@ -582,6 +582,22 @@ def test_only_so_many_choices_of_tables_are_looked_up_as_one():
     assert [each is not None for each in made] == [True] * MOST_TOGETHER + [False] * (len(made) - MOST_TOGETHER)
 
 
+@pytest.mark.parametrize("capacity", [0.2, 1.0])
+def test_rows_that_a_flush_writes_count_for_their_table(device, capacity):
+    model = Rows(3, 20).to(device)
+    te.replace_embedding_bags(model, capacity=capacity, optimizer=te.SGD(lr=0.1))
+    pool_of(model).flush()
+    before = [table.stats() for table in model.emb]
+    for at, table in enumerate(model.emb):
+        table(torch.arange(3 * at).reshape(-1, 1)).sum().backward()
+    pool_of(model).flush()
+    written = [table.stats() - each for table, each in zip(model.emb, before, strict=True)]
+    assert [each.rows_written_back for each in written] == [0, 3, 6]
+    assert sum(each.bytes_written_back for each in written) == pool_of(model).stats().bytes_written_back - sum(
+        each.bytes_written_back for each in before
+    )
+
+
 def test_many_sets_of_tables_keep_few_numbers(gpu):
     model = Rows(8, 20).to("cuda")
     te.replace_embedding_bags(model, capacity=0.5, optimizer=te.SGD(lr=0.1))

@@ -154,6 +154,10 @@ class Group(abc.ABC):
             device=self.config.device,
         )
 
+    def _client_keys(self) -> list[int]:
+        """The first key of each table, and that after the last, where each is looked up by itself."""
+        return [int(key) for key in self.space.start] if self.config.apart else []
+
     def _parts(self) -> frozenset[Part]:
         """What may be in doubt of the rows, table by table: their weights, and their state where they have any."""
         kinds = ("weight", "state") if self.cache.cold.layout.state_width else ("weight",)
@@ -332,7 +336,7 @@ class HostGroup(Group):
 
         self.cache = HostCache(
             cold, slots=self.slots, policy=self.config.policy, initial=self._initial(), resident=self._ranges(),
-            clients=len(self.space) if self.config.apart else 0,
+            clients=self._client_keys(),
         )  # fmt: skip
 
 
@@ -353,7 +357,7 @@ class DeviceGroup(Group):
         config = self.config
         self.cache = DeviceCache(
             cold, slots=self.slots, policy=config.policy, initial=self._initial(), device=config.device,
-            resident=self._ranges(), clients=[int(k) for k in self.space.start] if config.apart else (),
+            resident=self._ranges(), clients=self._client_keys(),
         )  # fmt: skip
 
     def _connect(self) -> None:

@@ -68,7 +68,8 @@ class _Client:
 
 
 class HostCache(Cache):
-    """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, are brought in once and never leave."""
+    """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, are brought in once and never leave.
+    `clients`: where several plan by the cache, the first key of each in ascending order, and that after the last."""
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class HostCache(Cache):
         initial: InitialRows | None = None,
         lock_window: int = 0,
         resident: Sequence[tuple[int, int]] = (),
-        clients: int = 0,
+        clients: Sequence[int] = (),
     ) -> None:
         super().__init__(
             cold, slots=slots, policy=policy, initial=initial, lock_window=lock_window, device=torch.device("cpu")
@@ -89,7 +90,8 @@ class HostCache(Cache):
         self._row_bytes = cold.layout.row_bytes
         self._index = SlotMap(slots)
         self._counts: Counter[str] = Counter()
-        self._clients = [_Client() for _ in range(clients)]
+        self._first_keys = np.array(clients[:-1], np.int64)
+        self._clients = [_Client() for _ in self._first_keys]
         self._client: _Client | None = None  # whose plan is being made
         self._last = 0  # number of the last batch planned
         self._resident = tuple(resident)
@@ -212,11 +214,20 @@ class HostCache(Cache):
         self._count(evictions=len(slots))
 
     def _write_back(self, keys: Array, slots: Array) -> None:
-        dirty = int(np.count_nonzero(self.hot.dirty[slots]))
+        is_dirty = self.hot.dirty[slots] != 0
         self.cold.write(keys, slots, self.hot)
         self.hot.dirty[slots] = 0
-        clean_bytes = (len(slots) - dirty) * self.hot.score.itemsize
-        self._count(rows_written_back=dirty, bytes_written_back=dirty * self._row_bytes + clean_bytes)
+        self._count(**self._written(is_dirty))
+        if self._client is None and self._clients:  # in a whole-cache call each row counts for the client that has it
+            of = np.searchsorted(self._first_keys, keys, side="right") - 1
+            for client in np.unique(of):
+                self._clients[client].counts.update(self._written(is_dirty[of == client]))
+
+    def _written(self, is_dirty: Array) -> dict[str, int]:
+        """What counts for rows that were written, whole where they were dirty, and else their scores."""
+        dirty = int(np.count_nonzero(is_dirty))
+        scores = (len(is_dirty) - dirty) * self.hot.score.itemsize
+        return {"rows_written_back": dirty, "bytes_written_back": dirty * self._row_bytes + scores}
 
     def _fill(self, keys: Array, slots: Array) -> None:
         """Brings the rows `keys` into the empty `slots` and publishes them."""
