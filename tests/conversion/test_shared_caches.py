@@ -17,8 +17,7 @@ from torch import nn
 
 import tieredemb as te
 from tieredemb.errors import ConfigError, IdOutOfRangeError, StorageError, UnsupportedError
-from tieredemb.step.joint_call import joint_context
-from tieredemb.tables.pool import MOST_TOGETHER
+from tieredemb.step.joint_call import MOST_TOGETHER, joint_context
 
 ROWS = {"a": 40, "b": 25, "c": 9, "d": 60}
 WIDTH = 4

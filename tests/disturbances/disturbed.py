@@ -27,7 +27,7 @@ LOAD_CONST = dis.opmap["LOAD_CONST"]
 SHUFFLES = {dis.opmap[name] for name in ("SWAP", "POP_TOP")}  # of what a block returns
 # of `try:`, which at the beginning of a `with` block is not inside of it yet; of `pass` at the end of an `except`
 BESIDE = {dis.opmap["NOP"], dis.opmap["POP_EXCEPT"]}
-FINALISERS = {"__del__", "left"}  # the latter of `when_left`, whose weak reference calls it
+FINALISERS = ("__del__", "when_left.<locals>.left")  # the latter is what a weak reference calls
 PACKAGE = str(Path(te.__file__).parent) + os.sep
 ROWS = {"a": 60, "b": 50}
 TABLES = [
@@ -149,7 +149,7 @@ def _is_out_of_reach(frame: Any) -> bool:
     ):
         return len(following) == 6
     while frame is not None:
-        if frame.f_code.co_filename.endswith("weakref.py") or frame.f_code.co_name in FINALISERS:
+        if frame.f_code.co_filename.endswith("weakref.py") or frame.f_code.co_qualname.endswith(FINALISERS):
             return True
         frame = frame.f_back
     return False

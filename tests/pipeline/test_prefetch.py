@@ -38,6 +38,7 @@ from tieredemb.errors import (
 )
 from tieredemb.pipeline import plan_executors
 from tieredemb.pipeline.batches import map_tensors
+from tieredemb.pipeline.joint_plans import drop_all
 from tieredemb.step.planned_forwards import Made, Planned, PlannedForwards
 from tieredemb.storage.file.rows import FileRows
 
@@ -906,3 +907,17 @@ def test_a_tensor_that_shows_less_of_its_memory_since_has_no_plan():
     ids.data = ids.data[:4]
     assert forwards.take(tables, (ids,)) is None
     assert len(forwards.waiting) == 1
+
+
+def test_plans_are_all_given_up_whatever_one_raises():
+    dropped = []
+
+    class Among:
+        def drop(self, planned):
+            dropped.append(planned)
+            if planned == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        drop_all([(Among(), number) for number in range(3)])
+    assert sorted(dropped) == [0, 1, 2]

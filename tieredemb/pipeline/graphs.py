@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -18,7 +17,7 @@ from tieredemb.modules.inputs import MAX_IDS
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction, check_capturable, detached
 from tieredemb.pipeline.graph_ahead import StepAhead
-from tieredemb.pipeline.joint_plans import PlannedUnit, Units, plan_at_once
+from tieredemb.pipeline.joint_plans import PlannedUnit, Units, drop_all, plan_at_once
 from tieredemb.pipeline.prefetch import running
 from tieredemb.pipeline.uncapturable import explain
 
@@ -193,12 +192,13 @@ class _StepAlone(Generic[R]):
         if not self._plans_as_one:
             return self._step.heard(batch)
         lookups = [lookup._replace(trains=lookup.trains and self._step.trains) for lookup in self._step.lookups(batch)]
-        with contextlib.ExitStack() as after:  # an interrupted one keeps no other from its end
-            after.callback(lambda: [after.callback(among.drop, each) for among, each in planned])
+        try:
             plan_at_once(self._units.of(lookups), planned)
             result = self._step.heard(batch)
             self._plans_as_one = not any(each.left for _, each in planned)
             return result
+        finally:
+            drop_all(planned)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()

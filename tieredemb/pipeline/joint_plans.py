@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from itertools import zip_longest
+from contextlib import ExitStack
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, cast
 
 from tieredemb.errors import TieredEmbError
@@ -56,12 +57,12 @@ def _units(forwards: Sequence[tuple[TieredModule, bool]]) -> list[list[int]]:
             tables.add(module.tables)
             key = alike
         units.setdefault(key, []).append(position)
-    number = [cast("Member", module.tables).number if _is_member(module) else 0 for module, _ in forwards]
-    return [sorted(unit, key=lambda position: number[position]) for unit in units.values()]
+    return [sorted(unit, key=lambda position: _number(forwards[position][0])) for unit in units.values()]
 
 
-def _is_member(module: TieredModule) -> bool:
-    return isinstance(module.tables, Member)
+def _number(module: TieredModule) -> int:
+    """That of its table in a pool, if it has one there."""
+    return module.tables.number if isinstance(module.tables, Member) else 0
 
 
 def _alike(module: TieredModule, trains: bool) -> Hashable:
@@ -92,15 +93,20 @@ def plan_units(
     interrupt finds those that were. `plan_alone`: plans a single forward · `memories`: of each unit in turn, where to
     plan · `ahead`: see `Call.plan`."""
     ages = ages_of([unit[0] for unit in units])
-    for unit, is_later, memory in zip_longest(units, ages, memories):
-        if unit is None:
-            break
+    for unit, is_later, memory in zip(units, ages, chain(memories, repeat(None)), strict=False):
         if len(unit) > 1 and _plan_joint(unit, made, ages=is_later, ahead=ahead, memory=memory):
             continue
         for lookup in unit:
             planned = plan_alone(lookup, ages=is_later, memory=memory if len(unit) == 1 else None)
             made.append((lookup.module.engine.planned, planned))
             is_later = False
+
+
+def drop_all(planned: Sequence[PlannedUnit]) -> None:
+    """Gives up what no forward has taken. Interrupted at one, it goes on with the others."""
+    with ExitStack() as each:
+        for among, waiting in planned:
+            each.callback(among.drop, waiting)
 
 
 def plan_at_once(units: Sequence[Unit], made: list[PlannedUnit]) -> None:

@@ -20,7 +20,7 @@ from tieredemb.step.call import NUMBERS, BackwardPass, CallContext
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.planned_forwards import Waiting, forms, marks
-from tieredemb.tables.pool import Pool
+from tieredemb.tables.pool import Pool, Together
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     Forward = tuple[CallContext, Given]
 
+MOST_TOGETHER = 16  # choices of tables of one pool that are looked up as one: for each a GPU keeps some arrays
+
 
 class _Nobody:
     """Whose optimizer updates the tables as one: each has its own."""
@@ -46,13 +48,12 @@ def _never(_: object) -> None:
 
 
 def joint_context(pool: Pool, numbers: tuple[int, ...], options: LookupOptions) -> CallContext | None:
-    """What joint calls over these tables of the pool need; None where the tables are not to be looked up as one."""
+    """What joint calls over these tables of the pool need; None where so many others were asked for that they are no
+    habit of a model."""
     found: CallContext | None = pool.contexts.get((numbers, options))
-    if found is None:
-        tables = pool.together(numbers)
-        if tables is not None:
-            found = CallContext(tables, options, _Nobody(), BackwardPass(), _never)
-            pool.contexts[numbers, options] = found
+    if found is None and len(pool.contexts) < MOST_TOGETHER:
+        found = CallContext(Together(pool, numbers), options, _Nobody(), BackwardPass(), _never)
+        pool.contexts[numbers, options] = found
     return found
 
 

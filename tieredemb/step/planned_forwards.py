@@ -195,7 +195,7 @@ class PlannedForwards:
         return planned.call_of(number)
 
     def holds(self, planned: Waiting) -> bool:
-        """Whether no forward has taken the plan, or not all have, and nobody has given it up."""
+        """Whether it has yet to be taken, by one of its forwards at least, and nobody has given it up."""
         return planned in self.waiting
 
     def is_whole(self, planned: Waiting) -> bool:

@@ -30,8 +30,6 @@ from tieredemb.tables.table_set import Kept, Place, Placed, Rows, TableSet
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-MOST_TOGETHER = 16  # choices of tables that are looked up as one: for each a GPU keeps some arrays
-
 
 class Pool(TableSet):
     """The tables of `config`, which is `apart`, all of one width. `members`: the tables that somebody has."""
@@ -41,15 +39,7 @@ class Pool(TableSet):
         super().__init__(config)
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.times = StepTime()
-        self._together: dict[tuple[int, ...], Together] = {}
         self.contexts: dict[object, Any] = {}  # what lookups in several tables as one keep
-
-    def together(self, numbers: tuple[int, ...]) -> Together | None:
-        """Some of the tables as one; None where so many others were asked for that they are no habit of a model."""
-        found = self._together.get(numbers)
-        if found is None and len(self._together) < MOST_TOGETHER:
-            found = self._together[numbers] = Together(self, numbers)
-        return found
 
     def adopt(self) -> None:
         super().adopt()
