@@ -43,8 +43,8 @@ class Tiered:
             check_room(work.cold_bytes)
         storage = UnifiedMemory() if on_gpu else tieredemb.HostMemory()
         tables = [
-            tieredemb.TableConfig(name=f"t{t}", num_embeddings=work.rows, embedding_dim=work.width)
-            for t in range(work.tables)
+            tieredemb.TableConfig(name=f"t{t}", num_embeddings=rows, embedding_dim=work.width)
+            for t, rows in enumerate(work.sizes)
         ]
         before, start = allocated_bytes(self.device), perf_counter()
         self.module = tieredemb.TieredEmbeddingBagCollection(
@@ -60,8 +60,8 @@ class Tiered:
         """Sets all weights, so that a missed row is one that cold storage holds and not one to be generated."""
         start = perf_counter()
         some = torch.randn(1 << 16, self.work.width, generator=torch.Generator().manual_seed(SEED))
-        weight = some.repeat(-(-self.work.rows // len(some)), 1)[: self.work.rows]  # all random would take seconds
-        self.module.load_state_dict({f"tables.t{t}.weight": weight for t in range(self.work.tables)})
+        weight = some.repeat(-(-self.work.rows // len(some)), 1)  # all random would take seconds
+        self.module.load_state_dict({f"tables.t{t}.weight": weight[:rows] for t, rows in enumerate(self.work.sizes)})
         synchronize(self.device)
         self.load_seconds = perf_counter() - start
 
@@ -81,7 +81,7 @@ class Tiered:
 def torch_step(work: CudaWorkload, upstream: Upstream) -> Callable[[torch.Tensor], None]:
     """One `nn.EmbeddingBag(sparse=True)` a table and `torch.optim.Adagrad`, outputs and gradients a tensor each."""
     device = upstream.offsets.device
-    bags = [nn.EmbeddingBag(work.rows, work.width, mode="sum", sparse=True, device=device) for _ in range(work.tables)]
+    bags = [nn.EmbeddingBag(rows, work.width, mode="sum", sparse=True, device=device) for rows in work.sizes]
     optimizer = torch.optim.Adagrad([bag.weight for bag in bags], lr=LR)
     offsets = torch.arange(work.batch, device=device)
     gradients = [part.contiguous() for part in upstream.gradient.chunk(work.tables, 1)]
@@ -113,7 +113,7 @@ def fbgemm_step(work: CudaWorkload, upstream: Upstream) -> Callable[[torch.Tenso
         check_room(work.cold_bytes)
     where = EmbeddingLocation.DEVICE if work.resident else EmbeddingLocation.MANAGED_CACHING
     bags = SplitTableBatchedEmbeddingBagsCodegen(
-        [(work.rows, work.width, where, ComputeDevice.CUDA)] * work.tables,
+        [(rows, work.width, where, ComputeDevice.CUDA) for rows in work.sizes],
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=LR,
         weights_precision=SparseType.FP32,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import tieredemb
-from benchmarks.cuda_modes import FETCHED_GRAPH, GRAPH, MODE_STEPS, measure_modes
+from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, MODE_STEPS, measure_modes
 from benchmarks.cuda_providers import (
     FBGEMM,
     OURS,
@@ -116,6 +116,7 @@ def measure_tiered(
         share = floor_ms(work, runs[FETCHED_GRAPH][1]) / runs[FETCHED_GRAPH][0].mean_ms
         more = at_least(share, barred.least_pcie_share, "")
         records.append(measured(f"{work.name}, PCIe's share", OURS, config + FETCHED_GRAPH, "", once(share), **more))
+    records += ratio_records(work, barred, config, {mode: times.mean_ms for mode, (times, _) in runs.items()})
     if not work.resident:
         records.append(hit_record(work, barred, config, runs[""][1]))
     records += [memory_record(work, barred, config, report, tiered), build_record(work, config, tiered)]
@@ -141,6 +142,19 @@ def step_record(work: CudaWorkload, most_ms: float | None, config: str, times: S
         more["peer"] = f"{work.peer.ms:g} ms ({work.peer.name})"
     note = f"{traffic(work, times, done)}; {times}"
     return measured(work.name, OURS, config, "ms", times.quantiles(), note=note, **more)
+
+
+def ratio_records(work: CudaWorkload, cache: Cache, config: str, ms: dict[str, float]) -> list[Record]:
+    """An eager step's time by that of the same as a graph, and with prefetch by that without."""
+    of_graph = cache.most_of_graph or (None, None)
+    asked = (("", GRAPH, of_graph[0]), (FETCHED, FETCHED_GRAPH, of_graph[1]), (FETCHED, "", None))
+    found = []
+    for mode, other, most in asked:
+        if mode in ms and other in ms:
+            ratio, names = ms[mode] / ms[other], [name.removeprefix(", ") or "eager" for name in (mode, other)]
+            more: dict[str, Any] = {} if most is None else at_most(ratio, most, "")
+            found.append(measured(f"{work.name}, {' / '.join(names)}", OURS, config, "", once(ratio), **more))
+    return found
 
 
 def traffic(work: CudaWorkload, times: StepTimes, done: CacheStats) -> str:

@@ -16,12 +16,18 @@ from tieredemb.config import Capacity
 SEED = 7
 PEER_EARLIER = "measured earlier on an H200, with FBGEMM 1.6.0"
 DRAWN_AT_ONCE = 1 << 22  # doubles and ranks of a chunk: 64 MiB
+# rows of the tables of Criteo's Kaggle log, ids that occur once among them
+KAGGLE = (
+    1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194, 27, 14_992, 5_461_306, 10,
+    5652, 2173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
     """A cache to measure, and its bars: milliseconds a step, as a CUDA graph where that differs, and as one with
-    prefetch; the share that PCIe alone needs of the latter; hit rate, MiB of HBM."""
+    prefetch; the share that PCIe alone needs of the latter; hit rate, MiB of HBM; and an eager step's time by that of
+    the same as a graph, without prefetch and with it."""
 
     capacity: Capacity
     most_ms: float | None = None
@@ -30,6 +36,7 @@ class Cache:
     least_pcie_share: float | None = None
     least_hit_rate: float | None = None
     most_mib: float | None = None
+    most_of_graph: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         if self.capacity == 1.0:
@@ -51,16 +58,22 @@ class Peer:
 @dataclass(frozen=True, kw_only=True)
 class CudaWorkload:
     """`tables` tables of `rows` × `width`, fp32, batches of `batch` samples, bags of 1 id, Zipf `alpha`; the `caches`
-    to measure, and the `peer`."""
+    to measure, and the `peer`. `unequal`: the rows of each table, where they differ; `rows` are the most then."""
 
     name: str
     tables: int = 26
     rows: int
+    unequal: tuple[int, ...] = ()
     width: int = 128
     batch: int
     alpha: float
     caches: tuple[Cache, ...]
     peer: Peer | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each table."""
+        return self.unequal or (self.rows,) * self.tables
 
     @property
     def lookups(self) -> int:
@@ -74,15 +87,19 @@ class CudaWorkload:
     @property
     def cold_bytes(self) -> int:
         """Bytes of all rows in cold storage: weights, one word of optimizer state, one of score."""
-        return self.tables * self.rows * (4 * self.width + 8)
+        return sum(self.sizes) * (4 * self.width + 8)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.tables} × {self.rows:,} × {self.width}, batch {self.batch:,}, Zipf {self.alpha:g}"
+        rows = f"{min(self.sizes)} … {self.rows:,}" if self.unequal else f"{self.rows:,}"
+        return f"{self.name}: {self.tables} × {rows} × {self.width}, batch {self.batch:,}, Zipf {self.alpha:g}"
 
 
 def workloads() -> dict[str, CudaWorkload]:
     """By name. The peer's figures are of the same batches, and the bars are for an H200 too."""
-    small = Cache(capacity="1051MiB", most_ms=1.85, most_prefetched_ms=1.65, least_hit_rate=0.823, most_mib=1051)
+    small = Cache(
+        capacity="1051MiB", most_ms=1.85, most_prefetched_ms=1.65, least_hit_rate=0.823, most_mib=1051,
+        most_of_graph=(1.03, 1.05),
+    )  # fmt: skip
     known = (
         CudaWorkload(
             name="W-HBM", rows=1_000_000, batch=65_536, alpha=1.05, caches=(Cache(capacity=1.0, most_ms=1.30),),
@@ -98,7 +115,7 @@ def workloads() -> dict[str, CudaWorkload]:
             caches=(
                 Cache(
                     capacity=520_000, most_ms=2.40, most_prefetched_ms=2.40, least_pcie_share=0.9,
-                    least_hit_rate=0.757, most_mib=300,
+                    least_hit_rate=0.757, most_mib=300, most_of_graph=(1.03, 1.05),
                 ),
                 small,
             ),
@@ -107,10 +124,21 @@ def workloads() -> dict[str, CudaWorkload]:
         CudaWorkload(
             name="W-1.2", rows=2_000_000, batch=16_384, alpha=1.2,
             caches=(
-                Cache(capacity=520_000, most_ms=1.08, most_prefetched_ms=0.85, least_hit_rate=0.917, most_mib=300),
-                Cache(capacity="1051MiB", most_ms=0.95, most_prefetched_ms=0.72, least_hit_rate=0.939, most_mib=1051),
+                Cache(
+                    capacity=520_000, most_ms=1.08, most_prefetched_ms=0.85, least_hit_rate=0.917, most_mib=300,
+                    most_of_graph=(1.10, 1.20),
+                ),
+                Cache(
+                    capacity="1051MiB", most_ms=0.95, most_prefetched_ms=0.72, least_hit_rate=0.939, most_mib=1051,
+                    most_of_graph=(1.10, 1.20),
+                ),
             ),
             peer=Peer(name=PEER_EARLIER, ms=1.428, hit_rate=0.919, cache_mib=1051),
+        ),
+        CudaWorkload(
+            name="W-kaggle", rows=max(KAGGLE), unequal=KAGGLE, width=32, batch=16_384, alpha=1.1,
+            caches=(Cache(capacity=sum(KAGGLE) // 100, most_mib=60, most_of_graph=(1.35, 1.50)),),
+            peer=Peer(name=PEER_EARLIER, ms=1.542, cache_mib=560),
         ),
     )  # fmt: skip
     return {workload.name: workload for workload in known}
@@ -119,39 +147,51 @@ def workloads() -> dict[str, CudaWorkload]:
 def quick_workloads() -> dict[str, CudaWorkload]:
     """The same names at sizes that try the harness out: their figures mean nothing, so they have no bars."""
     sizes = {"W-HBM": (1.05, 1.0), "W-small": (1.05, 1.0), "W-1.05": (1.05, 600), "W-1.2": (1.2, "512KiB")}
-    return {
-        name: CudaWorkload(
+    equal = [
+        CudaWorkload(
             name=name, tables=3, rows=20_000, width=128, batch=64 if name == "W-small" else 256, alpha=alpha,
             caches=(Cache(capacity=capacity),),
         )
         for name, (alpha, capacity) in sizes.items()
-    }  # fmt: skip
+    ]  # fmt: skip
+    unequal = CudaWorkload(
+        name="W-kaggle", tables=3, rows=20_000, unequal=(3, 20_000, 500), width=32, batch=256, alpha=1.1,
+        caches=(Cache(capacity=600),),
+    )  # fmt: skip
+    return {work.name: work for work in (*equal, unequal)}
 
 
 def batches(work: CudaWorkload, count: int, device: torch.device) -> torch.Tensor:
     """Ids of `count` batches, int64 (count, T · B), each row table-major. The same ids for the same seed and device.
 
-    Drawn in chunks, one table after the other: beside the result 8 · rows bytes of cumulative weights, as much for one
-    permutation, and a few chunks.
+    Drawn in chunks, one table after the other: beside the result 8 · rows bytes of cumulative weights for each size of
+    table, as much for one permutation, and a few chunks.
     """
     random = torch.Generator(device).manual_seed(SEED)
-    ranks = torch.arange(1, work.rows + 1, dtype=torch.double, device=device)
-    cumulative = ranks.pow_(-work.alpha).cumsum_(0)
-    cumulative /= cumulative[-1].clone()
+    cumulative = {rows: _cumulative(rows, work.alpha, device) for rows in set(work.sizes)}
     ids = torch.empty(count, work.tables, work.batch, dtype=torch.int64, device=device)
     together = max(1, DRAWN_AT_ONCE // work.batch)
-    for table in range(work.tables):
-        id_of_rank = torch.randperm(work.rows, generator=random, device=device)
+    for table, rows in enumerate(work.sizes):
+        id_of_rank = torch.randperm(rows, generator=random, device=device)
         for start in range(0, count, together):
             part = ids[start : start + together, table]
             uniform = torch.rand(part.shape, dtype=torch.double, generator=random, device=device)
             # uniform < 1 and the last cumulative is exactly 1, so the rank stays below the rows
-            part.copy_(id_of_rank[torch.searchsorted(cumulative, uniform, right=True)])
+            part.copy_(id_of_rank[torch.searchsorted(cumulative[rows], uniform, right=True)])
     return ids.view(count, -1)
 
 
+def _cumulative(rows: int, alpha: float, device: torch.device) -> torch.Tensor:
+    """Of each rank, the probability of one up to it, double (rows,)."""
+    ranks = torch.arange(1, rows + 1, dtype=torch.double, device=device)
+    cumulative = ranks.pow_(-alpha).cumsum_(0)
+    cumulative /= cumulative[-1].clone()
+    return cumulative
+
+
 def every_row(work: CudaWorkload, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids and offsets of batches, none larger than the workload's, that name every row of every table once."""
+    """Ids and offsets of batches, none larger than the workload's, that name every row of every table once, of tables
+    of one size."""
     for start in range(0, work.rows, work.batch):
         ids = torch.arange(start, min(start + work.batch, work.rows), device=device)
         yield ids.repeat(work.tables), torch.arange(len(ids) * work.tables + 1, device=device)

@@ -11,7 +11,7 @@ import tieredemb as te
 from benchmarks import tables
 from benchmarks.cuda_inference import Ids, Size
 from benchmarks.cuda_tables import run_fetched, set_weights, tiered_tables
-from benchmarks.cuda_workload import quick_workloads
+from benchmarks.cuda_workload import batches, quick_workloads
 from benchmarks.record import load
 
 CPU = torch.device("cpu")
@@ -120,3 +120,11 @@ def test_fetched_steps_are_timed_between_warm_up_and_the_last():
     assert len(times.step_ms) == 4
     assert abs(done.batches - 4) <= 2  # those planned ahead count when they are planned
     module.close()
+
+
+def test_tables_of_unequal_sizes_have_ids_of_their_own_rows():
+    work = quick_workloads()["W-kaggle"]
+    ids = batches(work, 20, CPU).view(20, work.tables, work.batch)
+    for table, rows in enumerate(work.sizes):
+        assert 0 <= ids[:, table].min() <= ids[:, table].max() < rows
+    assert ids[:, 0].unique().tolist() == [0, 1, 2]
