@@ -38,6 +38,13 @@ def test_a_pool_is_shared_while_any_graph_uses_it(monkeypatch):
     assert pool.handle() == 1
     del other
     assert pool.handle() == 2  # torch has forgotten it with its last graph
+    pool.used_by(third := Graph())
+    pool.begin_anew()  # a recording has failed
+    assert [pool.handle(), pool.handle()] == [3, 4]
+    pool.used_by(fourth := Graph())
+    del third  # has no part in the new one
+    assert pool.handle() == 4
+    del fourth
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import nn
 
 import tieredemb as te
 from tieredemb.errors import BackwardError, ConfigError, InvalidInputError, StorageError, UnsupportedError
-from tieredemb.tables.followed_optimizer import _is_same
+from tieredemb.tables.followers import _is_same
 from tieredemb.tables.stand_in import StandIn
 
 

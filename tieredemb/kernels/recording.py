@@ -89,9 +89,14 @@ class Repeats(Generic[K]):
 
 class GraphPool:
     """The memory that recordings use while they run, one after the other. torch forgets a pool once no graph is left
-    of those that share it, and takes it amiss if another one comes: that gets a new one."""
+    of those that share it, and takes it amiss if another one comes, and after a recording that failed it may go on to
+    call it in use: the next one gets a new one."""
 
     def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """The next recording gets a new pool; those that have a part in this one keep it."""
         self._used_by: weakref.WeakSet[Recording] = weakref.WeakSet()
         self._handle: Any = None
 
@@ -176,12 +181,16 @@ class Recording:
             launched.append(_Node(_last_node(stream), signature, packed))
 
         with capture_lock(self._device), no_collector():
-            with Capture(self._graph, stream, self._pool.handle(), at_once=True):
-                HEARD[threading.get_ident()] = hear
-                try:
-                    yield
-                finally:
-                    del HEARD[threading.get_ident()]
+            try:
+                with Capture(self._graph, stream, self._pool.handle(), at_once=True):
+                    HEARD[threading.get_ident()] = hear
+                    try:
+                        yield
+                    finally:
+                        del HEARD[threading.get_ident()]
+            except BaseException:
+                self._pool.begin_anew()
+                raise
             self._pool.used_by(self)
         self._graph.instantiate()
         self._executable = self._graph.raw_cuda_graph_exec()

@@ -48,7 +48,7 @@ class Pace:
         elif events[-1].query():  # type: ignore[no-untyped-call]
             times = {ahead: _fastest(each) for ahead, each in self._events.items()}
             self._events = {}
-            self._between = min(8 * self._between, LAST)
+            self._between = min(16 * self._between, LAST)
             self._left = self._between
             if times[not self.ahead] < times[self.ahead]:
                 self._turn(not self.ahead)

@@ -221,31 +221,40 @@ class LookupFunction(torch.autograd.Function):
 
     @staticmethod
     @untraced
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
-        for listener in tuple(BACKWARDS):
-            listener()
-        call: Call = ctx.call
-        # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the table's
-        trains = ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
-        if trains and call.consumed:
-            raise BackwardError(
-                "this forward has been backpropagated already, and its update applied to the rows in place; "
-                "run the forward again, or sum the losses and call backward once (retain_graph is not supported)"
-            )
-        if trains:
-            call.context.check_trainable()
-        grad = grad.detach()
-        if grad.dtype is not torch.float32 or not grad.is_contiguous():
-            grad = grad.to(torch.float32).contiguous()
-        weights_grad = None
-        if ctx.needs_input_grad[1]:
-            shape, dtype = ctx.weights_like
-            weights_grad = call.weights_gradient(grad).to(dtype).reshape(shape)
-        if trains:
-            call.context.backward_pass.add(call, grad)
-            call.consumed = True
-        return None, weights_grad, None
+        # a backward that builds no graph of itself is spared what refuses to differentiate it
+        return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
+    """Collects the gradient of a call's output for the update, and computes that of its weights."""
+    for listener in tuple(BACKWARDS):
+        listener()
+    call: Call = ctx.call
+    of_rows, of_weights, _ = ctx.needs_input_grad
+    # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the table's
+    trains = of_rows and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+    if trains and call.consumed:
+        raise BackwardError(
+            "this forward has been backpropagated already, and its update applied to the rows in place; "
+            "run the forward again, or sum the losses and call backward once (retain_graph is not supported)"
+        )
+    if trains:
+        call.context.check_trainable()
+    grad = grad.detach()
+    if grad.dtype is not torch.float32 or not grad.is_contiguous():
+        grad = grad.to(torch.float32).contiguous()
+    weights_grad = None
+    if of_weights:
+        shape, dtype = ctx.weights_like
+        weights_grad = call.weights_gradient(grad).to(dtype).reshape(shape)
+    if trains:
+        call.context.backward_pass.add(call, grad)
+        call.consumed = True
+    return None, weights_grad, None
+
+
+_backward_once = once_differentiable(_backward)
 
 
 # `LookupFunction.apply`, but for what that does for functorch's transforms, inside of which modules refuse to run

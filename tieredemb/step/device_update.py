@@ -42,12 +42,12 @@ def those_alike(sets: Sequence[Collected]) -> list[list[Collected]]:
 
 def _is_large(sets: Sequence[Collected]) -> bool:
     """Whether the calls are too large for one update. Raises `InvalidInputError` for those over a set that are."""
-    rows = 0
+    whole = sets[0][0][0].context.tables.whole
+    if sum(call.rows for collected in sets for call, _ in collected) * whole.n_features <= MAX_BAGS:
+        return False
     for collected in sets:
-        calls = [call for call, _ in collected]
-        check_bags(collected[0][0].context.tables, calls)
-        rows += sum(call.rows for call in calls)
-    return rows * sets[0][0][0].context.tables.whole.n_features > MAX_BAGS
+        check_bags(collected[0][0].context.tables, [call for call, _ in collected])
+    return True
 
 
 def update(collected: Collected) -> None:

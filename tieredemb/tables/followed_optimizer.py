@@ -1,19 +1,16 @@
 """Tables that follow a torch optimizer: their update comes with its `step()`, by the numbers of its param group.
 
-A stand-in a table lies among the optimizer's params (`StandIn`). Hooks tell of its `step()`: the one before it checks
-what it will need, before anything changes, and the one after it applies what was collected since the last step. While
-the optimizer itself runs, stand-ins have no gradient, so that it leaves them alone whatever its kind. Hooks and
-stand-ins know the tables weakly: an optimizer keeps none alive.
+A stand-in a table lies among the optimizer's params (`StandIn`). Its `step()` is told of (`Followers`): before it what
+the tables will need is checked, before anything changes, and after it what was collected since the last step is
+applied. While the optimizer itself runs, stand-ins have no gradient, so that it leaves them alone whatever its kind.
+Stand-ins know the tables weakly: an optimizer keeps none alive.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +19,7 @@ from tieredemb.config import OptimizerConfig, is_whole, plain
 from tieredemb.errors import ConfigError, StorageError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters_after, named_numbers, rows_of
 from tieredemb.tables.device_options import DeviceOptions
+from tieredemb.tables.followers import Followers, Meaning, followers_of
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.layout import lay_out
 from tieredemb.tables.row_state import check_together, lagging_rows, loaded_state, state_tensors, steps_of
@@ -82,14 +80,9 @@ class FollowedOptimizer:
         self.optimizer: torch.optim.Optimizer | None = None
         self.pending: Pending | None = None
         self.in_state_dict = True
-        self._handles: list[Any] = []
+        self._followers: Followers | None = None  # of the optimizer, these tables among them
         self._places: list[tuple[int, int]] = []  # group and position of each stand-in, where they were last
-        self._is_applied = False  # with others, in the step that is under way
-        self._step: tuple[Any, int] | None = None  # the frame of a step of the optimizer, and its thread
-        self._seen: tuple[dict[str, Any], OptimizerConfig] | None = None  # the param group, and what it means
-        self._items: tuple[tuple[str, Any], ...] = ()  # what it means, by name
-        self._plain: dict[str, Any] | None = None  # the same as it was, if nothing in it may change in place
-        self._values: list[Any] = []  # of it, params among them
+        self._checked: Meaning | None = None  # what the param group meant when it was found to fit the rows
         self._loading: dict[int, LoadedState] | None = None
         self._on_device = DeviceOptions(self._tables)
         for stand_in in self.stand_ins:
@@ -124,7 +117,8 @@ class FollowedOptimizer:
         self._put(optimizer, index, old)
         self.in_state_dict = in_state_dict
         if self.optimizer is None:
-            self._hook_up(optimizer)
+            self._followers = followers_of(optimizer)
+            self._followers.add(self)
             self.optimizer = optimizer
 
     def _check_alone(self, config: OptimizerConfig) -> None:
@@ -167,9 +161,10 @@ class FollowedOptimizer:
 
     def unfollow(self) -> None:
         """Hears of its optimizer no longer, whose params stay as they are."""
-        for handle in self._handles:
-            handle.remove()
-        self.optimizer, self._handles, self._places, self._seen = None, [], [], None
+        if self._followers is not None:
+            self._followers.remove(self)
+        self.optimizer = self._followers = self._checked = None
+        self._places = []
 
     def _check_replaced(self, instead_of: Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
         """The params that the stand-ins take the places of, checked."""
@@ -255,42 +250,6 @@ class FollowedOptimizer:
                 if "param_names" in group:
                     group["param_names"].append(f"stand_in.{self._tables.config.tables[table].name}")
 
-    def _hook_up(self, optimizer: torch.optim.Optimizer) -> None:
-        mine = weakref.ref(self)
-
-        def before(_: Any, args: Any, kwargs: Any) -> Any:
-            me = mine()
-            return None if me is None else me._before(sys._getframe(1), args, kwargs)
-
-        def after(_: Any, args: Any, kwargs: Any) -> None:
-            me = mine()
-            if me is not None:
-                me._after()
-
-        def saving(_: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-            me = mine()
-            return None if me is None else me._add_states(state_dict)
-
-        def loading(_: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-            me = mine()
-            return None if me is None else me._take_states(state_dict)
-
-        def loaded(_: Any) -> None:
-            me = mine()
-            if me is not None:
-                me._set_states()
-
-        self._handles = handles = [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-            optimizer.register_state_dict_post_hook(saving),
-            optimizer.register_load_state_dict_pre_hook(loading),
-            optimizer.register_load_state_dict_post_hook(loaded),
-        ]
-        steps = handles[1].hooks_dict_ref()  # a user's hook may call zero_grad(), as nothing is left to do in torch
-        if steps is not None:
-            steps.move_to_end(handles[1].id, last=False)
-
     @property
     def is_there(self) -> bool:
         """Whether an optimizer is followed: else gradients would wait for nobody."""
@@ -327,25 +286,19 @@ class FollowedOptimizer:
 
     def now(self) -> OptimizerConfig:
         """The options as they are, checked. A learning rate on a GPU is 0 here, and read there."""
-        if self.optimizer is None:
+        if self._followers is None:
             assert self.config is not None
             return self.config
+        return self._meaning(self._followers).config
+
+    def _meaning(self, followers: Followers) -> Meaning:
+        """What the param group means now, checked."""
         group = self._group()
-        if self._seen is not None and self._plain is not None:  # in a step each of many tables asks
-            if len(group) == len(self._values) and all(map(is_, group.values(), self._values)):
-                return self._seen[1]
-            if _is_same(group, self._plain):
-                self._values = [*group.values()]
-                return self._seen[1]
-        values, group = [*group.values()], group.copy()
-        del group["params"]
-        options = as_numbers(group, waits=self._tables.config.device.type == "cpu")
-        if self._seen is None or options != self._seen[0]:
-            config = config_of(type(self.optimizer), options)
-            self._check_rows(config)
-            self._seen, self._items = (options, config), tuple(asdict(config).items())
-        self._plain, self._values = group if _is_plain(group.values()) else None, values
-        return self._seen[1]
+        found = followers.meaning(self._places[0][0], group, waits=self._tables.config.device.type == "cpu")
+        if found is not self._checked:
+            self._check_rows(found.config)
+            self._checked = found
+        return found
 
     def _check_rows(self, config: OptimizerConfig) -> None:
         assert self.config is not None
@@ -368,10 +321,11 @@ class FollowedOptimizer:
 
     def numbers(self, group: Group, grads: list[torch.Tensor]) -> Hyperparameters | None:
         """See `RowOptimizer.numbers`."""
-        config = self.now()
         scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler, where the optimizer is a fused one
         assert self.config is not None  # whose rows hold the state, whatever the options are by now
-        options = self._items if self._seen is not None and config is self._seen[1] else tuple(asdict(config).items())
+        options = tuple(asdict(self.config).items())
+        if self._followers is not None:
+            options = self._meaning(self._followers).items
         steps = tuple(group.cache.cold.metadata.steps[group.own])
         return hyperparameters_after(self.config, options, steps, 1.0 if scale is None else 1.0 / float(scale))
 
@@ -419,70 +373,42 @@ class FollowedOptimizer:
 
     # --- the optimizer's step ---------------------------------------------------------------------------------------
 
-    def _before(self, frame: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before the optimizer's step, in the `frame` that makes it. The step of a closure begins when that has run."""
-        self._step, self._is_applied = None, False
-        closure = kwargs.get("closure") if len(args) < 2 else args[1]
-        if closure is not None:
-            self.now()
-        else:
-            self._check_step()
-            self._step = frame, threading.get_ident()
-            return None
-        here = [frame]
+    def check_options_now(self) -> None:
+        """See `Follower`."""
+        self.now()
 
-        def run() -> Any:
-            self._step = None
-            result = closure()
-            self._check_step()
-            self._step = here[0], threading.get_ident()
-            return result
-
-        return (args, {**kwargs, "closure": run}) if len(args) < 2 else ((args[0], run, *args[2:]), kwargs)
-
-    def _check_step(self) -> None:
+    def check_step(self) -> None:
+        """See `Follower`."""
         self.now()
         if self.pending is not None and self.pending.is_there:
             self.pending.check()
 
-    def _after(self) -> None:
-        """After the optimizer's step: the first one of tables that share caches applies what all of them have."""
-        self._step = None
-        if self._is_applied:
-            self._is_applied = False
-        elif self.pending is not None and self.pending.is_there and not self._is_skipped():
-            others = [each for each in self._beside() if each._steps_with(self)]
-            for each in others:
-                each._is_applied = True
-            self.pending.apply([each.pending for each in others])
+    @property
+    def is_due(self) -> bool:
+        """See `Follower`: where the tables have a gradient, unless a GradScaler has told a fused optimizer to skip the
+        step, which a GPU finds out by itself."""
+        if self.pending is None or not self.pending.is_there:
+            return False
+        found = getattr(self.optimizer, "found_inf", None)
+        return found is None or self._tables.config.device.type != "cpu" or not bool(found)
+
+    def together_with(self) -> Hashable:
+        """See `Follower`: tables that share a cache take their steps as one."""
+        return id(self._tables.whole)
+
+    def step(self, others: Sequence[FollowedOptimizer]) -> None:
+        """See `Follower`."""
+        assert self.pending is not None
+        self.pending.apply([each.pending for each in others])
 
     def _beside(self) -> list[FollowedOptimizer]:
         """Those of other tables that share their cache with these."""
         found = (engine.optimizer for engine in list(self._tables.whole.engines))
         return [each for each in found if isinstance(each, FollowedOptimizer) and each is not self]
 
-    def _steps_with(self, other: FollowedOptimizer) -> bool:
-        """Whether the step under way of the optimizer that `other` follows is one of these tables, and not applied."""
-        is_same = self.optimizer is other.optimizer and self._step is not None
-        return is_same and self.pending is not None and self.pending.is_there and not self._is_skipped()
-
-    def _is_skipped(self) -> bool:
-        """Whether a GradScaler has told a fused optimizer to skip the step; a GPU finds that out by itself."""
-        found = getattr(self.optimizer, "found_inf", None)
-        return found is not None and self._tables.config.device.type == "cpu" and bool(found)
-
     def _is_stepping(self) -> bool:
-        """Whether the optimizer's own code asks: inside a step, on its thread. A step that an exception has ended is
-        over, whoever keeps its frame."""
-        if self._step is None or self._step[1] != threading.get_ident():
-            return False
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            if frame is self._step[0]:
-                return True
-            frame = frame.f_back
-        self._step = None
-        return False
+        """Whether the optimizer's own code asks, inside a step."""
+        return self._followers is not None and self._followers.are_in_step()
 
     def read(self, table: int) -> torch.Tensor | None:
         """The `.grad` of a stand-in."""
@@ -508,7 +434,7 @@ class FollowedOptimizer:
                     if param is stand_in:
                         yield table, g, at
 
-    def _add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What the optimizer's `state_dict()` says of the stand-ins becomes the tables' state, in torch's form."""
         assert self.optimizer is not None
         assert self.config is not None
@@ -526,7 +452,7 @@ class FollowedOptimizer:
             state = dict(sorted(state.items()))
         return {**state_dict, "state": state}
 
-    def _take_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    def take_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Takes the tables' entries out of a state dict that the optimizer is about to load, checked."""
         self._loading = None
         assert self.optimizer is not None
@@ -544,8 +470,8 @@ class FollowedOptimizer:
         self._loading = loading
         return {**state_dict, "state": state}
 
-    def _set_states(self) -> None:
-        """The optimizer has loaded the rest."""
+    def set_states(self) -> None:
+        """See `Follower`."""
         loading, self._loading = self._loading, None
         if loading:
             self._tables.set_states(loading, lambda: None)
@@ -568,31 +494,6 @@ class FollowedOptimizer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._connect()
-
-
-def _is_same(group: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
-    """Whether a param group is one of before, which was `_is_plain`, but for its params. Compares no tensor, for which
-    a GPU would have to be waited for."""
-    if len(group) != len(plain) + 1:
-        return False
-    for name, value in group.items():
-        before = plain.get(name, plain)
-        if value is before or name == "params":
-            continue
-        if type(value) is not type(before) or (type(value) is tuple and not _is_plain(value)) or value != before:
-            return False
-    return True
-
-
-def _is_plain(values: Iterable[object]) -> bool:
-    """Whether no value is, or holds, what may change in place, as a tensor does."""
-    for value in values:
-        if isinstance(value, tuple):
-            if not _is_plain(value):
-                return False
-        elif value is not None and not isinstance(value, bool | int | float | str):
-            return False
-    return True
 
 
 def _find(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> tuple[int, int] | None:

@@ -1,0 +1,237 @@
+"""The tables that follow one torch optimizer: it tells of its steps once, for all of them.
+
+A model may have many tables, each with a module of its own. What its optimizer does reaches them through one set of
+hooks, which know the tables weakly, and what a param group means is read once for all tables in it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from operator import is_
+from typing import Any, Protocol
+
+import torch
+
+from tieredemb.config import OptimizerConfig
+from tieredemb.tables.torch_kinds import as_numbers, config_of
+
+
+class Follower(Protocol):
+    """One set of tables, as the steps of its optimizer see it."""
+
+    def check_options_now(self) -> None:
+        """Raises `ConfigError` where the param group means what the tables' rows cannot be trained by."""
+
+    def check_step(self) -> None:
+        """Raises what a step would raise, before anything changes."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a step of the optimizer is one of the tables, too."""
+
+    def together_with(self) -> Hashable:
+        """What is equal of tables whose steps are one."""
+
+    def step(self, others: Sequence[Any]) -> None:
+        """Takes a step, and those of `others`, which are due with it."""
+
+    def add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The optimizer's `state_dict()`, with the tables' state."""
+
+    def take_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Takes the tables' state out of a state dict that the optimizer is about to load."""
+
+    def set_states(self) -> None:
+        """The optimizer has loaded the rest."""
+
+
+class Meaning:
+    """What a param group means: a `config`, and its `items` by name."""
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.config = config
+        self.items: tuple[tuple[str, Any], ...] = tuple(asdict(config).items())
+
+
+class _Group:
+    """What one param group means, as it is now; the same object as long as that is the same."""
+
+    def __init__(self) -> None:
+        self._meaning: Meaning | None = None
+        self._options: dict[str, Any] | None = None  # that it is the meaning of
+        self._plain: dict[str, Any] | None = None  # the group as it was, if nothing in it may change in place
+        self._values: list[Any] = []  # of it, params among them
+
+    def meaning(self, kind: type[torch.optim.Optimizer], group: Mapping[str, Any], *, waits: bool) -> Meaning:
+        if self._meaning is not None and self._plain is not None:  # in a step each of many tables asks
+            if len(group) == len(self._values) and all(map(is_, group.values(), self._values)):
+                return self._meaning
+            if _is_same(group, self._plain):
+                self._values = [*group.values()]
+                return self._meaning
+        values, group = [*group.values()], {name: value for name, value in group.items() if name != "params"}
+        options = as_numbers(group, waits=waits)
+        if self._meaning is None or options != self._options:
+            self._meaning, self._options = Meaning(config_of(kind, options)), options
+        self._plain, self._values = group if _is_plain(group.values()) else None, values
+        return self._meaning
+
+
+class Followers:
+    """Those of one optimizer, in the order in which they came to follow it. See `followers_of`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._kind = type(optimizer)
+        self._those: list[weakref.ref[Any]] = []
+        self._groups: dict[tuple[int, bool], _Group] = {}
+        self._step: tuple[Any, int] | None = None  # the frame of a step of the optimizer, and its thread
+        mine = weakref.ref(self)
+
+        def before(_: Any, args: Any, kwargs: Any) -> Any:
+            me = mine()
+            return None if me is None else me._before(sys._getframe(1), args, kwargs)
+
+        def after(_: Any, args: Any, kwargs: Any) -> None:
+            me = mine()
+            if me is not None:
+                me._after()
+
+        def saving(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            for each in _listed(mine):
+                state_dict = each.add_states(state_dict)
+            return state_dict
+
+        def loading(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            for each in _listed(mine):
+                state_dict = each.take_states(state_dict) or state_dict
+            return state_dict
+
+        def loaded(_: Any) -> None:
+            for each in _listed(mine):
+                each.set_states()
+
+        self._handles: list[Any] = [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+            optimizer.register_state_dict_post_hook(saving),
+            optimizer.register_load_state_dict_pre_hook(loading),
+            optimizer.register_load_state_dict_post_hook(loaded),
+        ]
+        steps = self._handles[1].hooks_dict_ref()  # a user's hook may call zero_grad(): nothing is left to do in torch
+        if steps is not None:
+            steps.move_to_end(self._handles[1].id, last=False)
+
+    def add(self, follower: Follower) -> None:
+        """It follows the optimizer, too, which keeps nobody alive."""
+        self._those = [weakref.ref(each) for each in (*self.listed(), follower)]
+
+    def remove(self, follower: Follower) -> None:
+        """It does no longer."""
+        self._those = [weakref.ref(each) for each in self.listed() if each is not follower]
+
+    def listed(self) -> list[Follower]:
+        """All of them."""
+        found = (each() for each in self._those)
+        return [each for each in found if each is not None]
+
+    def meaning(self, index: int, group: Mapping[str, Any], *, waits: bool) -> Meaning:
+        """What the param `group`, number `index`, means now; for a learning rate that is a tensor on a GPU only if it
+        `waits` for that."""
+        known = self._groups.get((index, waits))
+        if known is None:
+            known = self._groups[index, waits] = _Group()
+        return known.meaning(self._kind, group, waits=waits)
+
+    def are_in_step(self) -> bool:
+        """Whether the optimizer's own code asks: inside a step, on its thread. A step that an exception has ended is
+        over, whoever keeps its frame."""
+        step = self._step
+        if step is None or step[1] != threading.get_ident():
+            return False
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if frame is step[0]:
+                return True
+            frame = frame.f_back
+        self._step = None
+        return False
+
+    # --- a step -----------------------------------------------------------------------------------------------------
+
+    def _before(self, frame: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the optimizer's step, in the `frame` that makes it. The step of a closure begins when that has run."""
+        self._step = None
+        closure = kwargs.get("closure") if len(args) < 2 else args[1]
+        if closure is None:
+            for each in self.listed():
+                each.check_step()
+            self._step = frame, threading.get_ident()
+            return None
+        for each in self.listed():
+            each.check_options_now()
+        here = [frame]
+
+        def run() -> Any:
+            self._step = None
+            result = closure()
+            for each in self.listed():
+                each.check_step()
+            self._step = here[0], threading.get_ident()
+            return result
+
+        return (args, {**kwargs, "closure": run}) if len(args) < 2 else ((args[0], run, *args[2:]), kwargs)
+
+    def _after(self) -> None:
+        """After the optimizer's step: tables that share caches take theirs as one."""
+        self._step = None
+        due: dict[Hashable, list[Follower]] = {}
+        for each in self.listed():
+            if each.is_due:
+                due.setdefault(each.together_with(), []).append(each)
+        for first, *others in due.values():
+            first.step(others)
+
+
+_FOLLOWERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Followers] = weakref.WeakKeyDictionary()
+
+
+def followers_of(optimizer: torch.optim.Optimizer) -> Followers:
+    """Those of an optimizer, which live as long as it."""
+    found = _FOLLOWERS.get(optimizer)
+    if found is None:
+        found = _FOLLOWERS[optimizer] = Followers(optimizer)
+    return found
+
+
+def _listed(followers: weakref.ref[Followers]) -> list[Follower]:
+    found = followers()
+    return [] if found is None else found.listed()
+
+
+def _is_same(group: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
+    """Whether a param group is one of before, which was `_is_plain`, but for its params. Compares no tensor, for which
+    a GPU would have to be waited for."""
+    if len(group) != len(plain) + 1:
+        return False
+    for name, value in group.items():
+        before = plain.get(name, plain)
+        if value is before or name == "params":
+            continue
+        if type(value) is not type(before) or (type(value) is tuple and not _is_plain(value)) or value != before:
+            return False
+    return True
+
+
+def _is_plain(values: Iterable[object]) -> bool:
+    """Whether no value is, or holds, what may change in place, as a tensor does."""
+    for value in values:
+        if isinstance(value, tuple):
+            if not _is_plain(value):
+                return False
+        elif value is not None and not isinstance(value, bool | int | float | str):
+            return False
+    return True
