@@ -148,10 +148,75 @@ def test_optimizers_of_torch(joined, optimizer):
     assert_same_bits(together, apart)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW])
-def test_dense_optimizers_have_the_bits_of_tables_planned_apart(optimizer):
-    apart = train(*converted("equal", 60, optimizer), lambda _: given("equal"))
-    assert_same_bits(train(*converted("equal", 60, optimizer), ahead("equal")), apart)
+def adam(parameters, lr):
+    return torch.optim.Adam(parameters, lr=lr / 5, weight_decay=0.05)
+
+
+def nesterov(parameters, lr):
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True)
+
+
+DENSE = {
+    "Adam, weight_decay": adam,
+    "AdamW": lambda parameters, lr: torch.optim.AdamW(parameters, lr=lr / 5),
+    "SGD, nesterov": nesterov,
+    "Adagrad, weight_decay": lambda parameters, lr: torch.optim.Adagrad(parameters, lr=lr, weight_decay=0.05),
+}
+
+
+def converted_dense(kind, capacity, optimizer, model=Model):
+    torch.manual_seed(0)
+    model = model(kind).cuda()
+    trained = DENSE[optimizer](model.parameters(), 0.1)
+    te.replace_embedding_bags(model, capacity=capacity, optimizer=trained)
+    return model, trained
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("optimizer", DENSE)
+def test_dense_optimizers_have_the_bits_of_tables_planned_apart(joined, optimizer, kind, capacity):
+    apart = train(*converted_dense(kind, capacity, optimizer), lambda _: given(kind))
+    assert not joined["plans"]
+    assert_same_bits(train(*converted_dense(kind, capacity, optimizer), ahead(kind)), apart)
+    assert joined["plans"] == [(0, 1, 2, 3)] * (STEPS - 1)
+    assert joined["updates"] == STEPS - 1
+
+
+class Choosy(Model):
+    """Looks some tables up in some steps, others' rows in none of their own."""
+
+    def __init__(self, kind):
+        super().__init__(kind)
+        self.seen = 0
+
+    def forward(self, batch):
+        self.seen += 1
+        if self.seen % 4 == 0:
+            with torch.no_grad():
+                self.tables[2](*batch[2])
+        left = self.seen % 5 if self.seen > 1 else -1  # the first batch shows all
+        order = range(4) if self.seen % 2 else reversed(range(4))
+        return [self.tables[table](*batch[table]) for table in order if table != left]
+
+
+@pytest.mark.parametrize("optimizer", DENSE)
+def test_rows_that_no_forward_asked_for_are_left_behind(joined, optimizer):
+    apart = train(*converted_dense("offsets", 60, optimizer, Choosy), lambda _: given("offsets", 3 * STEPS))
+    together = train(*converted_dense("offsets", 60, optimizer, Choosy), ahead("offsets", 2, 3 * STEPS))
+    assert len(joined["plans"]) == 3 * STEPS - 1
+    assert 0 < joined["updates"] < 3 * STEPS - 1
+    assert_same_bits(together, apart)
+
+
+@pytest.mark.parametrize("fetched", [False, True])
+@pytest.mark.parametrize("optimizer", DENSE)
+def test_captured_steps_of_dense_optimizers(joined, optimizer, fetched):
+    apart = train(*converted_dense("equal", 60, optimizer), lambda _: given("equal", 2 * STEPS))
+    many = ahead("equal", 1, 2 * STEPS) if fetched else lambda _: given("equal", 2 * STEPS)
+    assert_same_bits(train(*converted_dense("equal", 60, optimizer), many, seen=te.graph_step), apart)
+    assert set(joined["plans"]) == {(0, 1, 2, 3)}
+    assert joined["updates"] > 0
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
@@ -234,10 +299,12 @@ def test_a_table_that_is_looked_up_twice_and_an_update_between(joined):
     assert_same_bits(together, apart)
 
 
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("kept", [True, False])
-def test_evaluation_and_forwards_without_a_backward(joined, kept):
+def test_evaluation_and_forwards_without_a_backward(joined, kept, dense):
     def run(batches):
-        model, _ = converted("mixed", 60, te.Adagrad(lr=0.1))
+        optimizer = te.Adam(lr=0.02, weight_decay=0.05) if dense else te.Adagrad(lr=0.1)
+        model, _ = converted("mixed", 60, optimizer)
         found, held = [], []
         for number, batch in enumerate(batches(model)):
             with torch.set_grad_enabled(number % 3 != 1):

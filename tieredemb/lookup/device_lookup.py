@@ -124,17 +124,21 @@ class DeviceLookup:
         homes: torch.Tensor,
         past: torch.Tensor,
         steps: torch.Tensor,
+        *,
+        bags: DeviceBags,
+        tables: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of `homes`, (N, D), as a dense optimizer has them at the steps that were taken, and where each lies
         among them, int32 (N,), `DROPPED` for padding. The rows themselves stay as they are. `past`: see
-        `DeviceHistory` · `steps`: int64 (T,)."""
+        `DeviceHistory` · `steps`: int64 (T,) · `bags`: of the homes · `tables`: as of `update`."""
         n = homes.shape[0]
         rows = torch.empty((n, hot.weight.shape[1]), dtype=hot.weight.dtype, device=hot.weight.device)
         own = torch.empty_like(homes)
         read = kernel(self._recipe, "rows_read_current", *self._update, *overflow.flags)
         read(
-            blocks_for(n * self._lanes, THREADS, MOST_BLOCKS), THREADS, homes, n, past, steps, hot.weight, hot.state,
-            overflow.weight, overflow.state, _address(overflow.records), rows, own,
+            blocks_for(n * self._lanes, THREADS, MOST_BLOCKS), THREADS, homes, n, bags.bag, max(1, bags.batch),
+            _address(tables), past, steps, hot.weight, hot.state, overflow.weight, overflow.state,
+            _address(overflow.records), rows, own,
         )  # fmt: skip
         return rows, own
 
@@ -300,14 +304,18 @@ class DeviceLookup:
         fault: torch.Tensor,
         past: torch.Tensor,
         steps: torch.Tensor,
+        *,
+        only: int = 0,
+        tables: torch.Tensor | None = None,
     ) -> None:
         """Brings every row of `segments` to the `steps` (int64 (T,)) that were taken and marks those that it changes
-        dirty; none after a fault. For dense optimizers: `past` is their history's."""
+        dirty; none after a fault. For dense optimizers: `past` is their history's. Of features apart, the rows of
+        feature `only`; `tables` as of `update`."""
         bring = kernel(self._recipe, "segments_catch_up", *self._update, *overflow.flags)
         bring(
             blocks_for(segments.order.shape[0] * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work,
-            segments.items, segments.longs, fault, past, steps, hot.weight, hot.state, overflow.weight, overflow.state,
-            _address(overflow.records), hot.dirty,
+            segments.items, segments.longs, fault, only, _address(tables), past, steps, hot.weight, hot.state,
+            overflow.weight, overflow.state, _address(overflow.records), hot.dirty,
         )  # fmt: skip
 
     def set_options(self, target: torch.Tensor, group: Mapping[str, Any]) -> None:

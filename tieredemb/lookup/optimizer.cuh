@@ -225,39 +225,45 @@ __device__ __forceinline__ void row_catch_up(const Rows &rows, int home, int lan
     if (lane == 0 && home >= 0) dirty[home] = 1;
 }
 
-// Brings every row of a batch to the steps that were taken, once each. A refused batch (a fault) changes none.
+// Brings every row of a batch to the steps that were taken, once each. A refused batch (a fault) changes none. Where
+// features are tables that take steps of their own: the rows of feature `only`, one of `tables` (`table_of`).
 extern "C" __global__ void __launch_bounds__(256) segments_catch_up(
-    const Work *work, const Item *items, const Long *longs, const Fault *fault, const Past *past, const i64 *steps,
-    row_t *weight, float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty) {
+    const Work *work, const Item *items, const Long *longs, const Fault *fault, int only, const int *tables,
+    const Past *past, const i64 *steps, row_t *weight, float *state, row_t *away_weight, float *away_state,
+    const Record *records, unsigned char *dirty) {
     wait_for_prior_kernel();
     if (fault->id | fault->offset) return;
     const Rows rows{weight, state, away_weight, away_state, records};
-    const Past so_far = *past;
-    const i64 now = *steps;
+    const int own = own_of(table_of(only, tables));
+    const Past so_far = past[own];
+    const i64 now = steps[own];
     const int lane = threadIdx.x % LANES;
     const i64 groups = thread_count() / LANES;
     for (i64 w = thread_index() / LANES; w < work->items; w += groups)
-        row_catch_up(rows, items[w].home, lane, so_far, now, dirty);
+        if (!IS_APART || items[w].feature == only) row_catch_up(rows, items[w].home, lane, so_far, now, dirty);
     for (i64 w = thread_index() / LANES; w < work->longs; w += groups)
-        row_catch_up(rows, longs[w].home, lane, so_far, now, dirty);
+        if (!IS_APART || longs[w].feature == only) row_catch_up(rows, longs[w].home, lane, so_far, now, dirty);
 }
 
 // The weights of the rows of `homes` (int32 (n,)) as they are at the steps that were taken, to `out` (n, D): for who reads
 // alone, which leaves the rows as they lie. Rows that are dropped are zeros. `own`: int32 (n,), where each lies in `out`,
-// or DROPPED.
+// or DROPPED · `bag`: of each, `batch` of them a feature, where features are tables that take steps of their own, of
+// `tables` (`table_of`); read there alone.
 extern "C" __global__ void __launch_bounds__(256) rows_read_current(
-    const int *homes, i64 n, const Past *past, const i64 *steps, const row_t *weight, const float *state,
-    const row_t *away_weight, const float *away_state, const Record *records, row_t *out, int *own) {
+    const int *homes, i64 n, const int *bag, int batch, const int *tables, const Past *past, const i64 *steps,
+    const row_t *weight, const float *state, const row_t *away_weight, const float *away_state, const Record *records,
+    row_t *out, int *own) {
     wait_for_prior_kernel();
     const Rows rows{const_cast<row_t *>(weight), const_cast<float *>(state), const_cast<row_t *>(away_weight),
                     const_cast<float *>(away_state), records};
-    const Past so_far = *past;
-    const i64 now = *steps;
     const int lane = threadIdx.x % LANES;
     for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
         const int home = homes[i];
         if (lane == 0) own[i] = home == DROPPED ? DROPPED : (int)i;
         if (home == DROPPED) continue;
+        const int table = IS_APART ? own_of(table_of(bag[i] / batch, tables)) : 0;
+        const Past so_far = past[table];
+        const i64 now = steps[table];
         const Place place = place_of(rows, home);
         const i64 last = *clock_of(place) < so_far.base ? so_far.base : *clock_of(place);
         const bool is_behind = last < now;

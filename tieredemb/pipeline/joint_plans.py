@@ -67,12 +67,12 @@ def _number(module: TieredModule) -> int:
 
 def _alike(module: TieredModule, trains: bool) -> Hashable:
     """What the forwards that a plan is of have alike; None for one that is planned by itself: where rows have to be
-    caught up or scaled before they are looked up, a backward asks for winners, or the host takes part."""
+    scaled before they are looked up, a backward asks for winners, or the host takes part."""
     tables = module.tables
     if not isinstance(tables, Member):
         return None
     (group,) = tables.groups
-    if not isinstance(group, DeviceGroup) or group.past is not None or group.lookup.has_max:
+    if not isinstance(group, DeviceGroup) or group.lookup.has_max:
         return None
     if not group.cache.cold.device_readable or tables.config.check_ids == "always":
         return None

@@ -84,7 +84,7 @@ class CallContext:
     @property
     def is_dense(self) -> bool:
         """Whether the optimizer moves every row in every step."""
-        return self.tables.placed.now.groups[0].kept is not None
+        return self.tables.placed.now.groups[0].is_dense
 
     @property
     def optimizer(self) -> RowOptimizer | None:

@@ -118,16 +118,19 @@ class DeviceGroupCall:
         call._found, call._is_caught_up = None, False
         return call
 
-    def catch_up(self, fault: torch.Tensor) -> None:
-        """Brings the rows of this forward to the steps that were taken, of a dense optimizer."""
+    def catch_up(self, fault: torch.Tensor, only: int | None = None) -> None:
+        """Brings the rows of this forward to the steps that were taken, of a dense optimizer: where it is one of tables
+        that take steps of their own, those of table number `only` among them."""
         self.join()
         group, cache, past = self.group, self.group.cache, self.group.past
         assert past is not None
         with cache.using(self.ticket):
             segments = self._looked_up()
             overflow = cache.overflow([self.ticket])
-            group.lookup.catch_up(cache.hot, overflow, segments, fault, past, group.device_steps)
-        self._is_caught_up = True
+            group.lookup.catch_up(
+                cache.hot, overflow, segments, fault, past, group.device_steps, only=only or 0, tables=group.tables
+            )
+        self._is_caught_up = only is None
 
     def _looked_up(self) -> Segments:
         """The occurrences by row, padding that is read among them: of all that a plan has sorted, which are all of
@@ -161,7 +164,9 @@ class DeviceGroupCall:
             hot: HotTensors = group.cache.hot
             overflow, homes = group.cache.overflow([self.ticket]), self.ticket.homes
             if group.past is not None and not self._is_caught_up:
-                rows, homes = group.lookup.read_current(hot, overflow, homes, group.past, group.device_steps)
+                rows, homes = group.lookup.read_current(
+                    hot, overflow, homes, group.past, group.device_steps, bags=bags, tables=group.tables
+                )
                 hot, overflow = ReadRows(rows, hot.state, hot.dirty), NO_OVERFLOW
             if group.config.pooled:
                 group.lookup.pool(hot, overflow, homes, bags, self.weights, out, self.argmax)

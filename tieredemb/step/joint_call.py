@@ -120,6 +120,13 @@ class JointCall(DeviceCall):
         if self.number < 0:
             self.start(trains=False)
 
+    def catch_up_part(self, position: int) -> None:
+        """Brings the rows of one of the forwards to the steps that its table has taken, of a dense optimizer: those of
+        others may never come, and rows that no forward has asked for stay behind."""
+        self.follow()
+        (whole,) = self.parts
+        whole.catch_up(self.memory.fault, position)
+
     def begin_alone(self) -> None:
         """One of the forwards is about to be looked up by itself."""
         self.source = None
@@ -229,6 +236,8 @@ class PartCall(DeviceCall):
     def start(self, *, trains: bool) -> None:
         self.number = next(NUMBERS)
         self.joint.begin()
+        if trains and self.context.is_dense:
+            self.joint.catch_up_part(self.position)
 
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         if self.keeps_rows:

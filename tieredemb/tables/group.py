@@ -132,6 +132,11 @@ class Group(abc.ABC):
     def _join(self, whole: Group) -> None:  # noqa: B027 - a host needs nothing
         """Makes what lookups and updates of one table need beside the cache of the `whole`."""
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether their optimizer moves every row in every step."""
+        return self.cache.cold.history is not None
+
     def stats(self) -> CacheStats:
         """Totals of its plans since the cache was made. Synchronises with a GPU."""
         return self.cache.stats(self.client)
@@ -390,6 +395,8 @@ class DeviceGroup(Group):
         self.first_slots = [whole.first_slots[table] for table in tables]
         with torch.cuda.device(self.config.device):
             self._make_lookup(past)
+        if self.clients:
+            self.past = whole.pasts
 
     def _make_lookup(self, past: torch.Tensor | None = None) -> None:
         from tieredemb.lookup.device_bags import DeviceKeySpace
@@ -400,14 +407,20 @@ class DeviceGroup(Group):
         self.device_space = DeviceKeySpace(self.space, self.first_slots, config.device, apart=config.apart)
         self.lookup = DeviceLookup(self.device_space, row, config.optimizer, config.output_dtype, apart=config.apart)
         self.device_history = None if self.kept is None else DeviceHistory(self.kept, self.device_steps, past)
+        # where what a dense optimizer keeps is, or of several tables that plan as one, each table's
         self.past = None if self.device_history is None else self.device_history.past
         if self.device_history is not None and self.kept is not None:
             self.cache.on_flush.append(functools.partial(self.device_history.download, self.kept))
 
     @property
+    def tables(self) -> torch.Tensor | None:
+        """The numbers of the tables that plan as one, on the device, int32 (K,); None of all, or of one."""
+        return self._whole.numbered(self.clients) if self.clients else None
+
+    @property
     def device_client(self) -> int | torch.Tensor | None:
-        """The client, or the numbers of those that plan as one on the device, int32 (K,)."""
-        return self._whole.numbered(self.clients) if self.clients else self.client
+        """The client, or the numbers of those that plan as one."""
+        return self.tables if self.clients else self.client
 
     @property
     def steps(self) -> list[int]:
