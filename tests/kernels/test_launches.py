@@ -496,4 +496,8 @@ def test_tables_that_take_steps_of_their_own_are_updated_by_launches_that_fit(la
     lookup.update(hot, NOWHERE, segments, torch.zeros(3, 16), None, None, rate, numbers, past, steps)
     if past is not None:
         lookup.end(options, steps, rate, numbers, past, tables)
+        lookup.catch_up(hot, NOWHERE, segments, fault, past, steps, only=1, tables=tables)
+        homes = torch.zeros(10, dtype=torch.int32)
+        assert lookup.read_current(hot, NOWHERE, homes, past, steps, bags=bags, tables=tables)[1].shape == (10,)
+        assert {"segments_catch_up", "rows_read_current"} <= {*launched}
     assert "-DAPART" in lookup._update
