@@ -40,13 +40,13 @@ def clock(monkeypatch):
     return Gpu(monkeypatch)
 
 
-def run(pace, clock, steps, *, ahead=1.0, alone=2.0, disturbed=()):
-    """Which steps planned ahead, that take so long, some of them longer."""
+def run(pace, clock, steps, *, ahead=1.0, alone=2.0, disturbed=(), lucky=()):
+    """Which steps planned ahead, that take so long, some of them longer, and others no time."""
     found = []
     for step in range(steps):
         pace.step()
         found.append(pace.ahead)
-        clock.now += (ahead if pace.ahead else alone) + 100.0 * (step in disturbed)
+        clock.now += (step not in lucky) * (ahead if pace.ahead else alone) + 100.0 * (step in disturbed)
     return found
 
 
@@ -63,6 +63,16 @@ def test_the_faster_way_stays(clock, alone, stays):
 def test_a_disturbed_span_does_not_count(clock):
     pace = Pace(torch.device("cuda", 0), 1)
     assert run(pace, clock, 200, disturbed=(FIRST + 1, FIRST + 2 * SPAN))[-1]
+
+
+def test_a_lucky_span_does_not_count(clock):
+    pace = Pace(torch.device("cuda", 0), 1)
+    assert not run(pace, clock, 200, alone=0.8, lucky=range(FIRST + SPAN, FIRST + 2 * SPAN))[-1]
+
+
+@pytest.mark.parametrize(("alone", "stays"), [(1.02, False), (1.05, True)])
+def test_what_saves_next_to_nothing_is_left(clock, alone, stays):
+    assert run(Pace(torch.device("cuda", 0), 1), clock, 200, alone=alone)[-1] == stays
 
 
 def test_trials_come_less_and_less_often_and_see_what_changes(clock):

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 class Group(abc.ABC):
-    """The tables of one width: their key space and cache. `kept`: what a dense optimizer keeps of its steps, as the
+    """The tables of one width: their key space and cache. `is_dense`: whether their optimizer moves every row in every
+    step · `kept`: what a dense optimizer keeps of its steps, as the
     host knows it; None of others, and of tables that take steps of their own together · `client`: its number among
     several who plan by one cache · `clients`: those of several who plan as one."""
 
@@ -68,6 +69,7 @@ class Group(abc.ABC):
                     cold.history.take(parsed_histories(cold))
                     counted = [each.steps for each in cold.history.of]  # an unclean file's header may be older
                     cold.metadata.steps = counted if config.apart else counted * len(tables)
+            self.is_dense = cold.history is not None
             self.kept: History | None = None
             if cold.history is not None and not config.apart:
                 self.kept = cold.history.of[0]
@@ -124,18 +126,13 @@ class Group(abc.ABC):
 
     def _beside(self, **own: Any) -> Group:
         beside = object.__new__(type(self))
-        shared = ("capacity", "name", "slots", "identity", "cache")
+        shared = ("capacity", "name", "slots", "identity", "cache", "is_dense")
         beside.__dict__.update({name: getattr(self, name) for name in shared} | own)
         beside._join(self)
         return beside
 
     def _join(self, whole: Group) -> None:  # noqa: B027 - a host needs nothing
         """Makes what lookups and updates of one table need beside the cache of the `whole`."""
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether their optimizer moves every row in every step."""
-        return self.cache.cold.history is not None
 
     def stats(self) -> CacheStats:
         """Totals of its plans since the cache was made. Synchronises with a GPU."""
