@@ -25,6 +25,7 @@ from tieredemb.kernels.constants import CHUNK
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.source import read
 from tieredemb.lookup.optimizer import recipe_file, recipe_flags
+from tieredemb.lookup.rounding import no_draws
 
 TABLES, ROWS, BATCH, WIDTH, ALPHA = 26, 1_000_000, 65_536, 128, 1.05
 FINDS = 1 << 24
@@ -136,6 +137,7 @@ def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
     """Sorting, finding segments, and backward with row-wise Adagrad."""
     optimizer = tieredemb.RowWiseAdagrad()
     n, file = len(homes), recipe_file(optimizer)
+    nearest = no_draws(file)
     flags = (*OPTIONS, *RowFormat(width=WIDTH, state_width=1).flags, *recipe_flags(optimizer))
     segments = Kernel(file, "segments_find", flags)
     short = Kernel(
@@ -165,9 +167,9 @@ def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
     def update() -> None:
         short(
             8448, 256, work, items, n, bags, BATCH, column, grad, TABLES * WIDTH, 0, 0, 0, 0, weight, state, 0, 0, 0,
-            dirty, rates, numbers, 0, parts, 0, 0,
+            dirty, rates, numbers, 0, parts, 0, 0, nearest,
         )  # fmt: skip
-        long(132, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rates, numbers, 0, 0, 0)
+        long(132, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rates, numbers, 0, 0, 0, nearest)
 
     found = timed(find)
     samples = timed(update)

@@ -90,6 +90,13 @@ def test_kernel_compiles_with_what_batches_ask_for(file, flags):
     assert compile_for(file, "sm_90", (*row_flags(file, torch.bfloat16, 12), *flags)) == ""
 
 
+@pytest.mark.parametrize(("dtype", "width"), [(BFLOAT16, 128), (BFLOAT16, 12), (HALF, 64), (HALF, 7)])
+@pytest.mark.parametrize("file", [name for name in OPTIMIZERS if name != "norms"])
+def test_update_compiles_with_stochastic_rounding(file, dtype, width):
+    for more in ((), ("-DSLOTLESS", "-DAPART")):
+        assert compile_for(file, "sm_90", (*row_flags(file, dtype, width), "-DSTOCHASTIC", *more)) == ""
+
+
 @pytest.mark.parametrize("flags", [("-DCLIENTS",), ("-DSLOTLESS", "-DCLIENTS")])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("file", ["cache/plan.cu", "cache/device/transfer.cu"])

@@ -19,6 +19,7 @@ from tieredemb.kernels.constants import CHUNK
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.source import read
 from tieredemb.lookup.optimizer import named_numbers, recipe_file, recipe_flags, state_width
+from tieredemb.lookup.rounding import no_draws
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.unified import UnifiedMemory
@@ -278,11 +279,12 @@ def test_update_equals_the_formula_and_repeats_its_bits(optimizer, width):
         )
         kernel("segments_update")(
             64, 256, work, items, n, bags, batch, column, grad, tables * width, 0, order.indices, 0, 0, weight, state,
-            0, 0, 0, dirty, rate, numbers, 0, parts, 0, 0,
+            0, 0, 0, dirty, rate, numbers, 0, parts, 0, 0, no_draws(recipe_file(optimizer)),
         )  # fmt: skip
         kernel("long_segments_update")(
-            8, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rate, numbers, 0, 0, 0
-        )
+            8, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rate, numbers, 0, 0, 0,
+            no_draws(recipe_file(optimizer)),
+        )  # fmt: skip
         return weight, state, dirty
 
     weight, state, dirty = run()

@@ -14,6 +14,7 @@ from tieredemb.conversion.assignment import Assigned
 from tieredemb.conversion.found import Found
 from tieredemb.lookup.optimizer import rows_of
 from tieredemb.lookup.options import LookupOptions
+from tieredemb.lookup.rounding import Rounding
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag, check_scaling
@@ -38,6 +39,8 @@ class Settings:
     dtype: torch.dtype | None = None
     placement: Placement = "auto"
     check_ids: CheckIds = "deferred"
+    rounding: Rounding = "nearest"
+    output_dtype: torch.dtype | None = None
 
 
 def make_twins(
@@ -72,7 +75,8 @@ def _sets(
     by_kind: dict[object, list[Found]] = {}
     for each in found:
         weight, rows = each.module.weight, rows_of(assigned[each.name].config)
-        kind = (weight.shape[1], settings.device or weight.device, settings.dtype or weight.dtype, rows)
+        dtypes = settings.dtype or weight.dtype, settings.output_dtype or weight.dtype
+        kind = (weight.shape[1], settings.device or weight.device, dtypes, rows)
         by_kind.setdefault(kind, []).append(each)
     sets = []
     for members in by_kind.values():
@@ -87,6 +91,8 @@ def _sets(
             dtype=settings.dtype or weight.dtype,
             device=settings.device or weight.device,
             check_ids=settings.check_ids,
+            rounding=settings.rounding,
+            output_dtype=settings.output_dtype or weight.dtype,  # which the model goes on with
         )
         config = replace(config, optimizer=assigned[members[0].name].config, apart=len(members) > 1)
         sets.append((config, members))

@@ -39,6 +39,10 @@ SUM_ENDS_AT = 5e-8  # what the terms of a sum, of a geometric series nearly, hav
 SERIES_ERROR = 1e-7  # relative, of a move; above it steps are replayed
 MARK_FIRST, MARK_TAKEN, MARK_REPLAYED, MARK_REFUSED, MARKS = 0, 2, 3, 4, 5  # of a history on a GPU: int64
 
+# what rounding draws random bits for, and the elements that a block of them is for: see lookup/rounding.py
+DRAW_UPDATE, DRAW_LIMIT, DRAW_CATCH_UP = 0, 1, 2
+DRAWS = 8
+
 # initial values
 NORMAL, UNIFORM = 0, 1  # distributions
 

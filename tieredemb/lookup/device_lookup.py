@@ -7,17 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from tieredemb.config import OptimizerConfig
+from tieredemb.kernels.arguments import StructValue
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.kernels.constants import CHUNK, MAX, MEAN
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace, words_of
 from tieredemb.lookup.optimizer import MOST_NUMBERS, device_numbers, recipe_file, recipe_flags
 from tieredemb.lookup.optimizers.sgd import SGD
+from tieredemb.lookup.rounding import DeviceDraws, no_draws
 
 BAG = "lookup/embedding_bag.cu"
 THREADS = 256
@@ -36,6 +38,8 @@ class OverflowRows(Protocol):
     @property
     def records(self) -> torch.Tensor | None: ...
     @property
+    def names(self) -> torch.Tensor | None: ...
+    @property
     def flags(self) -> tuple[str, ...]: ...
 
 
@@ -45,6 +49,12 @@ class HotTensors(Protocol):
     weight: torch.Tensor
     state: torch.Tensor
     dirty: torch.Tensor
+
+
+class KeyedTensors(HotTensors, Protocol):
+    """`key` int64 (C,), of the slots that are no resident table's."""
+
+    key: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -72,9 +82,10 @@ class DeviceLookup:
         output_dtype: torch.dtype | None = None,
         *,
         apart: bool = False,
+        draws: DeviceDraws | None = None,
     ) -> None:
         """`output_dtype`: of pooled rows; that of the rows unless it is given · `apart`: whether each feature is a
-        table that takes steps of its own."""
+        table that takes steps of its own · `draws`: what rows are rounded by, if not to nearest."""
         self.space = space
         self.has_max = bool((space.space.mode == MAX).any())
         self.has_mean = bool((space.space.mode == MEAN).any())
@@ -88,6 +99,9 @@ class DeviceLookup:
         shared = ("-DSHARED",) if space.space.is_shared else ()
         self._apart = apart
         self._update = (*self._rows, *recipe_flags(self._optimizer), *shared, *(("-DAPART",) if apart else ()))
+        self._draws, self._nearest = draws, no_draws(self._recipe)
+        if draws is not None:
+            self._update = (*self._update, "-DSTOCHASTIC")
         self._lanes, self._vector = row.lanes, row.vector
         self._columns_fit = not (space.space.column % self._vector).any()
 
@@ -138,7 +152,7 @@ class DeviceLookup:
         read(
             blocks_for(n * self._lanes, THREADS, MOST_BLOCKS), THREADS, homes, n, bags.bag, max(1, bags.batch),
             _address(tables), past, steps, hot.weight, hot.state, overflow.weight, overflow.state,
-            _address(overflow.records), rows, own,
+            _address(overflow.records), rows, own, self._drawn(hot, overflow),
         )  # fmt: skip
         return rows, own
 
@@ -237,6 +251,7 @@ class DeviceLookup:
             gather(blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.order, n, scale, sorted_scale)
         parts = torch.empty((2 * segments.longs.shape[0], hot.weight.shape[1]), dtype=torch.float32, device=grad.device)
         rows = (hot.weight, hot.state, overflow.weight, overflow.state, _address(overflow.records), hot.dirty)
+        draws = self._drawn(hot, overflow)
         short = kernel(
             self._recipe, "segments_update",
             *self._update, *overflow.flags, *self._alignment(grad),
@@ -245,12 +260,12 @@ class DeviceLookup:
             blocks_for(n * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work, segments.items, n,
             segments.sorted_bag, max(1, grad.shape[0]) if tables is None else 0, self.space.column, grad, grad.shape[1],
             _address(sorted_scale), segments.order, _address(argmax), self.space.mode, *rows, rate, numbers,
-            _address(tables), parts, _address(past), _address(steps),
+            _address(tables), parts, _address(past), _address(steps), draws,
         )  # fmt: skip
         long = kernel(self._recipe, "long_segments_update", *self._update, *overflow.flags)
         long(
             blocks_for(segments.longs.shape[0] * self._lanes, THREADS, 132), THREADS, segments.work, segments.longs,
-            parts, *rows, rate, numbers, _address(tables), _address(past), _address(steps),
+            parts, *rows, rate, numbers, _address(tables), _address(past), _address(steps), draws,
         )  # fmt: skip
 
     def begin(
@@ -315,7 +330,7 @@ class DeviceLookup:
         bring(
             blocks_for(segments.order.shape[0] * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work,
             segments.items, segments.longs, fault, only, _address(tables), past, steps, hot.weight, hot.state,
-            overflow.weight, overflow.state, _address(overflow.records), hot.dirty,
+            overflow.weight, overflow.state, _address(overflow.records), hot.dirty, self._drawn(hot, overflow),
         )  # fmt: skip
 
     def set_options(self, target: torch.Tensor, group: Mapping[str, Any]) -> None:
@@ -338,8 +353,14 @@ class DeviceLookup:
         limit(
             blocks_for(segments.order.shape[0] * self._lanes, THREADS, MOST_BLOCKS), THREADS, segments.work,
             segments.items, segments.longs, fault, max_norm, norm_type, hot.weight, hot.state, overflow.weight,
-            overflow.state, _address(overflow.records), hot.dirty,
+            overflow.state, _address(overflow.records), hot.dirty, self._drawn(hot, overflow),
         )  # fmt: skip
+
+    def _drawn(self, hot: HotTensors, overflow: OverflowRows) -> StructValue:
+        """What rows are rounded by, as kernels take it."""
+        if self._draws is None:
+            return self._nearest
+        return self._draws.of(self._recipe, cast("KeyedTensors", hot).key, overflow.names)
 
     def _alignment(self, outputs: torch.Tensor) -> tuple[str, ...]:
         """What kernels are compiled with to read or write `outputs` (B, ΣD) in vectors, or where those do not fit."""

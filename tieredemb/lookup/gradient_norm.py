@@ -21,7 +21,7 @@ from tieredemb.lookup.device_lookup import DeviceLookup
 if TYPE_CHECKING:
     from tieredemb.config import OptimizerConfig
 
-_NOWHERE = SimpleNamespace(weight=0, state=0, records=None, flags=())
+_NOWHERE = SimpleNamespace(weight=0, state=0, records=None, names=None, flags=())
 
 
 @dataclass(frozen=True, kw_only=True)

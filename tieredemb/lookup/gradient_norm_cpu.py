@@ -9,6 +9,7 @@ import numpy as np
 
 from tieredemb.kernels.cpu import Pass, even_bounds, inline, jit
 from tieredemb.lookup.optimizer_cpu import UPDATE_GRAIN, segments_walk, stays, walked
+from tieredemb.lookup.rounding_cpu import NEAREST
 
 F = np.float32
 
@@ -19,7 +20,7 @@ def row_powers(segments, gradient, space, norm_type):
     rows = len(segments.homes)
     powers = np.zeros((rows, 1), np.float64)
     # no row is read or written: of the weights only the width counts
-    out = (np.empty((0, space.width), np.float32), powers, np.empty(rows, np.uint8))
+    out = (np.empty((0, space.width), np.float32), powers, np.empty(rows, np.uint8), NEAREST)
     batch = walked(np.arange(rows, dtype=np.int32), segments, gradient, space)
     bounds = even_bounds(rows, max(1, UPDATE_GRAIN // space.width))
     rate = np.zeros(len(space.features), np.float32)

@@ -8,6 +8,7 @@
 // The row update itself is the file's that includes this one, `optimizers/<name>.cu`: its `Recipe` (recipe.cuh).
 #pragma once
 #include "fault.cuh"
+#include "rounding.cuh"
 
 #ifndef AHEAD
 #define AHEAD 4  // gradient rows in flight
@@ -140,19 +141,19 @@ __device__ __forceinline__ Row row_read(const Place &place, int lane) {
 
 // One optimizer step of a row; weights are rounded once. The only update routine: hot, cold, long, short.
 __device__ __forceinline__ void row_update(const Place &place, Row row, float (*g)[VECTOR], int lane, float rate,
-                                           const Numbers &numbers) {
+                                           const Numbers &numbers, const Drawn &drawn) {
     const float row_rate = Recipe::row_rate(row.whole, place.state, g, lane, rate, numbers);
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
         const int unit = s * LANES + lane;
         if (unit >= UNITS) break;
-        row_vector value = row.weight[s];
+        float value[VECTOR];
 #pragma unroll
         for (int k = 0; k < VECTOR; k++) {
             StateInMemory state{place.state + unit * VECTOR + k};
-            value.v[k] = from_float(Recipe::element(to_float(value.v[k]), g[s][k], state, row_rate, numbers));
+            value[k] = Recipe::element(to_float(row.weight[s].v[k]), g[s][k], state, row_rate, numbers);
         }
-        store_row(place.weight, 0, unit, value);
+        store_row(place.weight, 0, unit, rounded(value, unit, drawn, drawn.step, DRAW_UPDATE));
     }
 }
 
@@ -186,7 +187,8 @@ __device__ __forceinline__ float element_catch_up(float w, State &state, const M
 }
 
 // Brings a row to step `now`, and notes that it stands at step `noted`; all lanes of the row. Whether it was behind.
-__device__ __forceinline__ bool row_bring(const Place &place, Row &row, int lane, const Past &past, i64 now, i64 noted) {
+__device__ __forceinline__ bool row_bring(const Place &place, Row &row, int lane, const Past &past, i64 now, i64 noted,
+                                          const Drawn &drawn) {
     const i64 last = *clock_of(place) < past.base ? past.base : *clock_of(place);
     __syncwarp(group_mask(LANES));
     if (lane == 0) *clock_of(place) = (u32)noted;
@@ -196,16 +198,18 @@ __device__ __forceinline__ bool row_bring(const Place &place, Row &row, int lane
     for (int s = 0; s < STEPS; s++) {
         const int unit = s * LANES + lane;
         if (unit >= UNITS) break;
+        float value[VECTOR];
 #pragma unroll
         for (int k = 0; k < VECTOR; k++) {
             const StateInMemory at{place.state + unit * VECTOR + k};
             StateInRegisters state;
 #pragma unroll
             for (int n = 0; n < TENSORS; n++) state[n] = at[n];
-            row.weight[s].v[k] = from_float(element_catch_up(to_float(row.weight[s].v[k]), state, missed, past));
+            value[k] = element_catch_up(to_float(row.weight[s].v[k]), state, missed, past);
 #pragma unroll
             for (int n = 0; n < TENSORS; n++) at[n] = state[n];
         }
+        row.weight[s] = rounded(value, unit, drawn, (u32)now, DRAW_CATCH_UP);
     }
     if (lane == 0 && missed.replayed > missed.start)
         atomicAdd(reinterpret_cast<u64 *>(past.marks + MARK_REPLAYED), (u64)(missed.replayed - missed.start));
@@ -214,11 +218,11 @@ __device__ __forceinline__ bool row_bring(const Place &place, Row &row, int lane
 
 // Brings the row at `home` to the steps that were taken.
 __device__ __forceinline__ void row_catch_up(const Rows &rows, int home, int lane, const Past &past, i64 now,
-                                             unsigned char *dirty) {
+                                             unsigned char *dirty, const Drawn &drawn) {
     const Place place = place_of(rows, home);
     if (*clock_of(place) >= now) return;
     Row row = row_read(place, lane);
-    row_bring(place, row, lane, past, now, now);
+    row_bring(place, row, lane, past, now, now, drawn);
 #pragma unroll
     for (int s = 0; s < STEPS; s++)
         if (s * LANES + lane < UNITS) store_row(place.weight, 0, s * LANES + lane, row.weight[s]);
@@ -230,7 +234,7 @@ __device__ __forceinline__ void row_catch_up(const Rows &rows, int home, int lan
 extern "C" __global__ void __launch_bounds__(256) segments_catch_up(
     const Work *work, const Item *items, const Long *longs, const Fault *fault, int only, const int *tables,
     const Past *past, const i64 *steps, row_t *weight, float *state, row_t *away_weight, float *away_state,
-    const Record *records, unsigned char *dirty) {
+    const Record *records, unsigned char *dirty, Draws draws) {
     wait_for_prior_kernel();
     if (fault->id | fault->offset) return;
     const Rows rows{weight, state, away_weight, away_state, records};
@@ -240,19 +244,22 @@ extern "C" __global__ void __launch_bounds__(256) segments_catch_up(
     const int lane = threadIdx.x % LANES;
     const i64 groups = thread_count() / LANES;
     for (i64 w = thread_index() / LANES; w < work->items; w += groups)
-        if (!IS_APART || items[w].feature == only) row_catch_up(rows, items[w].home, lane, so_far, now, dirty);
+        if (!IS_APART || items[w].feature == only)
+            row_catch_up(rows, items[w].home, lane, so_far, now, dirty,
+                         drawn_of(draws, items[w].home, items[w].feature));
     for (i64 w = thread_index() / LANES; w < work->longs; w += groups)
-        if (!IS_APART || longs[w].feature == only) row_catch_up(rows, longs[w].home, lane, so_far, now, dirty);
+        if (!IS_APART || longs[w].feature == only)
+            row_catch_up(rows, longs[w].home, lane, so_far, now, dirty,
+                         drawn_of(draws, longs[w].home, longs[w].feature));
 }
 
 // The weights of the rows of `homes` (int32 (n,)) as they are at the steps that were taken, to `out` (n, D): for who reads
 // alone, which leaves the rows as they lie. Rows that are dropped are zeros. `own`: int32 (n,), where each lies in `out`,
-// or DROPPED · `bag`: of each, `batch` of them a feature, where features are tables that take steps of their own, of
-// `tables` (`table_of`); read there alone.
+// or DROPPED · `bag`: of each, `batch` of them a feature · `tables`: see `table_of`.
 extern "C" __global__ void __launch_bounds__(256) rows_read_current(
     const int *homes, i64 n, const int *bag, int batch, const int *tables, const Past *past, const i64 *steps,
     const row_t *weight, const float *state, const row_t *away_weight, const float *away_state, const Record *records,
-    row_t *out, int *own) {
+    row_t *out, int *own, Draws draws) {
     wait_for_prior_kernel();
     const Rows rows{const_cast<row_t *>(weight), const_cast<float *>(state), const_cast<row_t *>(away_weight),
                     const_cast<float *>(away_state), records};
@@ -261,7 +268,8 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
         const int home = homes[i];
         if (lane == 0) own[i] = home == DROPPED ? DROPPED : (int)i;
         if (home == DROPPED) continue;
-        const int table = IS_APART ? own_of(table_of(bag[i] / batch, tables)) : 0;
+        const int feature = IS_APART || IS_STOCHASTIC ? bag[i] / batch : 0;
+        const int table = own_of(table_of(feature, tables));
         const Past so_far = past[table];
         const i64 now = steps[table];
         const Place place = place_of(rows, home);
@@ -269,20 +277,23 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
         const bool is_behind = last < now;
         MissedSteps missed{};
         if (is_behind) missed = missed_by(place, lane, so_far, last, now);
+        const Drawn drawn = drawn_of(draws, home, feature);
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
             const int unit = s * LANES + lane;
             if (unit >= UNITS) break;
             row_vector value = load_row(place.weight, 0, unit);
             if (is_behind) {
+                float brought[VECTOR];
 #pragma unroll
                 for (int k = 0; k < VECTOR; k++) {
                     const StateInMemory at{place.state + unit * VECTOR + k};
                     StateInRegisters registers;
 #pragma unroll
                     for (int t = 0; t < TENSORS; t++) registers[t] = at[t];
-                    value.v[k] = from_float(element_catch_up(to_float(value.v[k]), registers, missed, so_far));
+                    brought[k] = element_catch_up(to_float(value.v[k]), registers, missed, so_far);
                 }
+                value = rounded(brought, unit, drawn, (u32)now, DRAW_CATCH_UP);
             }
             store_row(out, i, unit, value);
         }
@@ -297,7 +308,8 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
     const Work *work, const Item *items, int n, const int *sorted_bag, int batch, const i64 *column, const float *grad,
     i64 total, const float *sorted_scale, const i64 *order, const int *argmax, const int *mode, row_t *weight,
     float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty,
-    const float *rate, const Numbers *numbers, const int *tables, float *parts, const Past *past, const i64 *steps) {
+    const float *rate, const Numbers *numbers, const int *tables, float *parts, const Past *past, const i64 *steps,
+    Draws draws) {
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const int group = (int)(thread_index() / LANES), groups = (int)(thread_count() / LANES);
@@ -385,12 +397,13 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
         for (int s = 0; s < STEPS; s++)
 #pragma unroll
             for (int k = 0; k < VECTOR; k++) acc[s][k] = __fmul_rn(acc[s][k], constants.scale);
+        const Drawn drawn = drawn_of(draws, item.home, feature);
         if constexpr (IS_DENSE) {
             const i64 step = steps[own_of(own)];
-            row_bring(place, row, lane, past[own_of(own)], step - 1, step);
+            row_bring(place, row, lane, past[own_of(own)], step - 1, step, drawn);
         }
         if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
-        else row_update(place, row, acc, lane, rate[own], constants);
+        else row_update(place, row, acc, lane, rate[own], constants, drawn);
         if (lane == 0 && item.home >= 0) dirty[item.home] = 1;
     }
 }
@@ -399,7 +412,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
 extern "C" __global__ void __launch_bounds__(256) long_segments_update(
     const Work *work, const Long *longs, const float *parts, row_t *weight, float *state, row_t *away_weight,
     float *away_state, const Record *records, unsigned char *dirty, const float *rate, const Numbers *numbers,
-    const int *tables, const Past *past, const i64 *steps) {
+    const int *tables, const Past *past, const i64 *steps, Draws draws) {
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;
     const i64 group = thread_index() / LANES, groups = thread_count() / LANES;
@@ -441,12 +454,13 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
         const Place place = place_of(rows, segment.home);
         Row row;
         if constexpr (!Recipe::KEEPS_SUM) row = row_read(place, lane);
+        const Drawn drawn = drawn_of(draws, segment.home, segment.feature);
         if constexpr (IS_DENSE) {
             const i64 step = steps[own_of(own)];
-            row_bring(place, row, lane, past[own_of(own)], step - 1, step);
+            row_bring(place, row, lane, past[own_of(own)], step - 1, step, drawn);
         }
         if constexpr (Recipe::KEEPS_SUM) Recipe::keep_sum(place.state, acc, lane, constants);
-        else row_update(place, row, acc, lane, rate[own], constants);
+        else row_update(place, row, acc, lane, rate[own], constants, drawn);
         if (lane == 0 && segment.home >= 0) dirty[segment.home] = 1;
     }
 }
@@ -454,7 +468,7 @@ extern "C" __global__ void __launch_bounds__(256) long_segments_update(
 // The row at `home` scaled down to `max_norm` where its norm exceeds it, as torch.embedding_renorm_ does; the norm in
 // double, by a fixed tree over the lanes.
 __device__ __forceinline__ void row_limit_norm(const Rows &rows, int home, int lane, double max_norm, double norm_type,
-                                               unsigned char *dirty) {
+                                               unsigned char *dirty, const Drawn &drawn) {
     const Place place = place_of(rows, home);
     const bool largest = norm_type > 1e300;
     row_vector weight[STEPS];
@@ -481,11 +495,12 @@ __device__ __forceinline__ void row_limit_norm(const Rows &rows, int home, int l
     const float factor = (float)(max_norm / (norm + 1e-7));
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
-        if (s * LANES + lane >= UNITS) break;
+        const int unit = s * LANES + lane;
+        if (unit >= UNITS) break;
+        float value[VECTOR];
 #pragma unroll
-        for (int k = 0; k < VECTOR; k++)
-            weight[s].v[k] = from_float(__fmul_rn(to_float(weight[s].v[k]), factor));
-        store_row(place.weight, 0, s * LANES + lane, weight[s]);
+        for (int k = 0; k < VECTOR; k++) value[k] = __fmul_rn(to_float(weight[s].v[k]), factor);
+        store_row(place.weight, 0, unit, rounded(value, unit, drawn, drawn.step, DRAW_LIMIT));
     }
     if (lane == 0 && home >= 0) dirty[home] = 1;
 }
@@ -493,16 +508,19 @@ __device__ __forceinline__ void row_limit_norm(const Rows &rows, int home, int l
 // Limits the norm of every row of a batch, once each. A refused batch (a fault) changes none.
 extern "C" __global__ void __launch_bounds__(256) segments_limit_norm(
     const Work *work, const Item *items, const Long *longs, const Fault *fault, double max_norm, double norm_type,
-    row_t *weight, float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty) {
+    row_t *weight, float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty,
+    Draws draws) {
     wait_for_prior_kernel();
     if (fault->id | fault->offset) return;
     const Rows rows{weight, state, away_weight, away_state, records};
     const int lane = threadIdx.x % LANES;
     const i64 groups = thread_count() / LANES;
     for (i64 w = thread_index() / LANES; w < work->items; w += groups)
-        row_limit_norm(rows, items[w].home, lane, max_norm, norm_type, dirty);
+        row_limit_norm(rows, items[w].home, lane, max_norm, norm_type, dirty,
+                       drawn_of(draws, items[w].home, items[w].feature));
     for (i64 w = thread_index() / LANES; w < work->longs; w += groups)
-        row_limit_norm(rows, longs[w].home, lane, max_norm, norm_type, dirty);
+        row_limit_norm(rows, longs[w].home, lane, max_norm, norm_type, dirty,
+                       drawn_of(draws, longs[w].home, longs[w].feature));
 }
 
 // What the host sets, changed by schedulers, seldom: the optimizer's `Hyper`, and behind it all `Numbers` but the scale.

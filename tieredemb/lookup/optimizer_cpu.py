@@ -12,7 +12,7 @@ import torch
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.kernels import twin
-from tieredemb.kernels.constants import CHUNK, DECAY_LOG, MAX
+from tieredemb.kernels.constants import CHUNK, DECAY_LOG, DRAW_CATCH_UP, DRAW_LIMIT, DRAW_UPDATE, MAX
 from tieredemb.kernels.cpu import (
     Pass,
     borrowed,
@@ -26,12 +26,12 @@ from tieredemb.kernels.cpu import (
     load,
     prefetch,
     row_load,
-    row_store,
     row_width,
     store,
 )
 from tieredemb.lookup.embedding_bag_cpu import row_prefetch
 from tieredemb.lookup.optimizer import Hyperparameters
+from tieredemb.lookup.rounding_cpu import NEAREST, OF_TABLES, is_nearest, row_put
 
 if TYPE_CHECKING:
     from tieredemb.kernels.segments_cpu import Segments
@@ -102,11 +102,13 @@ def update(
     space: KeySpace,
     hyper: Hyperparameters,
     history: History | None = None,
+    rounding: Any = NEAREST,
 ) -> Pass:
     """One optimizer step of the rows of `segments` in `hot` (`weight`, `state`, `dirty`), which its `run` applies and
-    marks dirty. A segment without occurrences changes nothing. `history`: that of a dense optimizer."""
+    marks dirty. A segment without occurrences changes nothing. `history`: that of a dense optimizer · `rounding`: see
+    rounding_cpu.py; its steps are the ones that are taken now."""
     batch = walked(segments.homes, segments, gradient, space)
-    rows = (hot.weight, hot.state.view(F), hot.dirty)
+    rows = (hot.weight, hot.state.view(F), hot.dirty, rounding)
     rate = hyper.rate[space.table] if space.is_shared else hyper.rate
     args = (batch, rows, rate, tuple(map(F, hyper.numbers)), F(hyper.scale))
     occurrences = len(segments.order)
@@ -115,22 +117,23 @@ def update(
     bounds = [0, *cuts.tolist(), len(segments.homes)]
     if history is None:
         return Pass(_kernels(hyper.recipe).segments_update, bounds, *args)
-    dense = (hot.state, history.past(), hyper.step)
+    dense = (hot.state, history.past(), hyper.step, rounding)
     return CountedPass(_kernels(hyper.recipe).dense_update, bounds, *args, dense)
 
 
-def catch_up(hot: Any, slots: Array, history: History) -> CountedPass:
+def catch_up(hot: Any, slots: Array, history: History, rounding: Any = NEAREST) -> CountedPass:
     """Its `run` brings the rows in `slots` (int32 (U,), distinct) of `hot` to the step of `history` and marks those
     that it changes dirty."""
-    dense = (hot.state, history.past(), history.steps)
+    dense = (hot.state, history.past(), history.steps, rounding)
     kernel = _kernels(history.recipe).rows_catch_up
     return CountedPass(kernel, even_bounds(len(slots), 512), slots, hot.weight, hot.state.view(F), hot.dirty, dense)
 
 
-def limit_norms(hot: Any, slots: Array, max_norm: float, norm_type: float) -> Pass:
+def limit_norms(hot: Any, slots: Array, max_norm: float, norm_type: float, rounding: Any = NEAREST) -> Pass:
     """Its `run` scales every row in `slots` (int32 (U,), distinct) whose norm exceeds `max_norm` down to it, as
     `torch.embedding_renorm_` does, and marks it dirty."""
-    return Pass(rows_limit_norm, even_bounds(len(slots), 512), slots, hot.weight, hot.dirty, max_norm, norm_type)
+    args = slots, hot.weight, hot.dirty, max_norm, norm_type, rounding
+    return Pass(rows_limit_norm, even_bounds(len(slots), 512), *args)
 
 
 @inline
@@ -200,10 +203,10 @@ def row_miss(weight, row, state, home, none, past, start, stop, row_catch_up):
 def row_bring(weight, row, state, home, none, dense, row_catch_up):
     """Brings a row to the steps that its table has taken, and notes the step that it stands at then: what the `bring`
     of a dense recipe does. `dense`: the states as uint32, whose last word is that step · what kernels are given of a
-    history (`History.past`) · the step to note. `row_catch_up(weight, row, state, home, none, past, start, stop)` is
-    the recipe's: it takes the steps after `start` until `stop`, counted from the history's base, without a gradient
-    (`none`, float32 (D,), zeros), and returns how many of them it has replayed."""
-    clock, past, noted = dense
+    history (`History.past`) · the step to note · how weights are rounded. `row_catch_up(weight, row, state, home, none,
+    past, start, stop)` is the recipe's: it takes the steps after `start` until `stop`, counted from the history's base,
+    without a gradient (`none`, float32 (D,), zeros), and returns how many of them it has replayed."""
+    clock, past, noted, rounding = dense
     now, base = past[0], past[1]
     place = clock.shape[1] - 1
     last = max(np.int64(clock[home, place]), base)
@@ -215,7 +218,7 @@ def row_bring(weight, row, state, home, none, dense, row_catch_up):
     values = np.empty((1, none.shape[0]), np.float32)  # rounded once, whatever the number of steps
     row_load(weight, row, values)
     replayed = row_miss(values, np.int32(0), state, home, none, past, last - base, now - base, row_catch_up)
-    row_store(weight, row, values)
+    row_put(weight, row, values, rounding, home, DRAW_CATCH_UP, now)
     return replayed
 
 
@@ -224,7 +227,7 @@ def rows_walk(lo, hi, slots, weight, state, dirty, dense, bring, done):
     """Brings the rows in `slots` to the current step: what a dense recipe's kernel does in a forward. Returns how many
     steps it has replayed."""
     slots, weight, state, dirty, dense = borrowed((slots, weight, state, dirty, dense))
-    clock, past, _ = dense
+    clock, past, _, _ = dense
     now, place = np.int64(past[0]), clock.shape[1] - 1
     scratch = np.zeros(row_width(weight), np.float32)
     none = borrowed(scratch)
@@ -256,7 +259,7 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
     recipe what `row_bring` makes of its part, given `dense`.
     """
     homes, starts, order, mode, column, is_shared, grad, sample, features, scale, argmax = borrowed(batch)
-    weight, state, dirty = borrowed(rows)
+    weight, state, dirty, rounding = borrowed(rows)
     dense = borrowed(dense)
     width = row_width(weight)
     scratch = np.zeros((4, width), np.float32)
@@ -287,12 +290,12 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
             for d in range(width):
                 acc[d] *= grad_scale
         replayed += bring(weight, homes[u], state, homes[u], none, dense)
-        if is_direct(weight):
+        if is_direct(weight) and is_nearest(rounding):
             row_update(weight, homes[u], state, homes[u], acc, rate[feature], numbers)
         else:
             row_load(weight, homes[u], values)
             row_update(values, np.int32(0), state, homes[u], acc, rate[feature], numbers)
-            row_store(weight, homes[u], values)
+            row_put(weight, homes[u], values, rounding, homes[u], DRAW_UPDATE, OF_TABLES)
         dirty[homes[u]] = 1
     keep(scratch)
     done[lo] = 1
@@ -306,9 +309,10 @@ def row_scale(weight, row, width, factor):
 
 
 @jit
-def rows_limit_norm(lo, hi, slots, weight, dirty, max_norm, norm_type, done):
+def rows_limit_norm(lo, hi, slots, weight, dirty, max_norm, norm_type, rounding, done):
     width = row_width(weight)
-    values = np.empty((1, 0 if is_direct(weight) else width), np.float32)
+    is_each = is_direct(weight) and is_nearest(rounding)
+    values = np.empty((1, 0 if is_each else width), np.float32)
     for i in range(lo, hi):
         s = slots[i]
         norm = 0.0
@@ -326,11 +330,11 @@ def rows_limit_norm(lo, hi, slots, weight, dirty, max_norm, norm_type, done):
             norm = norm ** (1.0 / norm_type)
         if norm > max_norm:
             factor = F(max_norm / (norm + 1e-7))
-            if is_direct(weight):
+            if is_direct(weight) and is_nearest(rounding):
                 row_scale(weight, s, width, factor)
             else:
                 row_load(weight, s, values)
                 row_scale(values, np.int32(0), width, factor)
-                row_store(weight, s, values)
+                row_put(weight, s, values, rounding, s, DRAW_LIMIT, OF_TABLES)
             dirty[s] = 1
     done[lo] = 1

@@ -11,6 +11,7 @@ from tieredemb.config import Capacity, CheckIds, Policy, TableConfig, features_o
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
+from tieredemb.lookup.rounding import Rounding
 from tieredemb.modules.inputs import as_ids, as_offsets, check_weights
 from tieredemb.modules.keyed import (
     KeyedJagged,
@@ -60,6 +61,8 @@ class TieredEmbeddingBagCollection(KeyedModule):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         check_ids: CheckIds = "deferred",
+        rounding: Rounding = "nearest",
+        output_dtype: torch.dtype | None = None,
         is_weighted: bool = False,
     ) -> None:
         tables = tuple(tables)
@@ -70,7 +73,7 @@ class TieredEmbeddingBagCollection(KeyedModule):
                 raise ConfigError(f"scale_grad_by_freq is not supported with mode='max' of table {table.name!r}")
         config = table_set_config(
             tables, capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
-            device=device, check_ids=check_ids,
+            device=device, check_ids=check_ids, rounding=rounding, output_dtype=output_dtype,
         )  # fmt: skip
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
         super().__init__(Engine(TableSet(config), optimizer), options)

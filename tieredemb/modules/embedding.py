@@ -9,6 +9,7 @@ import torch
 from tieredemb.config import Capacity, CheckIds, Init, Normal, Placement, Policy, TableConfig
 from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.options import LookupOptions
+from tieredemb.lookup.rounding import Rounding
 from tieredemb.modules.inputs import as_ids
 from tieredemb.modules.one_table import OneTable
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
@@ -53,6 +54,8 @@ class TieredEmbedding(OneTable):
         init: Init | None = None,
         placement: Placement = "auto",
         check_ids: CheckIds = "deferred",
+        rounding: Rounding = "nearest",
+        output_dtype: torch.dtype | None = None,
     ) -> None:
         table = TableConfig(
             name="weight",
@@ -66,7 +69,7 @@ class TieredEmbedding(OneTable):
         dtype = dtype or (None if _weight is None else _weight.dtype)
         config = table_set_config(
             (table,), capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
-            device=device, check_ids=check_ids,
+            device=device, check_ids=check_ids, rounding=rounding, output_dtype=output_dtype,
         )  # fmt: skip
         options = LookupOptions(
             max_norm=max_norm,

@@ -10,6 +10,7 @@ from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, Placement, 
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedInputError
 from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.options import LookupOptions
+from tieredemb.lookup.rounding import Rounding
 from tieredemb.modules.inputs import as_ids, as_offsets, check_weights, widened
 from tieredemb.modules.one_table import OneTable
 from tieredemb.modules.pretrained import check_rows, pretrained_arguments
@@ -81,6 +82,8 @@ class TieredEmbeddingBag(OneTable):
         init: Init | None = None,
         placement: Placement = "auto",
         check_ids: CheckIds = "deferred",
+        rounding: Rounding = "nearest",
+        output_dtype: torch.dtype | None = None,
     ) -> None:
         table = TableConfig(
             name="weight",
@@ -96,7 +99,7 @@ class TieredEmbeddingBag(OneTable):
         dtype = dtype or (None if _weight is None else _weight.dtype)
         config = table_set_config(
             (table,), capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
-            device=device, check_ids=check_ids,
+            device=device, check_ids=check_ids, rounding=rounding, output_dtype=output_dtype,
         )  # fmt: skip
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
         self._start(TableSet(config), optimizer, options, sparse=sparse, include_last_offset=include_last_offset)

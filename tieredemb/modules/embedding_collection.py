@@ -12,6 +12,7 @@ from tieredemb.config import Capacity, CheckIds, Policy, TableConfig, features_o
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
+from tieredemb.lookup.rounding import Rounding
 from tieredemb.modules.inputs import as_ids, as_offsets
 from tieredemb.modules.keyed import (
     JaggedTensor,
@@ -60,6 +61,8 @@ class TieredEmbeddingCollection(KeyedModule):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         check_ids: CheckIds = "deferred",
+        rounding: Rounding = "nearest",
+        output_dtype: torch.dtype | None = None,
         need_indices: bool = False,
     ) -> None:
         tables = tuple(tables)
@@ -78,7 +81,7 @@ class TieredEmbeddingCollection(KeyedModule):
                 )
         config = table_set_config(
             tables, capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
-            device=device, check_ids=check_ids, pooled=False,
+            device=device, check_ids=check_ids, rounding=rounding, output_dtype=output_dtype, pooled=False,
         )  # fmt: skip
         options = LookupOptions(
             max_norm=max_norm,

@@ -170,8 +170,10 @@ class DeviceGroupCall:
                 hot, overflow = ReadRows(rows, hot.state, hot.dirty), NO_OVERFLOW
             if group.config.pooled:
                 group.lookup.pool(hot, overflow, homes, bags, self.weights, out, self.argmax)
-            else:
+            elif out.dtype == hot.weight.dtype:
                 group.lookup.gather(hot, overflow, homes, out)
+            else:
+                out.copy_(group.lookup.gather(hot, overflow, homes))
             if keep_rows:
                 self.forward_rows = group.lookup.gather(hot, overflow, homes)
 

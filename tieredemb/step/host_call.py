@@ -110,12 +110,13 @@ class HostGroupCall:
         cache = self.group.cache
         cache.check_rows(self.ticket)
         assert self.group.kept is not None
-        return catch_up(cache.hot, self.ticket.unique_slots, self.group.kept)
+        return catch_up(cache.hot, self.ticket.unique_slots, self.group.kept, self.group.rounding(cache.hot.key))
 
     def limit_norms(self, max_norm: float) -> Pass:
         """What scales the rows of this forward down to `max_norm`, where they are longer."""
         self.group.cache.check_rows(self.ticket)
-        return limit_norms(self.group.cache.hot, self.ticket.unique_slots, max_norm, self.options.norm_type)
+        hot, rounding = self.group.cache.hot, self.group.rounding(self.group.cache.hot.key)
+        return limit_norms(hot, self.ticket.unique_slots, max_norm, self.options.norm_type, rounding)
 
     def pool(self, out: Array, weights: Array | None, *, keep_argmax: bool, keep_rows: bool) -> None:
         """Pools into `out` (carrier (B, ΣD)); keeps what a backward will want to know of the forward."""
@@ -142,7 +143,7 @@ class HostGroupCall:
         hot, slots = self.group.cache.hot, self.ticket.unique_slots
         rows = CopiedRows(hot.weight[slots], hot.state[slots], np.empty(len(slots), np.uint8))
         numbers = np.arange(len(slots), dtype=np.int32)
-        catch_up(rows, numbers, history).run()
+        catch_up(rows, numbers, history, self.group.rounding(hot.key[slots])).run()
         return rows.weight, self.ticket.inverse
 
     def weights_gradient(self, grad: Array, out: Array) -> None:
@@ -284,7 +285,8 @@ def prepare_update(
 ) -> Pass:
     """One optimizer step of a group for the calls of one backward pass, in forward order. The caller holds the lock."""
     segments, gradient = gather(group, parts, grads)
-    return update(group.cache.hot, segments, gradient, group.space, numbers, group.kept)
+    hot = group.cache.hot
+    return update(hot, segments, gradient, group.space, numbers, group.kept, group.rounding(hot.key, ahead=1))
 
 
 def gather(group: HostGroup, parts: list[HostGroupCall], grads: list[torch.Tensor]) -> tuple[Segments, Gradient]:

@@ -2,7 +2,7 @@
 //
 // Every float operation is spelled as the correctly rounded one that the CPU runs, in the CPU's order. A group of lanes
 // takes a row, four columns a lane and Philox block. Writes D · itemsize + 4 S bytes a row and reads next to nothing.
-#include "common.cuh"
+#include "philox.cuh"
 
 constexpr int QUADS = (WIDTH + 3) / 4;
 static_assert(UNITS * VECTOR == WIDTH, "rows of another width");
@@ -23,20 +23,6 @@ struct Generator {
     const float *params;
     const i64 *padding_key;
 };
-
-__device__ __forceinline__ uint4 philox(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1) {
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-        u64 p0 = (u64)c0 * 0xD2511F53u, p1 = (u64)c2 * 0xCD9E8D57u;
-        c0 = (u32)(p1 >> 32) ^ c1 ^ k0;
-        c1 = (u32)p1;
-        c2 = (u32)(p0 >> 32) ^ c3 ^ k1;
-        c3 = (u32)p0;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    return make_uint4(c0, c1, c2, c3);
-}
 
 // Natural logarithm of a normal positive float (Cephes logf).
 __device__ __forceinline__ float log_of(float x) {

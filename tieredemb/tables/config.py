@@ -25,7 +25,8 @@ from tieredemb.config import (
 )
 from tieredemb.errors import ConfigError, shown
 from tieredemb.kernels import check_device
-from tieredemb.kernels.row_format import Encoding, encoding_of
+from tieredemb.kernels.row_format import CARRIERS, Encoding, encoding_of
+from tieredemb.lookup.rounding import ROUNDINGS, Rounding
 from tieredemb.storage.base import Storage
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.unified import UnifiedMemory
@@ -48,6 +49,7 @@ class TableSetConfig:
     device: torch.device
     check_ids: CheckIds = "deferred"
     outputs: torch.dtype | None = None
+    rounding: Rounding = "nearest"
     pooled: bool = True
     apart: bool = False
 
@@ -60,6 +62,10 @@ class TableSetConfig:
         check_device(self.device)
         keep_plain(self)
         object.__setattr__(self, "capacity", as_capacity(self.capacity))
+        _check_rounding(self.rounding, self.dtype)
+        if self.outputs is not None and self.outputs not in CARRIERS:
+            allowed = ", ".join(map(str, CARRIERS))
+            raise ConfigError(f"output_dtype must be one of {allowed}, got {shown(self.outputs)}")
         if self.check_ids not in CHECKS:
             raise ConfigError(f"check_ids must be one of {', '.join(CHECKS)}, got {shown(self.check_ids)}")
         if not self.tables:
@@ -76,6 +82,18 @@ class TableSetConfig:
                 f"storage must be UnifiedMemory(), HostMemory(), File(path) or Pmem(directory), got "
                 f"{shown(self.storage)}; pass an instance"
             )
+
+
+def _check_rounding(rounding: Rounding, dtype: torch.dtype | Encoding) -> None:
+    """Raises `ConfigError` unless rows of `dtype` can be rounded so."""
+    if rounding not in ROUNDINGS:
+        raise ConfigError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {shown(rounding)}")
+    encoding = encoding_of(dtype)
+    if rounding == "stochastic" and (not encoding.is_direct or encoding.dtype.itemsize != 2):
+        raise ConfigError(
+            f"rounding='stochastic' is for rows of 16 bits, these are of {encoding.name}; pass "
+            f"dtype=torch.bfloat16 or torch.float16, or leave rounding out"
+        )
 
 
 def _check_keys(tables: Sequence[TableConfig]) -> None:
@@ -102,6 +120,8 @@ def table_set_config(
     dtype: torch.dtype | Encoding | None,
     device: torch.device | str | None,
     check_ids: CheckIds,
+    rounding: Rounding = "nearest",
+    output_dtype: torch.dtype | None = None,
     pooled: bool = True,
 ) -> TableSetConfig:
     """Fills in the defaults: `LFU()`, torch's default dtype and device, `HostMemory()`, on a GPU `UnifiedMemory()`."""
@@ -122,5 +142,7 @@ def table_set_config(
         dtype=dtype or torch.get_default_dtype(),
         device=place,
         check_ids=check_ids,
+        rounding=rounding,
+        outputs=output_dtype,
         pooled=pooled,
     )

@@ -22,6 +22,7 @@ from tieredemb.kernels.kept_numbers import KeptNumbers
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.history import CopiedRows, Histories, History
 from tieredemb.lookup.optimizer import new_histories, state_start, state_width
+from tieredemb.lookup.rounding import draws_of
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows, RowLayout, Storage
 from tieredemb.storage.initial import InitialRows, InitialTable
@@ -70,6 +71,7 @@ class Group(abc.ABC):
                     counted = [each.steps for each in cold.history.of]  # an unclean file's header may be older
                     cold.metadata.steps = counted if config.apart else counted * len(tables)
             self.is_dense = cold.history is not None
+            self.draws = draws_of(space, config.seed) if config.rounding == "stochastic" else None
             self.kept: History | None = None
             if cold.history is not None and not config.apart:
                 self.kept = cold.history.of[0]
@@ -126,7 +128,7 @@ class Group(abc.ABC):
 
     def _beside(self, **own: Any) -> Group:
         beside = object.__new__(type(self))
-        shared = ("capacity", "name", "slots", "identity", "cache", "is_dense")
+        shared = ("capacity", "name", "slots", "identity", "cache", "is_dense", "draws")
         beside.__dict__.update({name: getattr(self, name) for name in shared} | own)
         beside._join(self)
         return beside
@@ -207,6 +209,15 @@ class Group(abc.ABC):
         if self.kept is not None:
             self.kept.restart(self.steps[0])
 
+    def rounding(self, keys: Array, *, ahead: int = 0) -> Any:
+        """How a CPU's kernels round weights into rows of these `keys`, int64 (C,), when tables have taken so many
+        steps more (rounding_cpu.py)."""
+        from tieredemb.lookup.rounding_cpu import NEAREST, stochastic
+
+        if self.draws is None:
+            return NEAREST
+        return stochastic(self.draws, keys, np.array(self.cache.cold.metadata.steps, np.int64) + ahead)
+
     def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
         """As that of the cache, but rows of a dense optimizer as they are at the steps that were taken."""
         history = self.history
@@ -215,7 +226,7 @@ class Group(abc.ABC):
             return
         rows = self._room(start, stop)
         self.cache.export_rows(start, stop, rows.weight, rows.state)
-        _catch_up(rows, history)
+        self._catch_up(rows, history, np.arange(start, stop))
         weight[:], state[:] = rows.weight[:, : weight.shape[1]], rows.state[:, : state.shape[1]]
 
     def import_weights(self, start: int, weight: Array) -> None:
@@ -227,7 +238,7 @@ class Group(abc.ABC):
             raw = self._room(start, start + len(weight))
             self.cache.copy_rows(start, start + len(weight), raw.weight, raw.state)
             now = CopiedRows(raw.weight.copy(), raw.state.copy(), raw.dirty)
-            _catch_up(now, history)
+            self._catch_up(now, history, np.arange(start, start + len(weight)))
             same = (now.weight.view(np.uint8) == weight.view(np.uint8)).all(1)
             weight, state = weight.copy(), now.state
             weight[same], state[same] = raw.weight[same], raw.state[same]
@@ -240,7 +251,7 @@ class Group(abc.ABC):
         if history is not None:
             now = self._room(start, start + len(state))
             self.cache.copy_rows(start, start + len(state), now.weight, now.state)
-            _catch_up(now, history)
+            self._catch_up(now, history, np.arange(start, start + len(state)))
             weight = now.weight
             state = np.concatenate([state, np.full((len(state), 1), step, np.uint32)], axis=1)
         self.cache.import_rows(start, weight, state)
@@ -251,7 +262,7 @@ class Group(abc.ABC):
         raw = self._room(start, stop)
         self.cache.export_rows(start, stop, raw.weight, raw.state)
         now = CopiedRows(raw.weight.copy(), raw.state.copy(), raw.dirty)
-        _catch_up(now, history)
+        self._catch_up(now, history, np.arange(start, stop))
         differ = (now.weight.view(np.uint8) != raw.weight.view(np.uint8)).any(1)
         differ |= (now.state[:, :-1] != raw.state[:, :-1]).any(1)
         rows = np.flatnonzero(differ)
@@ -265,7 +276,7 @@ class Group(abc.ABC):
         held = self._room(start, start + count)
         self.cache.copy_rows(start, start + count, held.weight, held.state)
         now = CopiedRows(weight.copy(), state.copy(), held.dirty)
-        _catch_up(now, history)
+        self._catch_up(now, history, start + rows)
         same = (now.weight.view(np.uint8) == held.weight[rows].view(np.uint8)).all(1)
         held.weight[rows[same]], held.state[rows[same]] = weight[same], state[same]
         self.cache.import_rows(start, held.weight, held.state)
@@ -275,6 +286,12 @@ class Group(abc.ABC):
         assert self.kept is not None
         self.kept.take(history)
         self._adopt_history()
+
+    def _catch_up(self, rows: CopiedRows, history: History, keys: Array) -> None:
+        """Brings copies of the rows of `keys` to the steps that were taken."""
+        from tieredemb.lookup.optimizer_cpu import catch_up
+
+        catch_up(rows, np.arange(len(rows.weight), dtype=np.int32), history, self.rounding(keys)).run()
 
     def _room(self, start: int, stop: int) -> CopiedRows:
         layout, rows = self.cache.cold.layout, stop - start
@@ -296,13 +313,6 @@ class Group(abc.ABC):
 
     def _adopt_history(self) -> None:  # noqa: B027 - a host works on it as it lies
         """A history that was replaced with the cold rows counts from now on."""
-
-
-def _catch_up(rows: CopiedRows, history: History) -> None:
-    """Brings copies of rows to the steps that were taken."""
-    from tieredemb.lookup.optimizer_cpu import catch_up
-
-    catch_up(rows, np.arange(len(rows.weight), dtype=np.int32), history).run()
 
 
 def parsed_histories(cold: ColdRows) -> Histories:
@@ -372,7 +382,7 @@ class DeviceGroup(Group):
             self.first_slots[j] = slot
             slot += rows
         self.device_steps = torch.tensor(cold.metadata.steps, dtype=torch.int64, device=self.config.device)
-        steps = self.device_steps  # and not the group, which would keep the cache alive that holds this
+        self._all_steps = steps = self.device_steps  # and not the group, which would keep the cache alive
         self.cache.on_flush.append(lambda: cold.metadata.__dict__.update(steps=steps.tolist()))
         self._numbers = KeptNumbers(self.config.device, torch.int32)
         self.pasts: torch.Tensor | None = None
@@ -384,7 +394,7 @@ class DeviceGroup(Group):
         assert isinstance(whole, DeviceGroup)
         self._whole = whole
         self.words = KeptNumbers(self.config.device, torch.int64)  # what kernels are told of several tables' bags
-        self.device_steps = whole.device_steps[self.own]
+        self.device_steps, self._all_steps = whole.device_steps[self.own], whole._all_steps
         past = None
         if self.client is not None and whole.pasts is not None:
             past = whole.pasts[self.client]
@@ -399,10 +409,16 @@ class DeviceGroup(Group):
         from tieredemb.lookup.device_bags import DeviceKeySpace
         from tieredemb.lookup.device_history import DeviceHistory
         from tieredemb.lookup.device_lookup import DeviceLookup
+        from tieredemb.lookup.rounding import DeviceDraws
 
         config, row = self.config, self.cache.cold.layout.format
         self.device_space = DeviceKeySpace(self.space, self.first_slots, config.device, apart=config.apart)
-        self.lookup = DeviceLookup(self.device_space, row, config.optimizer, config.output_dtype, apart=config.apart)
+        draws = None
+        if self.draws is not None:
+            draws = DeviceDraws(self.draws, self.space, self.first_slots, self._all_steps)
+        self.lookup = DeviceLookup(
+            self.device_space, row, config.optimizer, config.output_dtype, apart=config.apart, draws=draws
+        )
         self.device_history = None if self.kept is None else DeviceHistory(self.kept, self.device_steps, past)
         # where what a dense optimizer keeps is, or of several tables that plan as one, each table's
         self.past = None if self.device_history is None else self.device_history.past

@@ -43,7 +43,8 @@ class InPlace(Transfer):
         self._weight, self._state = cold.weight.ctypes.data, cold.state.ctypes.data
 
     def overflow(self, slotless: bool) -> OverflowRows:
-        return OverflowRows(slotless, self._weight, self._state, self._plan.records.table)
+        records = self._plan.records.table
+        return OverflowRows(slotless, self._weight, self._state, records, records)
 
     def make_room(self, rows: int) -> None:
         self._plan.records.reserve(rows)

@@ -86,12 +86,13 @@ PlanOf = int | torch.Tensor | None  # whose plan it is: a client's, those of int
 class OverflowRows:
     """Where a batch uses the rows that have no slot. `slotless`: whether the batch may have such rows · `weight`,
     `state`: addresses of the rows, a state ending with the score · `records`: int64 (R, 2), `Record`s that name their
-    keys, or None where record r has row r."""
+    keys, or None where record r has row r · `names`: those `Record`s in any case, where there are any."""
 
     slotless: bool
     weight: int
     state: int
     records: torch.Tensor | None
+    names: torch.Tensor | None = None
 
     @property
     def by_key(self) -> bool:

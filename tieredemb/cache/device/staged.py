@@ -74,7 +74,7 @@ class Staged(Transfer):
         self._state = torch.empty((0, layout.state_width + 1), dtype=torch.int32, device=self._device)
 
     def overflow(self, slotless: bool) -> OverflowRows:
-        return OverflowRows(slotless, self._weight.data_ptr(), self._state.data_ptr(), None)
+        return OverflowRows(slotless, self._weight.data_ptr(), self._state.data_ptr(), None, self._plan.records.table)
 
     def overflow_now(self, planned: OverflowRows) -> OverflowRows:
         return self.overflow(planned.slotless)  # a later plan may have moved them to larger arrays

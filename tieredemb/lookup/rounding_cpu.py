@@ -1,0 +1,122 @@
+"""CPU twin of rounding.cuh: how float32 values are rounded into rows, by what kernels are given as `rounding`, which is
+`NEAREST`, or what `stochastic` makes. See rounding.py."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-check-untyped-defs
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba.core import types
+from numba.extending import overload
+
+from tieredemb.kernels.constants import DRAWS
+from tieredemb.kernels.cpu import bits_float, float_bits, inline, row_store
+from tieredemb.kernels.philox_cpu import philox
+from tieredemb.lookup.rounding import Draws
+
+Array = np.ndarray[Any, Any]
+F = np.float32
+U = np.uint32
+NEAREST = 0  # what kernels are given to round to nearest
+OF_TABLES = -1  # a step that is not given: the one of the row's table
+
+
+def stochastic(draws: Draws, keys: Array, steps: Array) -> tuple[Array, ...]:
+    """What kernels are given to round at random. `keys`: int64 (C,), of the rows · `steps`: int64 (T,), of the
+    tables."""
+    return keys, draws.start, draws.number, draws.seed, steps
+
+
+@inline
+def stochastic_half(value, bits):
+    """The bits of a float16, given 16 random ones."""
+    word = float_bits(value)
+    size = word & U(0x7FFFFFFF)
+    if size >= U(0x7F800000):
+        rounded = U(0x7E00) if size > U(0x7F800000) else U(0x7C00)
+    elif size < U(0x38800000):  # in steps of 2^-24
+        scaled = bits_float(size) * F(16777216.0)
+        down = np.floor(scaled)
+        rounded = U(down) + ((bits + U((scaled - down) * F(65536.0))) >> U(16))
+    else:
+        rounded = min((size - U(0x38000000) + (bits >> U(3))) >> U(13), U(0x7BFF))
+    return np.uint16(rounded | ((word >> U(16)) & U(0x8000)))
+
+
+@inline
+def stochastic_bfloat16(value, bits):
+    """The bits of a bfloat16, given 16 random ones."""
+    word = float_bits(value)
+    size = word & U(0x7FFFFFFF)
+    if size >= U(0x7F800000):
+        rounded = (size >> U(16)) | (U(0x40) if size > U(0x7F800000) else U(0))
+    else:
+        rounded = min((size + bits) >> U(16), U(0x7F7F))
+    return np.int16(np.uint16(rounded | ((word >> U(16)) & U(0x8000))))
+
+
+@inline
+def table_of(start, key):
+    """The last table that starts at or before `key`."""
+    low, high = 0, start.shape[0]
+    while low < high:
+        middle = (low + high) // 2
+        if start[middle] <= key:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@inline
+def row_store_half(array, row, values, rounding, home, purpose, step):
+    _row_store_drawn(array, row, values, rounding, home, purpose, step, stochastic_half)
+
+
+@inline
+def row_store_bfloat16(array, row, values, rounding, home, purpose, step):
+    _row_store_drawn(array, row, values, rounding, home, purpose, step, stochastic_bfloat16)
+
+
+@inline
+def _row_store_drawn(array, row, values, rounding, home, purpose, step, rounded):
+    keys, start, number, seed, steps = rounding
+    key = keys[home]
+    table = table_of(start, key)
+    at = steps[table] if step == OF_TABLES else step
+    local = np.uint64(key - start[table])
+    low = np.uint32(local & np.uint64(0xFFFFFFFF))
+    rest = (np.uint32(purpose) << U(16)) | (np.uint32(local >> np.uint64(32)) << U(18))
+    clock = np.uint32(np.uint64(at) & np.uint64(0xFFFFFFFF))
+    for first in range(0, values.shape[1], DRAWS):
+        words = philox(low, clock, number[table], np.uint32(first // DRAWS) | rest, seed[0], seed[1])
+        for k in range(min(DRAWS, values.shape[1] - first)):
+            word = words[k // 2]
+            bits = word >> U(16) if k % 2 else word & U(0xFFFF)
+            array[row, first + k] = rounded(values[0, first + k], bits)
+
+
+def row_put(array: Any, row: int, values: Any, rounding: Any, home: int, purpose: int, step: int) -> None:
+    """Rounds float32 `values` (1, D) into a row as a whole. `home`: its place among the keys of `rounding` · `purpose`:
+    what for, one of `DRAW_…` · `step`: when, or `OF_TABLES`. Inside kernels only."""
+    raise RuntimeError("a kernel function")
+
+
+@overload(row_put)
+def _row_put(array, row, values, rounding, home, purpose, step):
+    if isinstance(rounding, types.Integer):
+        return lambda array, row, values, rounding, home, purpose, step: row_store(array, row, values)
+    return (row_store_half if array.dtype == types.uint16 else row_store_bfloat16).py_func
+
+
+def is_nearest(rounding: Any) -> bool:
+    """Whether kernels are to round to nearest: a constant to the compiler. Inside kernels only."""
+    raise RuntimeError("a kernel function")
+
+
+@overload(is_nearest, inline="always")
+def _is_nearest(rounding):
+    if isinstance(rounding, types.Integer):
+        return lambda rounding: True
+    return lambda rounding: False
