@@ -90,10 +90,10 @@ def _row_store_drawn(array, row, values, rounding, home, purpose, step, rounded)
     rest = (np.uint32(purpose) << U(16)) | (np.uint32(local >> np.uint64(32)) << U(18))
     clock = np.uint32(np.uint64(at) & np.uint64(0xFFFFFFFF))
     for first in range(0, values.shape[1], DRAWS):
-        words = philox(low, clock, number[table], np.uint32(first // DRAWS) | rest, seed[0], seed[1])
+        r0, r1, r2, r3 = philox(low, clock, number[table], np.uint32(first // DRAWS) | rest, seed[0], seed[1])
         for k in range(min(DRAWS, values.shape[1] - first)):
-            word = words[k // 2]
-            bits = word >> U(16) if k % 2 else word & U(0xFFFF)
+            word = np.uint32(r0 if k < 2 else r1 if k < 4 else r2 if k < 6 else r3)
+            bits = np.uint32(word >> U(16)) if k % 2 else np.uint32(word & U(0xFFFF))
             array[row, first + k] = rounded(values[0, first + k], bits)
 
 
