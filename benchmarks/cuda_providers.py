@@ -49,7 +49,7 @@ class Tiered:
         before, start = allocated_bytes(self.device), perf_counter()
         self.module = tieredemb.TieredEmbeddingBagCollection(
             tables, capacity=cache.capacity, optimizer=tieredemb.RowWiseAdagrad(lr=LR), policy=policy, storage=storage,
-            device=self.device,
+            device=self.device, dtype=work.dtype, rounding=work.rounding, output_dtype=torch.float32,
         )  # fmt: skip
         synchronize(self.device)
         self.build_seconds = perf_counter() - start
@@ -116,9 +116,9 @@ def fbgemm_step(work: CudaWorkload, upstream: Upstream) -> Callable[[torch.Tenso
         [(rows, work.width, where, ComputeDevice.CUDA) for rows in work.sizes],
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=LR,
-        weights_precision=SparseType.FP32,
+        weights_precision=SparseType.FP32 if work.dtype is torch.float32 else SparseType.FP16,  # it has no bf16
         output_dtype=SparseType.FP32,
-        stochastic_rounding=False,
+        stochastic_rounding=work.rounding == "stochastic",
         pooling_mode=PoolingMode.SUM,
         cache_algorithm=CacheAlgorithm.LFU,
         cache_load_factor=0.01,

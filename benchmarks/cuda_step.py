@@ -74,6 +74,7 @@ def measure(plan: Plan, work: CudaWorkload) -> list[Record]:
         times = run_peer(fbgemm_step(work, upstream), ids[: plan.warm_up + plan.steps], plan.warm_up, plan.device)
         release(plan.device)
         config = "all resident" if work.resident else "LFU cache of 1 %, managed"
+        config += "" if work.dtype is torch.float32 else ", fp16"
         records.append(measured(work.name, "FBGEMM", config, "ms", times.quantiles(), note=str(times)))
         if work.peer is not None:
             work = replace(work, peer=replace(work.peer, name="FBGEMM, this run", ms=times.mean_ms))
@@ -173,7 +174,7 @@ def traffic(work: CudaWorkload, times: StepTimes, done: CacheStats) -> str:
 def floor_ms(work: CudaWorkload, done: CacheStats) -> float:
     """Milliseconds a batch that PCIe alone needs for what moved. A row is requested in pieces of 128 bytes, and one
     more for state and score; a clean victim gives back its score."""
-    row_requests = -(-4 * work.width // 128) + 1
+    row_requests = -(-work.row_bytes // 128) + 1
     clean = done.evictions - done.rows_written_back
     requests = row_requests * (done.rows_filled + done.rows_written_back) + clean
     return requests / done.batches / REQUESTS_PER_MS
@@ -285,7 +286,7 @@ def title(plan: Plan) -> str:
     cold = "rows were never written" if plan.untouched else "all rows written before"
     first = describe(plan.policies[0])
     text = (
-        f"Forward, backward and update, bags of 1 id, fp32, row-wise Adagrad, {first}, unified memory, {cold}: the "
+        f"Forward, backward and update, bags of 1 id, row-wise Adagrad, {first}, unified memory, {cold}: the "
         f"mean of {plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up; then of as many "
         f"with the next batch fetched ahead, as replays of a CUDA graph, and as replays that fetch the next batch. "
         f"{'; '.join(map(str, plan.works))}. Hit rate: of the lookups, before the batch's own rows came in."

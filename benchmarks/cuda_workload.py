@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tieredemb.config import Capacity
+from tieredemb.lookup.rounding import Rounding
 
 SEED = 7
 PEER_EARLIER = "measured earlier on an H200, with FBGEMM 1.6.0"
@@ -57,8 +58,9 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class CudaWorkload:
-    """`tables` tables of `rows` × `width`, fp32, batches of `batch` samples, bags of 1 id, Zipf `alpha`; the `caches`
-    to measure, and the `peer`. `unequal`: the rows of each table, where they differ; `rows` are the most then."""
+    """`tables` tables of `rows` × `width`, batches of `batch` samples, bags of 1 id, Zipf `alpha`; the `caches`
+    to measure, and the `peer`. `unequal`: the rows of each table, where they differ; `rows` are the most then ·
+    `dtype`, `rounding`: of the rows, if not fp32; outputs and gradients are."""
 
     name: str
     tables: int = 26
@@ -69,6 +71,13 @@ class CudaWorkload:
     alpha: float
     caches: tuple[Cache, ...]
     peer: Peer | None = None
+    dtype: torch.dtype = torch.float32
+    rounding: Rounding = "nearest"
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row's weights."""
+        return self.width * self.dtype.itemsize
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -87,11 +96,12 @@ class CudaWorkload:
     @property
     def cold_bytes(self) -> int:
         """Bytes of all rows in cold storage: weights, one word of optimizer state, one of score."""
-        return sum(self.sizes) * (4 * self.width + 8)
+        return sum(self.sizes) * (self.row_bytes + 8)
 
     def __str__(self) -> str:
         rows = f"{min(self.sizes)} … {self.rows:,}" if self.unequal else f"{self.rows:,}"
-        return f"{self.name}: {self.tables} × {rows} × {self.width}, batch {self.batch:,}, Zipf {self.alpha:g}"
+        more = "" if self.dtype is torch.float32 else f", {self.dtype}, rounding {self.rounding}"
+        return f"{self.name}: {self.tables} × {rows} × {self.width}, batch {self.batch:,}, Zipf {self.alpha:g}{more}"
 
 
 def workloads() -> dict[str, CudaWorkload]:
@@ -140,6 +150,15 @@ def workloads() -> dict[str, CudaWorkload]:
             caches=(Cache(capacity=sum(KAGGLE) // 100, most_mib=60, most_of_graph=(1.35, 1.50)),),
             peer=Peer(name=PEER_EARLIER, ms=1.542, cache_mib=560),
         ),
+        CudaWorkload(
+            name="W-1.05-bf16", rows=2_000_000, batch=16_384, alpha=1.05, dtype=torch.bfloat16,
+            rounding="stochastic", caches=(Cache(capacity="924MiB", most_prefetched_ms=0.84, most_mib=924),),
+            peer=Peer(name=f"fp16, {PEER_EARLIER}", ms=1.803, cache_mib=924),
+        ),
+        CudaWorkload(
+            name="W-1.2-bf16", rows=2_000_000, batch=16_384, alpha=1.2, dtype=torch.bfloat16,
+            rounding="stochastic", caches=(Cache(capacity="924MiB", most_mib=924),),
+        ),
     )  # fmt: skip
     return {workload.name: workload for workload in known}
 
@@ -158,7 +177,14 @@ def quick_workloads() -> dict[str, CudaWorkload]:
         name="W-kaggle", tables=3, rows=20_000, unequal=(3, 20_000, 500), width=32, batch=256, alpha=1.1,
         caches=(Cache(capacity=600),),
     )  # fmt: skip
-    return {work.name: work for work in (*equal, unequal)}
+    halves = [
+        CudaWorkload(
+            name=f"{name}-bf16", tables=3, rows=20_000, width=128, batch=256, alpha=alpha, dtype=torch.bfloat16,
+            rounding="stochastic", caches=(Cache(capacity="256KiB"),),
+        )
+        for name, alpha in (("W-1.05", 1.05), ("W-1.2", 1.2))
+    ]  # fmt: skip
+    return {work.name: work for work in (*equal, unequal, *halves)}
 
 
 def batches(work: CudaWorkload, count: int, device: torch.device) -> torch.Tensor:
