@@ -174,7 +174,7 @@ def trained(
     random = torch.Generator("cpu").manual_seed(0)
     module = bag(dtype, capacity=capacity, optimizer=OPTIMIZERS[optimizer], max_norm=max_norm, **keywords)
     device = module.tables.config.device
-    batches = [(torch.rand((6, 3), generator=random) ** 2 * 50).long().to(device) for _ in range(steps)]
+    batches = [(torch.rand((6, 3), generator=random, device="cpu") ** 2 * 50).long().to(device) for _ in range(steps)]
     found = []
     for number, ids in enumerate(te.prefetch(batches, module, depth) if depth else batches):
         if evaluates and number % 3 == 2:
@@ -222,7 +222,7 @@ def test_captured_steps_have_the_bits_of_eager_ones(gpu):
         run_step = te.graph_step(step) if graph else step
         random = torch.Generator("cpu").manual_seed(3)
         for _ in range(12):
-            run_step((torch.rand((8, 4), generator=random) ** 2 * 200).long().cuda())
+            run_step((torch.rand((8, 4), generator=random, device="cpu") ** 2 * 200).long().cuda())
         return [weight(module)]
 
     assert_same_bits(run(True), run(False))

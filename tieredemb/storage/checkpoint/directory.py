@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError
+from tieredemb.kernels.row_format import in_encoding
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.checkpoint.files import HeldRows, RowFile, write_rows
 from tieredemb.storage.checkpoint.manifest import (
@@ -174,9 +175,9 @@ class Opened:
                 cold.reset()
             for name, cold in self._spaces.items():
                 entry = self._manifest.spaces[name]
-                for keys, weight, state in self._files[name].chunks(entry.chunks, cold.layout):
+                for keys, weight, state in self._files[name].chunks(entry.chunks, entry.row_layout):
                     cold.reserve(keys)
-                    cold.weight[keys] = weight
+                    cold.weight[keys] = in_encoding(weight, entry.row_layout.format, cold.layout.format)
                     cold.state[keys] = state
                 cold.metadata = plain_metadata(entry.metadata)
                 if self._histories[name] is not None:
@@ -201,7 +202,8 @@ def opened(
     check_extra: Callable[[dict[str, Any]], None] = lambda extra: None,
     recover: bool = False,
 ) -> Iterator[Opened]:
-    """The checkpoint in `directory`, verified, to be restored into `spaces` inside the context.
+    """The checkpoint in `directory`, verified, to be restored into `spaces` inside the context. Weights of another
+    dtype are rounded to nearest; optimizer state has one dtype.
 
     `identities` as in `save`; without them they are not compared. `check_extra` is given the `extra`, and raises for
     one that it does not want. `recover`: take rows that the saving cache did not trust. Changes nothing, and waits for
@@ -220,8 +222,8 @@ def opened(
                     "load_checkpoint(directory, recover=True); nothing was changed"
                 )
             histories = {name: _history_of(path, manifest.spaces[name], cold) for name, cold in spaces.items()}
-            for name, cold in spaces.items():
-                files[name].verify(manifest.spaces[name].chunks, cold.layout)
+            for name in spaces:
+                files[name].verify(manifest.spaces[name].chunks, manifest.spaces[name].row_layout)
         yield Opened(path, manifest, files, spaces, histories)
 
 
@@ -256,7 +258,8 @@ def _compare(path: str, manifest: Manifest, spaces: Spaces, identities: Identiti
         )
     for name, cold in spaces.items():
         entry = manifest.spaces[name]
-        found = difference(entry.layout, layout_fields(cold.layout), "layout", stored_in="the checkpoint")
+        wanted = layout_fields(cold.layout) | {"dtype": entry.layout["dtype"]}  # rows of another one are rounded
+        found = difference(entry.layout, wanted, "layout", stored_in="the checkpoint")
         if not found and identities is not None:
             identity = jsonable(dict(identities.get(name, {})), f"identity of {name!r}")
             found = difference(entry.identity, identity, "identity", stored_in="the checkpoint")

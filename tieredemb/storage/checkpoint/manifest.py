@@ -47,6 +47,11 @@ class Space:
     history: str = ""
     history_bytes: int = 0
 
+    @property
+    def row_layout(self) -> RowLayout:
+        """How the rows lie in the file."""
+        return layout_of(self.layout, "layout")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
