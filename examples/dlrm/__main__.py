@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from examples.dlrm import locality, report, synthetic
-from examples.dlrm.config import CacheConfig, CheckpointConfig, ModelConfig, TrainConfig
+from examples.dlrm.config import DTYPES, CacheConfig, CheckpointConfig, ModelConfig, TrainConfig
 from examples.dlrm.criteo import CriteoFile, Log, LogError
 from examples.dlrm.optional import require
 from examples.dlrm.profile import StepProfile
@@ -20,6 +20,7 @@ from tieredemb import LFU, LRU, File, HostMemory, Pmem, UnifiedMemory
 from tieredemb.config import OptimizerConfig, parse_capacity
 from tieredemb.errors import ConfigError, TieredEmbError
 from tieredemb.kernels import check_device
+from tieredemb.lookup.rounding import ROUNDINGS
 from tieredemb.storage.base import Storage
 
 _OPTIMIZERS = {name.lower(): kind for name, kind in OptimizerConfig.known().items()}
@@ -70,6 +71,9 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--embedding-dim", type=int, default=16, help="width of the tables")
+    group.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the tables' rows")
+    group.add_argument("--rounding", choices=ROUNDINGS, default="nearest",
+                       help="of rows of 16 bits: stochastic loses no small update")  # fmt: skip
     group.add_argument("--bottom", type=_widths, default="64", help="hidden widths of the bottom MLP: 512,256")
     group.add_argument("--top", type=_widths, default="64", help="hidden widths of the top MLP")
     group.add_argument("--batch-size", type=int, default=128, help="samples a batch")
@@ -137,6 +141,8 @@ def _train_config(options: argparse.Namespace, tier: str, device: str) -> TrainC
         model=ModelConfig(
             rows_per_table=options.rows_per_table,
             embedding_dim=options.embedding_dim,
+            dtype=options.dtype,
+            rounding=options.rounding,
             bottom=options.bottom,
             top=options.top,
         ),

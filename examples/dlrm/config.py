@@ -5,19 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from tieredemb import LFU, Adagrad, File, Pmem
 from tieredemb.config import Capacity, OptimizerConfig, Policy
 from tieredemb.errors import ConfigError, UnsupportedError
+from tieredemb.lookup.rounding import Rounding
 from tieredemb.storage.base import Storage
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of the DLRM. `rows_per_table`: rows that each of the 26 columns is hashed to, the missing value's
-    included; `bottom`, `top`: widths of the hidden layers."""
+    included; `dtype`, `rounding`: of the tables' rows, one of `DTYPES`; `bottom`, `top`: widths of the hidden
+    layers."""
 
     rows_per_table: int = 100_000
     embedding_dim: int = 16
+    dtype: str = "fp32"
+    rounding: Rounding = "nearest"
     bottom: tuple[int, ...] = (64,)
     top: tuple[int, ...] = (64,)
 
@@ -26,6 +34,8 @@ class ModelConfig:
             raise ConfigError(
                 f"rows_per_table must be at least 2 (one is the missing value's), got {self.rows_per_table}"
             )
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.embedding_dim < 1 or min((*self.bottom, *self.top), default=1) < 1:
             raise ConfigError(f"widths of layers and embeddings must be at least 1, got {self}")
 
@@ -71,6 +81,8 @@ class TrainConfig:
             raise ConfigError(f"test_share must lie between 0 and 1, got {self.test_share}")
         if not self.dense_lr >= 0:
             raise ConfigError(f"dense_lr must be a number of at least 0, got {self.dense_lr}")
+        if self.reference and self.model.dtype != "fp32":
+            raise UnsupportedError(f"the reference has tables of fp32, not {self.model.dtype}; drop --dtype")
         if self.captures:
             self._check_capturable()
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor, nn
 
-from examples.dlrm.config import TrainConfig
+from examples.dlrm.config import DTYPES, TrainConfig
 from examples.dlrm.model import TABLES
 from tieredemb import SGD, Adagrad, SparseAdam, TableConfig, TieredEmbeddingBagCollection, Uniform
 from tieredemb.errors import UnsupportedError
@@ -32,6 +32,9 @@ def tiered_tables(config: TrainConfig) -> TieredEmbeddingBagCollection:
         storage=config.cache.storage,
         optimizer=config.optimizer,
         seed=config.seed,
+        dtype=DTYPES[config.model.dtype],
+        rounding=config.model.rounding,
+        output_dtype=torch.float32,
         device=config.device,
     )
 
