@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 from benchmarks.record import Record, load
 
 ON_CPU = ("cpu-step", "tiers", "cpu-optimizers", "cpu-kernels", "slot-map", "opening")
-ON_GPU = ("cuda-step", "cuda-kernels", "cuda-dlrm", "cuda-inference", "cuda-tiers", "cuda-optimizers", "cuda-converted")
+ON_GPU = (
+    "cuda-step", "cuda-kernels", "cuda-dlrm", "cuda-inference", "cuda-tiers", "cuda-optimizers", "cuda-converted",
+    "cuda-rounding",
+)  # fmt: skip
 PEERS = ("× torch", "× FBGEMM", "× nn.EmbeddingBag, eager")  # labels of ratios to what others need
 
 

@@ -10,6 +10,7 @@ import torch
 import tieredemb as te
 from benchmarks import tables
 from benchmarks.cuda_inference import Ids, Size
+from benchmarks.cuda_rounding import area_under_curve
 from benchmarks.cuda_tables import run_fetched, set_weights, tiered_tables
 from benchmarks.cuda_workload import batches, quick_workloads
 from benchmarks.record import load
@@ -34,6 +35,7 @@ def run(name, *args):
         ("tiers", {"W-1.2": 4, "W-1.2, building 0.0 GiB, weights set": 2}),
         ("optimizers", {"W-1.2": 8, "forward": 3, "catch up": 6}),
         ("converted", {"step": 9}),
+        ("rounding", {"test AUC": 5}),
         (
             "host",
             {
@@ -67,7 +69,15 @@ def test_tiers_end_with_the_same_bits(tmp_path, capsys):
     assert "in the end the bits of HostMemory" in out
 
 
-@pytest.mark.parametrize("name", ["dlrm", "inference", "tiers", "optimizers", "converted"])
+def test_area_under_curve_is_that_of_sklearn():
+    metrics = pytest.importorskip("sklearn.metrics")
+    random = torch.Generator().manual_seed(0)
+    labels = (torch.rand(500, generator=random) < 0.3).double()
+    scores = (torch.rand(500, generator=random) * 20).round().double()  # with ties
+    assert area_under_curve(labels, scores) == pytest.approx(metrics.roc_auc_score(labels, scores), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "inference", "tiers", "optimizers", "converted", "rounding"])
 def test_wrong_options_are_refused(name, capsys):
     module = importlib.import_module(f"benchmarks.cuda_{name}")
     with pytest.raises(SystemExit):
