@@ -48,6 +48,9 @@ class TieredEmbeddingBag(OneTable):
     - `check_ids`: on a GPU `"deferred"` lets a batch with a bad id read zeros and update nothing, and raises at the
       next call that synchronises anyway (`stats`, `flush`, `state_dict`, …) or a forward that sees it; `"always"`
       waits for the GPU in every forward and raises there. The CPU always raises at once.
+    - `rounding`: of rows of 16 bits (`dtype=`), once an update: to `"nearest"`, or `"stochastic"`, up or down at random
+      so that the mean stays, by random bits that depend on seed, table, id, step and element alone.
+    - `output_dtype`: float32, float16 or bfloat16; that of the rows by default.
 
     Raises `ConfigError` for an argument that is not allowed. No forward or backward synchronises with a GPU, unless
     its tier is staged through the host (`File`, `Pmem`).
@@ -150,7 +153,7 @@ class TieredEmbeddingBag(OneTable):
 
         `input`: ids, int32 or int64, (N,) with `offsets` (B,) (or (B + 1,) with `include_last_offset`), or (B, L) for
         bags of equal length. As in torch one of ids and offsets may be uint8, int8 or int16 beside the other ·
-        `per_sample_weights`: of the ids' shape and the rows' dtype, for mode "sum". Raises `InvalidInputError` or
+        `per_sample_weights`: of the ids' shape and the outputs' dtype, for mode "sum". Raises `InvalidInputError` or
         `IdOutOfRangeError` and changes nothing.
         """
         return self._lookup(self._batch(input, offsets, per_sample_weights))
