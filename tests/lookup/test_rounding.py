@@ -14,8 +14,8 @@ from torch import nn
 import tieredemb as te
 from tieredemb.errors import ConfigError
 from tieredemb.kernels.cpu import jit
+from tieredemb.kernels.rounding_cpu import stochastic_bfloat16, stochastic_half
 from tieredemb.lookup.rounding import MIX
-from tieredemb.lookup.rounding_cpu import stochastic_bfloat16, stochastic_half
 
 HALVES = (torch.bfloat16, torch.float16)
 ALL_BITS = np.arange(1 << 16, dtype=np.uint32)

@@ -26,7 +26,7 @@ from numba.extending import overload
 from numba.np.numpy_support import as_dtype
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from tieredemb.kernels.row_format import codec_of
+from tieredemb.kernels.row_format import RowFormat, codec_of
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -488,3 +488,14 @@ def rows_decode(rows: Any, values: Any) -> None:
 def rows_encode(values: Any, rows: Any) -> None:
     """Writes `values`, float32 (K, D), to `rows`, as they are carried."""
     parallel_for(_rows_encode, even_bounds(len(rows), 1024), values, rows)
+
+
+def in_encoding(rows: Any, now: RowFormat, wanted: RowFormat) -> Any:
+    """Rows (K, ·) as they are carried `now`, as `wanted` carries them: rounded to nearest where that is coarser."""
+    if now.encoding == wanted.encoding:
+        return rows
+    values = np.empty((len(rows), now.width), np.float32)
+    rows_decode(rows, values)
+    found = np.empty((len(rows), wanted.columns), wanted.carrier)
+    rows_encode(values, found)
+    return found

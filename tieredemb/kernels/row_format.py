@@ -168,16 +168,3 @@ class RowFormat:
     def flags(self) -> tuple[str, ...]:
         """What CUDA kernels are compiled with for such rows."""
         return self._on_device()[1], f"-DWIDTH={self.width}", f"-DSTATE={self.state_width}"
-
-
-def in_encoding(rows: np.ndarray[Any, Any], now: RowFormat, wanted: RowFormat) -> np.ndarray[Any, Any]:
-    """Rows (K, ·) as they are carried `now`, as `wanted` carries them: rounded to nearest where that is coarser."""
-    if now.encoding == wanted.encoding:
-        return rows
-    from tieredemb.kernels.cpu import rows_decode, rows_encode
-
-    values = np.empty((len(rows), now.width), np.float32)
-    rows_decode(rows, values)
-    found = np.empty((len(rows), wanted.columns), wanted.carrier)
-    rows_encode(values, found)
-    return found

@@ -8,8 +8,8 @@ import math
 import numpy as np
 
 from tieredemb.kernels.cpu import Pass, even_bounds, inline, jit
+from tieredemb.kernels.rounding_cpu import NEAREST
 from tieredemb.lookup.optimizer_cpu import UPDATE_GRAIN, segments_walk, stays, walked
-from tieredemb.lookup.rounding_cpu import NEAREST
 
 F = np.float32
 

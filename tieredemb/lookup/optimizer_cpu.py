@@ -29,9 +29,9 @@ from tieredemb.kernels.cpu import (
     row_width,
     store,
 )
+from tieredemb.kernels.rounding_cpu import NEAREST, OF_TABLES, is_nearest, row_put
 from tieredemb.lookup.embedding_bag_cpu import row_prefetch
 from tieredemb.lookup.optimizer import Hyperparameters
-from tieredemb.lookup.rounding_cpu import NEAREST, OF_TABLES, is_nearest, row_put
 
 if TYPE_CHECKING:
     from tieredemb.kernels.segments_cpu import Segments

@@ -40,6 +40,10 @@ class Draws:
     start: Array
     number: Array
 
+    def on_host(self, keys: Array, steps: Array) -> tuple[Array, ...]:
+        """What a CPU's kernels are given to round by. `keys`: int64 (C,), of the rows · `steps`: int64 (T,)."""
+        return keys, self.start, self.number, self.seed, steps
+
 
 def draws_of(space: KeySpace, seed: int) -> Draws:
     """Those of a cache whose tables are those of `space`."""

@@ -212,11 +212,11 @@ class Group(abc.ABC):
     def rounding(self, keys: Array, *, ahead: int = 0) -> Any:
         """How a CPU's kernels round weights into rows of these `keys`, int64 (C,), when tables have taken so many
         steps more (rounding_cpu.py)."""
-        from tieredemb.lookup.rounding_cpu import NEAREST, stochastic
+        from tieredemb.kernels.rounding_cpu import NEAREST
 
         if self.draws is None:
             return NEAREST
-        return stochastic(self.draws, keys, np.array(self.cache.cold.metadata.steps, np.int64) + ahead)
+        return self.draws.on_host(keys, np.array(self.cache.cold.metadata.steps, np.int64) + ahead)
 
     def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
         """As that of the cache, but rows of a dense optimizer as they are at the steps that were taken."""

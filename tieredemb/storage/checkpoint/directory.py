@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError
-from tieredemb.kernels.row_format import in_encoding
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.checkpoint.files import HeldRows, RowFile, write_rows
 from tieredemb.storage.checkpoint.manifest import (
@@ -170,6 +169,8 @@ class Opened:
         """Replaces all rows and metadata of the spaces; hot caches have to be emptied, as what they hold belongs to the
         rows that go. Raises `StorageError` where a space runs full, or what was verified cannot be read again: rows are
         then partly untouched ones."""
+        from tieredemb.kernels.cpu import in_encoding  # not before it is needed: numba takes a second to import
+
         try:
             for cold in self._spaces.values():
                 cold.reset()

@@ -1,5 +1,5 @@
 // How weights are rounded into rows: to nearest, or with -DSTOCHASTIC up or down at random, so that their mean is what
-// they were. The twin is rounding_cpu.py; see rounding.py.
+// they were. The twin is rounding_cpu.py; see lookup/rounding.py.
 #pragma once
 #include "philox.cuh"
 

@@ -1,5 +1,5 @@
-"""CPU twin of rounding.cuh: how float32 values are rounded into rows, by what kernels are given as `rounding`, which is
-`NEAREST`, or what `stochastic` makes. See rounding.py."""
+"""CPU twin of rounding.cuh: how float32 values are rounded into rows, by what kernels are given as `rounding`. That is
+`NEAREST`, or keys of rows, first keys and numbers of tables, seed and steps (`Draws.on_host` in lookup/rounding.py)."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-check-untyped-defs
 
 from __future__ import annotations
@@ -13,19 +13,11 @@ from numba.extending import overload
 from tieredemb.kernels.constants import DRAWS
 from tieredemb.kernels.cpu import bits_float, float_bits, inline, row_store
 from tieredemb.kernels.philox_cpu import philox
-from tieredemb.lookup.rounding import Draws
 
-Array = np.ndarray[Any, Any]
 F = np.float32
 U = np.uint32
 NEAREST = 0  # what kernels are given to round to nearest
 OF_TABLES = -1  # a step that is not given: the one of the row's table
-
-
-def stochastic(draws: Draws, keys: Array, steps: Array) -> tuple[Array, ...]:
-    """What kernels are given to round at random. `keys`: int64 (C,), of the rows · `steps`: int64 (T,), of the
-    tables."""
-    return keys, draws.start, draws.number, draws.seed, steps
 
 
 @inline
