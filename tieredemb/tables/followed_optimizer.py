@@ -116,10 +116,9 @@ class FollowedOptimizer:
         self._take_over(optimizer, old)
         self._put(optimizer, index, old)
         self.in_state_dict = in_state_dict
-        if self.optimizer is None:
-            self._followers = followers_of(optimizer)
-            self._followers.add(self)
-            self.optimizer = optimizer
+        self._followers = followers_of(optimizer)  # each time: an interrupt may have come in between
+        self._followers.add(self)
+        self.optimizer = optimizer
 
     def _check_alone(self, config: OptimizerConfig) -> None:
         """Raises `ConfigError` where tables that share their cache, whose rows are to be laid out for `config`, follow
@@ -286,7 +285,7 @@ class FollowedOptimizer:
 
     def now(self) -> OptimizerConfig:
         """The options as they are, checked. A learning rate on a GPU is 0 here, and read there."""
-        if self._followers is None:
+        if self._followers is None or self.optimizer is None:
             assert self.config is not None
             return self.config
         return self._meaning(self._followers).config
@@ -324,7 +323,7 @@ class FollowedOptimizer:
         scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler, where the optimizer is a fused one
         assert self.config is not None  # whose rows hold the state, whatever the options are by now
         options = tuple(asdict(self.config).items())
-        if self._followers is not None:
+        if self._followers is not None and self.optimizer is not None:
             options = self._meaning(self._followers).items
         steps = tuple(group.cache.cold.metadata.steps[group.own])
         return hyperparameters_after(self.config, options, steps, 1.0 if scale is None else 1.0 / float(scale))

@@ -126,8 +126,10 @@ class Followers:
             steps.move_to_end(self._handles[1].id, last=False)
 
     def add(self, follower: Follower) -> None:
-        """It follows the optimizer, too, which keeps nobody alive."""
-        self._those = [weakref.ref(each) for each in (*self.listed(), follower)]
+        """It follows the optimizer, too, which keeps nobody alive. A second call does nothing."""
+        those = self.listed()
+        if not any(each is follower for each in those):
+            self._those = [weakref.ref(each) for each in (*those, follower)]
 
     def remove(self, follower: Follower) -> None:
         """It does no longer."""
