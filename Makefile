@@ -1,10 +1,12 @@
-# Needs python3 (3.11 or newer, with venv), make and a package registry. Everything is installed in .venv.
+# Needs python3 (3.11 or newer, with venv), make and a package registry. Everything is installed in .venv: what training
+# needs by `make train`, the tools and tests too by the others.
 #   PYTHON=python3.12   another interpreter        ARGS=…   passed on to the command that a target runs
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := .venv/.installed
+TRAINABLE := .venv/.trainable
 CLIENTS := build/clients
 
 help:
@@ -17,7 +19,7 @@ help:
 	@echo 'make bench [ARGS=…]                  run the benchmarks, keep the results, write the tables of README and docs'
 	@echo 'make clean                           remove .venv and what the tools left'
 
-train: $(INSTALLED)
+train: $(TRAINABLE)
 	$(BIN)/python -m examples.dlrm train $(if $(DATA),--data "$(DATA)") --plot runs/dlrm.png $(ARGS)
 
 test: $(INSTALLED)
@@ -45,20 +47,28 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# with a GPU, and a torch that can use it, the CuPy that fits that torch is installed too
+# $(call install,extra): with a GPU, and a torch that can use it, the CuPy that fits that torch is installed too
 # setuptools first: the project is then built by the pinned one, not by whichever is newest
-$(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
-		"tieredemb needs Python 3.11 or newer, $(PYTHON) is %d.%d; install one and run: make PYTHON=python3.11" % v[:2])'
-	@$(PYTHON) -c 'import venv, ensurepip' || \
-		{ echo '$(PYTHON) has no venv; on Debian or Ubuntu: apt-get install python3-venv' >&2; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(PIP) install --constraint constraints.txt setuptools
-	$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[dev]'
-	@nvidia-smi -L >/dev/null 2>&1 || exit 0; \
-		cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").partition(".")[0])'); \
-		test -z "$$cuda" || $(PIP) install --constraint constraints.txt --no-build-isolation --editable ".[dev,cuda$$cuda]"
+define install
+@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
+	"tieredemb needs Python 3.11 or newer, $(PYTHON) is %d.%d; install one and run: make PYTHON=python3.11" % v[:2])'
+@$(PYTHON) -c 'import venv, ensurepip' || \
+	{ echo '$(PYTHON) has no venv; on Debian or Ubuntu: apt-get install python3-venv' >&2; exit 1; }
+$(PYTHON) -m venv .venv
+$(PIP) install --constraint constraints.txt setuptools
+$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[$(1)]'
+@nvidia-smi -L >/dev/null 2>&1 || exit 0; \
+	cuda=$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "").partition(".")[0])'); \
+	test -z "$$cuda" || $(PIP) install --constraint constraints.txt --no-build-isolation --editable ".[$(1),cuda$$cuda]"
+endef
+
+$(TRAINABLE): pyproject.toml constraints.txt
+	$(call install,train)
 	@touch $@
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(call install,dev)
+	@touch $(TRAINABLE) $@
 
 # an environment of its own, in which the packages of .venv are found as well: torch is not installed twice, and the
 # libraries add nothing to .venv
