@@ -234,7 +234,7 @@ class Group(abc.ABC):
         dense optimizer are at the current step then; those that have these weights already stay as they lie, so that
         what is saved and loaded again goes on with the same bits."""
         state, history = None, self.history
-        if history is not None:
+        if history is not None and history.steps:  # before the first one no row lags behind
             raw = self._room(start, start + len(weight))
             self.cache.copy_rows(start, start + len(weight), raw.weight, raw.state)
             now = CopiedRows(raw.weight.copy(), raw.state.copy(), raw.dirty)
