@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -21,11 +20,12 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba.core import cgutils, event, types
+from numba.core import cgutils, types
 from numba.extending import overload
 from numba.np.numpy_support import as_dtype
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
+from tieredemb.kernels.compile_notice import tell_of_compiling
 from tieredemb.kernels.row_format import RowFormat, codec_of
 
 
@@ -47,28 +47,7 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 
 as_tuple = to_fixed_tuple  # (array, length that is a literal): its elements, inside kernels only
 
-
-class _CompileNotice(event.Listener):  # type: ignore[misc]
-    """Says once that kernels are being compiled: a second of silence per kernel looks like a hang."""
-
-    def __init__(self) -> None:
-        self.said = False
-
-    def on_start(self, notice: Any) -> None:
-        module = getattr(notice.data["dispatcher"].py_func, "__module__", "")
-        if not self.said and module.startswith("tieredemb"):
-            self.said = True
-            print(
-                "tieredemb: compiling CPU kernels (once; they are cached on disk)",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def on_end(self, notice: Any) -> None:
-        pass
-
-
-event.register("numba:compile", _CompileNotice())
+tell_of_compiling()
 
 _POOLS: dict[bool, tuple[int, int, ThreadPoolExecutor]] = {}  # (pid, threads, pool): a fork leaves its threads behind
 _LOCAL = threading.local()

@@ -1,0 +1,50 @@
+"""What a user sees while CPU kernels are compiled: one line, and on a terminal the kernel at work under it.
+
+A second of silence per kernel looks like a hang. How many kernels a run needs is not known before it has run, so there
+is no bar. The line of a kernel goes when it is done, so that what the user prints stands where it would.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from numba.core import event
+
+SAYING = "tieredemb: compiling CPU kernels (once; they are cached on disk)"
+
+
+class CompileNotice(event.Listener):  # type: ignore[misc]
+    """Listens to numba, which compiles one kernel at a time, and its device functions amid it."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._kernels = 0
+        self._started = 0.0  # when the first of them began
+        self._line = ""  # what stands on the terminal
+
+    def on_start(self, notice: Any) -> None:
+        self._depth += 1
+        function = notice.data["dispatcher"].py_func
+        if self._depth > 1 or not str(function.__module__).startswith("tieredemb"):
+            return
+        if not self._kernels:
+            self._started = time.perf_counter()
+            print(SAYING, file=sys.stderr, flush=True)
+        self._kernels += 1
+        if sys.stderr is not None and sys.stderr.isatty():
+            seconds = time.perf_counter() - self._started
+            self._line = f"  {seconds:.0f} s, kernel {self._kernels}: {function.__name__}"
+            print(self._line, end="\r", file=sys.stderr, flush=True)
+
+    def on_end(self, notice: Any) -> None:
+        self._depth -= 1
+        if self._line and not self._depth:
+            print(" " * len(self._line), end="\r", file=sys.stderr, flush=True)
+            self._line = ""
+
+
+def tell_of_compiling() -> None:
+    """From now on, in this process."""
+    event.register("numba:compile", CompileNotice())  # type: ignore[no-untyped-call]
