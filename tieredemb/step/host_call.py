@@ -13,6 +13,7 @@ from tieredemb.cache.changes import Change
 from tieredemb.cache.tickets import Ticket
 from tieredemb.kernels.cpu import Pass
 from tieredemb.kernels.ranges import ranged
+from tieredemb.kernels.rounding_cpu import NEAREST
 from tieredemb.kernels.row_format import CARRIERS
 from tieredemb.kernels.segments_cpu import Segments, segments_of, segments_of_homes
 from tieredemb.lookup.bags import EqualBags, rows_space
@@ -110,12 +111,12 @@ class HostGroupCall:
         cache = self.group.cache
         cache.check_rows(self.ticket)
         assert self.group.kept is not None
-        return catch_up(cache.hot, self.ticket.unique_slots, self.group.kept, self.group.rounding(cache.hot.key))
+        return catch_up(cache.hot, self.ticket.unique_slots, self.group.kept, _rounding(self.group, cache.hot.key))
 
     def limit_norms(self, max_norm: float) -> Pass:
         """What scales the rows of this forward down to `max_norm`, where they are longer."""
         self.group.cache.check_rows(self.ticket)
-        hot, rounding = self.group.cache.hot, self.group.rounding(self.group.cache.hot.key)
+        hot, rounding = self.group.cache.hot, _rounding(self.group, self.group.cache.hot.key)
         return limit_norms(hot, self.ticket.unique_slots, max_norm, self.options.norm_type, rounding)
 
     def pool(self, out: Array, weights: Array | None, *, keep_argmax: bool, keep_rows: bool) -> None:
@@ -143,7 +144,7 @@ class HostGroupCall:
         hot, slots = self.group.cache.hot, self.ticket.unique_slots
         rows = CopiedRows(hot.weight[slots], hot.state[slots], np.empty(len(slots), np.uint8))
         numbers = np.arange(len(slots), dtype=np.int32)
-        catch_up(rows, numbers, history, self.group.rounding(hot.key[slots])).run()
+        catch_up(rows, numbers, history, _rounding(self.group, hot.key[slots])).run()
         return rows.weight, self.ticket.inverse
 
     def weights_gradient(self, grad: Array, out: Array) -> None:
@@ -280,13 +281,18 @@ class HostCall(Call):
             carry_out(todo)
 
 
+def _rounding(group: HostGroup, keys: Array, *, ahead: int = 0) -> Any:
+    """See `Group.rounding`, which rows that are rounded to nearest need not ask."""
+    return NEAREST if group.draws is None else group.rounding(keys, ahead=ahead)
+
+
 def prepare_update(
     group: HostGroup, parts: list[HostGroupCall], grads: list[torch.Tensor], numbers: Hyperparameters
 ) -> Pass:
     """One optimizer step of a group for the calls of one backward pass, in forward order. The caller holds the lock."""
+    hot, rounding = group.cache.hot, _rounding(group, group.cache.hot.key, ahead=1)
     segments, gradient = gather(group, parts, grads)
-    hot = group.cache.hot
-    return update(hot, segments, gradient, group.space, numbers, group.kept, group.rounding(hot.key, ahead=1))
+    return update(hot, segments, gradient, group.space, numbers, group.kept, rounding)
 
 
 def gather(group: HostGroup, parts: list[HostGroupCall], grads: list[torch.Tensor]) -> tuple[Segments, Gradient]:
