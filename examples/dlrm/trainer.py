@@ -196,10 +196,12 @@ class Trainer:
 
     def _identity(self) -> dict[str, Any]:
         """What decides the numbers. Epochs may be added on resuming; capacity, policy and tier change no number."""
-        config = self.config
+        config, model = self.config, asdict(self.config.model, dict_factory=_jsonable)
+        if config.model.dtype == "fp32":  # as runs were saved when there was no choice
+            del model["dtype"], model["rounding"]
         return {
             "log": self.log.identity(),
-            **asdict(config.model, dict_factory=_jsonable),
+            **model,
             "optimizer": repr(config.optimizer),
             **{name: getattr(config, name) for name in ("dense_lr", "batch_size", "test_share", "seed", "device")},
             "threads": torch.get_num_threads(),

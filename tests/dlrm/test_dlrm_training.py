@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # the examples are no part of t
 import tieredemb
 from examples.dlrm import checkpoint, profile, report, trainer
 from examples.dlrm.__main__ import main
-from examples.dlrm.config import CacheConfig, CheckpointConfig, ModelConfig, TrainConfig
+from examples.dlrm.config import DTYPES, CacheConfig, CheckpointConfig, ModelConfig, TrainConfig
 from examples.dlrm.criteo import CriteoFile, Log, LogError
 from examples.dlrm.model import Batch
 from examples.dlrm.synthetic import GeneratedLog
@@ -482,6 +482,9 @@ def test_checkpoint_is_refused_where_it_does_not_fit(tmp_path: Path) -> None:
         Trainer(SMALL, log, saving)
     with pytest.raises(CheckpointError, match=r"another run .*batch_size: 64 there, 32 now"):
         Trainer(replace(SMALL, batch_size=32), log, replace(saving, resume=True))
+    with pytest.raises(CheckpointError, match="dtype"):
+        rows = replace(SMALL.model, dtype="bf16", rounding="stochastic")
+        Trainer(replace(SMALL, model=rows), log, replace(saving, resume=True))
     with pytest.raises(CheckpointError, match=r"another run .*log: "):
         Trainer(SMALL, GeneratedLog(rows=1_000, seed=1), replace(saving, resume=True))
     with pytest.raises(UnsupportedError, match="the reference model keeps no checkpoints"):
@@ -615,3 +618,14 @@ def test_configs_refuse_nonsense() -> None:
         with pytest.raises(ConfigError):
             wrong()
     assert CacheConfig().capacity == 0.01
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_rows_of_16_bits_resume_with_the_same_bits(dtype: str, tmp_path: Path) -> None:
+    rows = replace(SMALL.model, dtype=dtype, rounding="stochastic")
+    config, log = replace(SMALL, model=rows), GeneratedLog(rows=1_000)
+    outcome(config, log, CheckpointConfig(directory=tmp_path))
+    longer = replace(config, epochs=config.epochs + 1)
+    resumed = outcome(longer, log, CheckpointConfig(directory=tmp_path, resume=True))
+    outcome(longer, log).assert_same_bits(resumed)
+    assert {each.dtype for each in resumed.tables.values()} == {DTYPES[dtype]}
