@@ -482,8 +482,8 @@ def test_checkpoint_is_refused_where_it_does_not_fit(tmp_path: Path) -> None:
         Trainer(SMALL, log, saving)
     with pytest.raises(CheckpointError, match=r"another run .*batch_size: 64 there, 32 now"):
         Trainer(replace(SMALL, batch_size=32), log, replace(saving, resume=True))
+    rows = replace(SMALL.model, dtype="bf16", rounding="stochastic")
     with pytest.raises(CheckpointError, match="dtype"):
-        rows = replace(SMALL.model, dtype="bf16", rounding="stochastic")
         Trainer(replace(SMALL, model=rows), log, replace(saving, resume=True))
     with pytest.raises(CheckpointError, match=r"another run .*log: "):
         Trainer(SMALL, GeneratedLog(rows=1_000, seed=1), replace(saving, resume=True))
