@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tieredemb.kernels.constants import DROPPED
-from tieredemb.kernels.cpu import even_bounds, jit, parallel_for, prefetch
+from tieredemb.kernels.cpu import jit, prefetch
+from tieredemb.kernels.parallel_cpu import even_bounds, over_ranges, parallel_for
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-RESOLVE_GRAIN = 32768
+RESOLVE_GRAIN = 8192
 AHEAD = 16  # iterations whose cache lines are requested early
 
 
@@ -116,7 +117,7 @@ def keys_number(keys, slots, last_batch, unique_of_slot, batch, inverse, unique_
     return unique, misses, lookups, n - absent
 
 
-@jit
+@over_ranges
 def homes_resolve(lo, hi, inverse, unique_slots, homes):
     for i in range(lo, hi):
         u = inverse[i]

@@ -9,12 +9,13 @@ import numpy as np
 
 from tieredemb.cache.policy import Scoring
 from tieredemb.kernels.constants import AGED, CLOCK, MAX_SCORE, MIN_SCORE
-from tieredemb.kernels.cpu import even_bounds, jit, parallel_for, prefetch
+from tieredemb.kernels.cpu import jit, prefetch
+from tieredemb.kernels.parallel_cpu import even_bounds, over_ranges, parallel_for
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-RAISE_GRAIN = 4096
+RAISE_GRAIN = 2048
 BINS = 1024
 
 
@@ -57,7 +58,7 @@ def part_of(count: int, used: int, batch: int) -> slice:
     return slice(first, first + size)
 
 
-@jit
+@over_ranges
 def score_raise(lo, hi, slots, score, now, kind, unit):
     """score[s] after one more use at clock `now`, for each s in slots[lo:hi]."""
     for i in range(lo, hi):

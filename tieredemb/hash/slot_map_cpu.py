@@ -9,13 +9,14 @@ import numpy as np
 
 from tieredemb.hash.slot_map import LOAD
 from tieredemb.kernels.constants import EMPTY_CELL, NOT_FOUND
-from tieredemb.kernels.cpu import even_bounds, inline, jit, parallel_for, prefetch
+from tieredemb.kernels.cpu import inline, jit, prefetch
+from tieredemb.kernels.parallel_cpu import even_bounds, over_ranges, parallel_for
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 FIND_BLOCK = 16  # finds whose first cells are requested before any is read: as many misses as a core keeps in flight
-FIND_GRAIN = 8192  # finds a thread is worth
+FIND_GRAIN = 1024  # finds a thread is worth
 
 
 class SlotMap:
@@ -58,7 +59,7 @@ def first_cell(key, cells):
     return np.int64(((h >> np.uint64(32)) * np.uint64(cells)) >> np.uint64(32))
 
 
-@jit
+@over_ranges
 def slot_map_find(lo, hi, cells, keys, slots):
     """slots[i] = slot of keys[i] for lo ≤ i < hi. Moves 16 + 12 bytes a key, one of them a random cache line."""
     n = cells.shape[0]

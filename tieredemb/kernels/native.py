@@ -1,8 +1,9 @@
 """What CPU kernels need on threads that never return to the interpreter: memory by its address, atomic counters, and
-semaphores to sleep on. Device functions of numba, all of them for use inside kernels alone."""
+semaphores and conditions to sleep on. Device functions of numba, all of them for use inside kernels alone."""
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from llvmlite import ir
@@ -15,6 +16,10 @@ SEMAPHORE_BYTES = 64  # `sem_t` takes 32 on 64-bit Linux
 # of the C library, found by name when compiled code is loaded; addresses and sizes are int64
 semaphore_wait: Any = types.ExternalFunction("sem_wait", types.int32(types.int64))
 semaphore_post: Any = types.ExternalFunction("sem_post", types.int32(types.int64))
+mutex_lock: Any = types.ExternalFunction("pthread_mutex_lock", types.int32(types.int64))
+mutex_unlock: Any = types.ExternalFunction("pthread_mutex_unlock", types.int32(types.int64))
+condition_wait: Any = types.ExternalFunction("pthread_cond_wait", types.int32(types.int64, types.int64))  # with a mutex
+condition_signal: Any = types.ExternalFunction("pthread_cond_signal", types.int32(types.int64))
 yield_core: Any = types.ExternalFunction("sched_yield", types.int32())
 sleep_microseconds: Any = types.ExternalFunction("usleep", types.int32(types.uint32))
 copy_bytes: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))  # target, source
@@ -65,6 +70,56 @@ def atomic_load(typingctx, address):
         return builder.load_atomic(_pointer(builder, args[0], 64), "seq_cst", 8)
 
     return types.int64(types.int64), codegen
+
+
+@intrinsic
+def atomic_exchange(typingctx, address, value):
+    """Puts an int64 at `address` (int64) and returns what was there: sequentially consistent."""
+
+    def codegen(context, builder, signature, args):
+        return builder.atomic_rmw("xchg", _pointer(builder, args[0], 64), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_long(typingctx, address, value):
+    """Puts an int64 at `address` (int64)."""
+
+    def codegen(context, builder, signature, args):
+        builder.store(args[1], _pointer(builder, args[0], 64))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def call_with(typingctx, function, data):
+    """Calls the C function at the address `function` with the address `data`, both int64."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def pause(typingctx):
+    """Tells the core that it runs a loop that waits for another thread."""
+    machine = platform.machine()
+
+    def codegen(context, builder, signature, args):
+        if machine in ("x86_64", "AMD64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", (), kind), [])
+        elif machine in ("aarch64", "arm64"):
+            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
+            builder.call(builder.module.declare_intrinsic("llvm.aarch64.hint", (), kind), [ir.IntType(32)(1)])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 @intrinsic

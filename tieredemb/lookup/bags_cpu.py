@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
-from tieredemb.kernels.cpu import even_bounds, jit, parallel_for
+from tieredemb.kernels.cpu import jit
+from tieredemb.kernels.parallel_cpu import even_bounds, over_ranges, parallel_for
 from tieredemb.lookup.bags import KeySpace, Places, id_out_of_range, offsets_out_of_order
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-BAG_GRAIN = 16384
+BAG_GRAIN = 2048
 ALL_VALID = -1
 
 
@@ -130,20 +131,14 @@ def fill(ids: Array, offsets: Array, blocks: Array, space: KeySpace, padding: Ar
     position = np.empty(0, np.int64) if bags.position is None else bags.position
     of = (blocks, space.first, space.size, padding)
     outputs = (bags.keys, bags.sample, bags.feature, position)
-    bad = [
-        first
-        for first in parallel_for(
-            bags_fill,
-            even_bounds(len(space.features) * bags.batch, BAG_GRAIN),
-            *(ids, offsets, bags.offsets, *of, bags.batch, *outputs),
-        )
-        if first != ALL_VALID
-    ]
-    return min(bad, default=ALL_VALID)
+    bounds = even_bounds(len(space.features) * bags.batch, BAG_GRAIN)
+    bad = np.full(bounds[-1] // BAG_GRAIN + 1, ALL_VALID)  # the first of a range, by the grain that it begins in
+    parallel_for(bags_fill, bounds, ids, offsets, bags.offsets, *of, bags.batch, *outputs, bad)
+    return min((first for first in bad.tolist() if first != ALL_VALID), default=ALL_VALID)
 
 
-@jit
-def bags_fill(lo, hi, ids, offsets, local, blocks, start, size, padding, batch, keys, sample, feature, position):
+@over_ranges
+def bags_fill(lo, hi, ids, offsets, local, blocks, start, size, padding, batch, keys, sample, feature, position, found):
     """Bags lo … hi − 1 of the key space. Moves 8 + 16 bytes an occurrence."""
     bad = ALL_VALID
     for bag in range(lo, hi):
@@ -161,4 +156,4 @@ def bags_fill(lo, hi, ids, offsets, local, blocks, start, size, padding, batch, 
             feature[k] = j
             if position.shape[0] > 0:
                 position[k] = i
-    return bad
+    found[lo // BAG_GRAIN] = bad

@@ -11,25 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tieredemb.kernels.constants import MAX, MEAN
-from tieredemb.kernels.cpu import (
-    even_bounds,
-    fma,
-    inline,
-    jit,
-    load,
-    parallel_for,
-    prefetch,
-    row_width,
-    store,
-    weight_copy,
-)
+from tieredemb.kernels.cpu import fma, inline, jit, load, prefetch, row_width, store, weight_copy
+from tieredemb.kernels.parallel_cpu import even_bounds, over_ranges, parallel_for
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.bags_cpu import Bags
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-POOL_GRAIN = 65536  # row elements a thread is worth
+POOL_GRAIN = 32768  # row elements a thread is worth
 LINE_BYTES = 64
 NO_WEIGHTS = np.empty(0, np.float32)
 NO_ARGMAX = np.empty((0, 0), np.int32)
@@ -96,7 +86,7 @@ def row_maximum(acc, weight, home, occurrence, is_first, winners, row, first):
                 winners[row, first + d] = occurrence
 
 
-@jit
+@over_ranges
 def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out, argmax):
     """All bags of samples lo … hi − 1, sample by sample: the outputs of one lie together, those of a feature a
     page apart. Moves D · itemsize bytes an occurrence, at random, and as many a bag, in order. `argmax` comes as −1."""
@@ -153,7 +143,7 @@ def bags_mean_scale(homes, offsets, batch, mode, scale):
             scale[i] = value
 
 
-@jit
+@over_ranges
 def bags_weights_gradient(lo, hi, weight, homes, offsets, batch, column, grad, gradient):
     """Occurrences of samples lo … hi − 1."""
     width = row_width(weight)

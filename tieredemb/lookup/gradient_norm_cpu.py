@@ -7,7 +7,8 @@ import math
 
 import numpy as np
 
-from tieredemb.kernels.cpu import Pass, even_bounds, inline, jit
+from tieredemb.kernels.cpu import inline
+from tieredemb.kernels.parallel_cpu import even_bounds, over_ranges, parallel_for
 from tieredemb.kernels.rounding_cpu import NEAREST
 from tieredemb.lookup.optimizer_cpu import UPDATE_GRAIN, segments_walk, stays, walked
 
@@ -24,7 +25,7 @@ def row_powers(segments, gradient, space, norm_type):
     batch = walked(np.arange(rows, dtype=np.int32), segments, gradient, space)
     bounds = even_bounds(rows, max(1, UPDATE_GRAIN // space.width))
     rate = np.zeros(len(space.features), np.float32)
-    Pass(segments_norm, bounds, batch, out, rate, (F(norm_type),), F(1.0)).run()
+    parallel_for(segments_norm, bounds, batch, out, rate, (F(norm_type),), F(1.0))
     return powers[:, 0]
 
 
@@ -46,6 +47,6 @@ def row_power(weight, row, state, home, g, rate, numbers):
     state[home, 0] = total
 
 
-@jit
-def segments_norm(lo, hi, batch, rows, rate, numbers, scale, done):
-    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_power, stays, 0, done)
+@over_ranges
+def segments_norm(lo, hi, batch, rows, rate, numbers, scale):
+    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_power, stays, 0)

@@ -14,14 +14,11 @@ from tieredemb.config import OptimizerConfig
 from tieredemb.kernels import twin
 from tieredemb.kernels.constants import CHUNK, DECAY_LOG, DRAW_CATCH_UP, DRAW_LIMIT, DRAW_UPDATE, MAX
 from tieredemb.kernels.cpu import (
-    Pass,
     borrowed,
-    even_bounds,
     fma,
     inline,
     is_direct,
     is_float,
-    jit,
     keep,
     load,
     prefetch,
@@ -29,6 +26,7 @@ from tieredemb.kernels.cpu import (
     row_width,
     store,
 )
+from tieredemb.kernels.parallel_cpu import Pass, even_bounds, over_ranges
 from tieredemb.kernels.rounding_cpu import NEAREST, OF_TABLES, is_nearest, row_put
 from tieredemb.lookup.embedding_bag_cpu import row_prefetch
 from tieredemb.lookup.optimizer import Hyperparameters
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-UPDATE_GRAIN = 32768  # gradient elements a thread is worth
+UPDATE_GRAIN = 16384  # gradient elements a thread is worth
 AHEAD = 4  # segments whose rows are requested early
 CLOCK_AHEAD = 16  # rows whose last step is requested early: it says whether the rest of the row is needed
 F = np.float32
@@ -223,10 +221,9 @@ def row_bring(weight, row, state, home, none, dense, row_catch_up):
 
 
 @inline
-def rows_walk(lo, hi, slots, weight, state, dirty, dense, bring, done):
+def rows_walk(lo, hi, slots, weight, state, dirty, dense, bring):
     """Brings the rows in `slots` to the current step: what a dense recipe's kernel does in a forward. Returns how many
     steps it has replayed."""
-    slots, weight, state, dirty, dense = borrowed((slots, weight, state, dirty, dense))
     clock, past, _, _ = dense
     now, place = np.int64(past[0]), clock.shape[1] - 1
     scratch = np.zeros(row_width(weight), np.float32)
@@ -244,12 +241,11 @@ def rows_walk(lo, hi, slots, weight, state, dirty, dense, bring, done):
         replayed += bring(weight, s, state, s, none, dense)
         dirty[s] = 1
     keep(scratch)
-    done[lo] = 1
     return replayed
 
 
 @inline
-def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, bring, dense, done):
+def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, bring, dense):
     """Segments lo … hi − 1 of a batch: what a recipe's kernel does. Moves 4 D bytes an occurrence, and row and state of
     a segment once each way. Returns how many steps were replayed.
 
@@ -258,9 +254,8 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
     `numbers`: tuple of float32, as the config derives them. It rounds weights once. `bring` is `stays`, or of a dense
     recipe what `row_bring` makes of its part, given `dense`.
     """
-    homes, starts, order, mode, column, is_shared, grad, sample, features, scale, argmax = borrowed(batch)
-    weight, state, dirty, rounding = borrowed(rows)
-    dense = borrowed(dense)
+    homes, starts, order, mode, column, is_shared, grad, sample, features, scale, argmax = batch
+    weight, state, dirty, rounding = rows
     width = row_width(weight)
     scratch = np.zeros((4, width), np.float32)
     values, acc, part, none = borrowed((scratch[:1], scratch[1], scratch[2], scratch[3]))
@@ -298,7 +293,6 @@ def segments_walk(lo, hi, batch, rows, rate, numbers, grad_scale, row_update, br
             row_put(weight, homes[u], values, rounding, homes[u], DRAW_UPDATE, OF_TABLES)
         dirty[homes[u]] = 1
     keep(scratch)
-    done[lo] = 1
     return replayed
 
 
@@ -308,8 +302,8 @@ def row_scale(weight, row, width, factor):
         store(weight, row, d, load(weight, row, d) * factor)
 
 
-@jit
-def rows_limit_norm(lo, hi, slots, weight, dirty, max_norm, norm_type, rounding, done):
+@over_ranges
+def rows_limit_norm(lo, hi, slots, weight, dirty, max_norm, norm_type, rounding):
     width = row_width(weight)
     is_each = is_direct(weight) and is_nearest(rounding)
     values = np.empty((1, 0 if is_each else width), np.float32)
@@ -337,4 +331,3 @@ def rows_limit_norm(lo, hi, slots, weight, dirty, max_norm, norm_type, rounding,
                 row_scale(values, np.int32(0), width, factor)
                 row_put(weight, s, values, rounding, s, DRAW_LIMIT, OF_TABLES)
             dirty[s] = 1
-    done[lo] = 1

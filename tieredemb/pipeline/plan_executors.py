@@ -101,9 +101,7 @@ class ThreadExecutor(ThreadPoolExecutor, PlanExecutor):
     apart = True
 
     def __init__(self) -> None:
-        from tieredemb.kernels.cpu import use_own_threads  # not before it is needed: numba takes a second to import
-
-        super().__init__(1, thread_name_prefix="tieredemb-prefetch", initializer=use_own_threads)
+        super().__init__(1, thread_name_prefix="tieredemb-prefetch")
 
 
 class StreamExecutor(PlanExecutor):

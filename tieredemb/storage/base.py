@@ -200,7 +200,7 @@ class ColdRows(abc.ABC):
         Returns bool (M,): the rows never written. Of those only the score (zero) was moved; the caller
         generates them. May raise `StorageFullError` where a score needs space to come back to.
         """
-        from tieredemb.kernels.cpu import even_bounds, parallel_for
+        from tieredemb.kernels.parallel_cpu import even_bounds, parallel_for
         from tieredemb.storage.rows_cpu import rows_read
 
         self.reserve_scores(keys)
@@ -216,7 +216,7 @@ class ColdRows(abc.ABC):
         every cold row as it was. `hot.dirty` is left to the caller; until this returns the slots are the rows'
         home.
         """
-        from tieredemb.kernels.cpu import even_bounds, parallel_for
+        from tieredemb.kernels.parallel_cpu import even_bounds, parallel_for
         from tieredemb.storage.rows_cpu import rows_write
 
         if len(keys) == 0:

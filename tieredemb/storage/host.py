@@ -57,7 +57,7 @@ def _physical_bytes() -> int:
 
 def zero_in_parallel(array: np.ndarray[Any, Any]) -> None:
     """Zeros a C-contiguous array by all cores, as one alone commits memory slowly."""
-    from tieredemb.kernels.cpu import even_bounds, parallel_for
+    from tieredemb.kernels.parallel_cpu import even_bounds, parallel_for
     from tieredemb.storage.unified_cpu import bytes_zero
 
     memory = array.reshape(-1).view(np.uint8)

@@ -7,19 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tieredemb.kernels.constants import NORMAL
-from tieredemb.kernels.cpu import (
-    bits_float,
-    even_bounds,
-    float_bits,
-    fma,
-    inline,
-    is_direct,
-    jit,
-    parallel_for,
-    row_store,
-    row_width,
-    store,
-)
+from tieredemb.kernels.cpu import bits_float, float_bits, fma, inline, is_direct, row_store, row_width, store
+from tieredemb.kernels.parallel_cpu import even_bounds, over_ranges, parallel_for
 from tieredemb.kernels.philox_cpu import philox
 
 if TYPE_CHECKING:
@@ -118,7 +107,7 @@ def row_generate(weight, row, width, local, number, seed, kind, a, b):
             store(weight, row, j + 3, value_of(r3, kind, a, b))
 
 
-@jit
+@over_ranges
 def rows_generate(
     lo, hi, keys, rows, weight, state, state_width, state_word, seed, start, number, kind, params, padding_key
 ):

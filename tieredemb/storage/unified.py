@@ -156,7 +156,7 @@ def _managed(size_bytes: int, device: torch.device) -> np.ndarray[Any, Any]:
 
 
 def _touch_in_parallel(memory: np.ndarray[Any, Any]) -> None:
-    from tieredemb.kernels.cpu import even_bounds, parallel_for
+    from tieredemb.kernels.parallel_cpu import even_bounds, parallel_for
     from tieredemb.storage.unified_cpu import blocks_touch
 
     blocks = -(-memory.nbytes // BLOCK_BYTES)

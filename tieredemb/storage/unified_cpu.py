@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from tieredemb.kernels.cpu import jit
+from tieredemb.kernels.parallel_cpu import over_ranges
 
 
-@jit
+@over_ranges
 def bytes_zero(lo: int, hi: int, memory: Any) -> None:
     """Writes zeros to `memory[lo:hi]` (uint8); hi - lo bytes."""
     for i in range(lo, hi):
         memory[i] = np.uint8(0)
 
 
-@jit
+@over_ranges
 def blocks_touch(lo: int, hi: int, memory: Any, block_bytes: int) -> None:
     """Writes a zero to the first byte of each block lo … hi - 1 of `memory` (uint8), which commits the block."""
     for block in range(lo, hi):

@@ -322,9 +322,10 @@ class FollowedOptimizer:
         """See `RowOptimizer.numbers`."""
         scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler, where the optimizer is a fused one
         assert self.config is not None  # whose rows hold the state, whatever the options are by now
-        options = tuple(asdict(self.config).items())
         if self._followers is not None and self.optimizer is not None:
             options = self._meaning(self._followers).items
+        else:
+            options = tuple(asdict(self.config).items())
         steps = tuple(group.cache.cold.metadata.steps[group.own])
         return hyperparameters_after(self.config, options, steps, 1.0 if scale is None else 1.0 / float(scale))
 

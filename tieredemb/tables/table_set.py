@@ -565,7 +565,7 @@ def encoded(values: torch.Tensor, row: RowFormat) -> Array:
     """CPU values (K, D) as rows, as they are carried."""
     if row.encoding.is_direct:
         return carrier_view(values.to(row.encoding.dtype).contiguous())
-    from tieredemb.kernels.cpu import rows_encode
+    from tieredemb.kernels.row_encoding_cpu import rows_encode
 
     rows = np.empty((len(values), row.columns), row.carrier)
     rows_encode(values.to(torch.float32).contiguous().numpy(), rows)
@@ -578,7 +578,7 @@ def carried(out: torch.Tensor, row: RowFormat) -> Iterator[Array]:
     if row.encoding.is_direct:
         yield carrier_view(out)
         return
-    from tieredemb.kernels.cpu import rows_decode
+    from tieredemb.kernels.row_encoding_cpu import rows_decode
 
     rows = np.empty((len(out), row.columns), row.carrier)
     yield rows

@@ -37,7 +37,7 @@ from tieredemb.cache.device.copy_threads_cpu import (
     jobs_watch,
 )
 from tieredemb.kernels.constants import REPORT_WORDS
-from tieredemb.kernels.cpu import num_threads
+from tieredemb.kernels.parallel_cpu import num_threads
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tieredemb.kernels.cpu import as_tuple, fma, inline, jit, load, store
+from tieredemb.kernels.cpu import as_tuple, fma, inline, load, store
+from tieredemb.kernels.parallel_cpu import over_ranges
 from tieredemb.lookup.optimizer_cpu import row_bring, rows_walk, segments_walk, stays
 
 F = np.float32
@@ -23,9 +24,9 @@ def row_update(weight, row, state, home, g, rate, numbers):
         store(weight, row, d, fma(-rate, gradient / (np.sqrt(total) + eps), w))
 
 
-@jit
-def segments_update(lo, hi, batch, rows, rate, numbers, scale, done):
-    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, stays, 0, done)
+@over_ranges
+def segments_update(lo, hi, batch, rows, rate, numbers, scale):
+    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, stays, 0)
 
 
 # --- with weight decay ------------------------------------------------------------------------------------------------
@@ -47,11 +48,11 @@ def bring(weight, row, state, home, none, dense):
     return row_bring(weight, row, state, home, none, dense, row_catch_up)
 
 
-@jit
-def dense_update(lo, hi, batch, rows, rate, numbers, scale, dense, replayed, done):
-    replayed[lo] = segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, bring, dense, done)
+@over_ranges
+def dense_update(lo, hi, batch, rows, rate, numbers, scale, dense, replayed):
+    replayed[lo] = segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, bring, dense)
 
 
-@jit
-def rows_catch_up(lo, hi, slots, weight, state, dirty, dense, replayed, done):
-    replayed[lo] = rows_walk(lo, hi, slots, weight, state, dirty, dense, bring, done)
+@over_ranges
+def rows_catch_up(lo, hi, slots, weight, state, dirty, dense, replayed):
+    replayed[lo] = rows_walk(lo, hi, slots, weight, state, dirty, dense, bring)

@@ -15,7 +15,8 @@ from tieredemb.kernels.constants import (
     SUM_IS_SERIES,
     SUM_SECOND,
 )
-from tieredemb.kernels.cpu import as_tuple, fma, inline, jit, load, store
+from tieredemb.kernels.cpu import as_tuple, fma, inline, load, store
+from tieredemb.kernels.parallel_cpu import over_ranges
 from tieredemb.lookup.optimizer_cpu import factor_between, row_bring, rows_walk, segments_walk
 
 F = np.float32
@@ -101,11 +102,11 @@ def bring(weight, row, state, home, none, dense):
     return row_bring(weight, row, state, home, none, dense, row_catch_up)
 
 
-@jit
-def dense_update(lo, hi, batch, rows, rate, numbers, scale, dense, replayed, done):
-    replayed[lo] = segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, bring, dense, done)
+@over_ranges
+def dense_update(lo, hi, batch, rows, rate, numbers, scale, dense, replayed):
+    replayed[lo] = segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, bring, dense)
 
 
-@jit
-def rows_catch_up(lo, hi, slots, weight, state, dirty, dense, replayed, done):
-    replayed[lo] = rows_walk(lo, hi, slots, weight, state, dirty, dense, bring, done)
+@over_ranges
+def rows_catch_up(lo, hi, slots, weight, state, dirty, dense, replayed):
+    replayed[lo] = rows_walk(lo, hi, slots, weight, state, dirty, dense, bring)

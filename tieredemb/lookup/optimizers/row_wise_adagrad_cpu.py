@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tieredemb.kernels.cpu import fma, inline, jit, load, store
+from tieredemb.kernels.cpu import fma, inline, load, store
+from tieredemb.kernels.parallel_cpu import over_ranges
 from tieredemb.lookup.optimizer_cpu import segments_walk, stays
 
 F = np.float32
@@ -25,6 +26,6 @@ def row_update(weight, row, state, home, g, rate, numbers):
         store(weight, row, d, fma(-step, g[d], load(weight, row, d)))
 
 
-@jit
-def segments_update(lo, hi, batch, rows, rate, numbers, scale, done):
-    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, stays, 0, done)
+@over_ranges
+def segments_update(lo, hi, batch, rows, rate, numbers, scale):
+    segments_walk(lo, hi, batch, rows, rate, numbers, scale, row_update, stays, 0)

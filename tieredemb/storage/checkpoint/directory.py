@@ -169,7 +169,9 @@ class Opened:
         """Replaces all rows and metadata of the spaces; hot caches have to be emptied, as what they hold belongs to the
         rows that go. Raises `StorageError` where a space runs full, or what was verified cannot be read again: rows are
         then partly untouched ones."""
-        from tieredemb.kernels.cpu import in_encoding  # not before it is needed: numba takes a second to import
+        from tieredemb.kernels.row_encoding_cpu import (
+            in_encoding,  # not before it is needed: numba takes a second to import
+        )
 
         try:
             for cold in self._spaces.values():
