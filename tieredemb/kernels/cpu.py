@@ -6,19 +6,21 @@ parallel_cpu.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numba
-import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import overload
 from numba.np.numpy_support import as_dtype
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from tieredemb.kernels.compile_notice import tell_of_compiling
+from tieredemb.kernels.device_functions_cpu import device_compiler
 from tieredemb.kernels.row_format import codec_of
+
+_COMPILER = device_compiler()
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -30,7 +32,7 @@ def jit(function: Callable[..., Any]) -> Any:
 def inline(function: Callable[..., Any]) -> Any:
     """Decorator of a device function: compiled into each kernel that calls it, at each call. A call would pass every
     array as seven words."""
-    return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True, pipeline_class=_COMPILER)(function)
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
@@ -114,22 +116,6 @@ def prefetch(typingctx, array, index):
 
 
 @intrinsic
-def _half_to_float(typingctx, bits):
-    def codegen(context, builder, signature, args):
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), codegen
-
-
-@intrinsic
-def _float_to_half(typingctx, value):
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), codegen
-
-
-@intrinsic
 def float_bits(typingctx, value):
     """The bits of a float32 as uint32."""
 
@@ -149,68 +135,11 @@ def bits_float(typingctx, value):
     return types.float32(types.uint32), codegen
 
 
-def load(array: Any, row: int, column: int) -> float:
-    """Weight `column` of a row as float32, whatever carries it (`row_format`). Inside kernels only.
-
-    Indices are taken as unsigned, here and in `store`: numba tests every signed one for being negative, counted from
-    the end, and that keeps loops from being vectorised (a pooled lookup took four times as long).
-    """
-    raise RuntimeError("a kernel function")
-
-
-@overload(load, inline="always")
-def _load(array, row, column):
-    if array.dtype == types.float32:
-        return lambda array, row, column: array[np.uint64(row), np.uint64(column)]
-    if array.dtype == types.uint16:
-        return lambda array, row, column: _half_to_float(array[np.uint64(row), np.uint64(column)])
-    if array.dtype == types.int16:
-        return lambda array, row, column: _bfloat16_to_float(array[np.uint64(row), np.uint64(column)])
-    return _codec(array)[1].load
-
-
-def store(array: Any, row: int, column: int, value: float) -> None:
-    """Rounds the float32 `value` to nearest even into `array[row, column]`, of rows that are direct. Inside kernels
-    only."""
-    raise RuntimeError("a kernel function")
-
-
-@inline
-def _bfloat16_to_float(bits):
-    return bits_float(np.uint32(np.uint16(bits)) << np.uint32(16))
-
-
-@inline
-def _bfloat16_bits(value):
-    bits = float_bits(value)
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    quiet = bits | np.uint32(0x400000)  # a NaN stays a NaN
-    chosen = quiet if (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000) else rounded
-    return np.int16(np.uint16(chosen >> np.uint32(16)))
-
-
-@overload(store, inline="always")
-def _store(array, row, column, value):
-    if array.dtype == types.float32:
-
-        def store_float(array, row, column, value):
-            array[np.uint64(row), np.uint64(column)] = value
-
-        return store_float
-    if array.dtype == types.uint16:
-
-        def store_half(array, row, column, value):
-            array[np.uint64(row), np.uint64(column)] = _float_to_half(value)
-
-        return store_half
-
-    def store_bfloat16(array, row, column, value):
-        array[np.uint64(row), np.uint64(column)] = _bfloat16_bits(value)
-
-    return store_bfloat16
-
-
-# --- rows that are not an element a weight ----------------------------------------------------------------------------
+# --- rows, whatever carries them (`row_format`) -----------------------------------------------------------------------
+#
+# Intrinsics rather than functions that numba chooses by type: those took a tenth of a second each to compile, at each
+# call. Indices are not tested for being negative, counted from the end, which keeps loops from being vectorised (a
+# pooled lookup took four times as long).
 
 _DIRECT = (types.float32, types.uint16, types.int16)
 
@@ -220,75 +149,150 @@ def _codec(array: Any) -> Any:
     return codec_of(as_dtype(array.dtype))
 
 
-def is_direct(array: Any) -> bool:
-    """Whether an element of the rows in `array` is a weight, so that `store` may write it alone: a constant to the
-    compiler. Inside kernels only."""
-    raise RuntimeError("a kernel function")
+def calling(typingctx: Any, function: Any, *kinds: Any) -> Any:
+    """What an intrinsic returns that is a call of one device function, chosen by the types of its arguments."""
+    kind = numba.typeof(function)
+    signature = typingctx.resolve_function_type(kind, kinds, {})
+
+    def codegen(context, builder, given, args):
+        return context.get_function(kind, signature)(builder, args)
+
+    return signature, codegen
 
 
-@overload(is_direct, inline="always")
-def _is_direct(array):
-    return (lambda array: True) if array.dtype in _DIRECT else (lambda array: False)
+_device = functools.cache(inline)  # of a codec's functions
 
 
-def is_float(array: Any) -> bool:
-    """Whether the rows in `array` are float32: a constant to the compiler. Inside kernels only."""
-    raise RuntimeError("a kernel function")
+def _element(context: Any, builder: Any, kinds: Any, args: Any) -> tuple[Any, int | None]:
+    """The pointer to array[row, column], and its alignment where that is not its type's."""
+    array = context.make_array(kinds[0])(context, builder, args[0])
+    indices = [context.cast(builder, *each, types.intp) for each in zip(args[1:], kinds[1:], strict=True)]
+    pointer = cgutils.get_item_pointer(context, builder, kinds[0], array, indices, wraparound=False)
+    return pointer, None if kinds[0].aligned else 1
 
 
-@overload(is_float, inline="always")
-def _is_float(array):
-    return (lambda array: True) if array.dtype == types.float32 else (lambda array: False)
+def _emit_load(context: Any, builder: Any, kinds: Any, args: Any) -> Any:
+    pointer, alignment = _element(context, builder, kinds, args)
+    value = builder.load(pointer, align=alignment)
+    if kinds[0].dtype == types.float32:
+        return value
+    if kinds[0].dtype == types.uint16:
+        return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
+    bits = builder.shl(builder.zext(value, ir.IntType(32)), ir.IntType(32)(16))
+    return builder.bitcast(bits, ir.FloatType())
 
 
-def row_width(array: Any) -> int:
-    """Weights of a row in `array`; 0 where it has no columns. Inside kernels only."""
-    raise RuntimeError("a kernel function")
+def _emit_store(context: Any, builder: Any, kinds: Any, args: Any, value: Any) -> None:
+    pointer, alignment = _element(context, builder, kinds, args)
+    if kinds[0].dtype == types.uint16:
+        value = builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
+    elif kinds[0].dtype == types.int16:
+        value = _bfloat16_bits(builder, value)
+    builder.store(value, pointer, align=alignment)
 
 
-@overload(row_width, inline="always")
-def _row_width(array):
-    if array.dtype in _DIRECT:
-        return lambda array: array.shape[1]
-    head = _codec(array)[0].head
-    return lambda array: max(0, array.shape[1] - head)
+def _bfloat16_bits(builder: Any, value: Any) -> Any:
+    word = ir.IntType(32)
+    bits = builder.bitcast(value, word)
+    odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+    rounded = builder.add(builder.add(bits, word(0x7FFF)), odd)
+    quiet = builder.or_(bits, word(0x400000))  # a NaN stays a NaN
+    is_nan = builder.icmp_unsigned(">", builder.and_(bits, word(0x7FFFFFFF)), word(0x7F800000))
+    return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), word(16)), ir.IntType(16))
 
 
-def row_store(array: Any, row: int, values: Any) -> None:
-    """Rounds float32 `values` (1, D) into a row as a whole. Inside kernels only."""
-    raise RuntimeError("a kernel function")
+@intrinsic
+def load(typingctx, array, row, column):
+    """Weight `column` of a row as float32."""
+    if array.dtype not in _DIRECT:
+        return calling(typingctx, _device(_codec(array)[1].load), array, row, column)
+
+    def codegen(context, builder, signature, args):
+        return _emit_load(context, builder, signature.args, args)
+
+    return types.float32(array, row, column), codegen
 
 
-@overload(row_store)
-def _row_store(array, row, values):
-    if array.dtype in _DIRECT:
+@intrinsic
+def store(typingctx, array, row, column, value):
+    """Rounds the float32 `value` to nearest even into `array[row, column]`, of rows that are direct."""
 
-        def row_store_direct(array, row, values):
-            for d in range(values.shape[1]):
-                store(array, row, d, values[0, d])
+    def codegen(context, builder, signature, args):
+        if array.dtype in _DIRECT:  # others are stored as a whole; kernels compile this too, and never come here
+            _emit_store(context, builder, signature.args[:3], args[:3], args[3])
+        return context.get_dummy_value()
 
-        return row_store_direct
-    return _codec(array)[1].row_store
-
-
-def weight_copy(out: Any, row: int, column: int, array: Any, home: int, d: int) -> None:
-    """Copies weight `d` of a row to an element of `out`, bit by bit where both have one dtype. Inside kernels only."""
-    raise RuntimeError("a kernel function")
+    return types.void(array, row, column, types.float32), codegen
 
 
-@overload(weight_copy, inline="always")
-def _weight_copy(out, row, column, array, home, d):
-    if out.dtype == array.dtype and array.dtype in _DIRECT:
+def constant(value: bool) -> Any:
+    """What an intrinsic of one argument returns that is a constant to the compiler."""
 
-        def copy_bits(out, row, column, array, home, d):
-            out[np.uint64(row), np.uint64(column)] = array[np.uint64(home), np.uint64(d)]
+    def codegen(context, builder, signature, args):
+        return context.get_constant(types.boolean, value)
 
-        return copy_bits
+    return lambda kind: (types.boolean(kind), codegen)
 
-    def copy_value(out, row, column, array, home, d):
-        store(out, row, column, load(array, home, d))
 
-    return copy_value
+@intrinsic
+def is_direct(typingctx, array):
+    """Whether an element of the rows in `array` is a weight, so that `store` may write it alone: a constant."""
+    return constant(array.dtype in _DIRECT)(array)
+
+
+@intrinsic
+def is_float(typingctx, array):
+    """Whether the rows in `array` are float32: a constant."""
+    return constant(array.dtype == types.float32)(array)
+
+
+@intrinsic
+def row_width(typingctx, array):
+    """Weights of a row in `array`; 0 where it has no columns."""
+    head = 0 if array.dtype in _DIRECT else _codec(array)[0].head
+
+    def codegen(context, builder, signature, args):
+        shape = context.make_array(signature.args[0])(context, builder, args[0]).shape
+        columns = cgutils.unpack_tuple(builder, shape, 2)[1]
+        width = builder.sub(columns, columns.type(head))
+        return builder.select(builder.icmp_signed("<", width, width.type(0)), width.type(0), width)
+
+    return types.intp(array), codegen
+
+
+@inline
+def _row_store_direct(array, row, values):
+    for d in range(values.shape[1]):
+        store(array, row, d, values[0, d])
+
+
+@intrinsic
+def row_store(typingctx, array, row, values):
+    """Rounds float32 `values` (1, D) into a row as a whole."""
+    function = _row_store_direct if array.dtype in _DIRECT else _device(_codec(array)[1].row_store)
+    return calling(typingctx, function, array, row, values)
+
+
+@inline
+def _copy_value(out, row, column, array, home, d):
+    store(out, row, column, load(array, home, d))
+
+
+@intrinsic
+def weight_copy(typingctx, out, row, column, array, home, d):
+    """Copies weight `d` of a row to an element of `out`, bit by bit where both have one dtype."""
+    kinds = out, row, column, array, home, d
+    if out.dtype != array.dtype or array.dtype not in _DIRECT:
+        return calling(typingctx, _copy_value, *kinds)
+
+    def codegen(context, builder, signature, args):
+        source, alignment = _element(context, builder, signature.args[3:], args[3:])
+        value = builder.load(source, align=alignment)
+        target, alignment = _element(context, builder, signature.args[:3], args[:3])
+        builder.store(value, target, align=alignment)
+        return context.get_dummy_value()
+
+    return types.void(*kinds), codegen
 
 
 @inline

@@ -54,8 +54,12 @@ def parallel_for(kernel: Callable[..., int], bounds: list[int], *args: Any) -> N
 
 def _job(bounds: list[int]) -> Any:
     """What compiled code is told, int64: who works (`_WHO`), the bounds (K + 1), whether a range was run (K)."""
-    helpers = min(len(bounds) - 1, num_threads()) - 1
-    return np.array([*(called(helpers) if helpers > 0 else _NOBODY), *bounds, *[0] * (len(bounds) - 1)])
+    return np.array([*_who(bounds), *bounds, *[0] * (len(bounds) - 1)])
+
+
+def _who(bounds: list[int]) -> tuple[int, int, int]:
+    helpers = min(len(bounds) - 1, num_threads()) - 1 if len(bounds) > 2 else 0
+    return called(helpers) if helpers else _NOBODY
 
 
 def _run(kernel: Callable[..., int], job: Any, args: tuple[Any, ...]) -> None:
@@ -78,7 +82,7 @@ class Pass:
 
     def run(self) -> None:
         """Runs what was not run before, as `parallel_for` does."""
-        self._job[:_WHO] = _job(self._bounds)[:_WHO]  # this thread's
+        self._job[:_WHO] = _who(self._bounds)  # this thread's
         _run(self._kernel, self._job, self._args)
 
 

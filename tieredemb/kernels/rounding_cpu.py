@@ -4,14 +4,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numba.core import types
-from numba.extending import overload
 
 from tieredemb.kernels.constants import DRAWS
-from tieredemb.kernels.cpu import bits_float, float_bits, inline, row_store
+from tieredemb.kernels.cpu import bits_float, calling, constant, float_bits, inline, intrinsic, row_store
 from tieredemb.kernels.philox_cpu import philox
 
 F = np.float32
@@ -89,26 +86,21 @@ def _row_store_drawn(array, row, values, rounding, home, purpose, step, rounded)
             array[row, first + k] = rounded(values[0, first + k], bits)
 
 
-def row_put(array: Any, row: int, values: Any, rounding: Any, home: int, purpose: int, step: int) -> None:
+@inline
+def _row_store_nearest(array, row, values, rounding, home, purpose, step):
+    row_store(array, row, values)
+
+
+@intrinsic
+def row_put(typingctx, array, row, values, rounding, home, purpose, step):
     """Rounds float32 `values` (1, D) into a row as a whole. `home`: its place among the keys of `rounding` · `purpose`:
-    what for, one of `DRAW_…` · `step`: when, or `OF_TABLES`. Inside kernels only."""
-    raise RuntimeError("a kernel function")
+    what for, one of `DRAW_…` · `step`: when, or `OF_TABLES`."""
+    drawn = row_store_half if array.dtype == types.uint16 else row_store_bfloat16
+    function = _row_store_nearest if isinstance(rounding, types.Integer) else drawn
+    return calling(typingctx, function, array, row, values, rounding, home, purpose, step)
 
 
-@overload(row_put)
-def _row_put(array, row, values, rounding, home, purpose, step):
-    if isinstance(rounding, types.Integer):
-        return lambda array, row, values, rounding, home, purpose, step: row_store(array, row, values)
-    return (row_store_half if array.dtype == types.uint16 else row_store_bfloat16).py_func
-
-
-def is_nearest(rounding: Any) -> bool:
-    """Whether kernels are to round to nearest: a constant to the compiler. Inside kernels only."""
-    raise RuntimeError("a kernel function")
-
-
-@overload(is_nearest, inline="always")
-def _is_nearest(rounding):
-    if isinstance(rounding, types.Integer):
-        return lambda rounding: True
-    return lambda rounding: False
+@intrinsic
+def is_nearest(typingctx, rounding):
+    """Whether kernels are to round to nearest: a constant."""
+    return constant(isinstance(rounding, types.Integer))(rounding)

@@ -10,6 +10,7 @@ from tieredemb.kernels.constants import NORMAL
 from tieredemb.kernels.cpu import bits_float, float_bits, fma, inline, is_direct, row_store, row_width, store
 from tieredemb.kernels.parallel_cpu import even_bounds, over_ranges, parallel_for
 from tieredemb.kernels.philox_cpu import philox
+from tieredemb.kernels.rounding_cpu import table_of
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -115,12 +116,12 @@ def rows_generate(
     values = np.zeros((1, 0 if is_direct(weight) else width), np.float32)
     for i in range(lo, hi):
         key = keys[i]
-        row = rows[i]
+        row = np.int64(rows[i])
         for j in range(state_width):
             state[row, j] = state_word
         if width == 0:
             continue
-        table = np.searchsorted(start, key, side="right") - 1
+        table = table_of(start, key)
         if key == padding_key[table]:
             if is_direct(weight):
                 for j in range(width):
@@ -135,5 +136,5 @@ def rows_generate(
         if is_direct(weight):
             row_generate(weight, row, width, local, number[table], seed, kind[table], a, b)
         else:
-            row_generate(values, 0, width, local, number[table], seed, kind[table], a, b)
+            row_generate(values, np.int64(0), width, local, number[table], seed, kind[table], a, b)
             row_store(weight, row, values)
