@@ -212,7 +212,7 @@ def test_damaged_manifest_is_refused(saved):
         ("", "is damaged"),
         ("[1]", "no manifest"),
         ('{"format": "other"}', "no manifest"),
-        (text.replace('"version":1', '"version":2', 1), "upgrade tieredemb"),
+        (text.replace('"version":1', '"version":3', 1), "upgrade tieredemb"),
     ):
         assert change != text
         path.write_text(change)
@@ -261,14 +261,14 @@ def test_extra_that_json_cannot_hold_is_refused(saved):
 def test_two_saves_at_a_time_are_refused(saved, monkeypatch):
     directory, _ = saved
     inside, go_on = threading.Event(), threading.Event()
-    verify = checkpoint_files.RowFile.verify
+    verify = checkpoint_files.RowFiles.verify
 
     def wait(*args):
         inside.set()
         go_on.wait(30)
         verify(*args)
 
-    monkeypatch.setattr(checkpoint_files.RowFile, "verify", wait)
+    monkeypatch.setattr(checkpoint_files.RowFiles, "verify", wait)
     first = threading.Thread(target=checkpoint.save, args=(directory, open_spaces()))
     first.start()
     assert inside.wait(30)
@@ -280,12 +280,146 @@ def test_two_saves_at_a_time_are_refused(saved, monkeypatch):
         first.join()
 
 
+# --- large key spaces, whose rows lie in several files ---------------------------------------------
+
+
+@pytest.fixture
+def large(monkeypatch, small_chunks):
+    """Every key space counts as large."""
+    monkeypatch.setattr(checkpoint_files, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(checkpoint_files, "_FILES", 3)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0003, 0.3, 1.0])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_large_spaces_load_bit_for_bit(tmp_path, large, share, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        spaces, loaded = open_spaces(), open_spaces()
+        fill(spaces, 1, share)
+        checkpoint.save(tmp_path, spaces)
+        fill(loaded, 2)
+        load(tmp_path, loaded)
+    finally:
+        torch.set_num_threads(before)
+    assert contents(loaded) == contents(spaces)
+
+
+def test_files_are_the_same_with_any_number_of_threads(tmp_path, large):
+    spaces, found = open_spaces(), []
+    fill(spaces, 1)
+    before = torch.get_num_threads()
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)
+        directory = tmp_path / str(threads)
+        checkpoint.save(directory, spaces)
+        entry = json.loads((directory / "manifest.json").read_text())["body"]["spaces"]["32"]
+        found.append([entry["chunks"], [(directory / file).read_bytes() for file in entry["files"]]])
+    torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
+    assert len(found[0][1]) == 3
+
+
+def test_several_files_are_another_version_and_one_is_the_first(tmp_path, saved, large):
+    spaces = open_spaces()
+    fill(spaces, 1)
+    checkpoint.save(tmp_path / "large", spaces)
+    assert json.loads((saved[0] / "manifest.json").read_text())["version"] == 1
+    assert json.loads((tmp_path / "large" / "manifest.json").read_text())["version"] == 2
+
+
+def test_save_replaces_several_files_and_leaves_nothing_else(saved, large):
+    directory, _ = saved
+    spaces = open_spaces()
+    for version in (2, 3):
+        fill(spaces, version)
+        checkpoint.save(directory, spaces)
+        assert_last_checkpoint_stands(directory, contents(spaces))
+
+
+@pytest.mark.parametrize("call", ["open", "pwrite", "fsync"])
+def test_failed_save_of_several_files_leaves_the_last_checkpoint(saved, large, monkeypatch, call):
+    directory, kept = saved
+    spaces, real = open_spaces(), getattr(os, call)
+    fill(spaces, 2)
+    for skip in range(8):
+        count = itertools.count()
+
+        def later(*args, count=count, skip=skip):
+            if next(count) >= skip and (call != "open" or args[1] & os.O_CREAT):
+                raise OSError(errno.ENOSPC, "no")
+            return real(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, later)
+            with pytest.raises(StorageFullError, match="no space left while saving"):
+                checkpoint.save(directory, spaces)
+        assert_last_checkpoint_stands(directory, kept)
+
+
+@pytest.mark.parametrize("damage", ["one byte", "cut", "swapped", "missing"])
+def test_damage_to_any_of_several_files_is_refused_before_anything_changes(tmp_path, large, damage):
+    spaces = open_spaces()
+    fill(spaces, 1)
+    checkpoint.save(tmp_path, spaces)
+    entry = json.loads((tmp_path / "manifest.json").read_text())["body"]["spaces"]["32"]
+    assert len(entry["files"]) == 3
+    for number, file in enumerate(entry["files"]):
+        path, other = tmp_path / file, tmp_path / entry["files"][number - 1]
+        data, others = path.read_bytes(), other.read_bytes()
+        if damage == "one byte":
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        elif damage == "cut":
+            path.write_bytes(data[:-1])
+        elif damage == "swapped":
+            path.write_bytes(others)
+            other.write_bytes(data)
+        else:
+            path.unlink()
+        assert_refused(tmp_path, "use another checkpoint")
+        path.write_bytes(data)
+        other.write_bytes(others)
+    load(tmp_path, open_spaces())
+
+
+def test_checkpoint_of_version_1_loads(tmp_path):
+    """As libraries wrote it that knew of one file a key space, in chunks of their own size."""
+    layout = RowLayout(rows=9, width=2, state_width=1)
+    keys = [np.array([0, 2, 3]), np.array([7])]
+    weight = [np.arange(6, dtype=np.float32).reshape(3, 2), np.array([[8, 9]], np.float32)]
+    state = [np.array([[1, 5], [2, 6], [3, 7]], np.uint32), np.array([[4, 8]], np.uint32)]
+    chunks, data = [], b""
+    for parts in zip(keys, weight, state, strict=True):
+        chunk = b"".join(part.tobytes() for part in parts)
+        chunks.append([len(data), len(parts[0]), checkpoint_files.zlib.crc32(chunk)])
+        data += chunk
+    space = {
+        "file": "rows-0123456789abcdef-0.bin",
+        "layout": {"rows": 9, "width": 2, "state_width": 1, "dtype": "float32", "byteorder": "little"},
+        "identity": {},
+        "metadata": {"batch": 3, "steps": [4], "policy": "lfu"},
+        "chunks": chunks,
+    }
+    (tmp_path / space["file"]).write_bytes(data)
+    body = {"spaces": {"": space}, "extra": {"epoch": 1}}
+    outer = {"format": "tieredemb checkpoint", "version": 1, "crc32": 0, "body": body}
+    (tmp_path / "manifest.json").write_text(json.dumps(outer))
+    edit_manifest(tmp_path, lambda outer: None)
+    cold = HostMemory().open(layout, name="", identity={})
+    assert load(tmp_path, {"": cold}) == {"epoch": 1}
+    np.testing.assert_array_equal(np.flatnonzero(cold.state[:, -1]), np.concatenate(keys))
+    np.testing.assert_array_equal(cold.weight[np.concatenate(keys)], np.concatenate(weight))
+    np.testing.assert_array_equal(cold.state[np.concatenate(keys)], np.concatenate(state))
+    assert cold.metadata == Metadata(batch=3, steps=[4], policy="lfu")
+
+
 # --- failures -------------------------------------------------------------------------------------
 
 
 def assert_last_checkpoint_stands(directory, kept):
     manifest = json.loads((directory / "manifest.json").read_text())
-    named = {entry["file"] for entry in manifest["body"]["spaces"].values()}
+    named = {file for entry in manifest["body"]["spaces"].values() for file in entry.get("files", [entry.get("file")])}
     assert set(os.listdir(directory)) == {"manifest.json", *named}
     spaces = open_spaces()
     load(directory, spaces)
