@@ -23,6 +23,7 @@ from tieredemb.storage.checkpoint import directory as checkpoint
 from tieredemb.storage.checkpoint import files as checkpoint_files
 from tieredemb.storage.file.tier import File
 from tieredemb.storage.host import HostMemory
+from tieredemb.storage.system import system
 
 LAYOUTS = {
     "32": RowLayout(rows=20_000, width=32, state_width=1),
@@ -70,6 +71,12 @@ def contents(spaces):
         keys = np.flatnonzero(cold.state[:, -1])
         kept[name] = (keys.tobytes(), cold.weight[keys].tobytes(), cold.state[keys].tobytes(), cold.metadata)
     return kept
+
+
+@pytest.fixture
+def on_disk(monkeypatch):
+    """The directory counts as one on a disk, whatever it is on."""
+    monkeypatch.setattr(system, "statfs", lambda path: 0xEF53)
 
 
 @pytest.fixture
@@ -258,7 +265,7 @@ def test_extra_that_json_cannot_hold_is_refused(saved):
     assert contents(spaces) == kept
 
 
-def test_two_saves_at_a_time_are_refused(saved, monkeypatch):
+def test_two_saves_at_a_time_are_refused(saved, monkeypatch, on_disk):
     directory, _ = saved
     inside, go_on = threading.Event(), threading.Event()
     verify = checkpoint_files.RowFiles.verify
@@ -483,7 +490,7 @@ def test_failed_save_leaves_the_last_checkpoint_and_nothing_else(saved, monkeypa
         assert_last_checkpoint_stands(directory, kept)
 
 
-def test_rows_that_read_back_wrong_fail_the_save(saved, monkeypatch):
+def test_rows_that_read_back_wrong_fail_the_save(saved, monkeypatch, on_disk):
     directory, kept = saved
     real = os.pwrite
 
@@ -494,11 +501,29 @@ def test_rows_that_read_back_wrong_fail_the_save(saved, monkeypatch):
 
     spaces = open_spaces()
     fill(spaces, 2)
-    monkeypatch.setattr(os, "pwrite", corrupt)
-    with pytest.raises(CheckpointError, match="damaged"):
-        checkpoint.save(directory, spaces)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", corrupt)
+        with pytest.raises(CheckpointError, match="damaged"):
+            checkpoint.save(directory, spaces)
     assert_last_checkpoint_stands(directory, kept)
+
+
+def test_only_what_a_disk_holds_is_read_back(monkeypatch, on_disk, tmp_path):
+    spaces, verified = open_spaces(), []
+    monkeypatch.setattr(checkpoint_files.RowFiles, "verify", lambda files: verified.append(files))
+    checkpoint.save(tmp_path, spaces)
+    assert len(verified) == len(spaces)
+    monkeypatch.setattr(system, "statfs", lambda path: 0x01021994)
+    checkpoint.save(tmp_path, spaces)
+    assert len(verified) == len(spaces)
+
+
+def test_statfs_tells_tmpfs_and_says_what_is_missing(tmp_path):
+    with open("/proc/mounts") as mounts:
+        kind = next(line.split()[2] for line in mounts if line.split()[1] == "/dev/shm")
+    assert (system.statfs("/dev/shm") == 0x01021994) == (kind == "tmpfs")
+    with pytest.raises(FileNotFoundError):
+        system.statfs(str(tmp_path / "none"))
 
 
 def test_interrupt_after_the_rename_keeps_the_new_checkpoint(saved, monkeypatch):

@@ -26,7 +26,7 @@ from tieredemb.storage.system import system
 
 Array = np.ndarray[Any, Any]
 HeldRows = tuple[Array, Array, Array]  # keys int64 (K,), ascending; weight carrier (K, D); state uint32 (K, S + 1)
-_CHUNK_BYTES = 4 << 20  # large enough to stream, small enough to stay in a CPU's cache until it is written
+_CHUNK_BYTES = 2 << 20  # large enough to stream, small enough to stay in a CPU's cache until it is written
 _SCAN_ROWS = 1 << 20
 _KEY_BYTES = 8
 _FILES = 16  # of a large key space
@@ -136,11 +136,14 @@ def write_rows(
 
     def write(item: tuple[int, Array, tuple[Array, Array] | None], thread: int) -> int:
         number, keys, rows = item
-        memory = memories.of(thread)[: bytes_of(len(keys), layout)]
-        _fill(memory, keys, rows, cold)
-        chunks[number] = chunks[number]._replace(crc32=zlib.crc32(memory.data))
-        pwrite_all(fds[number % most], memory.data, chunks[number].offset)
-        return len(memory)
+        crc, offset = 0, chunks[number].offset
+        for part in (keys, *(rows or _stored(cold, keys, memories, thread))):
+            data = part.reshape(-1).view(np.uint8).data
+            crc = zlib.crc32(data, crc)
+            pwrite_all(fds[number % most], data, offset)
+            offset += data.nbytes
+        chunks[number] = chunks[number]._replace(crc32=crc)
+        return bytes_of(len(keys), layout)
 
     def create(name: str) -> int:
         return system.open(os.path.join(directory, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -161,19 +164,16 @@ def write_rows(
     return tuple(files), chunks
 
 
-def _fill(memory: Array, keys: Array, rows: tuple[Array, Array] | None, cold: ColdRows) -> None:
-    """Makes a chunk in `memory`."""
-    its_keys, weight, state = _parts(memory, len(keys), cold.layout)
-    its_keys[:] = keys
-    if rows is not None:
-        weight[:], state[:] = rows
-        return
+def _stored(cold: ColdRows, keys: Array, memories: _Memories, thread: int) -> tuple[Array, Array]:
+    """Weights and states of the rows `keys`: where these are neighbours as they lie in storage, else gathered."""
     place = place_of(keys)
     if isinstance(place, slice):
-        weight[:], state[:] = cold.weight[place], cold.state[place]
-    else:  # "clip": keys are in range, and without a check nothing is copied twice
-        np.take(cold.weight, keys, axis=0, out=weight, mode="clip")
-        np.take(cold.state, keys, axis=0, out=state, mode="clip")
+        return cold.weight[place], cold.state[place]
+    _, weight, state = _parts(memories.of(thread), len(keys), cold.layout)
+    # "clip": keys are in range, and without a check nothing is copied twice
+    np.take(cold.weight, keys, axis=0, out=weight, mode="clip")
+    np.take(cold.state, keys, axis=0, out=state, mode="clip")
+    return weight, state
 
 
 class _Memories:
