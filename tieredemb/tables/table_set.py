@@ -23,6 +23,7 @@ from tieredemb.lookup.bags import KeySpace, feature_name
 from tieredemb.lookup.history import History
 from tieredemb.progress import progress
 from tieredemb.stats import CacheStats
+from tieredemb.storage.host import ask_for_huge_pages
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.given_rows import initial_rows
 from tieredemb.tables.group import Group, make_group, move_group, row_layout, slot_bytes
@@ -384,7 +385,10 @@ class TableSet:
                 f"save_checkpoint(directory) to save it, or tieredemb.scores(module, x) to multiply with it, which "
                 f"take tables larger than memory"
             )
-        return torch.empty((rows, width), dtype=dtype, device=device)
+        out = torch.empty((rows, width), dtype=dtype, device=device)
+        if not on_gpu:
+            ask_for_huge_pages(out.data_ptr(), out.nbytes)
+        return out
 
     # --- whole-set calls --------------------------------------------------------------------------------------------
 

@@ -3,9 +3,9 @@ verified.
 
 A directory holds `manifest.json` and the row files that it names (`rows-<token>-<n>.bin`). A save writes row
 files of new names, syncs them, reads them back from the disk, and then replaces the manifest: that rename is
-the moment at which the new checkpoint exists. Killed before, the old one loads; killed after, the new one. What no manifest
-names is deleted by the next save. A load opens all row files before it reads them, so that a save may delete
-them under it.
+the moment at which the new checkpoint exists. Killed before, the old one loads; killed after, the new one. What
+no manifest names is deleted by the next save. A load opens all row files before it reads them, so that a save
+may delete them under it.
 """
 
 from __future__ import annotations
