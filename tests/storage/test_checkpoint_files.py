@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tieredemb.errors import CheckpointError, ConfigError, StorageFullError
+from tieredemb.errors import CheckpointError, ConfigError, StorageError, StorageFullError
 from tieredemb.storage.base import Metadata, RowLayout
 from tieredemb.storage.checkpoint import directory as checkpoint
 from tieredemb.storage.checkpoint import files as checkpoint_files
@@ -516,6 +516,16 @@ def test_only_what_a_disk_holds_is_read_back(monkeypatch, on_disk, tmp_path):
     monkeypatch.setattr(system, "statfs", lambda path: 0x01021994)
     checkpoint.save(tmp_path, spaces)
     assert len(verified) == len(spaces)
+
+
+def test_rows_that_change_after_they_were_verified_are_not_loaded_from_a_disk(saved, on_disk):
+    directory, _ = saved
+    path = row_file(directory)
+    with checkpoint.opened(directory, open_spaces()) as found:
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(StorageError, match="after the checkpoint was verified"):
+            found.restore()
 
 
 def test_statfs_tells_tmpfs_and_says_what_is_missing(tmp_path):

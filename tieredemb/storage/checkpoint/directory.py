@@ -22,7 +22,14 @@ from typing import Any
 
 from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError
 from tieredemb.storage.base import ColdRows, RowLayout
-from tieredemb.storage.checkpoint.files import Array, HeldRows, RowFiles, place_of, write_rows
+from tieredemb.storage.checkpoint.files import (
+    Array,
+    HeldRows,
+    RowFiles,
+    is_in_memory,
+    place_of,
+    write_rows,
+)
 from tieredemb.storage.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -35,8 +42,6 @@ from tieredemb.storage.file.header import difference, jsonable, layout_fields, p
 from tieredemb.storage.file.io import fsync_directory, pread_all, pwrite_all
 from tieredemb.storage.system import system
 
-# tmpfs and ramfs: what they read back is the memory that was written, and proves nothing of a disk
-_IN_MEMORY = (0x01021994, 0x858458F6)
 Spaces = Mapping[str, ColdRows]
 Identities = Mapping[str, Mapping[str, Any]]
 
@@ -89,7 +94,7 @@ def _save_rows(
         names = _new_names(token, written)
         for number, (name, cold) in enumerate(spaces.items()):
             files, chunks = write_rows(path, names, cold, held.get(name))
-            if system.statfs(path) not in _IN_MEMORY:
+            if not is_in_memory(path):  # which would read back the memory that it has just written
                 with RowFiles(path, files, chunks, cold.layout) as rows:
                     rows.verify()
             history, data = "", b""

@@ -32,6 +32,7 @@ _KEY_BYTES = 8
 _FILES = 16  # of a large key space
 _LARGE_BYTES = 256 << 20
 _BUFFERS_BYTES = 256 << 20  # of all threads
+_IN_MEMORY = (0x01021994, 0x858458F6)  # the types of tmpfs and ramfs
 
 
 class Chunk(NamedTuple):
@@ -45,6 +46,11 @@ class Chunk(NamedTuple):
 def bytes_of(rows: int, layout: RowLayout) -> int:
     """Bytes of a chunk of `rows` rows."""
     return rows * (_KEY_BYTES + layout.row_bytes)
+
+
+def is_in_memory(directory: str) -> bool:
+    """Whether files there are memory alone: read twice, they are the same."""
+    return system.statfs(directory) in _IN_MEMORY
 
 
 def _parts(memory: Array, rows: int, layout: RowLayout) -> HeldRows:
@@ -114,54 +120,73 @@ def write_rows(
     """Writes all written rows of `cold`, and those `held` elsewhere, to new files of the next of the `names`, and syncs
     them. Returns which it took, and the chunks. Raises `OSError`."""
     from tieredemb.kernels.chunks import each  # not before it is needed: numba takes a second to import
+    from tieredemb.kernels.cpu import end_interrupted
 
-    layout = cold.layout
-    chunk_rows = max(1, _CHUNK_BYTES // bytes_of(1, layout))
-    most = _FILES if sum(stop - start for start, stop in cold.used_ranges()) * layout.row_bytes >= _LARGE_BYTES else 1
-    files, ends = [next(names)], [0] * most
-    chunks: list[Chunk] = []
-    fds: list[int] = []
-    memories = _Memories(bytes_of(chunk_rows, layout))
+    writer = _Writer(directory, names, cold)
+    try:
+        writer.create()
+        with progress("writing rows", None) as advance:
+            each(writer.write, writer.placed(held), advance, writer.threads)
+        each(writer.sync, writer.fds)
+    finally:
+        end_interrupted()  # nobody may write to a descriptor that was closed, and is another file's by now
+        for fd in writer.fds:
+            system.close(fd)
+    return tuple(writer.files), writer.chunks
 
-    def placed() -> Iterator[tuple[int, Array, tuple[Array, Array] | None]]:
+
+class _Writer:
+    """Row files that are being written. `files`: their names · `fds`: their descriptors, to be closed."""
+
+    def __init__(self, directory: str, names: Iterator[str], cold: ColdRows) -> None:
+        self._directory, self._names, self._cold, self._layout = directory, names, cold, cold.layout
+        self._chunk_rows = max(1, _CHUNK_BYTES // bytes_of(1, cold.layout))
+        self._memories = _Memories(bytes_of(self._chunk_rows, cold.layout))
+        rows = sum(stop - start for start, stop in cold.used_ranges())
+        self._ends = [0] * (_FILES if rows * cold.layout.row_bytes >= _LARGE_BYTES else 1)
+        self.files: list[str] = []
+        self.fds: list[int] = []
+        self.chunks: list[Chunk] = []
+
+    @property
+    def threads(self) -> int:
+        """How many may write at a time."""
+        return self._memories.threads
+
+    def create(self) -> None:
+        """Makes the next file."""
+        self.files.append(next(self._names))
+        path = os.path.join(self._directory, self.files[-1])
+        self.fds.append(system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+
+    def placed(self, held: HeldRows | None) -> Iterator[tuple[int, Array, tuple[Array, Array] | None]]:
         """The number of each chunk, which has its place then, its keys and what `_rows_of` has beside them."""
-        for number, (keys, rows) in enumerate(_rows_of(cold, chunk_rows, held)):
-            file = number % most
-            if file == len(fds):
-                files.append(next(names))
-                fds.append(create(files[-1]))
-            chunks.append(Chunk(ends[file], len(keys), 0))
-            ends[file] += bytes_of(len(keys), layout)
+        for number, (keys, rows) in enumerate(_rows_of(self._cold, self._chunk_rows, held)):
+            file = number % len(self._ends)
+            if file == len(self.fds):
+                self.create()
+            self.chunks.append(Chunk(self._ends[file], len(keys), 0))
+            self._ends[file] += bytes_of(len(keys), self._layout)
             yield number, keys, rows
 
-    def write(item: tuple[int, Array, tuple[Array, Array] | None], thread: int) -> int:
+    def write(self, item: tuple[int, Array, tuple[Array, Array] | None], thread: int) -> int:
+        """Writes a chunk that has its place; returns its bytes."""
         number, keys, rows = item
-        crc, offset = 0, chunks[number].offset
-        for part in (keys, *(rows or _stored(cold, keys, memories, thread))):
+        crc, offset = 0, self.chunks[number].offset
+        for part in (keys, *(rows or _stored(self._cold, keys, self._memories, thread))):
             data = part.reshape(-1).view(np.uint8).data
             crc = zlib.crc32(data, crc)
-            pwrite_all(fds[number % most], data, offset)
+            pwrite_all(self.fds[number % len(self._ends)], data, offset)
             offset += data.nbytes
-        chunks[number] = chunks[number]._replace(crc32=crc)
-        return bytes_of(len(keys), layout)
+        self.chunks[number] = self.chunks[number]._replace(crc32=crc)
+        return offset - self.chunks[number].offset
 
-    def create(name: str) -> int:
-        return system.open(os.path.join(directory, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-
+    @staticmethod
     def sync(fd: int, thread: int) -> int:
+        """Makes a file durable, and forgets it in memory: verifying then reads what the disk has."""
         system.fsync(fd)
-        system.fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that verifying reads what the disk has
+        system.fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return 0
-
-    fds.append(create(files[0]))
-    try:
-        with progress("writing rows", None) as advance:
-            each(write, placed(), advance, memories.threads)
-        each(sync, fds)
-    finally:
-        for fd in fds:
-            system.close(fd)
-    return tuple(files), chunks
 
 
 def _stored(cold: ColdRows, keys: Array, memories: _Memories, thread: int) -> tuple[Array, Array]:
@@ -201,7 +226,8 @@ class RowFiles:
     should not hold."""
 
     def __init__(self, directory: str, names: Sequence[str], chunks: list[Chunk], layout: RowLayout) -> None:
-        self._chunks, self._layout = chunks, layout
+        self._directory, self._chunks, self._layout = directory, chunks, layout
+        self._is_certain = False  # was verified, and is the same when it is read again
         self._sizes = [bytes_of(chunk.rows, layout) for chunk in chunks]
         self._files: list[tuple[str, Descriptor]] = []
         try:
@@ -237,6 +263,7 @@ class RowFiles:
         self.read("verifying rows", check)
         for before in np.flatnonzero(ends[1:, 0] <= ends[:-1, 1]).tolist():
             self._refuse_keys(before + 1)
+        self._is_certain = is_in_memory(self._directory)
 
     def _refuse_keys(self, number: int) -> None:
         path, _ = self._files[number % len(self._files)]
@@ -255,7 +282,7 @@ class RowFiles:
             memory, chunk = memories.of(thread)[: self._sizes[number]], self._chunks[number]
             path, file = self._files[number % len(self._files)]
             pread_into(file.fd, memory, chunk.offset)
-            if zlib.crc32(memory.data) != chunk.crc32:
+            if not self._is_certain and zlib.crc32(memory.data) != chunk.crc32:
                 raise CheckpointError(
                     f"{path!r} is damaged: the checksum of the {chunk.rows} rows at byte {chunk.offset} differs; use "
                     "another checkpoint"
