@@ -701,3 +701,16 @@ def test_save_killed_at_random_leaves_a_whole_checkpoint(saved):
         spaces = open_spaces()
         fill(spaces, 1)
         checkpoint.save(saved[0], spaces)
+
+
+def test_save_of_several_files_killed_at_random_leaves_a_whole_checkpoint(saved, large):
+    times = random.Random(1)
+    for _ in range(15):
+        versions = killed_save(saved[0], seconds=times.uniform(0.0, 0.1))
+        loaded, expected = open_spaces(), open_spaces()
+        load(saved[0], loaded)
+        fill(expected, loaded["32"].metadata.batch)
+        assert contents(loaded) == contents(expected)
+        assert loaded["32"].metadata.batch in versions
+        checkpoint.save(saved[0], loaded)
+        assert_last_checkpoint_stands(saved[0], contents(loaded))
