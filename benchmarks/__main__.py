@@ -1,7 +1,8 @@
 """`python -m benchmarks`: runs all benchmarks, keeps their results and rewrites the pages' tables.
 
 Wants an idle machine: under load torch's threads suffer most, and comparisons with it flatter tieredemb. Further
-arguments go to pytest: `--quick` (tiny sizes, nothing kept), `-k slot_map`, `--results DIR`.
+arguments go to pytest: `--quick` (tiny sizes, nothing kept), `-k slot_map`, `--results DIR`; on a host of many cores
+`-k state --state-gib 25`.
 """
 
 from __future__ import annotations

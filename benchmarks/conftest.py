@@ -17,6 +17,8 @@ Save = Callable[[str, str, Sequence[Record]], None]
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="tiny sizes; results go to a temporary directory")
     parser.addoption("--results", type=Path, default=None, help=f"where results go (default: {RESULTS.name}/)")
+    parser.addoption("--state-gib", type=float, default=1.0, help="size of the tables of bench_state (default: 1)")
+    parser.addoption("--state-directory", default="/dev/shm", help="where bench_state's files go (default: /dev/shm)")
 
 
 @pytest.fixture(scope="session")

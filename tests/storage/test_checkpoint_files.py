@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from tieredemb.errors import CheckpointError, ConfigError, StorageFullError
+from tieredemb.errors import CheckpointError, ConfigError, StorageError, StorageFullError
 from tieredemb.storage.base import Metadata, RowLayout
 from tieredemb.storage.checkpoint import directory as checkpoint
 from tieredemb.storage.checkpoint import files as checkpoint_files
 from tieredemb.storage.file.tier import File
 from tieredemb.storage.host import HostMemory
+from tieredemb.storage.system import system
 
 LAYOUTS = {
     "32": RowLayout(rows=20_000, width=32, state_width=1),
@@ -70,6 +71,12 @@ def contents(spaces):
         keys = np.flatnonzero(cold.state[:, -1])
         kept[name] = (keys.tobytes(), cold.weight[keys].tobytes(), cold.state[keys].tobytes(), cold.metadata)
     return kept
+
+
+@pytest.fixture
+def on_disk(monkeypatch):
+    """The directory counts as one on a disk, whatever it is on."""
+    monkeypatch.setattr(system, "statfs", lambda path: 0xEF53)
 
 
 @pytest.fixture
@@ -212,7 +219,7 @@ def test_damaged_manifest_is_refused(saved):
         ("", "is damaged"),
         ("[1]", "no manifest"),
         ('{"format": "other"}', "no manifest"),
-        (text.replace('"version":1', '"version":2', 1), "upgrade tieredemb"),
+        (text.replace('"version":1', '"version":3', 1), "upgrade tieredemb"),
     ):
         assert change != text
         path.write_text(change)
@@ -258,17 +265,17 @@ def test_extra_that_json_cannot_hold_is_refused(saved):
     assert contents(spaces) == kept
 
 
-def test_two_saves_at_a_time_are_refused(saved, monkeypatch):
+def test_two_saves_at_a_time_are_refused(saved, monkeypatch, on_disk):
     directory, _ = saved
     inside, go_on = threading.Event(), threading.Event()
-    verify = checkpoint_files.RowFile.verify
+    verify = checkpoint_files.RowFiles.verify
 
     def wait(*args):
         inside.set()
         go_on.wait(30)
         verify(*args)
 
-    monkeypatch.setattr(checkpoint_files.RowFile, "verify", wait)
+    monkeypatch.setattr(checkpoint_files.RowFiles, "verify", wait)
     first = threading.Thread(target=checkpoint.save, args=(directory, open_spaces()))
     first.start()
     assert inside.wait(30)
@@ -280,12 +287,146 @@ def test_two_saves_at_a_time_are_refused(saved, monkeypatch):
         first.join()
 
 
+# --- large key spaces, whose rows lie in several files ---------------------------------------------
+
+
+@pytest.fixture
+def large(monkeypatch, small_chunks):
+    """Every key space counts as large."""
+    monkeypatch.setattr(checkpoint_files, "_LARGE_BYTES", 1)
+    monkeypatch.setattr(checkpoint_files, "_FILES", 3)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0003, 0.3, 1.0])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_large_spaces_load_bit_for_bit(tmp_path, large, share, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        spaces, loaded = open_spaces(), open_spaces()
+        fill(spaces, 1, share)
+        checkpoint.save(tmp_path, spaces)
+        fill(loaded, 2)
+        load(tmp_path, loaded)
+    finally:
+        torch.set_num_threads(before)
+    assert contents(loaded) == contents(spaces)
+
+
+def test_files_are_the_same_with_any_number_of_threads(tmp_path, large):
+    spaces, found = open_spaces(), []
+    fill(spaces, 1)
+    before = torch.get_num_threads()
+    for threads in (1, 2, 7):
+        torch.set_num_threads(threads)
+        directory = tmp_path / str(threads)
+        checkpoint.save(directory, spaces)
+        entry = json.loads((directory / "manifest.json").read_text())["body"]["spaces"]["32"]
+        found.append([entry["chunks"], [(directory / file).read_bytes() for file in entry["files"]]])
+    torch.set_num_threads(before)
+    assert found[0] == found[1] == found[2]
+    assert len(found[0][1]) == 3
+
+
+def test_several_files_are_another_version_and_one_is_the_first(tmp_path, saved, large):
+    spaces = open_spaces()
+    fill(spaces, 1)
+    checkpoint.save(tmp_path / "large", spaces)
+    assert json.loads((saved[0] / "manifest.json").read_text())["version"] == 1
+    assert json.loads((tmp_path / "large" / "manifest.json").read_text())["version"] == 2
+
+
+def test_save_replaces_several_files_and_leaves_nothing_else(saved, large):
+    directory, _ = saved
+    spaces = open_spaces()
+    for version in (2, 3):
+        fill(spaces, version)
+        checkpoint.save(directory, spaces)
+        assert_last_checkpoint_stands(directory, contents(spaces))
+
+
+@pytest.mark.parametrize("call", ["open", "pwrite", "fsync"])
+def test_failed_save_of_several_files_leaves_the_last_checkpoint(saved, large, monkeypatch, call):
+    directory, kept = saved
+    spaces, real = open_spaces(), getattr(os, call)
+    fill(spaces, 2)
+    for skip in range(8):
+        count = itertools.count()
+
+        def later(*args, count=count, skip=skip):
+            if next(count) >= skip and (call != "open" or args[1] & os.O_CREAT):
+                raise OSError(errno.ENOSPC, "no")
+            return real(*args)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, call, later)
+            with pytest.raises(StorageFullError, match="no space left while saving"):
+                checkpoint.save(directory, spaces)
+        assert_last_checkpoint_stands(directory, kept)
+
+
+@pytest.mark.parametrize("damage", ["one byte", "cut", "swapped", "missing"])
+def test_damage_to_any_of_several_files_is_refused_before_anything_changes(tmp_path, large, damage):
+    spaces = open_spaces()
+    fill(spaces, 1)
+    checkpoint.save(tmp_path, spaces)
+    entry = json.loads((tmp_path / "manifest.json").read_text())["body"]["spaces"]["32"]
+    assert len(entry["files"]) == 3
+    for number, file in enumerate(entry["files"]):
+        path, other = tmp_path / file, tmp_path / entry["files"][number - 1]
+        data, others = path.read_bytes(), other.read_bytes()
+        if damage == "one byte":
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        elif damage == "cut":
+            path.write_bytes(data[:-1])
+        elif damage == "swapped":
+            path.write_bytes(others)
+            other.write_bytes(data)
+        else:
+            path.unlink()
+        assert_refused(tmp_path, "use another checkpoint")
+        path.write_bytes(data)
+        other.write_bytes(others)
+    load(tmp_path, open_spaces())
+
+
+def test_checkpoint_of_version_1_loads(tmp_path):
+    """As libraries wrote it that knew of one file a key space, in chunks of their own size."""
+    layout = RowLayout(rows=9, width=2, state_width=1)
+    keys = [np.array([0, 2, 3]), np.array([7])]
+    weight = [np.arange(6, dtype=np.float32).reshape(3, 2), np.array([[8, 9]], np.float32)]
+    state = [np.array([[1, 5], [2, 6], [3, 7]], np.uint32), np.array([[4, 8]], np.uint32)]
+    chunks, data = [], b""
+    for parts in zip(keys, weight, state, strict=True):
+        chunk = b"".join(part.tobytes() for part in parts)
+        chunks.append([len(data), len(parts[0]), checkpoint_files.zlib.crc32(chunk)])
+        data += chunk
+    space = {
+        "file": "rows-0123456789abcdef-0.bin",
+        "layout": {"rows": 9, "width": 2, "state_width": 1, "dtype": "float32", "byteorder": "little"},
+        "identity": {},
+        "metadata": {"batch": 3, "steps": [4], "policy": "lfu"},
+        "chunks": chunks,
+    }
+    (tmp_path / space["file"]).write_bytes(data)
+    body = {"spaces": {"": space}, "extra": {"epoch": 1}}
+    outer = {"format": "tieredemb checkpoint", "version": 1, "crc32": 0, "body": body}
+    (tmp_path / "manifest.json").write_text(json.dumps(outer))
+    edit_manifest(tmp_path, lambda outer: None)
+    cold = HostMemory().open(layout, name="", identity={})
+    assert load(tmp_path, {"": cold}) == {"epoch": 1}
+    np.testing.assert_array_equal(np.flatnonzero(cold.state[:, -1]), np.concatenate(keys))
+    np.testing.assert_array_equal(cold.weight[np.concatenate(keys)], np.concatenate(weight))
+    np.testing.assert_array_equal(cold.state[np.concatenate(keys)], np.concatenate(state))
+    assert cold.metadata == Metadata(batch=3, steps=[4], policy="lfu")
+
+
 # --- failures -------------------------------------------------------------------------------------
 
 
 def assert_last_checkpoint_stands(directory, kept):
     manifest = json.loads((directory / "manifest.json").read_text())
-    named = {entry["file"] for entry in manifest["body"]["spaces"].values()}
+    named = {file for entry in manifest["body"]["spaces"].values() for file in entry.get("files", [entry.get("file")])}
     assert set(os.listdir(directory)) == {"manifest.json", *named}
     spaces = open_spaces()
     load(directory, spaces)
@@ -349,7 +490,7 @@ def test_failed_save_leaves_the_last_checkpoint_and_nothing_else(saved, monkeypa
         assert_last_checkpoint_stands(directory, kept)
 
 
-def test_rows_that_read_back_wrong_fail_the_save(saved, monkeypatch):
+def test_rows_that_read_back_wrong_fail_the_save(saved, monkeypatch, on_disk):
     directory, kept = saved
     real = os.pwrite
 
@@ -360,11 +501,39 @@ def test_rows_that_read_back_wrong_fail_the_save(saved, monkeypatch):
 
     spaces = open_spaces()
     fill(spaces, 2)
-    monkeypatch.setattr(os, "pwrite", corrupt)
-    with pytest.raises(CheckpointError, match="damaged"):
-        checkpoint.save(directory, spaces)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", corrupt)
+        with pytest.raises(CheckpointError, match="damaged"):
+            checkpoint.save(directory, spaces)
     assert_last_checkpoint_stands(directory, kept)
+
+
+def test_only_what_a_disk_holds_is_read_back(monkeypatch, on_disk, tmp_path):
+    spaces, verified = open_spaces(), []
+    monkeypatch.setattr(checkpoint_files.RowFiles, "verify", lambda files: verified.append(files))
+    checkpoint.save(tmp_path, spaces)
+    assert len(verified) == len(spaces)
+    monkeypatch.setattr(system, "statfs", lambda path: 0x01021994)
+    checkpoint.save(tmp_path, spaces)
+    assert len(verified) == len(spaces)
+
+
+def test_rows_that_change_after_they_were_verified_are_not_loaded_from_a_disk(saved, on_disk):
+    directory, _ = saved
+    path = row_file(directory)
+    with checkpoint.opened(directory, open_spaces()) as found:
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises(StorageError, match="after the checkpoint was verified"):
+            found.restore()
+
+
+def test_statfs_tells_tmpfs_and_says_what_is_missing(tmp_path):
+    with open("/proc/mounts") as mounts:
+        kind = next(line.split()[2] for line in mounts if line.split()[1] == "/dev/shm")
+    assert (system.statfs("/dev/shm") == 0x01021994) == (kind == "tmpfs")
+    with pytest.raises(FileNotFoundError):
+        system.statfs(str(tmp_path / "none"))
 
 
 def test_interrupt_after_the_rename_keeps_the_new_checkpoint(saved, monkeypatch):
@@ -532,3 +701,17 @@ def test_save_killed_at_random_leaves_a_whole_checkpoint(saved):
         spaces = open_spaces()
         fill(spaces, 1)
         checkpoint.save(saved[0], spaces)
+
+
+def test_save_of_several_files_killed_at_random_leaves_a_whole_checkpoint(saved, large):
+    times = random.Random(1)
+    for _ in range(15):
+        versions = killed_save(saved[0], seconds=times.uniform(0.0, 0.1))
+        loaded, expected = open_spaces(), open_spaces()
+        load(saved[0], loaded)
+        fill(expected, loaded["32"].metadata.batch)
+        assert contents(loaded) == contents(expected)
+        assert loaded["32"].metadata.batch in versions
+        fill(loaded, 1)  # what the next process begins with
+        checkpoint.save(saved[0], loaded)
+        assert_last_checkpoint_stands(saved[0], contents(loaded))

@@ -215,6 +215,31 @@ def test_two_spaces_of_one_row_file_are_refused(tmp_path):
         pass
 
 
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "files names none and must name one or more"),
+        (["rows-0123456789abcdef-0.bin", "../rows-0123456789abcdef-1.bin"], "must be the name of a row file"),
+        (["rows-0123456789abcdef-0.bin"] * 2, "or one names it twice"),
+        (["rows-0123456789abcdef-0.bin", 3], "must be a string"),
+        ("rows-0123456789abcdef-0.bin", "must be an array"),
+        (["rows-0123456789abcdef-0.bin", "rows-0123456789abcdef-1.bin"], "is missing from the checkpoint"),
+    ],
+)
+def test_wrong_row_files_of_a_large_space_are_refused(saved, trained, files, message):
+    body = body_of(saved)
+    del body["spaces"]["width2"]["file"]
+    seal(saved, text_of(changed(body, ("spaces", "width2"), body["spaces"]["width2"] | {"files": files})))
+    assert_refused(trained, saved, message)
+
+
+def test_one_row_file_and_several_at_once_are_refused(saved, trained):
+    body = body_of(saved)
+    space = body["spaces"]["width2"]
+    seal(saved, text_of(changed(body, ("spaces", "width2"), space | {"files": [space["file"]]})))
+    assert_refused(trained, saved, "has 'file', which this library does not know")
+
+
 def test_chunk_of_a_size_that_is_never_written_is_refused_unread(tmp_path):
     rows, file = 2**36, "rows-0123456789abcdef-0.bin"
     space = {

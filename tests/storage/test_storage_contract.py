@@ -16,7 +16,10 @@ import torch
 
 from tieredemb.cache.device.row_copies import RowCopies
 from tieredemb.errors import ConfigError, MissingDependencyError, StorageFullError
+from tieredemb.kernels.constants import MIN_SCORE
+from tieredemb.storage import range_copies
 from tieredemb.storage.base import CARRIERS, ColdRows, Metadata, RowLayout
+from tieredemb.storage.file import rows as file_rows
 from tieredemb.storage.file.tier import File
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.pmem import Pmem
@@ -88,6 +91,37 @@ def test_rows_start_untouched_with_the_shape_of_their_layout(storage, layout):
     if layout.weight_bytes:
         assert cold.weight.ctypes.data % 4096 == 0
     assert cold.metadata == Metadata()
+    cold.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("bytes_per_thread", [1, 1 << 20])
+def test_ranges_are_put_and_copied_bit_for_bit(storage, layout, bytes_per_thread, monkeypatch):
+    monkeypatch.setattr(range_copies, "_BYTES_PER_THREAD", bytes_per_thread)
+    monkeypatch.setattr(file_rows, "_READ_BYTES", 300)
+    cold = open_rows(storage, layout)
+    source, start = hot_rows(layout, layout.rows), layout.rows // 3
+    begun = np.arange(5, 5 + layout.state_width, dtype=np.uint32)
+    cold.reserve_range(0, layout.rows)
+    written = np.arange(0, layout.rows, 2)
+    cold.weight[written], cold.state[written] = source.weight[written], 9
+    cold.state[1::4, :-1] = 7  # as a process that was killed amid its first write leaves a row
+    cold.put_range(start, source.weight[start:], None, begun)
+    expected = np.empty((layout.rows, layout.state_width + 1), np.uint32)
+    expected[:] = [*begun, MIN_SCORE]
+    expected[written] = 9
+    weight = np.empty((layout.rows - start, layout.width), layout.carrier)
+    state = np.empty((layout.rows - start, layout.state_width), np.uint32)
+    scores = cold.copy_range(start, layout.rows, weight, state)
+    assert bits(weight) == bits(source.weight[start:])
+    assert bits(state) == bits(expected[start:, :-1])
+    assert bits(scores) == bits(expected[start:, -1])
+    assert not cold.state[1:start:4, -1].any()  # rows before the range stay as they were
+    cold.put_range(0, None, source.state, begun)
+    no_weight = np.empty((layout.rows, 0), layout.carrier)
+    state = np.empty((layout.rows, layout.state_width), np.uint32)
+    assert (cold.copy_range(0, layout.rows, no_weight, state) != 0).all()
+    assert bits(state) == bits(source.state)
     cold.close()
 
 

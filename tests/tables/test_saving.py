@@ -28,7 +28,10 @@ from tieredemb.errors import (
     StorageLockedError,
     UncleanFileError,
 )
+from tieredemb.storage import range_copies
+from tieredemb.tables import table_set
 from tieredemb.tables.group import move_group
+from tieredemb.tables.row_state import LAGGING
 
 ROWS, WIDTH = 40, 4
 
@@ -44,7 +47,7 @@ def step(bag, *values):
 
 def everything(bag):
     state = bag.fused_optimizer.state_dict()["state"][0]
-    return [bag.state_dict()["weight"], *(state[name] for name in sorted(state))]
+    return [bag.state_dict()["weight"], *(state[name] for name in sorted(state) if name != LAGGING)]
 
 
 def numbers(model):
@@ -75,6 +78,20 @@ def test_state_dict_is_a_snapshot(device):
     step(bag, 1, 2)
     bag.flush()
     assert equal(taken, kept)
+
+
+def test_state_dict_asks_for_huge_pages():
+    bag = te.TieredEmbeddingBag(300_000, 32, capacity=10, device="cpu")
+    weight = bag.state_dict()["weight"]
+    middle, flags = weight.data_ptr() + weight.nbytes // 2, ""
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            first, dash, rest = line.partition(" ")[0].partition("-")
+            if dash and ":" not in first:
+                is_here = int(first, 16) <= middle < int(rest, 16)
+            elif is_here and line.startswith("VmFlags:"):
+                flags = line
+    assert " hg" in flags or not os.path.exists("/sys/kernel/mm/transparent_hugepage")
 
 
 def test_state_dict_inside_a_model_has_prefixed_names(device):
@@ -494,6 +511,29 @@ def test_checkpoint_holds_no_half_of_another_threads_step(device, tmp_path):
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.parametrize("optimizer", [te.SparseAdam(lr=0.1), te.Adagrad(lr=0.1), te.Adam(lr=0.1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_state_moves_in_parts_as_in_one(device, monkeypatch, optimizer, dtype, threads):
+    monkeypatch.setattr(table_set, "COPY_BYTES", 500)
+    monkeypatch.setattr(range_copies, "_BYTES_PER_THREAD", 64)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        source, target = (make(optimizer=optimizer, dtype=dtype) for _ in range(2))
+        for ids in ((1, 2, 3), (2, 7), (ROWS - 1,)):
+            step(source, *ids)
+        step(target, 2, 5)  # hot rows that the load replaces
+        target.load_state_dict(source.state_dict())
+        target.fused_optimizer.load_state_dict(source.fused_optimizer.state_dict())
+        assert same(everything(target), everything(source))
+        step(source, 2, 9)
+        step(target, 2, 9)
+        assert same(everything(target), everything(source))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_load_state_dict_without_space_changes_nothing(device, monkeypatch):

@@ -22,7 +22,7 @@ from tieredemb.config import LFU, Policy
 from tieredemb.errors import ConfigError, ForkedError, StorageError
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.stats import CacheStats
-from tieredemb.storage.base import ColdRows
+from tieredemb.storage.base import STATE_DTYPE, ColdRows
 from tieredemb.storage.initial import InitialRows
 
 if TYPE_CHECKING:
@@ -114,10 +114,10 @@ class Cache(abc.ABC):
     def _write_back_range(self, start: int, stop: int) -> None:
         """Makes cold storage know the rows start … stop − 1 as they are now."""
 
-    def _copy_range(self, start: int, stop: int, weight: Array) -> Array:
+    def _copy_range(self, start: int, stop: int, weight: Array, state: Array) -> Array:
         """Copies the rows start … stop − 1 as they are now, as `ColdRows.copy_range` does."""
         self._write_back_range(start, stop)
-        return self.cold.copy_range(start, stop, weight)
+        return self.cold.copy_range(start, stop, weight, state)
 
     @abc.abstractmethod
     def _reload_range(self, start: int, stop: int) -> None:
@@ -158,9 +158,7 @@ class Cache(abc.ABC):
 
     def copy_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
         """`export_rows` for who is amid a call of the cache, and holds its locks."""
-        states = self._copy_range(start, stop, weight)
-        state[:] = states[:, : state.shape[1]]
-        untouched = np.flatnonzero(states[:, -1] == 0)
+        untouched = np.flatnonzero(self._copy_range(start, stop, weight, state) == 0)
         self._generate(untouched + start, untouched, weight, state, state.shape[1])
 
     def import_rows(self, start: int, weight: Array | None, state: Array | None) -> None:
@@ -170,15 +168,10 @@ class Cache(abc.ABC):
         stop = start + len(weight if weight is not None else state if state is not None else ())
         self._write_back_range(start, stop)
         cold = self.cold
-        untouched = np.flatnonzero(cold.state[start:stop, -1] == 0) + start
-        # weights that are about to be overwritten need not be generated
-        target = cold.weight if weight is None else np.empty((cold.layout.rows, 0), cold.layout.carrier)
-        self._generate(untouched, untouched, target, cold.state, cold.layout.state_width)
-        cold.state[untouched, -1] = MIN_SCORE
-        if weight is not None:
-            cold.weight[start:stop] = weight
-        if state is not None:
-            cold.state[start:stop, :-1] = state
+        if weight is None:  # weights that are about to be overwritten need not be generated
+            untouched = np.flatnonzero(cold.state[start:stop, -1] == 0) + start
+            self._generate(untouched, untouched, cold.weight, cold.state, 0)
+        cold.put_range(start, weight, state, self._begun_state(start))
         self._reload_range(start, stop)
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -246,6 +239,14 @@ class Cache(abc.ABC):
         else:
             weight[rows] = 0
             state[rows, :state_width] = 0
+
+    def _begun_state(self, key: int) -> Array:
+        """What the state of a row starts as, uint32 (S,): that of any `key`."""
+        layout = self.cold.layout
+        state: Array = np.empty((1, layout.state_width), STATE_DTYPE)
+        no_weight = np.empty((1, 0), layout.carrier)
+        self._generate(np.array([key]), np.zeros(1, np.int64), no_weight, state, layout.state_width)
+        return state.reshape(-1)
 
     def _adopt_scores(self) -> None:
         """Scores left by another policy mean nothing here: such rows start from the lowest score."""

@@ -20,9 +20,11 @@ import torch
 
 from tieredemb.config import MAX_BYTES, MAX_ROWS
 from tieredemb.errors import ConfigError, shown
+from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.kernels.row_format import CARRIERS as CARRIERS
 from tieredemb.kernels.row_format import STATE_DTYPE as STATE_DTYPE
 from tieredemb.kernels.row_format import RowFormat
+from tieredemb.storage.range_copies import begin_rows, copy_rows
 from tieredemb.storage.stored_json import fields_of, integer_of, list_of, text_of
 
 # "", or a word and what tells it apart: "clock", "aged:300.0". Which there are is the cache's to know: it starts the
@@ -136,7 +138,7 @@ class ColdRows(abc.ABC):
     The caller serialises calls and passes keys in range. `read` and `write` move rows between the arrays and the hot
     arrays of a CPU. A caller that copies rows itself does what they do first: `reserve_scores` before it reads rows,
     and `reserve` before it writes them. Copies that it lets run beside other work have to be over before it calls
-    `read`, `write`, `copy_range`, `reset`, `flush`, `seal` or `close`. All calls are synchronous.
+    `read`, `write`, `copy_range`, `put_range`, `reset`, `flush`, `seal` or `close`. All calls are synchronous.
     """
 
     kind: str  # the tier's name in reports: "host", "unified", "file", "pmem"
@@ -164,11 +166,31 @@ class ColdRows(abc.ABC):
         """To be called before rows are used, here or in a hot cache, other than by the calls below, which do so
         themselves: what outlives the process is known then to be older than what this process has."""
 
-    def copy_range(self, start: int, stop: int, weight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Copies the rows start … stop − 1 as they lie here: `weight`, carrier (K, D) or without columns, is filled;
-        the states are returned, uint32 (K, S + 1). The tier does not grow by it."""
-        weight[:] = self.weight[start:stop, : weight.shape[1]]
-        return self.state[start:stop].copy()
+    def copy_range(
+        self, start: int, stop: int, weight: np.ndarray[Any, Any], state: np.ndarray[Any, Any]
+    ) -> np.ndarray[Any, Any]:
+        """Copies the rows start … stop − 1 as they lie here: `weight`, carrier (K, D), and `state`, uint32 (K, S), are
+        filled, of which either may have fewer columns; the scores are returned, uint32 (K,). The tier does not grow by
+        it."""
+        copy_rows(self.weight[start:stop, : weight.shape[1]], weight)
+        copy_rows(self.state[start:stop, : state.shape[1]], state)
+        return self.state[start:stop, -1].copy()
+
+    def put_range(
+        self,
+        start: int,
+        weight: np.ndarray[Any, Any] | None,
+        state: np.ndarray[Any, Any] | None,
+        begun: np.ndarray[Any, Any],
+    ) -> None:
+        """Overwrites weights, carrier (K, D), or states, uint32 (K, S), of the rows from `start` on, whose space was
+        reserved. Rows that were never written get the state `begun`, uint32 (S,), and the lowest score."""
+        rows = slice(start, start + len(weight if weight is not None else state if state is not None else ()))
+        begin_rows(self.state[rows], begun, MIN_SCORE)
+        if weight is not None:
+            copy_rows(weight, self.weight[rows])
+        if state is not None:
+            copy_rows(state, self.state[rows, :-1])
 
     def kept(self) -> None:  # noqa: B027
         """All rows were saved elsewhere, as they are now."""

@@ -8,6 +8,7 @@ cache on a GPU pins the rows, and its kernels use them in place.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import weakref
@@ -23,6 +24,7 @@ from tieredemb.storage import cuda_driver
 from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout, Storage
 
 _ZEROED_PER_THREAD = 1 << 20  # bytes; fewer are zeroed sooner than a second thread has started
+_MAPPED_BYTES = 32 << 20  # malloc's M_MMAP_THRESHOLD grows no further
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,16 @@ def zero_in_parallel(array: np.ndarray[Any, Any]) -> None:
 
     memory = array.reshape(-1).view(np.uint8)
     parallel_for(bytes_zero, even_bounds(memory.nbytes, _ZEROED_PER_THREAD), memory)
+
+
+def ask_for_huge_pages(address: int, size_bytes: int) -> None:
+    """Asks for huge pages under memory that is yet to be touched: touching it takes a fault for each page. Of less than
+    malloc maps on its own nothing is asked, as pages would be shared with others."""
+    if size_bytes < _MAPPED_BYTES:
+        return
+    first, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    # refused by a kernel built without them: slower, equally right
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
 
 
 class _Mapping:

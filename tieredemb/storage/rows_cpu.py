@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from tieredemb.kernels.cpu import inline, prefetch
 from tieredemb.kernels.parallel_cpu import over_ranges
 
@@ -102,3 +104,20 @@ def rows_write(
             _copy_row(hot_weight[slot], cold_weight[key], width)
             _copy_row(hot_state[slot], cold_state[key], state_width)
         cold_state[key, state_width] = hot_score[slot]
+
+
+@over_ranges
+def rows_begin(lo: int, hi: int, state: Any, begun: Any, score: Any) -> None:
+    """Gives each of the rows lo … hi - 1 whose score is zero the words `begun` (uint32 (S,)) and the `score`.
+
+    The words of a new row mostly are what they should be: reading them first spares writing them.
+    """
+    width = state.shape[1] - 1
+    for row in range(lo, hi):
+        if state[row, width] == 0:
+            state[row, width] = score
+            differ = np.uint32(0)
+            for column in range(width):
+                differ |= state[row, column] ^ begun[column]
+            if differ != 0:
+                _copy_row(begun, state[row], width)

@@ -21,7 +21,9 @@ from tieredemb.errors import ConfigError, DeviceMemoryError, StorageError, Stora
 from tieredemb.kernels.row_format import RowFormat, carrier_view
 from tieredemb.lookup.bags import KeySpace, feature_name
 from tieredemb.lookup.history import History
+from tieredemb.progress import progress
 from tieredemb.stats import CacheStats
+from tieredemb.storage.host import ask_for_huge_pages
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.given_rows import initial_rows
 from tieredemb.tables.group import Group, make_group, move_group, row_layout, slot_bytes
@@ -31,7 +33,8 @@ from tieredemb.tables.step_time import StepTime
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-COPY_ROWS = 1 << 18  # rows copied at once by whole-table calls: bounds their memory
+COPY_ROWS = 1 << 18  # rows copied at once by whole-table calls that compute with them: bounds their memory
+COPY_BYTES = 1 << 28  # of rows copied at once as they lie; each time the cache is asked which of them it has
 PART_BYTES = 1 << 26  # of the parts in which a table is read: beyond any cache of a CPU, and little beside memory
 _CPU = torch.device("cpu")
 
@@ -231,7 +234,7 @@ class TableSet:
         config = self.config.tables[table]
         out = self._empty(table, config.embedding_dim, self.weight_dtype(table), device)
         if device.type == "cpu":
-            for start, stop in _chunks(config.num_embeddings):
+            for start, stop in self._parts("copying weights", table, out):
                 self._read(table, start, out[start:stop])
         else:
             for start, rows in self.weight_parts(table):
@@ -288,7 +291,7 @@ class TableSet:
 
     def _write_weight(self, table: int, weight: torch.Tensor) -> None:
         group, _, first = self.locate(table)
-        for start, stop in _chunks(len(weight)):
+        for start, stop in self._parts("setting weights", table, weight):
             rows = encoded(weight[start:stop].detach().to(device="cpu"), group.cache.cold.layout.format)
             group.import_weights(first + start, rows)
 
@@ -297,7 +300,7 @@ class TableSet:
         group, _, first = self.locate(table)
         width = group.cache.cold.layout.state_width - (group.history is not None)  # without the step of each row
         out = self._empty(table, width, torch.float32)
-        for start, stop in _chunks(len(out)):
+        for start, stop in self._parts("copying optimizer state", table, out):
             no_weight = np.empty((stop - start, 0), group.cache.cold.layout.carrier)
             group.export_rows(first + start, first + stop, no_weight, out[start:stop].numpy().view(np.uint32))
         return out
@@ -358,9 +361,18 @@ class TableSet:
 
     def _write_state(self, table: int, state: torch.Tensor, step: int) -> None:
         group, _, first = self.locate(table)
-        for start, stop in _chunks(len(state)):
+        for start, stop in self._parts("setting optimizer state", table, state):
             rows = state[start:stop].detach().to(device="cpu", dtype=torch.float32).contiguous()
             group.import_states(first + start, rows.numpy().view(np.uint32), step)
+
+    def _parts(self, title: str, table: int, values: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """The rows of a table, whose `values` (rows, ·) are copied, in parts (start, stop); shows how far they are."""
+        row_bytes = values.shape[1] * values.element_size()
+        at_once = COPY_ROWS if self.locate(table)[0].is_dense else max(1, COPY_BYTES // max(1, row_bytes))
+        with progress(title, len(values) * row_bytes) as advance:
+            for start, stop in _chunks(len(values), at_once):
+                yield start, stop
+                advance((stop - start) * row_bytes)
 
     def _empty(self, table: int, width: int, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
         rows = self.config.tables[table].num_embeddings
@@ -373,7 +385,10 @@ class TableSet:
                 f"save_checkpoint(directory) to save it, or tieredemb.scores(module, x) to multiply with it, which "
                 f"take tables larger than memory"
             )
-        return torch.empty((rows, width), dtype=dtype, device=device)
+        out = torch.empty((rows, width), dtype=dtype, device=device)
+        if not on_gpu:
+            ask_for_huge_pages(out.data_ptr(), out.nbytes)
+        return out
 
     # --- whole-set calls --------------------------------------------------------------------------------------------
 
@@ -557,8 +572,8 @@ def _copied_rows(group: Group) -> Iterator[Rows]:
             yield Rows(start, stop, cold.weight[rows].copy(), cold.state[rows].copy())
 
 
-def _chunks(rows: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(start + COPY_ROWS, rows)) for start in range(0, rows, COPY_ROWS))
+def _chunks(rows: int, at_once: int = COPY_ROWS) -> Iterator[tuple[int, int]]:
+    return ((start, min(start + at_once, rows)) for start in range(0, rows, at_once))
 
 
 def encoded(values: torch.Tensor, row: RowFormat) -> Array:

@@ -276,14 +276,14 @@ class HostCache(Cache):
         slots = self._slots_in(start, stop)
         self._write_back(self.hot.key[slots], slots)
 
-    def _copy_range(self, start: int, stop: int, weight: Array) -> Array:
+    def _copy_range(self, start: int, stop: int, weight: Array, state: Array) -> Array:
         """As every cache, but without a write: a full disk does not matter."""
-        states = self.cold.copy_range(start, stop, weight)
+        scores = self.cold.copy_range(start, stop, weight, state)
         slots, hot = self._slots_in(start, stop), self.hot
         rows = hot.key[slots] - start
         weight[rows] = hot.weight[slots, : weight.shape[1]]
-        states[rows, :-1], states[rows, -1] = hot.state[slots], hot.score[slots]
-        return states
+        state[rows], scores[rows] = hot.state[slots, : state.shape[1]], hot.score[slots]
+        return scores
 
     def _reload_range(self, start: int, stop: int) -> None:
         slots = self._slots_in(start, stop)

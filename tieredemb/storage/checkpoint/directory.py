@@ -2,10 +2,10 @@
 verified.
 
 A directory holds `manifest.json` and the row files that it names (`rows-<token>-<n>.bin`). A save writes row
-files of new names, syncs them, reads them back, and then replaces the manifest: that rename is the moment at
-which the new checkpoint exists. Killed before, the old one loads; killed after, the new one. What no manifest
-names is deleted by the next save. A load opens all row files before it reads them, so that a save may delete
-them under it.
+files of new names, syncs them, reads them back from the disk, and then replaces the manifest: that rename is
+the moment at which the new checkpoint exists. Killed before, the old one loads; killed after, the new one. What
+no manifest names is deleted by the next save. A load opens all row files before it reads them, so that a save
+may delete them under it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError
-from tieredemb.storage.base import ColdRows
-from tieredemb.storage.checkpoint.files import HeldRows, RowFile, write_rows
+from tieredemb.storage.base import ColdRows, RowLayout
+from tieredemb.storage.checkpoint.files import (
+    Array,
+    HeldRows,
+    RowFiles,
+    is_in_memory,
+    place_of,
+    write_rows,
+)
 from tieredemb.storage.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -82,12 +91,12 @@ def _save_rows(
     written: list[str] = []
     try:
         entries = {}
+        names = _new_names(token, written)
         for number, (name, cold) in enumerate(spaces.items()):
-            file = f"rows-{token}-{number}.bin"
-            written.append(file)
-            chunks = write_rows(os.path.join(path, file), cold, held.get(name))
-            with RowFile(path, file) as rows:
-                rows.verify(chunks, cold.layout)
+            files, chunks = write_rows(path, names, cold, held.get(name))
+            if not is_in_memory(path):  # which would read back the memory that it has just written
+                with RowFiles(path, files, chunks, cold.layout) as rows:
+                    rows.verify()
             history, data = "", b""
             if cold.history is not None:
                 history, data = f"history-{token}-{number}.npz", cold.history.to_bytes()
@@ -96,7 +105,7 @@ def _save_rows(
             entries[name] = Space(
                 history=history,
                 history_bytes=len(data),
-                file=file,
+                files=files,
                 layout=layout_fields(cold.layout),
                 identity=dict(identities[name]),
                 metadata=plain_metadata(cold.metadata),
@@ -114,6 +123,13 @@ def _save_rows(
         raise
     fsync_directory(path)
     return manifest
+
+
+def _new_names(token: str, written: list[str]) -> Iterator[str]:
+    """Names of row files, each noted in `written` before it is used."""
+    for number in itertools.count():
+        written.append(f"rows-{token}-{number}.bin")
+        yield written[-1]
 
 
 def _write_whole(path: str, data: bytes) -> None:
@@ -157,7 +173,7 @@ class Opened:
         self,
         path: str,
         manifest: Manifest,
-        files: Mapping[str, RowFile],
+        files: Mapping[str, RowFiles],
         spaces: Spaces,
         histories: Mapping[str, Any],
     ) -> None:
@@ -169,19 +185,12 @@ class Opened:
         """Replaces all rows and metadata of the spaces; hot caches have to be emptied, as what they hold belongs to the
         rows that go. Raises `StorageError` where a space runs full, or what was verified cannot be read again: rows are
         then partly untouched ones."""
-        from tieredemb.kernels.row_encoding_cpu import (
-            in_encoding,  # not before it is needed: numba takes a second to import
-        )
-
         try:
             for cold in self._spaces.values():
                 cold.reset()
             for name, cold in self._spaces.items():
                 entry = self._manifest.spaces[name]
-                for keys, weight, state in self._files[name].chunks(entry.chunks, entry.row_layout):
-                    cold.reserve(keys)
-                    cold.weight[keys] = in_encoding(weight, entry.row_layout.format, cold.layout.format)
-                    cold.state[keys] = state
+                _put_rows(self._files[name], entry.row_layout, cold)
                 cold.metadata = plain_metadata(entry.metadata)
                 if self._histories[name] is not None:
                     cold.history.take(self._histories[name])
@@ -194,6 +203,23 @@ class Opened:
                 f"loading the checkpoint in {self._path!r} failed after it was verified ({error}); load it again, or "
                 "use another checkpoint"
             ) from error
+
+
+def _put_rows(files: RowFiles, layout: RowLayout, cold: ColdRows) -> None:
+    """Puts all rows of `files`, of `layout`, in their places in `cold`."""
+    from tieredemb.kernels.row_encoding_cpu import in_encoding  # not before it is needed, as it imports numba
+
+    reserving = threading.Lock()
+    is_same = layout.format.encoding == cold.layout.format.encoding
+
+    def put(number: int, keys: Array, weight: Array, state: Array) -> None:
+        with reserving:
+            cold.reserve(keys)
+        place = place_of(keys)
+        cold.weight[place] = weight if is_same else in_encoding(weight, layout.format, cold.layout.format)
+        cold.state[place] = state
+
+    files.read("loading rows", put, threads=None if is_same else 1)  # encoding takes all threads itself
 
 
 @contextlib.contextmanager
@@ -226,11 +252,11 @@ def opened(
                 )
             histories = {name: _history_of(path, manifest.spaces[name], cold) for name, cold in spaces.items()}
             for name in spaces:
-                files[name].verify(manifest.spaces[name].chunks, manifest.spaces[name].row_layout)
+                files[name].verify()
         yield Opened(path, manifest, files, spaces, histories)
 
 
-def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[str, RowFile]]:
+def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[str, RowFiles]]:
     """The manifest, and the row files that it names: a save may replace both in between, and another try finds the new
     ones."""
     try:
@@ -241,7 +267,8 @@ def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[
     while True:
         try:
             return manifest, {
-                name: stack.enter_context(RowFile(path, entry.file)) for name, entry in manifest.spaces.items()
+                name: stack.enter_context(RowFiles(path, entry.files, entry.chunks, entry.row_layout))
+                for name, entry in manifest.spaces.items()
             }
         except FileNotFoundError as error:
             again = read_manifest(path)

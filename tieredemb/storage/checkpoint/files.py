@@ -3,6 +3,9 @@ manifest.
 
     chunk: keys (n,) int64 | weight (n, D) carrier | state (n, S + 1) uint32        only rows whose score is
     not zero
+
+Chunk i lies in file i mod F, behind the chunks that are there already. A filesystem lets one thread write to a file at
+a time, so a large key space has several files; a small one has one, as all had before.
 """
 
 from __future__ import annotations
@@ -10,25 +13,32 @@ from __future__ import annotations
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from tieredemb.errors import CheckpointError
+from tieredemb.kernels.chunks import each
+from tieredemb.progress import progress
 from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout
-from tieredemb.storage.file.io import Descriptor, pread_all, pwrite_all
+from tieredemb.storage.file.io import Descriptor, pread_into, pwrite_all
 from tieredemb.storage.system import system
 
 Array = np.ndarray[Any, Any]
 HeldRows = tuple[Array, Array, Array]  # keys int64 (K,), ascending; weight carrier (K, D); state uint32 (K, S + 1)
-_CHUNK_BYTES = 16 << 20  # large enough to stream, small enough to hold a few
+_CHUNK_BYTES = 2 << 20  # large enough to stream, small enough to stay in a CPU's cache until it is written
 _SCAN_ROWS = 1 << 20
 _KEY_BYTES = 8
+_FILES = 16  # of a large key space
+_LARGE_BYTES = 256 << 20
+_BUFFERS_BYTES = 256 << 20  # of all threads
+_IN_MEMORY = (0x01021994, 0x858458F6)  # the types of tmpfs and ramfs
 
 
 class Chunk(NamedTuple):
-    """`rows` rows at byte `offset` of the file, with the CRC-32 of their bytes."""
+    """`rows` rows at byte `offset` of their file, with the CRC-32 of their bytes."""
 
     offset: int
     rows: int
@@ -38,6 +48,29 @@ class Chunk(NamedTuple):
 def bytes_of(rows: int, layout: RowLayout) -> int:
     """Bytes of a chunk of `rows` rows."""
     return rows * (_KEY_BYTES + layout.row_bytes)
+
+
+def is_in_memory(directory: str) -> bool:
+    """Whether files there are memory alone: read twice, they are the same."""
+    return system.statfs(directory) in _IN_MEMORY
+
+
+def _parts(memory: Array, rows: int, layout: RowLayout) -> HeldRows:
+    """Keys, weights and states of a chunk that lies in `memory`, uint8: views of it."""
+    weight_at = rows * _KEY_BYTES
+    state_at = weight_at + rows * layout.columns * layout.carrier.itemsize
+    end = bytes_of(rows, layout)
+    return (
+        memory[:weight_at].view(np.int64),
+        memory[weight_at:state_at].view(layout.carrier).reshape(rows, layout.columns),
+        memory[state_at:end].view(STATE_DTYPE).reshape(rows, layout.state_width + 1),
+    )
+
+
+def place_of(keys: Array) -> Array | slice:
+    """Ascending keys, not empty, as an index: a slice where they are neighbours, which copies at memory's speed."""
+    first, last = int(keys[0]), int(keys[-1])
+    return slice(first, last + 1) if last - first == len(keys) - 1 else keys
 
 
 def used_keys(cold: ColdRows, chunk_rows: int) -> Iterator[Array]:
@@ -58,12 +91,14 @@ def used_keys(cold: ColdRows, chunk_rows: int) -> Iterator[Array]:
         yield np.concatenate(held)
 
 
-def _rows_of(cold: ColdRows, chunk_rows: int, held: HeldRows | None) -> Iterator[HeldRows]:
-    """Keys, weights and states of all written rows, ascending, `chunk_rows` at a time; those `held` instead of what
-    storage has."""
+def _rows_of(
+    cold: ColdRows, chunk_rows: int, held: HeldRows | None
+) -> Iterator[tuple[Array, tuple[Array, Array] | None]]:
+    """The keys of all written rows, ascending, `chunk_rows` at a time. Beside them None: the rows are to be copied from
+    storage. Where some are `held`, their weights and states, of those instead of what storage has."""
     if held is None:
         for keys in used_keys(cold, chunk_rows):
-            yield keys.astype(np.int64, copy=False), cold.weight[keys], cold.state[keys]
+            yield keys, None
         return
     held_keys, held_weight, held_state = held
     done = 0
@@ -77,81 +112,185 @@ def _rows_of(cold: ColdRows, chunk_rows: int, held: HeldRows | None) -> Iterator
         state = np.concatenate([cold.state[kept], held_state[some]])[order]
         for start in range(0, len(keys), chunk_rows):
             part = slice(start, start + chunk_rows)
-            yield keys[order][part], weight[part], state[part]
+            yield keys[order][part], (weight[part], state[part])
         done = end
 
 
-def write_rows(path: str, cold: ColdRows, held: HeldRows | None = None) -> list[Chunk]:
-    """Writes all written rows of `cold`, and those `held` elsewhere, to the new file `path` and syncs it. Raises
-    `OSError`."""
-    chunk_rows = max(1, _CHUNK_BYTES // (_KEY_BYTES + cold.layout.row_bytes))
-    chunks: list[Chunk] = []
-    offset = 0
-    fd = system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+def write_rows(
+    directory: str, names: Iterator[str], cold: ColdRows, held: HeldRows | None = None
+) -> tuple[tuple[str, ...], list[Chunk]]:
+    """Writes all written rows of `cold`, and those `held` elsewhere, to new files of the next of the `names`, and syncs
+    them. Returns which it took, and the chunks. Raises `OSError`."""
+    writer = _Writer(directory, names, cold)
     try:
-        for rows in _rows_of(cold, chunk_rows, held):
-            crc, start = 0, offset
-            for part in rows:
-                data = memoryview(part.reshape(-1).view(np.uint8).data)
-                crc = zlib.crc32(data, crc)
-                pwrite_all(fd, data, offset)
-                offset += data.nbytes
-            chunks.append(Chunk(start, len(rows[0]), crc))
-        system.fsync(fd)
-        system.fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # so that verifying reads what the disk has
+        writer.create()
+        with progress("writing rows", None) as advance:
+            each(writer.write, writer.placed(held), advance, writer.threads)
+        each(writer.sync, writer.fds)
     finally:
-        system.close(fd)
-    return chunks
-
-
-class RowFile:
-    """An open row file of a checkpoint. Raises `OSError`; `CheckpointError` for what it should not hold."""
-
-    def __init__(self, directory: str, name: str) -> None:
-        self._path = os.path.join(directory, name)
-        # a pipe would keep who opens it waiting for who writes it
-        fd = system.open(self._path, os.O_RDONLY | os.O_NONBLOCK)
-        if not stat.S_ISREG(system.fstat(fd).st_mode):
+        for fd in writer.fds:
             system.close(fd)
-            raise CheckpointError(f"{self._path!r} is no regular file; use another checkpoint")
-        self._file = Descriptor(fd)
+    return tuple(writer.files), writer.chunks
 
-    def __enter__(self) -> RowFile:
+
+class _Writer:
+    """Row files that are being written. `files`: their names · `fds`: their descriptors, to be closed."""
+
+    def __init__(self, directory: str, names: Iterator[str], cold: ColdRows) -> None:
+        self._directory, self._names, self._cold, self._layout = directory, names, cold, cold.layout
+        self._chunk_rows = max(1, _CHUNK_BYTES // bytes_of(1, cold.layout))
+        self._memories = _Memories(bytes_of(self._chunk_rows, cold.layout))
+        rows = sum(stop - start for start, stop in cold.used_ranges())
+        self._ends = [0] * (_FILES if rows * cold.layout.row_bytes >= _LARGE_BYTES else 1)
+        self.files: list[str] = []
+        self.fds: list[int] = []
+        self.chunks: list[Chunk] = []
+
+    @property
+    def threads(self) -> int:
+        """How many may write at a time."""
+        return self._memories.threads
+
+    def create(self) -> None:
+        """Makes the next file."""
+        self.files.append(next(self._names))
+        path = os.path.join(self._directory, self.files[-1])
+        self.fds.append(system.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+
+    def placed(self, held: HeldRows | None) -> Iterator[tuple[int, Array, tuple[Array, Array] | None]]:
+        """The number of each chunk, which has its place then, its keys and what `_rows_of` has beside them."""
+        for number, (keys, rows) in enumerate(_rows_of(self._cold, self._chunk_rows, held)):
+            file = number % len(self._ends)
+            if file == len(self.fds):
+                self.create()
+            self.chunks.append(Chunk(self._ends[file], len(keys), 0))
+            self._ends[file] += bytes_of(len(keys), self._layout)
+            yield number, keys, rows
+
+    def write(self, item: tuple[int, Array, tuple[Array, Array] | None], thread: int) -> int:
+        """Writes a chunk that has its place; returns its bytes."""
+        number, keys, rows = item
+        crc, offset = 0, self.chunks[number].offset
+        for part in (keys, *(rows or _stored(self._cold, keys, self._memories, thread))):
+            data = part.reshape(-1).view(np.uint8).data
+            crc = zlib.crc32(data, crc)
+            pwrite_all(self.fds[number % len(self._ends)], data, offset)
+            offset += data.nbytes
+        self.chunks[number] = self.chunks[number]._replace(crc32=crc)
+        return offset - self.chunks[number].offset
+
+    @staticmethod
+    def sync(fd: int, thread: int) -> int:
+        """Makes a file durable, and forgets it in memory: verifying then reads what the disk has."""
+        system.fsync(fd)
+        system.fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return 0
+
+
+def _stored(cold: ColdRows, keys: Array, memories: _Memories, thread: int) -> tuple[Array, Array]:
+    """Weights and states of the rows `keys`: where these are neighbours as they lie in storage, else gathered."""
+    place = place_of(keys)
+    if isinstance(place, slice):
+        return cold.weight[place], cold.state[place]
+    _, weight, state = _parts(memories.of(thread), len(keys), cold.layout)
+    # "clip": keys are in range, and without a check nothing is copied twice
+    np.take(cold.weight, keys, axis=0, out=weight, mode="clip")
+    np.take(cold.state, keys, axis=0, out=state, mode="clip")
+    return weight, state
+
+
+class _Memories:
+    """A buffer of `size_bytes` for each thread, made when it is needed."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._by_thread: dict[int, Array] = {}
+
+    @property
+    def threads(self) -> int:
+        """How many may have one at a time."""
+        return max(1, min(torch.get_num_threads(), _BUFFERS_BYTES // max(1, self._size_bytes)))
+
+    def of(self, thread: int) -> Array:
+        if thread not in self._by_thread:
+            self._by_thread[thread] = np.empty(self._size_bytes, np.uint8)
+        return self._by_thread[thread]
+
+
+class RowFiles:
+    """The open files of a key space of a checkpoint, and its chunks. Raises `OSError`; `CheckpointError` for what they
+    should not hold."""
+
+    def __init__(self, directory: str, names: Sequence[str], chunks: list[Chunk], layout: RowLayout) -> None:
+        self._directory, self._chunks, self._layout = directory, chunks, layout
+        self._is_certain = False  # was verified, and is the same when it is read again
+        self._sizes = [bytes_of(chunk.rows, layout) for chunk in chunks]
+        self._files: list[tuple[str, Descriptor]] = []
+        try:
+            for name in names:
+                path = os.path.join(directory, name)
+                self._files.append((path, _opened(path)))
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> RowFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        for file in self._files:
+            file[1].close()
 
-    def verify(self, chunks: list[Chunk], layout: RowLayout) -> None:
-        """Reads the whole file: size, checksums, keys in range and ascending."""
-        expected = sum(bytes_of(chunk.rows, layout) for chunk in chunks)
-        size = system.fstat(self._file.fd).st_size
-        if size != expected:
-            raise CheckpointError(
-                f"{self._path!r} has {size} bytes and the manifest says {expected}; use another checkpoint"
-            )
-        last = -1
-        for keys, _, _ in self.chunks(chunks, layout):
-            if len(keys) and (keys[0] <= last or keys[-1] >= layout.rows or (np.diff(keys) <= 0).any()):
-                raise CheckpointError(f"{self._path!r} holds keys out of order or range; use another checkpoint")
-            last = int(keys[-1]) if len(keys) else last
-
-    def chunks(self, chunks: list[Chunk], layout: RowLayout) -> Iterator[tuple[Array, Array, Array]]:
-        """Yields keys (n,), weight (n, D) and state (n, S + 1) of each chunk, read-only, with its checksum
-        verified."""
-        for chunk in chunks:
-            data = pread_all(self._file.fd, bytes_of(chunk.rows, layout), chunk.offset)
-            if zlib.crc32(data) != chunk.crc32:
+    def verify(self) -> None:
+        """Reads all files: sizes, checksums, keys in range and ascending."""
+        for number, (path, file) in enumerate(self._files):
+            size, expected = system.fstat(file.fd).st_size, sum(self._sizes[number :: len(self._files)])
+            if size != expected:
                 raise CheckpointError(
-                    f"{self._path!r} is damaged: the checksum of the {chunk.rows} rows at byte {chunk.offset} "
-                    "differs; use another checkpoint"
+                    f"{path!r} has {size} bytes and the manifest says {expected}; use another checkpoint"
                 )
-            weights_at = chunk.rows * _KEY_BYTES
-            state_at = weights_at + chunk.rows * layout.columns * layout.carrier.itemsize
-            yield (
-                np.frombuffer(data, np.int64, chunk.rows),
-                np.frombuffer(data, layout.carrier, chunk.rows * layout.columns, weights_at).reshape(
-                    chunk.rows, layout.columns
-                ),
-                np.frombuffer(data, STATE_DTYPE, offset=state_at).reshape(chunk.rows, -1),
-            )
+        ends = np.zeros((len(self._chunks), 2), np.int64)  # first and last key of each chunk
+
+        def check(number: int, keys: Array, weight: Array, state: Array) -> None:
+            ends[number] = keys[0], keys[-1]
+            if keys[0] < 0 or keys[-1] >= self._layout.rows or (keys[1:] <= keys[:-1]).any():
+                self._refuse_keys(number)
+
+        self.read("verifying rows", check)
+        for before in np.flatnonzero(ends[1:, 0] <= ends[:-1, 1]).tolist():
+            self._refuse_keys(before + 1)
+        self._is_certain = is_in_memory(self._directory)
+
+    def _refuse_keys(self, number: int) -> None:
+        path, _ = self._files[number % len(self._files)]
+        raise CheckpointError(f"{path!r} holds keys out of order or range; use another checkpoint")
+
+    def read(
+        self, title: str, take: Callable[[int, Array, Array, Array], object], *, threads: int | None = None
+    ) -> None:
+        """Calls `take` with the number, keys (n,), weight (n, D) and state (n, S + 1) of each chunk, whose checksum was
+        verified, on several threads at once and in any order. The rows lie in memory that is used again."""
+        memories = _Memories(max(self._sizes, default=0))
+
+        def work(number: int, thread: int) -> int:
+            memory, chunk = memories.of(thread)[: self._sizes[number]], self._chunks[number]
+            path, file = self._files[number % len(self._files)]
+            pread_into(file.fd, memory, chunk.offset)
+            if not self._is_certain and zlib.crc32(memory.data) != chunk.crc32:
+                raise CheckpointError(
+                    f"{path!r} is damaged: the checksum of the {chunk.rows} rows at byte {chunk.offset} differs; use "
+                    "another checkpoint"
+                )
+            take(number, *_parts(memory, chunk.rows, self._layout))
+            return len(memory)
+
+        with progress(title, sum(self._sizes)) as advance:
+            each(work, range(len(self._chunks)), advance, threads or memories.threads)
+
+
+def _opened(path: str) -> Descriptor:
+    fd = system.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would keep who opens it waiting for who writes it
+    if not stat.S_ISREG(system.fstat(fd).st_mode):
+        system.close(fd)
+        raise CheckpointError(f"{path!r} is no regular file; use another checkpoint")
+    return Descriptor(fd)

@@ -25,7 +25,7 @@ from tieredemb.storage.system import system
 
 MANIFEST = "manifest.json"
 FORMAT = "tieredemb checkpoint"
-VERSION = 1
+VERSION = 2  # 1, which older libraries read, where every key space has one row file
 # 64 times what is written, and little memory: a file of holes may be of any size
 _MOST_CHUNK_BYTES = 1 << 30
 _MOST_HISTORY_BYTES = 1 << 40
@@ -36,10 +36,10 @@ _PENDING = re.compile(re.escape(MANIFEST) + r"\.[0-9a-f]{16}")
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """One key space: its row file, what `load` compares with the model, and where its optimizer remembers steps the
+    """One key space: its row files, what `load` compares with the model, and where its optimizer remembers steps the
     file of those, of `history_bytes` bytes."""
 
-    file: str
+    files: tuple[str, ...]
     layout: dict[str, Any]
     identity: dict[str, Any]
     metadata: Metadata
@@ -64,7 +64,7 @@ class Manifest:
 
 def is_leftover(name: str, manifest: Manifest) -> bool:
     """Whether a file in the directory was made by a save and is not part of `manifest`."""
-    named = {name for entry in manifest.spaces.values() for name in (entry.file, entry.history)}
+    named = {name for entry in manifest.spaces.values() for name in (*entry.files, entry.history)}
     is_ours = _ROW_FILE.fullmatch(name) or _HISTORY_FILE.fullmatch(name)
     return bool(_PENDING.fullmatch(name) or (is_ours and name not in named))
 
@@ -76,10 +76,14 @@ def write_manifest(path: str, manifest: Manifest) -> None:
         fields["spaces"][space]["metadata"] = entry.metadata.to_json()
         if not entry.history:  # a library that knows of none reads it
             del fields["spaces"][space]["history"], fields["spaces"][space]["history_bytes"]
+        if len(entry.files) == 1:
+            del fields["spaces"][space]["files"]
+            fields["spaces"][space]["file"] = entry.files[0]
     if not manifest.broken:
         del fields["broken"]  # a library that does not know it reads all checkpoints that are to be trusted
     body = _text(fields)
-    head = {"format": FORMAT, "version": VERSION, "crc32": zlib.crc32(body.encode())}
+    version = 1 if all(len(entry.files) == 1 for entry in manifest.spaces.values()) else VERSION
+    head = {"format": FORMAT, "version": version, "crc32": zlib.crc32(body.encode())}
     data = f'{_text(head)[:-1]},"body":{body}}}\n'.encode()
     fd = system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
@@ -120,7 +124,7 @@ def _parsed(path: str, data: bytes) -> Manifest:
         version = integer_of(outer.get("version"), "version", low=1)
         if version > VERSION:
             raise CheckpointError(
-                f"{path!r} has format version {version}, this library reads version {VERSION}; upgrade tieredemb"
+                f"{path!r} has format version {version}, this library reads versions up to {VERSION}; upgrade tieredemb"
             )
         body = fields_of(outer, "it", ("format", "version", "crc32", "body"))["body"]
         if zlib.crc32(_text(body).encode()) != integer_of(outer["crc32"], "crc32"):
@@ -136,8 +140,9 @@ def _manifest(body: Any) -> Manifest:
     spaces = {
         name: _space(entry, f"spaces[{shown(name)}]") for name, entry in object_of(fields["spaces"], "spaces").items()
     }
-    if len({space.file for space in spaces.values()}) < len(spaces):
-        raise ValueError("two key spaces name one row file")
+    named = [file for space in spaces.values() for file in space.files]
+    if len(set(named)) < len(named):
+        raise ValueError("two key spaces name one row file, or one names it twice")
     return Manifest(
         spaces=spaces,
         extra=object_of(fields["extra"], "extra"),
@@ -146,30 +151,40 @@ def _manifest(body: Any) -> Manifest:
 
 
 def _space(value: Any, name: str) -> Space:
-    required = ("file", "layout", "identity", "metadata", "chunks")
+    several = isinstance(value, dict) and "files" in value
+    required = ("files" if several else "file", "layout", "identity", "metadata", "chunks")
     fields = fields_of(value, name, required, optional=("history", "history_bytes"))
-    file = text_of(fields["file"], f"{name}.file")
-    if not _ROW_FILE.fullmatch(file):  # it is opened: a path would lead out of the directory
-        raise ValueError(f"{name}.file is {shown(file)} and must be the name of a row file")
+    files = _files(list_of(fields["files"], f"{name}.files") if several else [fields["file"]], f"{name}.file")
     history = text_of(fields.get("history", ""), f"{name}.history")
     if history and not _HISTORY_FILE.fullmatch(history):
         raise ValueError(f"{name}.history is {shown(history)} and must be the name of a file of steps")
     return Space(
         history=history,
         history_bytes=integer_of(fields.get("history_bytes", 0), f"{name}.history_bytes", high=_MOST_HISTORY_BYTES),
-        file=file,
+        files=files,
         layout=fields["layout"],
         identity=object_of(fields["identity"], f"{name}.identity"),
         metadata=Metadata.from_json(fields["metadata"], f"{name}.metadata"),
-        chunks=_chunks(fields["chunks"], layout_of(fields["layout"], f"{name}.layout"), f"{name}.chunks"),
+        chunks=_chunks(fields["chunks"], layout_of(fields["layout"], f"{name}.layout"), len(files), f"{name}.chunks"),
     )
 
 
-def _chunks(value: Any, layout: RowLayout, name: str) -> list[Chunk]:
-    """Chunks that follow one another without gaps, of no more rows than there are."""
+def _files(value: list[Any], name: str) -> tuple[str, ...]:
+    files = tuple(text_of(file, name) for file in value)
+    for file in files:
+        if not _ROW_FILE.fullmatch(file):  # it is opened: a path would lead out of the directory
+            raise ValueError(f"{name} is {shown(file)} and must be the name of a row file")
+    if not files:
+        raise ValueError(f"{name}s names none and must name one or more")
+    return files
+
+
+def _chunks(value: Any, layout: RowLayout, files: int, name: str) -> list[Chunk]:
+    """Chunks that follow one another in their files without gaps, of no more rows than there are."""
     chunks: list[Chunk] = []
-    end = rows = 0
-    for entry in list_of(value, name):
+    ends, rows = [0] * files, 0
+    for number, entry in enumerate(list_of(value, name)):
+        end = ends[number % files]
         if len(list_of(entry, name)) != 3:
             raise ValueError(f"{name} has {shown(entry)}, which must be offset, rows and crc32")
         chunk = Chunk(
@@ -181,7 +196,7 @@ def _chunks(value: Any, layout: RowLayout, name: str) -> list[Chunk]:
         if chunk.rows > 1 and size > _MOST_CHUNK_BYTES:
             raise ValueError(f"{name} has a chunk of {size} bytes and must have at most {_MOST_CHUNK_BYTES} in each")
         chunks.append(chunk)
-        end, rows = end + size, rows + chunk.rows
+        ends[number % files], rows = end + size, rows + chunk.rows
     return chunks
 
 

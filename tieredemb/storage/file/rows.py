@@ -20,6 +20,8 @@ from tieredemb.storage.file.lock import FileLock
 from tieredemb.storage.file.pages import PageMap
 from tieredemb.storage.system import system
 
+_READ_BYTES = 1 << 24  # of states at once, which are read whole where scores alone are wanted
+
 
 def regions(layout: RowLayout, header_bytes: int) -> tuple[int, int, int]:
     """Offsets of weights, state and the end of the file."""
@@ -129,18 +131,24 @@ class FileRows(ColdRows):
     def has_all_scores_reserved(self) -> bool:
         return self._state_pages.is_whole
 
-    def copy_range(self, start: int, stop: int, weight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def copy_range(
+        self, start: int, stop: int, weight: np.ndarray[Any, Any], state: np.ndarray[Any, Any]
+    ) -> np.ndarray[Any, Any]:
         """As every tier, but through reads: through the mapping tmpfs would give each hole a page, or a signal where it
         has none left."""
         self._check_usable()
-        states = np.empty((stop - start, self.layout.state_width + 1), STATE_DTYPE)
+        scores = np.empty(stop - start, STATE_DTYPE)
+        at_once = max(1, _READ_BYTES // ((self.layout.state_width + 1) * STATE_DTYPE.itemsize))
         with storage_errors(self.path, "reading rows of"):
             if weight.nbytes:
                 at = self._slots.region_bytes + start * self.layout.columns * weight.itemsize
                 pread_into(self._file.fd, weight, at)
-            if states.nbytes:
-                pread_into(self._file.fd, states, self._state_at + start * states[0].nbytes)
-        return states
+            for lo in range(0, len(scores), at_once):
+                part = slice(lo, min(lo + at_once, len(scores)))
+                states = np.empty((part.stop - lo, self.layout.state_width + 1), STATE_DTYPE)
+                pread_into(self._file.fd, states, self._state_at + (start + lo) * states[0].nbytes)
+                state[part], scores[part] = states[:, : state.shape[1]], states[:, -1]
+        return scores
 
     def used_ranges(self) -> Iterator[tuple[int, int]]:
         """The rows whose score lies in a data extent of the file: holes are skipped by the filesystem."""
