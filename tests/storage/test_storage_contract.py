@@ -95,9 +95,9 @@ def test_rows_start_untouched_with_the_shape_of_their_layout(storage, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("bytes_per_thread", [1, 1 << 20])
-def test_ranges_are_put_and_copied_bit_for_bit(storage, layout, bytes_per_thread, monkeypatch):
-    monkeypatch.setattr(range_copies, "_BYTES_PER_THREAD", bytes_per_thread)
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+def test_ranges_are_put_and_copied_bit_for_bit(storage, layout, chunk_bytes, monkeypatch):
+    monkeypatch.setattr(range_copies, "_CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(file_rows, "_READ_BYTES", 300)
     cold = open_rows(storage, layout)
     source, start = hot_rows(layout, layout.rows), layout.rows // 3

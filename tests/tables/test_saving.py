@@ -518,7 +518,7 @@ def test_checkpoint_holds_no_half_of_another_threads_step(device, tmp_path):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_state_moves_in_parts_as_in_one(device, monkeypatch, optimizer, dtype, threads):
     monkeypatch.setattr(table_set, "COPY_BYTES", 500)
-    monkeypatch.setattr(range_copies, "_BYTES_PER_THREAD", 64)
+    monkeypatch.setattr(range_copies, "_CHUNK_BYTES", 64)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
