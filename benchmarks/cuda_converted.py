@@ -19,7 +19,7 @@ from torch import nn
 import tieredemb
 from benchmarks.cuda_command import keep, make_parser, parse
 from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, MODE_STEPS
-from benchmarks.cuda_step import STATISTIC, release, say
+from benchmarks.cuda_step import STATISTIC, once, release, say
 from benchmarks.cuda_tables import run_fetched, run_fresh
 from benchmarks.cuda_timing import StepTimes, run_steps
 from benchmarks.cuda_workload import Cache, CudaWorkload, batches
@@ -34,6 +34,8 @@ TORCH = "torch, nn.EmbeddingBag(sparse=True)"
 CONVERTED, COLLECTION = "tieredemb, converted", "tieredemb, one collection"
 MODES = 4
 MOST_EAGER = 0.35  # of torch's time, that a converted model may take
+MOST_GRAPH = 1.2  # of the collection's time, that a converted model may take as a graph
+MOST_FETCHED = 1.0  # of its time without prefetch, that a converted model may take with it
 Batch = Sequence[torch.Tensor]
 
 
@@ -132,11 +134,13 @@ def records(plan: Plan) -> list[Record]:
     del model, plain
     release(device)
     for share in SHARES:
+        ms: dict[tuple[str, str], float] = {}
         for provider in (CONVERTED, COLLECTION):
             start = perf_counter()
             trained, given, stats, close = _tiered(provider, plan, share, apart, ids, each, whole)
             for mode, (times, done) in measure(plan, trained, given, stats).items():
                 ratio = times.mean_ms / baseline.mean_ms
+                ms[provider, mode] = times.mean_ms
                 more = {
                     "ratio": ratio,
                     "ratio_label": "× torch",
@@ -150,6 +154,20 @@ def records(plan: Plan) -> list[Record]:
             del trained, stats, close
             release(device)
             say(f"{provider}, {share:.0%}: {perf_counter() - start:.1f} s")
+        found += modes(ms, f"capacity {100 * share:g} %")
+    return found
+
+
+def modes(ms: dict[tuple[str, str], float], config: str) -> list[Record]:
+    """How a converted model's times with prefetch compare with those without, and as a graph with the collection's.
+    `ms`: by provider and mode."""
+    fetched = ms[CONVERTED, FETCHED] / ms[CONVERTED, ""]
+    found = [measured("step, prefetch / eager", CONVERTED, config, "", once(fetched), **at_most(fetched, MOST_FETCHED))]
+    for mode in (GRAPH, FETCHED_GRAPH):
+        if (CONVERTED, mode) in ms:
+            ratio = ms[CONVERTED, mode] / ms[COLLECTION, mode]
+            name = f"step, converted / collection{mode}"
+            found.append(measured(name, CONVERTED, config, "", once(ratio), **at_most(ratio, MOST_GRAPH)))
     return found
 
 

@@ -44,7 +44,8 @@ ROWS, BATCH, ALPHA, SHARE = 2_000_000, 16_384, 1.2, 0.01
 BOTTOM, TOP = (512, 256), (1024, 1024, 512, 256)  # hidden layers; a last one has the tables' width, or one output
 DENSE_LR = 0.01
 AGAIN = 20  # steps of warm-up for a further way of running warm tables: what is made at a first use
-AHEAD, GRAPH, GRAPH_AHEAD = "prefetch", "CUDA graph", "CUDA graph + prefetch"
+EAGER, AHEAD, GRAPH, GRAPH_AHEAD = "eager", "prefetch", "CUDA graph", "CUDA graph + prefetch"
+MOST_AHEAD = 0.9  # of the time of eager steps, that those with prefetch may take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class Plan:
     @property
     def batches(self) -> int:
         """That a variant trains on at most."""
-        return self.warm_up + 2 * min(AGAIN, self.warm_up) + 3 * self.steps + 2 * self.depth
+        return 2 * self.warm_up + 2 * min(AGAIN, self.warm_up) + 4 * self.steps + 2 * self.depth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +186,7 @@ def measure(plan: Plan, variant: Variant, drawn: Sequence[Batch]) -> Measured:
 
 
 def measure_tiered(plan: Plan, variant: Variant, drawn: Sequence[Batch]) -> Measured:
-    """Runs the steps eagerly with prefetch, as CUDA graph, and as CUDA graph with prefetch, each on batches of its own.
+    """Runs the steps eagerly and as CUDA graph, without and with prefetch, each on batches of its own.
 
     Every row has been looked up once before, so that none is generated while it trains."""
     start, work, bound = perf_counter(), plan.work, plan.work.rows**-0.5
@@ -209,10 +210,11 @@ def measure_tiered(plan: Plan, variant: Variant, drawn: Sequence[Batch]) -> Meas
 def measure_ways(
     plan: Plan, module: tieredemb.TieredEmbeddingBagCollection, trainer: Trainer, fresh: Iterator[Batch]
 ) -> Iterator[tuple[str, Run]]:
-    for way in (AHEAD, GRAPH, GRAPH_AHEAD):
-        start, warm_up = perf_counter(), plan.warm_up if way == AHEAD else min(AGAIN, plan.warm_up)
-        step = Heard(trainer.step if way == AHEAD else tieredemb.graph_step(trainer.step))
-        if way == GRAPH:
+    for way in (EAGER, AHEAD, GRAPH, GRAPH_AHEAD):
+        is_eager = way in (EAGER, AHEAD)
+        start, warm_up = perf_counter(), plan.warm_up if is_eager else min(AGAIN, plan.warm_up)
+        step = Heard(trainer.step if is_eager else tieredemb.graph_step(trainer.step))
+        if way in (EAGER, GRAPH):
             own = list(islice(fresh, warm_up + plan.steps))
             times, done = run_fresh(step, own, module.stats, warm_up=warm_up, device=plan.device)
         else:
@@ -245,6 +247,11 @@ def records_of(plan: Plan, found: dict[str, Measured]) -> list[Record]:
     for name, measurement in found.items():
         for way, run in measurement.runs.items():
             records.append(step_record(plan, name, way, run, found))
+        if AHEAD in measurement.runs:
+            eager, ahead = (measurement.runs[way].times.mean_ms for way in (EAGER, AHEAD))
+            bar = barred(at_most(ahead / eager, MOST_AHEAD), quick=plan.quick) if name == "cached" else {}
+            of = VARIANTS[name].config
+            records.append(measured("DLRM step, prefetch / eager", OURS, of, "", once(ahead / eager), **bar))
         config, provider = VARIANTS[name].config, "nn.EmbeddingBag" if name == "torch" else OURS
         records.append(measured("HBM of the tables", provider, config, "MiB", once(measurement.hbm_bytes / 2**20)))
     return records
@@ -282,9 +289,9 @@ def title(plan: Plan) -> str:
         f"Training steps of a DLRM, 13 dense features, bottom MLP {layers(*plan.model.bottom, work.width)}, top MLP "
         f"{layers(*plan.model.top, 1)}, bf16 autocast, SGD; {work}, bags of 1 id, fp32, unified memory, every row "
         f"looked up once before; row-wise Adagrad for the tables where nothing else is said. The mean of {plan.steps} "
-        f"steps on batches never seen before: first eager, with {plan.depth} fetched ahead, after {plan.warm_up} of "
-        f"warm-up, then as CUDA graph without and with prefetch, after {min(AGAIN, plan.warm_up)} more each. torch: "
-        f"{min(TORCH_STEPS, plan.steps)} steps after {min(TORCH_WARM_UP, plan.warm_up)}."
+        f"steps on batches never seen before: first eager, without and with {plan.depth} fetched ahead, after "
+        f"{plan.warm_up} of warm-up, then as CUDA graph without and with prefetch, after "
+        f"{min(AGAIN, plan.warm_up)} more each. torch: {min(TORCH_STEPS, plan.steps)} steps after {min(TORCH_WARM_UP, plan.warm_up)}."
     )
 
 
