@@ -291,7 +291,8 @@ def title(plan: Plan) -> str:
         f"looked up once before; row-wise Adagrad for the tables where nothing else is said. The mean of {plan.steps} "
         f"steps on batches never seen before: first eager, without and with {plan.depth} fetched ahead, after "
         f"{plan.warm_up} of warm-up, then as CUDA graph without and with prefetch, after "
-        f"{min(AGAIN, plan.warm_up)} more each. torch: {min(TORCH_STEPS, plan.steps)} steps after {min(TORCH_WARM_UP, plan.warm_up)}."
+        f"{min(AGAIN, plan.warm_up)} more each. torch: {min(TORCH_STEPS, plan.steps)} steps after "
+        f"{min(TORCH_WARM_UP, plan.warm_up)}."
     )
 
 
