@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tieredemb.kernels import helpers_cpu
-from tieredemb.kernels.native import sleep_microseconds
+from tieredemb.kernels.native import atomic_add, atomic_load, sleep_microseconds
 from tieredemb.kernels.parallel_cpu import Pass, even_bounds, over_ranges, parallel_for
 
 BOUNDS = [0, 10, 20, 20, 30, 40]
@@ -36,9 +36,15 @@ def ranges_note(lo, hi, runs, begins, pair):
 
 
 @over_ranges
-def ranges_sleep(lo, hi, ends, microseconds):
-    sleep_microseconds(np.uint32(microseconds))
-    ends[lo] = 1
+def ranges_meet(lo, hi, address, expected, met):
+    """Each range waits until all of them are at work."""
+    here = atomic_add(address, 1) + 1
+    looks = 0
+    while here < expected and looks < 30_000:
+        sleep_microseconds(np.uint32(1000))
+        here = atomic_load(address)
+        looks += 1
+    met[lo] = here
 
 
 @over_ranges
@@ -74,12 +80,10 @@ def test_nothing_is_run_over_no_ranges():
 
 
 def test_helpers_work_at_the_same_time():
-    ends = np.zeros(40)
-    parallel_for(ranges_sleep, [0, 10, 20, 30, 40], ends, 1)  # by now there are helpers
-    begun = time.perf_counter()
-    parallel_for(ranges_sleep, [0, 10, 20, 30, 40], ends, 200_000)
-    assert time.perf_counter() - begun < 0.7  # four times 0.2 s, one after the other, would be 0.8
-    assert ends.sum() == 4
+    for _ in range(5):
+        count, met = np.zeros(1, np.int64), np.zeros(40, np.int64)
+        parallel_for(ranges_meet, [0, 10, 20, 30, 40], count.ctypes.data, 4, met)
+        assert met[[0, 10, 20, 30]].tolist() == [4, 4, 4, 4]
 
 
 def test_one_thread_calls_nobody(monkeypatch):
