@@ -3,9 +3,9 @@
 
 Who calls a kernel works on its ranges too, and waits for nobody but a helper that has begun one: on a machine whose
 cores are busy the caller does most of the work itself, where the barrier of an OpenMP team would wait until each thread
-has had a core (beside one other process a small step took 20 times as long). A helper looks for the next call for a
-moment before it sleeps, as the kernels of a step follow on each other: to hand work over takes 2 microseconds then,
-and 50 where it has to wake up; through Python's queues and locks it took 80.
+has had a core (beside one busy process a step of 26 tables took 20 times as long). A helper looks for the next call
+for a moment before it sleeps, as the kernels of a step follow on each other: a call of two empty ranges takes 4
+microseconds then. Through Python's queues and locks it took 80.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import ctypes
 import functools
 import inspect
 import os
-import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +30,7 @@ from tieredemb.kernels.native import (
     atomic_exchange,
     atomic_load,
     call_with,
+    condition_broadcast,
     condition_signal,
     condition_wait,
     load_long,
@@ -45,12 +46,12 @@ LINE = 128  # bytes: cache lines are fetched in pairs
 # it, helpers that are called and have not come, helpers asleep, whether they are to end, what those asleep wait for;
 # then the job: the addresses of a function and of its argument.
 OPEN, AT_IT, CALLED, ASLEEP, IS_OVER, MUTEX, CONDITION, JOB, END = range(0, 9 * LINE, LINE)
-LOOKS = 1000  # of a helper that waits for a call, with a pause each, before it sleeps: some 40 microseconds
+LOOKS = 1000  # of a helper that waits for a call, with a pause each, before it sleeps: some 25 microseconds
 
 
 @inline
 def takes_call(board):
-    """Whether a helper is called. If so it has come: no other takes its place."""
+    """Whether a helper was called; takes the call, so that no other comes in its place."""
     if atomic_load(board + CALLED) <= 0:
         return False
     if atomic_add(board + CALLED, -1) > 0:
@@ -83,14 +84,6 @@ def helper_serve(board):
         atomic_add(board + AT_IT, -1)
 
 
-@inline
-def wake(board, helpers):
-    mutex_lock(board + MUTEX)
-    for _ in range(helpers):
-        condition_signal(board + CONDITION)
-    mutex_unlock(board + MUTEX)
-
-
 def job_run(board, helpers, function, data):
     """Calls `function(data)`, both of them addresses, on this thread and on up to `helpers` others. Returns once this
     thread and those that had come are done; one that comes late finds no job."""
@@ -100,7 +93,10 @@ def job_run(board, helpers, function, data):
     atomic_exchange(board + CALLED, helpers)
     asleep = atomic_load(board + ASLEEP)
     if asleep > 0:
-        wake(board, min(helpers, asleep))
+        mutex_lock(board + MUTEX)
+        for _ in range(min(helpers, asleep)):
+            condition_signal(board + CONDITION)
+        mutex_unlock(board + MUTEX)
     call_with(function, data)
     atomic_exchange(board + OPEN, 0)
     atomic_exchange(board + CALLED, 0)
@@ -113,9 +109,12 @@ def job_run(board, helpers, function, data):
             yield_core()  # to one that has begun and lost its core
 
 
-def helpers_end(board, helpers):
+def helpers_end(board):
+    """Lets all helpers go, those too that an interrupt has kept from being counted."""
     atomic_exchange(board + IS_OVER, 1)
-    wake(board, helpers)
+    mutex_lock(board + MUTEX)
+    condition_broadcast(board + CONDITION)
+    mutex_unlock(board + MUTEX)
 
 
 @functools.cache
@@ -139,6 +138,8 @@ class Board:
             error = getattr(ctypes.CDLL(None), init)(ctypes.c_void_p(self.address + place), None)
             if error:
                 raise OSError(error, os.strerror(error))
+        # not at the end of the process: its threads end with it, asleep on memory that their frames hold
+        weakref.finalize(self, _end, self._memory, self.address).atexit = False
 
     def staff(self, wanted: int) -> int:
         """How many helpers there are, at most `wanted`."""
@@ -151,9 +152,10 @@ class Board:
                     self._helpers += 1
         return min(wanted, self._helpers)
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # threads of the process end with it, asleep on memory that their frames hold
-            compiled(helpers_end).ctypes(self.address, self._helpers)
+
+def _end(memory: object, address: int) -> None:
+    """`memory`: where the board lies, alive until then."""
+    compiled(helpers_end).ctypes(address)
 
 
 def _serve(memory: object, address: int) -> None:

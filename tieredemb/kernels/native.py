@@ -20,6 +20,7 @@ mutex_lock: Any = types.ExternalFunction("pthread_mutex_lock", types.int32(types
 mutex_unlock: Any = types.ExternalFunction("pthread_mutex_unlock", types.int32(types.int64))
 condition_wait: Any = types.ExternalFunction("pthread_cond_wait", types.int32(types.int64, types.int64))  # with a mutex
 condition_signal: Any = types.ExternalFunction("pthread_cond_signal", types.int32(types.int64))
+condition_broadcast: Any = types.ExternalFunction("pthread_cond_broadcast", types.int32(types.int64))
 yield_core: Any = types.ExternalFunction("sched_yield", types.int32())
 sleep_microseconds: Any = types.ExternalFunction("usleep", types.int32(types.uint32))
 copy_bytes: Any = types.ExternalFunction("memcpy", types.int64(types.int64, types.int64, types.int64))  # target, source
@@ -52,14 +53,21 @@ load_word = _load("load_word", types.uint32)
 load_long = _load("load_long", types.int64)
 
 
-@intrinsic
-def atomic_add(typingctx, address, value):
-    """Adds an int64 to the one at `address` (int64) and returns what was there: sequentially consistent."""
+def _atomic(name: str, operation: str) -> Any:
+    """Device function `(address, value)`, both int64: does the operation on the int64 there and returns what that was.
+    Sequentially consistent."""
 
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("add", _pointer(builder, args[0], 64), args[1], "seq_cst")
+    def function(typingctx, address, value):
+        def codegen(context, builder, signature, args):
+            return builder.atomic_rmw(operation, _pointer(builder, args[0], 64), args[1], "seq_cst")
 
-    return types.int64(types.int64, types.int64), codegen
+        return types.int64(types.int64, types.int64), codegen
+
+    return _named(name, function)
+
+
+atomic_add = _atomic("atomic_add", "add")
+atomic_exchange = _atomic("atomic_exchange", "xchg")
 
 
 @intrinsic
@@ -70,16 +78,6 @@ def atomic_load(typingctx, address):
         return builder.load_atomic(_pointer(builder, args[0], 64), "seq_cst", 8)
 
     return types.int64(types.int64), codegen
-
-
-@intrinsic
-def atomic_exchange(typingctx, address, value):
-    """Puts an int64 at `address` (int64) and returns what was there: sequentially consistent."""
-
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("xchg", _pointer(builder, args[0], 64), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
 
 
 @intrinsic

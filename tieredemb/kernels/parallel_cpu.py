@@ -35,8 +35,8 @@ def num_threads() -> int:
 
 
 def even_bounds(n: int, grain: int) -> list[int]:
-    """Cuts 0 … n into even ranges of at least `grain`, for as many threads as there are: below it a thread costs more
-    than it brings."""
+    """Cuts 0 … n into even ranges of at least `grain`, a few for each thread: below the grain a thread costs more than
+    it brings."""
     if n < 2 * grain or num_threads() == 1:
         return [0, n]
     parts = max(1, min(FINENESS * num_threads(), n // max(1, grain)))
@@ -49,12 +49,12 @@ def parallel_for(kernel: Callable[..., int], bounds: list[int], *args: Any) -> N
     The calling thread takes part. An exception that comes amid the call, an interrupt for one, comes before all of the
     ranges or after them.
     """
-    _run(kernel, _job(bounds), args)
+    _run(kernel, _job(_who(bounds), bounds), args)
 
 
-def _job(bounds: list[int]) -> Any:
+def _job(who: tuple[int, int, int], bounds: list[int]) -> Any:
     """What compiled code is told, int64: who works (`_WHO`), the bounds (K + 1), whether a range was run (K)."""
-    return np.array([*_who(bounds), *bounds, *[0] * (len(bounds) - 1)])
+    return np.array([*who, *bounds, *[0] * (len(bounds) - 1)])
 
 
 def _who(bounds: list[int]) -> tuple[int, int, int]:
@@ -73,7 +73,7 @@ class Pass:
 
     def __init__(self, kernel: Callable[..., int], bounds: list[int], *args: Any) -> None:
         self._kernel, self._bounds, self._args = kernel, bounds, args
-        self._job = _job(bounds)
+        self._job = _job(_NOBODY, bounds)
 
     @property
     def begun(self) -> bool:
@@ -82,7 +82,7 @@ class Pass:
 
     def run(self) -> None:
         """Runs what was not run before, as `parallel_for` does."""
-        self._job[:_WHO] = _who(self._bounds)  # this thread's
+        self._job[:_WHO] = _who(self._bounds)  # of the thread that runs it
         _run(self._kernel, self._job, self._args)
 
 
@@ -171,7 +171,8 @@ def _worker(context: Any, module: Any, name: str, job: Any, kernel: Any, kinds: 
 
 
 def _call(builder: Any, work: Any, data: Any, who: list[Any]) -> None:
-    """Emits the call of `work` by all `who` work: `job_run` and what it is told of them, or zeros."""
+    """Emits the call of `work` by this thread and its helpers. `who`: the address of `job_run` and what that is told,
+    or zeros for this thread alone."""
     run, board, helpers = who
     kind = ir.FunctionType(ir.VoidType(), [_LONG] * 4)
     with builder.if_else(builder.icmp_unsigned("!=", run, _LONG(0))) as (together, alone):
