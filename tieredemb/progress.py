@@ -1,4 +1,4 @@
-"""How far a call is that works on whole tables: a bar on a terminal, once the call has taken two seconds."""
+"""How far a call is that takes long: a bar on a terminal, once the call has taken two seconds."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-Advance = Callable[[int], object]
+Advance = Callable[[int], object]  # told what was done since the last call
 _SILENT_SECONDS = 2.0  # what is over by then needs no bar
 
 
 @contextlib.contextmanager
-def progress(title: str, size_bytes: int | None) -> Iterator[Advance]:
-    """Yields what is to be called with each number of bytes that is done, of `size_bytes`, where they are known. Shows
-    nothing without tqdm, and where stderr is no terminal."""
+def progress(title: str, total: int | None, unit: str = "B") -> Iterator[Advance]:
+    """Yields what is to be called with each number of bytes, or of another `unit`, that is done, of `total`, where that
+    is known. Shows nothing without tqdm, and where stderr is no terminal."""
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda done: None
         return
-    late = _LateBar(title, size_bytes)
+    late = _LateBar(title, total, unit)
     try:
         yield late.advance
     finally:
@@ -31,8 +31,8 @@ class _LateBar:
     """A bar that is made when it is to be seen. tqdm takes a lock for it that processes share: a child that was killed
     with it keeps all others waiting, who had better not ask for it."""
 
-    def __init__(self, title: str, size_bytes: int | None) -> None:
-        self._title, self._size_bytes = title, size_bytes
+    def __init__(self, title: str, total: int | None, unit: str) -> None:
+        self._title, self._total, self._unit = title, total, unit
         self._begun, self._done = time.monotonic(), 0
         self.bar: Any = None
 
@@ -49,5 +49,5 @@ class _LateBar:
         except ImportError:
             self._begun = float("inf")  # nobody asks again
             return None
-        title = f"tieredemb: {self._title}"
-        return tqdm(total=self._size_bytes, desc=title, unit="B", unit_scale=True, unit_divisor=1024, leave=False)
+        title, divisor = f"tieredemb: {self._title}", 1024 if self._unit == "B" else 1000
+        return tqdm(total=self._total, desc=title, unit=self._unit, unit_scale=True, unit_divisor=divisor, leave=False)

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from tieredemb import plots
 from tieredemb.cache_hit.generate import ZipfTrace, generate
 from tieredemb.cache_hit.options import POLICY_HELP, capacity_rows, parse_policy, words
 from tieredemb.cache_hit.report import heading, hit_rate_table, target_table, write_csv
-from tieredemb.cache_hit.run import Advance, Contender, HitRate, Workload, capacity_for, contenders, sweep
+from tieredemb.cache_hit.run import Contender, HitRate, Workload, capacity_for, contenders, sweep
 from tieredemb.cache_hit.traces import FORMATS, Trace, read_trace
 from tieredemb.errors import ConfigError
+from tieredemb.progress import Advance, progress
 
 DESCRIPTION = """\
 Measures which share of a trace's lookups a hot cache serves, by running the real plan and policy over it.
@@ -202,16 +202,5 @@ def _find_target(
     print(f"\n{target_table(target, found, workload)}")
 
 
-@contextlib.contextmanager
-def _progress(title: str, accesses: int | None, quiet: bool) -> Iterator[Advance]:
-    """A bar on a terminal if tqdm is there, else nothing."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        quiet = True
-    if quiet:
-        yield lambda accesses: None
-        return
-    # disable=None: no bar where stderr is no terminal
-    with tqdm(total=accesses, desc=title, unit=" accesses", unit_scale=True, disable=None, leave=False) as bar:
-        yield bar.update
+def _progress(title: str, accesses: int | None, quiet: bool) -> contextlib.AbstractContextManager[Advance]:
+    return contextlib.nullcontext(lambda done: None) if quiet else progress(title, accesses, " accesses")

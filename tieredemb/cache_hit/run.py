@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,13 +18,12 @@ from tieredemb.cache_hit.references import Uses, belady, best_static, uses_of
 from tieredemb.cache_hit.traces import Trace
 from tieredemb.config import Policy
 from tieredemb.errors import ConfigError
+from tieredemb.progress import Advance
 
 TARGET_PRECISION = 0.01  # the capacity of a target is bracketed this closely: hit rates move by far less over 1 %
 CLASSIC_POLICIES = {word: parse_policy(word) for word in ("lru", "lfu-forget")}
 """The references that are policies: plain LRU, and LFU as caches have it, where an evicted row loses its
 count."""
-
-Advance = Callable[[int], None]  # told the accesses that were run since the last call
 
 
 @dataclass(frozen=True, kw_only=True)
