@@ -8,7 +8,7 @@ import torch
 import tieredemb as te
 from tieredemb.pipeline.pace import FIRST, LAST, SETTLE, SPAN, SPANS, Pace
 
-TRIAL = SPAN * SPANS
+TRIAL = SPAN * sum(SPANS)
 
 
 class Gpu:
@@ -53,11 +53,25 @@ def run(pace, clock, steps, *, ahead=1.0, alone=2.0, disturbed=(), lucky=()):
 @pytest.mark.parametrize(("alone", "stays"), [(2.0, True), (0.5, False)])
 def test_the_faster_way_stays(clock, alone, stays):
     pace = Pace(torch.device("cuda", 0), 2)
-    found = run(pace, clock, 400, alone=alone)
-    assert found[: FIRST + TRIAL] == [True] * (FIRST + TRIAL)
-    tried = TRIAL + SETTLE + 2
-    assert found[FIRST + TRIAL : FIRST + TRIAL + tried] == [False] * tried
-    assert set(found[FIRST + 2 * TRIAL + 4 * SETTLE : 16 * FIRST]) == {stays}
+    found = run(pace, clock, 100, alone=alone)
+    before, other, after = (SPAN * spans for spans in SPANS)
+    settle = 1 + SETTLE + 2  # the first of them, and those that were planned before it
+    first = FIRST + before
+    assert found[:first] == [True] * first
+    assert found[first : first + settle + other] == [False] * (settle + other)
+    second = first + settle + other
+    assert found[second : second + settle + after] == [True] * (settle + after)
+    assert set(found[second + settle + after + SPAN :]) == {stays}
+
+
+@pytest.mark.parametrize(("alone", "stays"), [(1.1, True), (0.9, False)])
+@pytest.mark.parametrize("drift", [0.98, 1.02])
+def test_what_makes_all_steps_faster_by_and_by_decides_nothing(clock, drift, alone, stays):
+    pace = Pace(torch.device("cuda", 0), 1)
+    for step in range(100):
+        pace.step()
+        clock.now += drift**step * (1.0 if pace.ahead else alone)
+    assert pace.ahead == stays
 
 
 def test_a_disturbed_span_does_not_count(clock):
@@ -77,7 +91,7 @@ def test_what_saves_next_to_nothing_is_left(clock, alone, stays):
 
 def test_trials_come_less_and_less_often_and_see_what_changes(clock):
     pace = Pace(torch.device("cuda", 0), 1)
-    assert not run(pace, clock, 150, alone=0.5)[-1]
+    assert not run(pace, clock, 100, alone=0.5)[-1]
     assert run(pace, clock, 20 * FIRST, alone=2.0)[-1]
     found = run(pace, clock, 200_000)
     changes = [step for step in range(1, len(found)) if found[step] != found[step - 1]]
@@ -89,17 +103,19 @@ def test_trials_come_less_and_less_often_and_see_what_changes(clock):
 def test_nothing_waits_for_the_gpu_and_a_trial_goes_on_until_it_has_come(clock):
     pace = Pace(torch.device("cuda", 0), 1)
     clock.is_late = True
-    assert not run(pace, clock, 1000)[-1]
+    assert run(pace, clock, 1000, alone=0.5)[-1]
     clock.is_late = False
-    assert run(pace, clock, 2)[-1]
+    assert not run(pace, clock, 2, alone=0.5)[-1]
 
 
-def test_a_loop_that_is_left_begins_its_trial_anew(clock):
+@pytest.mark.parametrize("steps", [FIRST + 3, FIRST + TRIAL // 2, FIRST + TRIAL])
+def test_a_loop_that_is_left_begins_its_trial_anew(clock, steps):
     pace = Pace(torch.device("cuda", 0), 1)
-    run(pace, clock, FIRST + 3)
+    run(pace, clock, steps)
     pace.leave()
+    assert pace.ahead
     clock.now += 1000.0
-    assert run(pace, clock, 150)[-1]
+    assert run(pace, clock, 90)[-1]
 
 
 def test_where_plans_are_made_by_others_nothing_is_timed():

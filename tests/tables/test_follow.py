@@ -18,7 +18,6 @@ from torch import nn
 
 import tieredemb as te
 from tieredemb.errors import BackwardError, ConfigError, InvalidInputError, StorageError, UnsupportedError
-from tieredemb.tables.followers import _is_same
 from tieredemb.tables.stand_in import StandIn
 
 
@@ -1090,13 +1089,3 @@ def test_a_step_that_an_interrupt_ends_before_the_update_may_be_taken_again(devi
     optimizer.step()
     assert not equal(tensors(models[0])[1], before[1])
     assert kept is not None
-
-
-def test_param_groups_are_compared_without_asking_a_tensor():
-    plain = {"lr": 0.5, "betas": (0.9, 0.99), "foreach": None}
-    group = {"params": [torch.zeros(2)], **plain}
-    assert _is_same(group, plain)
-    assert not _is_same({**group, "lr": 0.25}, plain)
-    assert not _is_same({**group, "lr": torch.tensor(0.5)}, plain)  # it may be another number at any time
-    assert not _is_same({**group, "betas": (torch.tensor(0.9), 0.99)}, plain)
-    assert not _is_same({"params": [], "lr": 0.5}, plain)

@@ -33,6 +33,17 @@ def tensors_of(batch: Any) -> Iterator[tuple[Path, torch.Tensor]]:
             todo += [((*path, step), part) for step, part in _parts(value) if not isinstance(part, PLAIN)]
 
 
+def are_on_gpu(batch: Any) -> bool:
+    """Whether all tensors in a batch are on a GPU."""
+    if type(batch) in (list, tuple):  # of many tables: asked of each step
+        for part in batch:
+            if not (isinstance(part, torch.Tensor) and part.is_cuda):
+                break
+        else:
+            return True
+    return all(tensor.is_cuda for _, tensor in tensors_of(batch))
+
+
 def _parts(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
     if isinstance(value, Mapping):
         yield from ((("item", key), part) for key, part in value.items())

@@ -99,15 +99,17 @@ class Buffers:
         into = self.batch
         if type(batch) not in (list, tuple) or type(into) is not type(batch) or len(batch) != len(into) or not batch:
             return False
-        dtype = batch[0].dtype if isinstance(batch[0], torch.Tensor) else None
-        if len(into) < MANY or not self._are_distinct:
+        gpu, dtype = self._gpu, batch[0].dtype if isinstance(batch[0], torch.Tensor) else None
+        if gpu is None or len(into) < MANY or not self._are_distinct:
+            return False
+        if dtype is None or dtype.is_floating_point or dtype.is_complex:  # may be views that negate or conjugate
             return False
         for tensor, buffer in zip(batch, into, strict=True):
             if not (isinstance(tensor, torch.Tensor) and isinstance(buffer, torch.Tensor)):
                 return False
             if tensor.dtype is not dtype or buffer.dtype is not dtype:
                 return False
-            if tensor.shape != buffer.shape or not self._is_here(tensor):
+            if tensor.shape != buffer.shape or tensor.get_device() != gpu.index or not tensor.is_contiguous():
                 return False
         with torch.no_grad():
             torch._foreach_copy_(into, batch)

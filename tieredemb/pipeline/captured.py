@@ -22,6 +22,7 @@ from tieredemb.pipeline.leaves import Leaves
 from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.group import DeviceGroup
+from tieredemb.tables.options_told import OptionsTold
 
 R = TypeVar("R")
 EAGER_STEPS = 2  # on the buffers, before the capture: what is made at a first use must not be captured
@@ -41,11 +42,12 @@ class StepFunction(Generic[R]):
         self._locks = Locks(self.caches)
         self._function = function
         self._leaves = Leaves(self.device)
-        # of each module: what it is configured with, which a move replaces, and whether it trains
-        self._captured_of = [(module, module.tables.config, module.is_trainable) for module in self.modules]
+        wholes = dict.fromkeys(module.tables.whole.placed for module in self.modules)
+        self._wholes = [(placed, placed.now) for placed in wholes]  # which a move replaces
+        self._trainable = [(module, module.is_trainable) for module in self.modules]
         self._places = [module.tables.placed.now for module in self.modules]
-        trained = [module.engine.optimizer for module, _, trains in self._captured_of if trains and self.trains]
-        self._optimizers = [optimizer for optimizer in trained if optimizer is not None]
+        trained = [module.engine.optimizer for module, trains in self._trainable if trains and self.trains]
+        self._options = OptionsTold([optimizer for optimizer in trained if optimizer is not None])
         self._alike = self._optimizers_alike()
         with on_device(self.device):
             self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -62,8 +64,11 @@ class StepFunction(Generic[R]):
 
     def is_current(self) -> bool:
         """Whether tables are where they were, and train if they did: what was captured counts on it."""
-        for module, config, trains in self._captured_of:
-            if module.tables.config is not config or module.is_trainable is not trains:
+        for placed, place in self._wholes:
+            if placed.now is not place:
+                return False
+        for module, trains in self._trainable:
+            if module.is_trainable is not trains:
                 return False
         return self._alike == self._optimizers_alike()
 
@@ -139,8 +144,7 @@ class StepFunction(Generic[R]):
         """What the host does at a forward and at an update, which a replay is neither of."""
         for place in self._places:
             place.check_earlier()
-        for optimizer in self._optimizers:
-            optimizer.upload()
+        self._options.tell()
 
     def after_capture(self) -> None:
         """The caches go on from the current stream, where replays run, and not from the one that was captured."""

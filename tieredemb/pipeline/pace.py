@@ -12,14 +12,19 @@ from itertools import pairwise
 import torch
 
 FIRST, LAST = 16, 16384  # steps from one trial to the next: more each time
-SPAN, SPANS = 4, 4  # steps that are timed as one, and how often in each way
+SPAN = 4  # steps that are timed as one
+SPANS = (2, 4, 2)  # of a trial: as the loop goes, the other way, and as it goes again
 WORTH = 1.03  # planning ahead has to save more than this: it costs the host in any case
 SETTLE = 4  # steps after a change that are not timed, beside those that were planned before it
 
 
 class Pace:
     """Of the loops over one `device`, whose steps plan `depth` batches ahead if `ahead`. Its calls come from the thread
-    that runs the loop."""
+    that runs the loop.
+
+    A trial has the other way between two halves of the first one: what changes by and by, as a cache does that fills,
+    is as good for the one as for the other.
+    """
 
     def __init__(self, device: torch.device, depth: int) -> None:
         self.ahead = True
@@ -27,45 +32,57 @@ class Pace:
         self._settle = SETTLE + depth
         self._between = FIRST
         self._left = FIRST  # steps until a trial begins
-        self._events: dict[bool, list[torch.cuda.Event]] = {}  # of a trial, by whether steps planned ahead
-        self._wait = 0  # steps until the next of them
+        self._parts: list[list[torch.cuda.Event]] = []  # of a trial: between any two events is a span
+        self._wait = 0  # steps until the next event
 
     def step(self) -> None:
         """A step is about to begin. Does not synchronise."""
         if self._left:
             self._left -= 1
-            return
-        if self._wait:
+        elif self._wait:
             self._wait -= 1
-            return
-        events = self._events.setdefault(self.ahead, [])
-        if len(events) <= SPANS:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
-            events.append(event)
-            self._wait = SPAN - 1
-            if len(events) > SPANS and len(self._events) == 1:
-                self._turn(not self.ahead)
-        elif events[-1].query():  # type: ignore[no-untyped-call]
-            times = {ahead: _usual(each) for ahead, each in self._events.items()}
-            times[True] *= WORTH
-            self._events = {}
-            self._between = min(16 * self._between, LAST)
-            self._left = self._between
-            if times[not self.ahead] < times[self.ahead]:
-                self._turn(not self.ahead)
+        elif len(self._parts) < len(SPANS) or len(self._parts[-1]) <= SPANS[-1]:
+            self._note()
+        elif self._parts[-1][-1].query():  # type: ignore[no-untyped-call]
+            self._decide()
 
-    def _turn(self, ahead: bool) -> None:
-        self.ahead, self._wait = ahead, self._settle
+    def _note(self) -> None:
+        """A span begins, or ends."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        self._parts = self._parts or [[]]
+        self._parts[-1].append(event)
+        self._wait = SPAN - 1
+        if len(self._parts[-1]) > SPANS[len(self._parts) - 1] and len(self._parts) < len(SPANS):
+            self._parts.append([])
+            self._turn()
+
+    def _turn(self) -> None:
+        self.ahead, self._wait = not self.ahead, self._settle
+
+    def _decide(self) -> None:
+        before, other, after = map(_spans, self._parts)
+        times = {self.ahead: _usual(before + after), not self.ahead: _usual(other)}
+        times[True] *= WORTH
+        self._parts = []
+        self._between = min(4 * self._between, LAST)
+        self._left = self._between
+        if times[not self.ahead] < times[self.ahead]:
+            self._turn()
 
     def leave(self) -> None:
         """The loop has ended: a trial that is under way begins anew with the next one."""
-        if self._events:
-            self.ahead = next(iter(self._events))  # as it was before
-            self._events, self._left, self._wait = {}, self._settle, 0
+        if self._parts:
+            self.ahead ^= len(self._parts) == 2  # as it was before
+            self._parts, self._left, self._wait = [], self._settle, 0
 
 
-def _usual(events: list[torch.cuda.Event]) -> float:
-    """Milliseconds of the second fastest span: one may be lucky, and some are disturbed."""
-    spans = [float(begin.elapsed_time(end)) for begin, end in pairwise(events)]  # type: ignore[no-untyped-call]
-    return sorted(spans)[1]
+def _spans(events: list[torch.cuda.Event]) -> list[float]:
+    """Milliseconds of the spans of one part."""
+    return [float(begin.elapsed_time(end)) for begin, end in pairwise(events)]  # type: ignore[no-untyped-call]
+
+
+def _usual(spans: list[float]) -> float:
+    """The mean but for the fastest and the slowest: one may be lucky, and some are disturbed."""
+    middle = sorted(spans)[1:-1]
+    return sum(middle) / len(middle)

@@ -17,7 +17,7 @@ from tieredemb.cache.base import Cache
 from tieredemb.cache.locks import Locks
 from tieredemb.kernels.streams import current_stream, on_stream, side_stream
 from tieredemb.modules.base import TieredModule
-from tieredemb.pipeline.batches import map_tensors, tensors_of
+from tieredemb.pipeline.batches import are_on_gpu, map_tensors, tensors_of
 from tieredemb.pipeline.joint_plans import PlannedUnit, Units, plan_units
 from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.step.call import Call
@@ -221,7 +221,7 @@ class _Copies:
 
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
         """The batch on the device, or on its way there, and what is to be called before it is used."""
-        if all(tensor.is_cuda for _, tensor in tensors_of(batch)):
+        if are_on_gpu(batch):
             return batch, _nothing
         with torch.cuda.stream(side_stream(self._device)):
             moved = map_tensors(batch, self._to_device, lambda value: _moved(value, self._device))

@@ -18,7 +18,7 @@ from tieredemb.lookup.device_bags import MAX_BAGS, DeviceBags, join_edges
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import NUMBERS, BackwardPass, CallContext
 from tieredemb.step.device_call import DeviceCall
-from tieredemb.step.device_group_call import DeviceGroupCall
+from tieredemb.step.device_group_call import DeviceGroupCall, shallow_copy
 from tieredemb.step.planned_forwards import Waiting, forms, marks
 from tieredemb.tables.pool import Pool, Together
 
@@ -308,7 +308,10 @@ class PlannedTogether(Waiting):
 
     def again(self, call: Call) -> PlannedTogether:
         assert isinstance(call, JointCall)
-        return PlannedTogether(call, self._forwards)
+        planned = shallow_copy(self)  # tensors show what they did
+        planned._call, planned._taken = call, set()
+        planned._marks = [marks(given) for _, given in self._forwards]
+        return planned
 
     def wait(self) -> None:
         """It was made at once."""

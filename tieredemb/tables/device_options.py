@@ -25,7 +25,7 @@ class DeviceOptions:
         self._numbers: torch.Tensor | None = None
         if device.type == "cuda":
             self._numbers = torch.zeros(MOST_NUMBERS, dtype=torch.float64, device=device)
-        self._told: dict[str, Any] | None = None
+        self.said: dict[str, Any] | None = None  # what was told last: another object each time
         self.told_of: object = None  # what the caller has made these of, for it to know
 
     @property
@@ -33,6 +33,11 @@ class DeviceOptions:
         """float64 (`MOST_NUMBERS`,), of which the learning rate is the first; see `device_numbers`."""
         assert self._numbers is not None
         return self._numbers
+
+    @property
+    def notes_steps(self) -> bool:
+        """Whether anybody listens to `note_step`."""
+        return any(isinstance(each, DeviceGroup) and each.is_dense for each in self._tables.groups)
 
     def note_step(self) -> None:
         """A step is about to come, with the options that were told last."""
@@ -44,12 +49,11 @@ class DeviceOptions:
         """Takes over `options`, numbers by name. Does not synchronise, and is no part of a capture. Raises
         `ConfigError` for a learning rate that is negative or no number."""
         self.note_step()
-        if self._told == options:
+        if self.said == options:
             return
         check_rate(options["lr"])
         first = self._tables.groups[0]
-        if self._numbers is None or not isinstance(first, DeviceGroup):
-            return
-        with first.cache.using(), outside_capture(first.config.device):
-            first.lookup.set_options(self._numbers, options)
-        self._told = dict(options)
+        if self._numbers is not None and isinstance(first, DeviceGroup):
+            with first.cache.using(), outside_capture(first.config.device):
+                first.lookup.set_options(self._numbers, options)
+        self.said = dict(options)

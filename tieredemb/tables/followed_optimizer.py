@@ -84,7 +84,7 @@ class FollowedOptimizer:
         self._places: list[tuple[int, int]] = []  # group and position of each stand-in, where they were last
         self._checked: Meaning | None = None  # what the param group meant when it was found to fit the rows
         self._loading: dict[int, LoadedState] | None = None
-        self._on_device = DeviceOptions(self._tables)
+        self.on_device = DeviceOptions(self._tables)
         for stand_in in self.stand_ins:
             stand_in.gradients = weakref.ref(self)
 
@@ -111,7 +111,7 @@ class FollowedOptimizer:
         if rows_of(laid_out) != rows_of(config):
             self._check_alone(config)
             lay_out(self._tables, config)
-            self._on_device = DeviceOptions(self._tables)
+            self.on_device = DeviceOptions(self._tables)
         self.config = config
         self._take_over(optimizer, old)
         self._put(optimizer, index, old)
@@ -257,6 +257,11 @@ class FollowedOptimizer:
     # --- the param group --------------------------------------------------------------------------------------------
 
     @property
+    def source(self) -> torch.optim.Optimizer | None:
+        """See `RowOptimizer`."""
+        return self.optimizer
+
+    @property
     def group(self) -> int:
         """Index of the param group that is followed."""
         self._group()
@@ -346,7 +351,7 @@ class FollowedOptimizer:
 
     def upload(self) -> None:
         """See `RowOptimizer.upload`. A learning rate that is a tensor on the GPU is read there, at each replay."""
-        config, there = self.now(), self._on_device
+        config, there = self.now(), self.on_device
         if there.told_of is config:  # in a step each of many tables asks
             there.note_step()
             return
@@ -356,7 +361,7 @@ class FollowedOptimizer:
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
         """See `RowOptimizer.options_on`."""
         self.upload()
-        numbers, rate = self._on_device.numbers, self._rate_there
+        numbers, rate = self.on_device.numbers, self._rate_there
         if rate is not None:
             with group.cache.using():
                 numbers[:1].copy_(rate.detach().reshape(1))
@@ -367,7 +372,7 @@ class FollowedOptimizer:
         device = self._tables.config.device
         if self.stand_ins[-1].device == device:
             return
-        self._on_device = DeviceOptions(self._tables)
+        self.on_device = DeviceOptions(self._tables)
         for stand_in in self.stand_ins:
             stand_in.data = stand_in.data.to(device)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
 from operator import is_
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from tieredemb.config import OptimizerConfig
+from tieredemb.tables.param_groups import is_plain, is_same, options_in
 from tieredemb.tables.torch_kinds import as_numbers, config_of
 
 
@@ -70,14 +71,14 @@ class _Group:
         if self._meaning is not None and self._plain is not None:  # in a step each of many tables asks
             if len(group) == len(self._values) and all(map(is_, group.values(), self._values)):
                 return self._meaning
-            if _is_same(group, self._plain):
+            if is_same(group, self._plain):
                 self._values = [*group.values()]
                 return self._meaning
-        values, group = [*group.values()], {name: value for name, value in group.items() if name != "params"}
+        values, group = [*group.values()], options_in(group)
         options = as_numbers(group, waits=waits)
         if self._meaning is None or options != self._options:
             self._meaning, self._options = Meaning(config_of(kind, options)), options
-        self._plain, self._values = group if _is_plain(group.values()) else None, values
+        self._plain, self._values = group if is_plain(group.values()) else None, values
         return self._meaning
 
 
@@ -212,28 +213,3 @@ def followers_of(optimizer: torch.optim.Optimizer) -> Followers:
 def _listed(followers: weakref.ref[Followers]) -> list[Follower]:
     found = followers()
     return [] if found is None else found.listed()
-
-
-def _is_same(group: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
-    """Whether a param group is one of before, which was `_is_plain`, but for its params. Compares no tensor, for which
-    a GPU would have to be waited for."""
-    if len(group) != len(plain) + 1:
-        return False
-    for name, value in group.items():
-        before = plain.get(name, plain)
-        if value is before or name == "params":
-            continue
-        if type(value) is not type(before) or (type(value) is tuple and not _is_plain(value)) or value != before:
-            return False
-    return True
-
-
-def _is_plain(values: Iterable[object]) -> bool:
-    """Whether no value is, or holds, what may change in place, as a tensor does."""
-    for value in values:
-        if isinstance(value, tuple):
-            if not _is_plain(value):
-                return False
-        elif value is not None and not isinstance(value, bool | int | float | str):
-            return False
-    return True

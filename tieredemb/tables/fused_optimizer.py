@@ -14,6 +14,7 @@ from tieredemb.errors import ConfigError, InvalidInputError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.group import DeviceGroup, Group
+from tieredemb.tables.param_groups import options_in
 from tieredemb.tables.row_state import check_together, lagging_rows, loaded_state, state_tensors, steps_of
 from tieredemb.tables.table_set import LoadedState, TableSet
 
@@ -43,7 +44,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._config = config
         self._scaler: torch.amp.GradScaler | None = None
         self.found_inf: bool | torch.Tensor = False
-        self._on_device = DeviceOptions(tables)
+        self.on_device = DeviceOptions(tables)
+
+    @property
+    def source(self) -> torch.optim.Optimizer:
+        """See `RowOptimizer`."""
+        return self
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -92,7 +98,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def alike(self) -> Hashable:
         """See `RowOptimizer.alike`. A scaler is told of infinities by each of its optimizers."""
-        values = [value for name, value in self.param_groups[0].items() if name != "params"]
+        values = [*options_in(self.param_groups[0]).values()]
         if self._scaler is not None or not all(isinstance(value, Hashable) for value in values):
             return id(self)
         return type(self._config), tuple(values)
@@ -101,19 +107,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Tells the GPU of the param group as it is now. Every eager step does; after a scheduler has changed `lr`,
         call it before replaying a captured step. Does not synchronise; on the CPU there is nobody to tell. Raises
         `ConfigError` for a learning rate that is negative or no number."""
-        self._on_device.tell(self.options())
+        self.on_device.tell(self.options())
 
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
         """The param group as the GPU of `group` knows it, float64 (`MOST_NUMBERS`,); see `device_numbers`."""
         self.upload()
-        return self._on_device.numbers
+        return self.on_device.numbers
 
     def move(self) -> None:
         """Follows the tables to another device, if they are on one."""
         device, params = self._tables.config.device, self.param_groups[0]["params"]
         if params[-1].device == device:
             return
-        self._on_device = DeviceOptions(self._tables)
+        self.on_device = DeviceOptions(self._tables)
         self.found_inf = False
         for param in params:
             param.grad = None
@@ -153,8 +159,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def options(self) -> dict[str, Any]:
         """lr, eps, … as the param group holds them, without its params; tensors as numbers."""
-        group = {name: value for name, value in self.param_groups[0].items() if name != "params"}
-        return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+        options = options_in(self.param_groups[0])
+        return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raises `ConfigError` unless `options` holds what this optimizer works with, in values that its config
@@ -188,4 +194,4 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._on_device = DeviceOptions(self._tables)
+        self.on_device = DeviceOptions(self._tables)

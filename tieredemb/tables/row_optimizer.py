@@ -10,12 +10,19 @@ import torch
 from tieredemb.lookup.optimizer import Hyperparameters
 
 if TYPE_CHECKING:
+    from tieredemb.tables.device_options import DeviceOptions
     from tieredemb.tables.group import DeviceGroup, Group
 
 
 class RowOptimizer(Protocol):
     """`FusedOptimizer`, whose update comes with the backward, or `FollowedOptimizer`, whose update comes with a torch
     optimizer's step."""
+
+    on_device: DeviceOptions  # what a GPU was told of the options
+
+    @property
+    def source(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer whose param groups have the options, if there is one."""
 
     @property
     def is_there(self) -> bool:
