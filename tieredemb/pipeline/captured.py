@@ -23,6 +23,7 @@ from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.options_told import OptionsTold
+from tieredemb.tables.table_set import NOT_BEGUN
 
 R = TypeVar("R")
 EAGER_STEPS = 2  # on the buffers, before the capture: what is made at a first use must not be captured
@@ -45,9 +46,13 @@ class StepFunction(Generic[R]):
         wholes = dict.fromkeys(module.tables.whole.placed for module in self.modules)
         self._wholes = [(placed, placed.now) for placed in wholes]  # which a move replaces
         self._trainable = [(module, module.is_trainable) for module in self.modules]
-        self._places = [module.tables.placed.now for module in self.modules]
+        places = [module.tables.placed.now for module in self.modules]
+        self._reports = [place.faults for place in places if place.faults is not None]
+        self._other_reports = list({id(each): each for each in (place.other_faults for place in places)}.values())
         trained = [module.engine.optimizer for module, trains in self._trainable if trains and self.trains]
         self._options = OptionsTold([optimizer for optimizer in trained if optimizer is not None])
+        optimizers = [each.engine.optimizer for each in self.modules if each.tables.step_time is not None]
+        self._fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
         self._alike = self._optimizers_alike()
         with on_device(self.device):
             self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -76,9 +81,7 @@ class StepFunction(Generic[R]):
         """Of the fused optimizers of tables that share a cache, which are alike, whose updates are one launch: the
         number of the first one like each."""
         first: dict[Hashable, int] = {}
-        optimizers = [each.engine.optimizer for each in self.modules if each.tables.step_time is not None]
-        fused = (each for each in optimizers if isinstance(each, FusedOptimizer))
-        return [first.setdefault(each.alike(), number) for number, each in enumerate(fused)]
+        return [first.setdefault(each.alike(), number) for number, each in enumerate(self._fused)]
 
     def accumulates(self) -> bool:
         """Whether gradients are being summed around the call, which a graph knows nothing of."""
@@ -142,8 +145,11 @@ class StepFunction(Generic[R]):
 
     def before_replay(self) -> None:
         """What the host does at a forward and at an update, which a replay is neither of."""
-        for place in self._places:
-            place.check_earlier()
+        for report in self._reports:
+            report.check(NOT_BEGUN)
+        for reports in self._other_reports:
+            for report in reports:
+                report.check(NOT_BEGUN)
         self._options.tell()
 
     def after_capture(self) -> None:

@@ -19,7 +19,7 @@ from tieredemb.step.batch import Batch
 from tieredemb.step.call import NUMBERS, BackwardPass, CallContext
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import DeviceGroupCall, shallow_copy
-from tieredemb.step.planned_forwards import Waiting, forms, marks
+from tieredemb.step.planned_forwards import Seen, Waiting
 from tieredemb.tables.pool import Pool, Together
 
 if TYPE_CHECKING:
@@ -152,9 +152,9 @@ class JointCall(DeviceCall):
         # no view to autograd: who has it may change it in place
         return self._rows[position * self.batch : (position + 1) * self.batch].data
 
-    def release_part(self, position: int) -> None:
-        """A forward is over; with the last one the plan is."""
-        self._in_flight.discard(position)
+    def release_part(self, *positions: int) -> None:
+        """Forwards are over; with the last one the plan is."""
+        self._in_flight.difference_update(positions)
         if not self._in_flight:
             self._rows = None
             self.release()
@@ -278,15 +278,14 @@ class PlannedTogether(Waiting):
         self._forwards = forwards
         self.count = len(forwards)
         self._number = {id(context.tables): number for number, (context, _) in enumerate(forwards)}
-        self._marks = [marks(given) for _, given in forwards]
-        self._forms = [forms(given) for _, given in forwards]
+        self._seen = Seen([given for _, given in forwards])
         self._taken: set[int] = set()
 
     def find(self, tables: TableSet, given: Given, its_marks: Marks) -> int | None:
         number = self._number.get(id(tables))
-        if number is None or number in self._taken or its_marks != self._marks[number]:
+        if number is None or number in self._taken:
             return None
-        return number if forms(given) == self._forms[number] else None
+        return number if self._seen.is_same(number, given, its_marks) else None
 
     def take(self, number: int) -> bool:
         self._taken.add(number)
@@ -308,15 +307,12 @@ class PlannedTogether(Waiting):
 
     def again(self, call: Call) -> PlannedTogether:
         assert isinstance(call, JointCall)
-        planned = shallow_copy(self)  # tensors show what they did
-        planned._call, planned._taken = call, set()
-        planned._marks = [marks(given) for _, given in self._forwards]
+        planned = shallow_copy(self)
+        planned._call, planned._taken, planned._seen = call, set(), self._seen.again()
         return planned
 
     def wait(self) -> None:
         """It was made at once."""
 
     def drop(self) -> None:
-        for number in range(self.count):
-            if number not in self._taken:
-                self._call.release_part(number)
+        self._call.release_part(*(number for number in range(self.count) if number not in self._taken))

@@ -39,9 +39,11 @@ class PendingGradients:
         self._tables = tables
         self._update = update
         self._step_alone = step_alone
+        self._count = len(tables.config.tables)
         self._calls: Collected = []
         self._left = False  # whether a `.grad` is there that nothing was added to since the last step
         self._zeros: list[torch.Tensor] | None = None  # what it is then, float32 (2,) for each table
+        self._zeros_on: torch.device | None = None
         self._read: list[torch.Tensor] | None = None  # of each table float32 (2,): its norm and the trace
         self._norms: torch.Tensor | None = None  # float32 (T,), as they were computed
         self._dropped: set[int] = set()
@@ -78,12 +80,20 @@ class PendingGradients:
             return None
         return self._values()[table]
 
+    def zeroed(self, table: int) -> torch.Tensor | None:
+        """See `Gradients`."""
+        self._is_fresh = True
+        if self._calls:  # what is collected is dropped, and zeros are left of it
+            self.drop()
+            self._left = True
+        return self.read(table)
+
     def write(self, table: int, value: torch.Tensor | None) -> None:
         """Replaces it by another one of the same kind; None drops the table's gradient."""
         if value is None:
             self._is_fresh = True
             self._dropped.add(table)
-            if len(self._dropped) == len(self._tables.config.tables):
+            if len(self._dropped) == self._count:
                 self.drop()
             return
         if not isinstance(value, torch.Tensor) or value.shape != (2,) or value.dtype != torch.float32:
@@ -109,10 +119,10 @@ class PendingGradients:
 
     def _values(self) -> list[torch.Tensor]:
         if not self._calls:
-            device = self._tables.config.device
-            if self._zeros is None or self._zeros[0].device != device:
+            device = self._tables.placed.now.config.device
+            if self._zeros is None or self._zeros_on is not device:
                 with torch.no_grad(), outside_capture(device) if device.type == "cuda" else contextlib.nullcontext():
-                    self._zeros = list(torch.zeros((len(self._tables.config.tables), 2), device=device).unbind())
+                    self._zeros, self._zeros_on = list(torch.zeros((self._count, 2), device=device).unbind()), device
             return self._zeros
         if self._read is None:
             with torch.no_grad():
@@ -214,13 +224,6 @@ class PendingGradients:
             self._update(sorted(calls, key=lambda pair: pair[0].number))
         for each in alone:
             each._step_alone()
-
-    def zero(self) -> None:
-        """Drops what is collected, and leaves zeros of it."""
-        self._is_fresh = True
-        if self._calls:
-            self.drop()
-            self._left = True
 
     def drop(self) -> None:
         """Drops what is collected, and gives its rows free."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -225,13 +226,39 @@ class PlannedForwards:
             planned.end()
 
 
+class Seen:
+    """What the inputs of several forwards show now."""
+
+    def __init__(self, forwards: Sequence[Given]) -> None:
+        self._forwards = forwards
+        self._forms = [forms(given) for given in forwards]
+        tensors = {id(part): part for given in forwards for part in given if isinstance(part, torch.Tensor)}
+        self._tensors = list(tensors.values())
+        self._marks = self._marked()
+
+    def _marked(self) -> dict[int, tuple[int, int]]:
+        return {id(tensor): _mark(tensor) for tensor in self._tensors}
+
+    def is_same(self, number: int, given: Given, its_marks: Marks) -> bool:
+        """Whether the inputs of forward `number` were these, whose marks are `its_marks`."""
+        its_own = [self._marks.get(id(part), part) for part in self._forwards[number]]
+        return its_marks == its_own and forms(given) == self._forms[number]
+
+    def again(self) -> Seen:
+        """What the same tensors show now, whose forms last."""
+        seen = copy.copy(self)
+        seen._marks = self._marked()
+        return seen
+
+
 def marks(given: Given) -> Marks:
     """Where the memory of tensors begins, and how often it was changed in place, which tensors made in inference mode
     do not tell; other inputs as they are."""
-    return [
-        (part.data_ptr(), -1 if part.is_inference() else part._version) if isinstance(part, torch.Tensor) else part
-        for part in given
-    ]
+    return [_mark(part) if isinstance(part, torch.Tensor) else part for part in given]
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
 def forms(given: Given) -> list[tuple[Any, ...]]:

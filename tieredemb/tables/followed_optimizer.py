@@ -52,9 +52,6 @@ class Pending(Gradients, Protocol):
         """Applies it, and what was collected for `others`, as one update; where nothing was collected, a step without a
         gradient."""
 
-    def zero(self) -> None:
-        """Drops it, and leaves a gradient of zeros."""
-
     def drop(self) -> None:
         """Drops it: it updates nothing."""
 
@@ -417,17 +414,18 @@ class FollowedOptimizer:
 
     def read(self, table: int) -> torch.Tensor | None:
         """The `.grad` of a stand-in."""
-        return None if self.pending is None or self._is_stepping() else self.pending.read(table)
+        pending = self.pending
+        return None if pending is None or self._is_stepping() else pending.read(table)
+
+    def zeroed(self, table: int) -> torch.Tensor | None:
+        """See `Gradients`."""
+        pending = self.pending
+        return None if pending is None or self._is_stepping() else pending.zeroed(table)
 
     def write(self, table: int, value: torch.Tensor | None) -> None:
         """Replaces it; None drops the table's gradient."""
         if self.pending is not None:
             self.pending.write(table, value)
-
-    def zero(self) -> None:
-        """Makes the gradients of all tables zero."""
-        if self.pending is not None and not self._is_stepping():
-            self.pending.zero()
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
@@ -22,8 +23,10 @@ from tieredemb.errors import UnsupportedError
 # its square is beyond float32's precision beside a norm of 1e-10; and factors down to 1e-24, a scale's of 2^24 and a
 # clipping's together, leave it a normal float32
 TRACE = 2.0**-48
-_CLIPPING = torch.nn.utils.clip_grad.__file__
-_ZEROING = ("torch.optim.optimizer", "torch.nn.modules.module")
+_ZEROING, _CLIPPING, _OTHER = object(), object(), object()  # who asks for a gradient
+_CLIPS = torch.nn.utils.clip_grad.__file__
+_ZEROES = ("torch.optim.optimizer", "torch.nn.modules.module")
+_KNOWN: dict[CodeType, object] = {}  # code of torch's, and which of them it is: each step asks for each table
 
 
 class Gradients(Protocol):
@@ -35,15 +38,16 @@ class Gradients(Protocol):
     def write(self, table: int, value: torch.Tensor | None) -> None:
         """Replaces that; None drops the table's gradient."""
 
-    def zero(self) -> None:
-        """Makes the gradients of all tables zero, as a `zero_grad()` is about to zero or to drop them."""
+    def zeroed(self, table: int) -> torch.Tensor | None:
+        """As `read`, of a `zero_grad()` that is about to zero or to drop the gradient: those of all tables are zeros
+        from here on."""
 
 
 class StandIn(torch.nn.Parameter):
     """Stands for table number `table` of a module. Its own value, float32 (2,), means nothing and never changes."""
 
     table: int
-    gradients: weakref.ref[Gradients] | None
+    gradients: weakref.ref[Gradients] | None = None
 
     def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True, table: int = 0) -> StandIn:
         values = torch.zeros(2, dtype=torch.float32) if data is None else data
@@ -55,28 +59,28 @@ class StandIn(torch.nn.Parameter):
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The norm of the table's gradient and `TRACE`, float32 (2,); zeros from a step on until the next backward;
         None without a gradient. Computed when it is read first; does not synchronise with a GPU."""
-        gradients = self._gradients()
+        gradients = None if self.gradients is None else self.gradients()
         if gradients is None:
             return None
-        if _is_zeroing():
-            gradients.zero()
-        else:
-            _refuse_what_norms_cannot_tell()
+        frame = sys._getframe(1)
+        asks = _KNOWN.get(frame.f_code)
+        if asks is None:
+            asks = _who_asks(frame)
+        if asks is _ZEROING:
+            return gradients.zeroed(self.table)
+        if asks is _CLIPPING:
+            _refuse_what_norms_cannot_tell(frame)
         return gradients.read(self.table)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        gradients = self._gradients()
+        gradients = None if self.gradients is None else self.gradients()
         if gradients is not None:
             gradients.write(self.table, value)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
-
-    def _gradients(self) -> Gradients | None:
-        gradients: weakref.ref[Gradients] | None = getattr(self, "gradients", None)
-        return None if gradients is None else gradients()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
         """A copy has no gradient: it belongs to a copy of the tables, which follows nobody yet."""
@@ -92,17 +96,25 @@ class StandIn(torch.nn.Parameter):
         return f"StandIn(table {self.table})"
 
 
-def _is_zeroing() -> bool:
-    """Whether torch's `zero_grad()` asks, of an optimizer or of a module: it looks at each gradient first."""
-    frame = sys._getframe(2)
-    return frame.f_code.co_name == "zero_grad" and frame.f_globals.get("__name__") in _ZEROING
+def _who_asks(frame: FrameType) -> object:
+    """Torch's `zero_grad()`, of an optimizer or of a module, which looks at each gradient first; its clipping; or any
+    other code."""
+    code, module = frame.f_code, str(frame.f_globals.get("__name__"))
+    asks = _OTHER
+    if code.co_name == "zero_grad" and module in _ZEROES:
+        asks = _ZEROING
+    elif code.co_filename == _CLIPS:
+        asks = _CLIPPING
+    if module.startswith("torch."):  # of which there is no more than there was
+        _KNOWN[code] = asks
+    return asks
 
 
-def _refuse_what_norms_cannot_tell() -> None:
+def _refuse_what_norms_cannot_tell(asks: FrameType) -> None:
     """Raises `UnsupportedError` inside of torch's clipping by what a gradient's L2 norm does not tell."""
-    frame: Any = sys._getframe(2)
+    frame: Any = asks
     for _ in range(2):  # before Python 3.12 a comprehension has a frame of its own
-        if frame is None or frame.f_code.co_filename != _CLIPPING:
+        if frame is None or frame.f_code.co_filename != _CLIPS:
             return
         name = frame.f_code.co_name
         if name == "clip_grad_value_":
