@@ -21,7 +21,7 @@ from tieredemb.errors import ConfigError, MissingDependencyError, StorageError, 
 from tieredemb.kernels.compiler import Kernel, options
 from tieredemb.storage import cuda_driver, unified
 from tieredemb.storage.base import Metadata, RowLayout
-from tieredemb.storage.host import HostMemory, HostRows, zero_in_parallel
+from tieredemb.storage.host import HostMemory, HostRows
 from tieredemb.storage.unified import UnifiedMemory, UnifiedRows
 
 GPU = torch.device("cuda", 0)
@@ -338,25 +338,3 @@ def test_pinned_host_rows_are_zeroed_in_place(monkeypatch):
     assert (cold.weight == 1).all()  # pages handed back would read as zeros, and leave the GPU with the old ones
     assert cold.metadata == Metadata()
     cold.close()
-
-
-@pytest.mark.parametrize("size", [0, 1, 4097, 5 << 20])
-@pytest.mark.parametrize("threads", [1, 3])
-def test_memory_is_zeroed_whole_by_any_number_of_threads(size, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        memory = np.full(size + 2, 7, np.uint8)
-        zero_in_parallel(memory[1:-1])
-    finally:
-        torch.set_num_threads(before)
-    assert not memory[1:-1].any()
-    assert memory[[0, -1]].tolist() == [7, 7]
-
-
-@pytest.mark.parametrize("size", [1, unified.BLOCK_BYTES, 40 * unified.BLOCK_BYTES + 1])
-def test_every_block_is_touched(size):
-    memory = np.full(size, 7, np.uint8)
-    unified._touch_in_parallel(memory)
-    touched = np.flatnonzero(memory == 0)
-    assert touched.tolist() == list(range(0, size, unified.BLOCK_BYTES))

@@ -41,6 +41,7 @@ class DeviceKeySpace:
         def upload(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
+        kernel(FILE, "bags_fill").prepare(device.index)
         self.space = space
         self.device = device
         self.column = upload(space.column)

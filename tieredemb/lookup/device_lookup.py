@@ -26,6 +26,7 @@ THREADS = 256
 MOST_BLOCKS = 4224
 UPDATE_BLOCKS = 8448  # 64 a multiprocessor of an H200: items differ in length, so a block is worth little
 BAGS_OF_ONE, LONG_BAGS = 4, 1  # bags a group of lanes takes: four for bags of one id, to have as many rows in flight
+UNALIGNED = ("-DUNALIGNED",)  # outputs and gradients that are not read and written in vectors
 
 
 class OverflowRows(Protocol):
@@ -104,6 +105,18 @@ class DeviceLookup:
             self._update = (*self._update, "-DSTOCHASTIC")
         self._lanes, self._vector = row.lanes, row.vector
         self._columns_fit = not (space.space.column % self._vector).any()
+        self._prepare(optimizer, space.device.index)
+
+    def _prepare(self, optimizer: OptimizerConfig | None, device: int) -> None:
+        """Begins to compile what the first steps launch."""
+        fitting = () if self._columns_fit else UNALIGNED
+        for bags in (BAGS_OF_ONE, LONG_BAGS):
+            kernel(BAG, "bags_pool", *self._rows, *self._output, f"-DBAGS={bags}", *fitting).prepare(device)
+        if optimizer is None:
+            return
+        kernel(self._recipe, "segments_find", *self._update).prepare(device)
+        if self.has_mean:
+            kernel(BAG, "bags_mean_scale", *self._rows).prepare(device)
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -365,7 +378,7 @@ class DeviceLookup:
     def _alignment(self, outputs: torch.Tensor) -> tuple[str, ...]:
         """What kernels are compiled with to read or write `outputs` (B, ΣD) in vectors, or where those do not fit."""
         fits = self._columns_fit and outputs.shape[1] % self._vector == 0 and outputs.data_ptr() % 16 == 0
-        return () if fits else ("-DUNALIGNED",)
+        return () if fits else UNALIGNED
 
 
 def frequency_scale(homes: torch.Tensor) -> torch.Tensor:

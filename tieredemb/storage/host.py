@@ -22,8 +22,8 @@ from tieredemb.errors import StorageError, StorageFullError
 from tieredemb.kernels.streams import synchronize
 from tieredemb.storage import cuda_driver
 from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout, Storage
+from tieredemb.storage.commit import zero_in_parallel
 
-_ZEROED_PER_THREAD = 1 << 20  # bytes; fewer are zeroed sooner than a second thread has started
 _MAPPED_BYTES = 32 << 20  # malloc's M_MMAP_THRESHOLD grows no further
 
 
@@ -55,15 +55,6 @@ def check_physical(layout: RowLayout) -> None:
 
 def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def zero_in_parallel(array: np.ndarray[Any, Any]) -> None:
-    """Zeros a C-contiguous array by all cores, as one alone commits memory slowly."""
-    from tieredemb.kernels.parallel_cpu import even_bounds, parallel_for
-    from tieredemb.storage.unified_cpu import bytes_zero
-
-    memory = array.reshape(-1).view(np.uint8)
-    parallel_for(bytes_zero, even_bounds(memory.nbytes, _ZEROED_PER_THREAD), memory)
 
 
 def ask_for_huge_pages(address: int, size_bytes: int) -> None:

@@ -90,6 +90,10 @@ class DeviceInitialRows:
             cold_weight_address, cold_state_address, by_key, state_width, self._generator,
         )  # fmt: skip
 
+    def prepare_missed(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
+        """Begins to compile it; see `Kernel.prepare`."""
+        _missed_kernel(dtype, width).prepare(device.index)
+
     def load_missed(self, device: torch.device, dtype: torch.dtype, width: int) -> None:
         """Compiles what `generate_missed` launches, for rows (width,) of `dtype`, unless it was."""
         _missed_kernel(dtype, width).load(device.index)

@@ -20,11 +20,11 @@ from tieredemb.errors import ConfigError
 from tieredemb.kernels.streams import synchronize
 from tieredemb.storage import cuda_driver as cuda
 from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout, Storage
-from tieredemb.storage.host import HostMemory, check_physical, zero_in_parallel
+from tieredemb.storage.commit import touch_in_parallel, zero_in_parallel
+from tieredemb.storage.host import HostMemory, check_physical
 
 BLOCK_BYTES = 2 << 20  # what the driver commits at a time
 _ALIGN_BYTES = 4096
-_BLOCKS_PER_THREAD = 16  # a thread commits them in about 25 ms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class UnifiedRows(ColdRows):
         state = _managed(layout.state_bytes, device)
         zero_in_parallel(state)
         if pretouch:
-            _touch_in_parallel(weight)
+            touch_in_parallel(weight, BLOCK_BYTES)
         self._devices = [device]
         super().__init__(
             layout,
@@ -153,11 +153,3 @@ def _free(address: int, device: torch.device, pid: int) -> None:
 def _managed(size_bytes: int, device: torch.device) -> np.ndarray[Any, Any]:
     """uint8 (size_bytes,), page-aligned, with any content."""
     return np.asarray(_Allocation(size_bytes, device)) if size_bytes else np.empty(0, np.uint8)
-
-
-def _touch_in_parallel(memory: np.ndarray[Any, Any]) -> None:
-    from tieredemb.kernels.parallel_cpu import even_bounds, parallel_for
-    from tieredemb.storage.unified_cpu import blocks_touch
-
-    blocks = -(-memory.nbytes // BLOCK_BYTES)
-    parallel_for(blocks_touch, even_bounds(blocks, _BLOCKS_PER_THREAD), memory, BLOCK_BYTES)

@@ -129,7 +129,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Refused after construction: the tables are the parameters."""
         if getattr(self, "_tables", None) is not None:
             raise ConfigError("a fused optimizer has one param group, its module's tables; make another module instead")
-        super().add_param_group(param_group)
+        add = torch.optim.Optimizer.add_param_group
+        if not torch.compiler.is_compiling():  # torch's own keeps its compiler out, whose import takes seconds
+            add = getattr(add, "__wrapped__", add)
+        add(self, param_group)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

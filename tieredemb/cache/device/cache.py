@@ -145,6 +145,7 @@ class DeviceCache(Cache):
         for more ids than a plan can number.
         """
         with self.plan_lock, self._rows_while_planning, on_device(self.device), marked("plan"):
+            self._moves.make_ready()
             try:
                 self.complete_last()
                 with self.lock:  # what was released by now was updated by what the stream now waits for

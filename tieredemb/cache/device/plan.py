@@ -210,6 +210,7 @@ class DevicePlan:
         self.records = Records(device)
         self._in_parts = int(len(clients) > 0)  # victims: plans are many
         self.flags = ("-DCLIENTS",) if clients else ()
+        kernel(PLAN, "plan_begin", *OPTIONS, *self.flags).prepare(device.index)
         if clients:
             self._make_clients(clients, device)
         base = self.control.data_ptr()
