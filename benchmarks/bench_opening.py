@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from benchmarks.children import child
 from benchmarks.conftest import Save
-from benchmarks.machine import ROOT
 from benchmarks.record import Record, at_most, measured
 from benchmarks.timing import Quantiles
 
@@ -30,23 +26,9 @@ def bench_opening(keep: Save, quick: bool, tmp_path: Path) -> None:
     )
 
 
-def _child(*args: object, **environment: str) -> dict[str, float]:
-    """Runs one job of `benchmarks.children` in a fresh process."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.children", *map(str, args)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    result: dict[str, float] = json.loads(done.stdout)
-    return result
-
-
 def _imports(runs: int) -> list[Record]:
-    _child("imports")  # files into the page cache, bytecode onto the disk
-    samples = [_child("imports") for _ in range(runs)]
+    child("imports")  # files into the page cache, bytecode onto the disk
+    samples = [child("imports") for _ in range(runs)]
     torch, ours = (Quantiles.of([sample[name] for sample in samples]) for name in ("torch", "tieredemb"))
     return [
         measured("import", "torch", "", "s", torch),
@@ -59,8 +41,8 @@ def _imports(runs: int) -> list[Record]:
 
 
 def _first_steps(runs: int, cache: Path) -> list[Record]:
-    cold = _child("first_step", NUMBA_CACHE_DIR=str(cache))
-    warm = [_child("first_step", NUMBA_CACHE_DIR=str(cache)) for _ in range(runs)]
+    cold = child("first_step", NUMBA_CACHE_DIR=str(cache))
+    warm = [child("first_step", NUMBA_CACHE_DIR=str(cache)) for _ in range(runs)]
     compiled = max(sample["compiled"] for sample in warm)
     records = []
     for part in ("forward", "backward"):
@@ -84,7 +66,7 @@ def _opening(runs: int, rows: int, directory: Path) -> list[Record]:
     samples = []
     for run in range(runs):
         path = directory / f"rows{run}.tiered"
-        samples.append(_child("open_file", path, rows, min(100_000, rows // 10), 5, 1000))
+        samples.append(child("open_file", path, rows, min(100_000, rows // 10), 5, 1000))
         path.unlink()
     seconds, resident, disk, pages, trained = (
         Quantiles.of([sample[name] for sample in samples])

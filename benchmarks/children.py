@@ -6,9 +6,26 @@ Nothing is imported before it is timed.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+
+def child(*args: object, **environment: str) -> dict[str, float]:
+    """Runs one of these jobs in a fresh process, with more in its environment."""
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.children", *map(str, args)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    result: dict[str, float] = json.loads(done.stdout)
+    return result
 
 
 def imports() -> dict[str, float]:
@@ -39,6 +56,58 @@ def first_step() -> dict[str, float]:
     return {"forward": forward_done - start, "backward": done - forward_done, "compiled": len(compiled)}
 
 
+def first_step_on(device: str) -> dict[str, float]:
+    """Seconds of what stands between `import torch` and the end of the first backward on a device."""
+    import torch
+
+    times = [perf_counter()]
+
+    def note() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(perf_counter())
+
+    ids = torch.zeros((4096, 4), dtype=torch.long, device=device)
+    note()
+    import tieredemb
+
+    note()
+    module = tieredemb.TieredEmbeddingBag(
+        1_000_000, 64, capacity=0.1, optimizer=tieredemb.RowWiseAdagrad(lr=0.1), device=device
+    )
+    note()
+    out = module(ids.random_(1_000_000))
+    note()
+    out.sum().backward()
+    note()
+    parts = ("context", "import", "build", "forward", "backward")
+    return {part: end - begin for part, begin, end in zip(parts, times[:-1], times[1:], strict=True)}
+
+
+def open_tables(device: str, tables: int, rows: int, width: int) -> dict[str, float]:
+    """Opens tables in memory, in unified memory on a GPU; seconds, and the bytes of their rows."""
+    import torch
+
+    import tieredemb
+
+    configs = [tieredemb.TableConfig(name=f"t{t}", num_embeddings=rows, embedding_dim=width) for t in range(tables)]
+
+    def opened(configs: list[tieredemb.TableConfig]) -> tieredemb.TieredEmbeddingBagCollection:
+        return tieredemb.TieredEmbeddingBagCollection(
+            configs, capacity=0.01, optimizer=tieredemb.RowWiseAdagrad(lr=0.1), device=device,
+            storage=tieredemb.UnifiedMemory() if device == "cuda" else tieredemb.HostMemory(),
+        )  # fmt: skip
+
+    opened([tieredemb.TableConfig(name="small", num_embeddings=100, embedding_dim=width)]).close()  # compiles
+    start = perf_counter()
+    module = opened(configs)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = perf_counter() - start
+    module.close()
+    return {"seconds": seconds, "bytes": tables * rows * 4 * (width + 2)}
+
+
 def _count_compilations() -> list[str]:
     """A list that grows by the name of every kernel that numba compiles from now on; loading a cached one is none."""
     from numba.core import event
@@ -58,8 +127,6 @@ def _count_compilations() -> list[str]:
 
 def open_file(path: str, rows: int, capacity: int, batches: int, batch: int) -> dict[str, float]:
     """Opens a table of `rows` × 64 on a new file, trains it, closes it; seconds and bytes."""
-    import os
-
     import numpy as np
     import torch
 
@@ -99,7 +166,8 @@ def _resident_bytes() -> int:
 
 
 def main(name: str, *args: str) -> None:
-    jobs: dict[str, Any] = {"imports": imports, "first_step": first_step, "open_file": open_file}
+    each = (imports, first_step, first_step_on, open_tables, open_file)
+    jobs: dict[str, Any] = {job.__name__: job for job in each}
     print(json.dumps(jobs[name](*(int(arg) if arg.isdecimal() else arg for arg in args))))
 
 

@@ -11,7 +11,7 @@ from benchmarks.record import Record, load
 ON_CPU = ("cpu-step", "tiers", "cpu-optimizers", "cpu-kernels", "slot-map", "opening", "state")
 ON_GPU = (
     "cuda-step", "cuda-kernels", "cuda-dlrm", "cuda-inference", "cuda-tiers", "cuda-optimizers", "cuda-converted",
-    "cuda-rounding",
+    "cuda-rounding", "cuda-opening",
 )  # fmt: skip
 PEERS = ("× torch", "× FBGEMM", "× nn.EmbeddingBag, eager")  # labels of ratios to what others need
 
