@@ -171,7 +171,7 @@ class Cache(abc.ABC):
         if weight is None:  # weights that are about to be overwritten need not be generated
             untouched = np.flatnonzero(cold.state[start:stop, -1] == 0) + start
             self._generate(untouched, untouched, cold.weight, cold.state, 0)
-        cold.put_range(start, weight, state, self._begun_state(start))
+        cold.put_range(start, weight, state, self._begun_state())
         self._reload_range(start, stop)
 
     # --- life -------------------------------------------------------------------------------------------------------
@@ -240,13 +240,10 @@ class Cache(abc.ABC):
             weight[rows] = 0
             state[rows, :state_width] = 0
 
-    def _begun_state(self, key: int) -> Array:
-        """What the state of a row starts as, uint32 (S,): that of any `key`."""
-        layout = self.cold.layout
-        state: Array = np.empty((1, layout.state_width), STATE_DTYPE)
-        no_weight = np.empty((1, 0), layout.carrier)
-        self._generate(np.array([key]), np.zeros(1, np.int64), no_weight, state, layout.state_width)
-        return state.reshape(-1)
+    def _begun_state(self) -> Array:
+        """What the state of a row starts as, uint32 (S,)."""
+        words = self.cold.layout.state_width
+        return np.zeros(words, STATE_DTYPE) if self._initial is None else self._initial.state(words)
 
     def _adopt_scores(self) -> None:
         """Scores left by another policy mean nothing here: such rows start from the lowest score."""

@@ -91,6 +91,13 @@ class InitialRows:
         if self._has_last_step and state_width:
             state[rows, state_width - 1] = 0
 
+    def state(self, state_width: int) -> Array:
+        """What the state of each row starts as, uint32 (S,)."""
+        words = np.full(state_width, self._state_word, np.uint32)
+        if self._has_last_step:
+            words[-1:] = 0
+        return words
+
     def on_device(self) -> DeviceInitialRows:
         """What generates the rows on the GPU. Raises `UnsupportedError` where they were built for the CPU."""
         if self._device is None:
