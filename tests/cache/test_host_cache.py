@@ -411,7 +411,10 @@ class Sevens:
 
     def generate(self, keys, rows, weight, state, state_width):
         weight[rows] = 7
-        state[rows, :state_width] = 77
+        state[rows, :state_width] = self.state(state_width)
+
+    def state(self, state_width):
+        return np.full(state_width, 77, np.uint32)
 
 
 def test_rows_that_were_only_read_keep_their_initial_values():

@@ -89,7 +89,7 @@ def machine(monkeypatch, tmp_path):
 
     function = SimpleNamespace(kernel=SimpleNamespace(ptr=FUNCTION))
     monkeypatch.setattr(compiler, "driver", lambda: machine.driver)
-    monkeypatch.setattr(compiler, "_module", lambda *_: SimpleNamespace(get_function=lambda name: function))
+    monkeypatch.setattr(compiler.MODULES, "get", lambda *_: SimpleNamespace(get_function=lambda name: function))
     monkeypatch.setattr(compiler, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(Device=device)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: machine.capability)
     for name, answer in (

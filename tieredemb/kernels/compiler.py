@@ -18,7 +18,6 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ import torch
 from tieredemb.errors import InvalidInputError, MissingDependencyError
 from tieredemb.kernels import source
 from tieredemb.kernels.arguments import Signature, signature
+from tieredemb.kernels.modules import Modules
 from tieredemb.kernels.row_format import RowFormat
 
 OPTIONS = ("--std=c++17", "--fmad=false")  # no contraction but where the source says so
@@ -57,41 +57,6 @@ def cupy() -> Any:
     return module
 
 
-class _Modules:
-    """Compiled files, each made once for its flags and a device, by whoever asks first: others wait for it. NVRTC takes
-    up to a second a file, and compiles several at once."""
-
-    MOST_THREADS = 8
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._made: dict[tuple[str, tuple[str, ...], int], Future[Any]] = {}
-        self._threads = ThreadPoolExecutor(
-            min(self.MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="tieredemb-nvrtc"
-        )
-
-    def get(self, file: str, flags: tuple[str, ...], device: int, name: str) -> Any:
-        """The module, compiled and loaded. `name`: of one of its kernels. Raises what the compiler does."""
-        key = file, flags, device
-        with self._lock:
-            made = self._made.get(key)
-            if is_mine := made is None:
-                made = self._made[key] = Future()
-        if is_mine:
-            try:
-                made.set_result(_compiled(*key, name))
-            except BaseException as error:
-                del self._made[key]
-                made.set_exception(error)
-                raise
-        return made.result()
-
-    def prepare(self, file: str, flags: tuple[str, ...], device: int, name: str) -> None:
-        """Begins to make it on another thread, unless it was. Who needs it finds out if that fails."""
-        if (file, flags, device) not in self._made:
-            self._threads.submit(self.get, file, flags, device, name)
-
-
 def _compiled(file: str, flags: tuple[str, ...], device: int, name: str) -> Any:
     with cupy().cuda.Device(device):
         module = cupy().RawModule(code=source.text(file), options=flags, backend="nvrtc")
@@ -99,7 +64,7 @@ def _compiled(file: str, flags: tuple[str, ...], device: int, name: str) -> Any:
         return module
 
 
-_MODULES = _Modules()
+MODULES = Modules(_compiled)
 
 
 @functools.cache
@@ -248,13 +213,13 @@ class Kernel:
 
     def prepare(self, device: int) -> None:
         """Begins to compile it for a device on another thread, unless it was: for launches that are sure to come."""
-        _MODULES.prepare(self.file, self.flags, device, self.name)
+        MODULES.prepare(self.file, self.flags, device, self.name)
 
     def load(self, device: int) -> _Loaded:
         """What launches need on a device, compiled unless it was."""
         loaded = self._loaded.get(device)
         if loaded is None:
-            function = _MODULES.get(self.file, self.flags, device, self.name).get_function(self.name).kernel
+            function = MODULES.get(self.file, self.flags, device, self.name).get_function(self.name).kernel
             given = COOPERATIVE if self.cooperative else EARLY if begins_early(device) else None
             attributes = (0, 0) if given is None else (ctypes.addressof(given), 1)
             loaded = self._loaded[device] = _Loaded(function, function.ptr, *attributes)

@@ -1,0 +1,46 @@
+"""Compiled CUDA files, each made once for its flags and a device: by whoever asks first, or on a thread ahead of that.
+
+NVRTC takes up to a second a file, and compiles several at once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+MOST_THREADS = 8
+
+
+class Modules:
+    """What `compiled(file, flags, device, name)` returns, `name` being that of one of the file's kernels. Its calls may
+    come from several threads."""
+
+    def __init__(self, compiled: Callable[[str, tuple[str, ...], int, str], Any]) -> None:
+        self._compiled = compiled
+        self._lock = threading.Lock()
+        self._made: dict[tuple[str, tuple[str, ...], int], Future[Any]] = {}
+        self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="tieredemb-nvrtc")
+
+    def get(self, file: str, flags: tuple[str, ...], device: int, name: str) -> Any:
+        """The module. Waits for who makes it already. Raises what the compiler does; the next call tries again."""
+        key = file, flags, device
+        with self._lock:
+            made = self._made.get(key)
+            if is_mine := made is None:
+                made = self._made[key] = Future()
+        if is_mine:
+            try:
+                made.set_result(self._compiled(*key, name))
+            except BaseException as error:
+                del self._made[key]
+                made.set_exception(error)
+                raise
+        return made.result()
+
+    def prepare(self, file: str, flags: tuple[str, ...], device: int, name: str) -> None:
+        """Begins to make it on another thread, unless it was. Who needs it finds out if that fails."""
+        if (file, flags, device) not in self._made and threading.main_thread().is_alive():
+            self._threads.submit(self.get, file, flags, device, name)
