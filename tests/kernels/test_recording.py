@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import pytest
 import torch
+from disturbances.disturbed import LineInterrupts
 
 from tieredemb.kernels import captures, recording
+from tieredemb.kernels.compiler import HEARD
 from tieredemb.kernels.recording import GraphPool, Repeats, note_failure
 
 
@@ -115,3 +118,71 @@ def test_an_interrupt_gives_up_no_others_part_in_a_pool(monkeypatch, begins, sha
     ):
         pass
     assert released == ([] if shared and not begins else ["others'" if shared else "its own"])
+
+
+class Whole:
+    """A capture that goes as it should."""
+
+    def __init__(self):
+        self.capturing = False
+
+    def __enter__(self):
+        self.capturing = True
+
+    def __exit__(self, *_):
+        self.capturing = False
+
+    def pool(self):
+        return "its own"
+
+    def capture_end(self):
+        self.capturing = False
+
+
+def captured(monkeypatch, graph, streams):
+    """What makes a `Capture` of it, whose streams are told of in `streams`."""
+    here = type("Stream", (), {"device": None, "device_index": 0})()
+    monkeypatch.setattr(captures, "_AtOnce", lambda graph, **_: graph)
+    monkeypatch.setattr(captures.Capture, "_release_generator", lambda self: None)
+    for name, answer in (
+        ("current_stream", lambda device=None: here),
+        ("set_stream", streams.append),
+        ("is_current_stream_capturing", lambda: graph.capturing),
+    ):
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return here, lambda: captures.Capture(graph, here, "a pool", at_once=True)
+
+
+def test_a_capture_that_is_interrupted_anywhere_has_ended(monkeypatch):
+    graph, streams, at = Whole(), [], 0
+    here, make = captured(monkeypatch, graph, streams)
+    while True:
+        interrupts = LineInterrupts(at)
+        try:
+            with interrupts.on(), make():
+                assert threading.get_ident() in captures.CAPTURING
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        assert not graph.capturing, f"line {at}"
+        assert threading.get_ident() not in captures.CAPTURING, f"line {at}"
+        assert set(streams) <= {here}
+        at += 1
+    assert at > 12
+
+
+def test_launches_are_heard_no_longer_once_a_recording_was_interrupted_anywhere():
+    at = 0
+    while True:
+        interrupts = LineInterrupts(at)
+        try:
+            with interrupts.on(), recording._heard_by(lambda *_: None):
+                assert threading.get_ident() in HEARD
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        assert threading.get_ident() not in HEARD, f"line {at}"
+        at += 1
+    assert at > 4

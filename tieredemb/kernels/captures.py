@@ -81,19 +81,21 @@ class Capture:
         self._around = torch.cuda.current_stream(self._stream.device)
         try:
             self._capture.__enter__()
+            self._has_begun = True
+            CAPTURING.add(threading.get_ident())
         except BaseException:
+            CAPTURING.discard(threading.get_ident())
             self._recover()
             raise
-        self._has_begun = True
-        CAPTURING.add(threading.get_ident())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        CAPTURING.discard(threading.get_ident())
         try:
+            CAPTURING.discard(threading.get_ident())
             self._capture.__exit__(None, None, None)
         except BaseException as ended:
+            CAPTURING.discard(threading.get_ident())
             self._recover()
             if error is None or not isinstance(ended, RuntimeError):
                 raise

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 MOST_THREADS = 8
+Key = tuple[str, tuple[str, ...], int]  # file, flags, device
 
 
 class Modules:
@@ -21,7 +22,8 @@ class Modules:
     def __init__(self, compiled: Callable[[str, tuple[str, ...], int, str], Any]) -> None:
         self._compiled = compiled
         self._lock = threading.Lock()
-        self._made: dict[tuple[str, tuple[str, ...], int], Future[Any]] = {}
+        self._made: dict[Key, Future[Any]] = {}
+        self._begun: dict[Key, Future[Any]] = {}  # ahead, on another thread
         self._threads = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="tieredemb-nvrtc")
 
     def get(self, file: str, flags: tuple[str, ...], device: int, name: str) -> Any:
@@ -40,7 +42,13 @@ class Modules:
                 raise
         return made.result()
 
+    def settle(self) -> None:
+        """Returns once nothing is being made that was begun ahead."""
+        for begun in list(self._begun.values()):
+            begun.exception()
+
     def prepare(self, file: str, flags: tuple[str, ...], device: int, name: str) -> None:
         """Begins to make it on another thread, unless it was. Who needs it finds out if that fails."""
-        if (file, flags, device) not in self._made and threading.main_thread().is_alive():
-            self._threads.submit(self.get, file, flags, device, name)
+        key = file, flags, device
+        if key not in self._made and key not in self._begun and threading.main_thread().is_alive():
+            self._begun[key] = self._threads.submit(self.get, *key, name)

@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -182,12 +182,8 @@ class Recording:
 
         with capture_lock(self._device), no_collector():
             try:
-                with Capture(self._graph, stream, self._pool.handle(), at_once=True):
-                    HEARD[threading.get_ident()] = hear
-                    try:
-                        yield
-                    finally:
-                        del HEARD[threading.get_ident()]
+                with Capture(self._graph, stream, self._pool.handle(), at_once=True), _heard_by(hear):
+                    yield
             except BaseException:
                 self._pool.begin_anew()
                 raise
@@ -213,6 +209,20 @@ class Recording:
                         break
             self._now = now
         _check(library.cuGraphLaunch(self._executable, torch._C._cuda_getCurrentRawStream(self._device.index)))
+
+
+@contextlib.contextmanager
+def _heard_by(hear: Callable[[Signature, bytes, int], None]) -> Iterator[None]:
+    """Tells `hear` of this thread's launches, and of none later, whatever interrupts."""
+    thread = threading.get_ident()
+    try:
+        try:
+            HEARD[thread] = hear
+            yield
+        finally:
+            HEARD.pop(thread, None)
+    finally:
+        HEARD.pop(thread, None)
 
 
 def _last_node(stream: int) -> int:

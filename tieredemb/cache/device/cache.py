@@ -239,11 +239,14 @@ class DeviceCache(Cache):
         all right behind. The caller holds the locks of plans and rows. Raises `RuntimeError` where it is not any more,
         as another thread has released a batch."""
         try:
-            self._recorded = plan
-            yield
+            try:
+                self._recorded = plan
+                yield
+            finally:
+                self._recorded = None
+                self._order.whole()  # from here, and not from the stream that was captured
         finally:
-            self._recorded = None
-            self._order.whole()  # from here, and not from the stream that was captured
+            self._recorded = None  # interrupted before that was done
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
