@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 
@@ -170,6 +171,23 @@ def test_a_capture_that_is_interrupted_anywhere_has_ended(monkeypatch):
         assert set(streams) <= {here}
         at += 1
     assert at > 12
+
+
+def test_the_collector_is_back_after_an_interrupt_anywhere():
+    at = 0
+    while True:
+        interrupts = LineInterrupts(at)
+        try:
+            with interrupts.on(), captures.no_collector():
+                assert not gc.isenabled()
+        except KeyboardInterrupt:
+            pass
+        else:
+            break
+        assert gc.isenabled(), f"line {at}"
+        at += 1
+    assert gc.isenabled()
+    assert at > 4
 
 
 def test_launches_are_heard_no_longer_once_a_recording_was_interrupted_anywhere():

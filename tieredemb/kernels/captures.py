@@ -49,12 +49,19 @@ class _AtOnce:
 def no_collector() -> Iterator[None]:
     """A module that is collected inside a capture closes its caches, which wait for the device."""
     collects = gc.isenabled()
-    gc.disable()
     try:
-        yield
+        try:
+            gc.disable()
+            yield
+        finally:
+            _collect(collects)
     finally:
-        if collects:
-            gc.enable()
+        _collect(collects)  # interrupted before that was done
+
+
+def _collect(collects: bool) -> None:
+    if collects:
+        gc.enable()
 
 
 class Capture:
