@@ -17,7 +17,7 @@ from training import bits, table_configs
 import tieredemb as te
 from tieredemb.cache.base import Cache
 from tieredemb.cache.host.cache import HostCache
-from tieredemb.pipeline import captured, graphs
+from tieredemb.pipeline import captured, graph_alone, graphs
 from tieredemb.tables.group import HostGroup
 
 ROWS, BAGS, IDS = 300, 8, 3
@@ -53,13 +53,13 @@ def captures(device, monkeypatch):
         "is_current_stream_capturing": lambda: threading.get_ident() in threads,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    for module in (captured, graphs):
+    for module in (captured, graph_alone):
         monkeypatch.setattr(module, "on_device", lambda _: nothing())
     monkeypatch.setattr(captured, "capture_lock", lambda _: nothing())
     monkeypatch.setattr(captured, "side_stream", lambda *_: stream)
     monkeypatch.setattr(captured, "DeviceGroup", HostGroup)
     monkeypatch.setattr(graphs, "_gpus", lambda forwards: [cpu for _ in forwards])
-    monkeypatch.setattr(graphs, "check_capturable", lambda *_: None)
+    monkeypatch.setattr(captured, "check_capturable", lambda *_: None)
     monkeypatch.setattr(HostCache, "may_replay", lambda cache: not cache._book.live, raising=False)
     monkeypatch.setattr(HostCache, "entered", Cache.whole, raising=False)
 

@@ -7,11 +7,12 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+R = TypeVar("R")
 Path = tuple[tuple[str, Any], ...]  # steps from a batch to a tensor: ("item", key), ("attribute" or "call", name)
 
 DEEPEST = 8  # steps that are followed into a batch
@@ -92,3 +93,9 @@ def map_tensors(
             batch, **{name: map_tensors(getattr(batch, name), function, otherwise) for name in fields}
         )
     return batch if otherwise is None else otherwise(batch)
+
+
+def detached(function: Callable[[Any], R], batch: Any) -> R:
+    """What the function returns, without autograd's graph: it would tie a capture to an earlier step if it lived on."""
+    result: R = map_tensors(function(batch), torch.Tensor.detach)
+    return result

@@ -16,7 +16,7 @@ from tieredemb.kernels.captures import Capture, no_collector
 from tieredemb.kernels.streams import capture_lock, on_device, side_stream
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import Forward
-from tieredemb.pipeline.batches import map_tensors, tensors_of
+from tieredemb.pipeline.batches import detached, tensors_of
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.leaves import Leaves
 from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
@@ -157,12 +157,6 @@ class StepFunction(Generic[R]):
         for cache in self.caches:
             with cache.entered():
                 pass
-
-
-def detached(function: Callable[[Any], R], batch: Any) -> R:
-    """What the function returns, without autograd's graph: it would tie a capture to an earlier step if it lived on."""
-    result: R = map_tensors(function(batch), torch.Tensor.detach)
-    return result
 
 
 def check_capturable(module: TieredModule, device: torch.device) -> None:

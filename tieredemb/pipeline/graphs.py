@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from tieredemb.config import is_whole, plain
 from tieredemb.errors import InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.captures import CAPTURING
-from tieredemb.kernels.streams import on_device
 from tieredemb.modules.forwards import Forward, heard
 from tieredemb.modules.inputs import MAX_IDS
-from tieredemb.pipeline.buffers import Buffers
-from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction, check_capturable, detached
-from tieredemb.pipeline.graph_ahead import StepAhead
-from tieredemb.pipeline.joint_plans import PlannedUnit, Units, drop_all, plan_at_once
+from tieredemb.pipeline.batches import detached
 from tieredemb.pipeline.prefetch import running
-from tieredemb.pipeline.uncapturable import explain
+
+if TYPE_CHECKING:  # what captures is imported where there is a GPU
+    from tieredemb.pipeline.captured import StepFunction
+    from tieredemb.pipeline.graph_ahead import StepAhead
+    from tieredemb.pipeline.graph_alone import StepAlone
 
 R = TypeVar("R")
 
@@ -37,7 +37,7 @@ class GraphStep(Generic[R]):
         self._example = example_batch
         self._max_ids = max_ids
         self._step: StepFunction[R] | None = None  # once a batch has shown what the function looks up
-        self._alone: _StepAlone[R] | None = None
+        self._alone: StepAlone[R] | None = None
         self._ahead: StepAhead[R] | None = None
 
     def __call__(self, batch: Any) -> R:
@@ -61,9 +61,13 @@ class GraphStep(Generic[R]):
         run = running(batch)
         if run is None or not (run.told or step.lookups.forwards):
             if self._alone is None:
-                self._alone = _StepAlone(step)
+                from tieredemb.pipeline.graph_alone import StepAlone
+
+                self._alone = StepAlone(step)
             return self._alone.run(batch)
         if self._ahead is None:
+            from tieredemb.pipeline.graph_ahead import StepAhead
+
             self._ahead = StepAhead(step)
         run.leave_planning_to(self._ahead.give_up)
         return self._ahead(batch, run.following(), run.told)
@@ -83,14 +87,20 @@ class GraphStep(Generic[R]):
             if threading.get_ident() != thread:  # somebody else's
                 return
             forwards.append(forward)
-            for each in forwards if (gpus := _gpus(forwards)) else ():
-                check_capturable(each.module, gpus[0])
+            if gpus := _gpus(forwards):
+                from tieredemb.pipeline.captured import check_capturable
+
+                for each in forwards:
+                    check_capturable(each.module, gpus[0])
 
         with heard(hear):
             result = detached(self._function, batch)
         if _gpus(forwards) and all(
             part.numel() for each in forwards for part in each.given if isinstance(part, torch.Tensor)
         ):  # one empty tensor is like another
+            from tieredemb.pipeline.buffers import Buffers
+            from tieredemb.pipeline.captured import StepFunction
+
             buffers = Buffers(batch, forwards, self._max_ids, self._example)
             self._step = StepFunction(self._function, batch, forwards, buffers)
         return result
@@ -142,73 +152,3 @@ def graph_forward(
     """As `graph_step`, for a function that only looks up: it runs under `torch.no_grad()`."""
     looks_up = torch.no_grad()(forward) if callable(forward) else forward
     return GraphStep(looks_up, example_batch, max_ids=max_ids)
-
-
-class _StepAlone(Generic[R]):
-    """A captured step that plans the batch which it computes."""
-
-    def __init__(self, step: StepFunction[R]) -> None:
-        self._step = step
-        self._buffers = step.buffers.again()
-        self._left = EAGER_STEPS
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._result: R | None = None
-        self._units = Units()
-        self._plans_as_one = True
-
-    def run(self, batch: Any) -> R:
-        step = self._step
-        with on_device(step.device):
-            with step.locked:
-                fresh = self._may_replay()  # which puts the buffers behind the last call, too
-                self._buffers.load(batch)
-                if fresh and self._graph is None and self._left <= 0 and not step.accumulates():
-                    self._graph = self._capture()
-                    fresh = self._may_replay()  # not if the function leaves batches in flight
-                if fresh and self._graph is not None:
-                    return self._replay(self._graph)
-            self._left -= 1
-            return self._eagerly()
-
-    def _may_replay(self) -> bool:
-        fresh = True
-        for cache in self._step.caches:  # each is to be asked
-            fresh &= cache.may_replay()
-        return fresh
-
-    def _replay(self, graph: torch.cuda.CUDAGraph) -> R:
-        self._step.before_replay()
-        graph.replay()
-        return self._result  # type: ignore[return-value]
-
-    def _eagerly(self) -> R:
-        with self._step.on_buffers():
-            return self._step.beside(self._compute)
-
-    def _compute(self) -> R:
-        """The function of the batch in the buffers. Tables that share a cache are planned as one before, unless a step
-        before has looked up others than those."""
-        batch, planned = self._buffers.batch, list[PlannedUnit]()
-        if not self._plans_as_one:
-            return self._step.heard(batch)
-        lookups = [lookup._replace(trains=lookup.trains and self._step.trains) for lookup in self._step.lookups(batch)]
-        try:
-            plan_at_once(self._units.of(lookups), planned)
-            result = self._step.heard(batch)
-            self._plans_as_one = not any(each.left for _, each in planned)
-            return result
-        finally:
-            drop_all(planned)
-
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with self._step.on_buffers(), self._step.capture(graph):
-                result = self._compute()
-        except RuntimeError as error:
-            explain(error)
-            raise
-        finally:
-            self._step.after_capture()
-        self._result = result
-        return graph
