@@ -51,15 +51,15 @@ def first_steps(device: torch.device, runs: int, *, quick: bool) -> list[Record]
 
 def opened(device: torch.device, rows: int, *, quick: bool) -> list[Record]:
     """Opening in this order: memory that nobody has touched, then what the process before has left."""
-    found, mib = [], 0.0
-    for config in ("memory never touched", "memory used before"):
-        sample = child("open_tables", device.type, TABLES.tables, rows, TABLES.width)
-        mib = sample["bytes"] / 2**20
+    configs = ("memory never touched", "memory used before")
+    samples = [child("open_tables", device.type, TABLES.tables, rows, TABLES.width) for _ in configs]
+    size_bytes, found = int(samples[0]["bytes"]), []
+    for config, sample in zip(configs, samples, strict=True):
         bar = barred(at_most(sample["seconds"], OPEN_SECONDS, " s"), quick=quick)
-        op = f"open {mib / 1024:.1f} GiB"
+        op = f"open {size_bytes / 2**30:.1f} GiB"
         found.append(measured(op, "tieredemb on UnifiedMemory", config, "s", once(sample["seconds"]), **bar))
     start = perf_counter()
-    torch.empty(int(mib * 2**20), dtype=torch.uint8).fill_(0)
+    torch.empty(size_bytes, dtype=torch.uint8).fill_(0)
     seconds = perf_counter() - start
     threads = f"by {torch.get_num_threads()} threads"
     found.append(measured("fill as many bytes", "torch, host memory", threads, "s", once(seconds)))

@@ -48,20 +48,11 @@ class _AtOnce:
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
     """A module that is collected inside a capture closes its caches, which wait for the device."""
-    collects = gc.isenabled()
-    try:
-        try:
-            gc.disable()
-            yield
-        finally:
-            _collect(collects)
-    finally:
-        _collect(collects)  # interrupted before that was done
-
-
-def _collect(collects: bool) -> None:
-    if collects:
-        gc.enable()
+    with contextlib.ExitStack() as after:
+        if gc.isenabled():
+            after.callback(gc.enable)
+        gc.disable()
+        yield
 
 
 class Capture:

@@ -215,14 +215,10 @@ class Recording:
 def _heard_by(hear: Callable[[Signature, bytes, int], None]) -> Iterator[None]:
     """Tells `hear` of this thread's launches, and of none later, whatever interrupts."""
     thread = threading.get_ident()
-    try:
-        try:
-            HEARD[thread] = hear
-            yield
-        finally:
-            HEARD.pop(thread, None)
-    finally:
-        HEARD.pop(thread, None)
+    with contextlib.ExitStack() as after:
+        after.callback(HEARD.pop, thread, None)
+        HEARD[thread] = hear
+        yield
 
 
 def _last_node(stream: int) -> int:

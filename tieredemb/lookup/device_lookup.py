@@ -108,7 +108,7 @@ class DeviceLookup:
         self._prepare(optimizer, space.device.index)
 
     def _prepare(self, optimizer: OptimizerConfig | None, device: int) -> None:
-        """Begins to compile what the first steps launch."""
+        """Begins to compile what first steps launch, of short bags or of long ones."""
         fitting = () if self._columns_fit else UNALIGNED
         for bags in (BAGS_OF_ONE, LONG_BAGS):
             kernel(BAG, "bags_pool", *self._rows, *self._output, f"-DBAGS={bags}", *fitting).prepare(device)

@@ -22,8 +22,8 @@ class Pace:
     """Of the loops over one `device`, whose steps plan `depth` batches ahead if `ahead`. Its calls come from the thread
     that runs the loop.
 
-    A trial has the other way between two halves of the first one: what changes by and by, as a cache does that fills,
-    is as good for the one as for the other.
+    A trial has the other way between two halves of the first one: what changes meanwhile, as a cache does that fills,
+    tells on both.
     """
 
     def __init__(self, device: torch.device, depth: int) -> None:

@@ -2,7 +2,8 @@
 
 Managed memory that stays on the host is mapped with large pages, so random rows cross PCIe at 46–51 GB/s where pinned
 memory, bound by address translation, brings 4–17 (NVIDIA H200, 8 GiB and more; `python -m tieredemb doctor` measures).
-It is committed in blocks of 2 MiB when it is first touched: 0.27 ms a block for the GPU, 20 GiB/s for 16 CPU threads.
+It is committed in blocks of 2 MiB when it is first touched: 0.27 ms a block for the GPU, 9 to 15 GiB/s for 16 CPU
+threads, and 3 to 7 in memory that a virtual machine has not used before (`python -m benchmarks.cuda_opening`).
 """
 
 from __future__ import annotations

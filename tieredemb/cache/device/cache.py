@@ -238,15 +238,11 @@ class DeviceCache(Cache):
         """A plan is captured inside that is to be replayed wherever `next_plan` is `plan`, as it is now, and first of
         all right behind. The caller holds the locks of plans and rows. Raises `RuntimeError` where it is not any more,
         as another thread has released a batch."""
-        try:
-            try:
-                self._recorded = plan
-                yield
-            finally:
-                self._recorded = None
-                self._order.whole()  # from here, and not from the stream that was captured
-        finally:
-            self._recorded = None  # interrupted before that was done
+        with contextlib.ExitStack() as after:  # the last one first; interrupted there, it does the others all the same
+            after.callback(setattr, self, "_recorded", None)
+            after.callback(self._order.whole)  # from here, and not from the stream that was captured
+            self._recorded = plan
+            yield
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:

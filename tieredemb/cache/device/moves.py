@@ -32,20 +32,16 @@ class RowMoves:
         self._state_width = layout.state_width
         self._swap = kernel(MOVE, "rows_swap", *flags)
         self._write_back = kernel(MOVE, "rows_write_back", *flags)
-        self._generated = self.device, layout.device_dtype, layout.width
-        self._is_ready = False
+        self._rows = self.device, layout.device_dtype, layout.width
         self._swap.prepare(self.device.index)
-        initial.on_device().prepare_missed(*self._generated)
+        initial.on_device().prepare_missed(*self._rows)
 
     def make_ready(self) -> None:
-        """Compiles all of them, unless they were, before the first plan: between the slots' change of hands and their
-        rows' arrival it is too late to find out that they do not, and at exit, too."""
-        if self._is_ready:
-            return
+        """Compiles all of them, unless they were, before a plan: between the slots' change of hands and their rows'
+        arrival it is too late to find out that one does not compile, and at exit, too."""
         self._write_back.load(self.device.index)
         self._swap.load(self.device.index)
-        self._initial.on_device().load_missed(*self._generated)
-        self._is_ready = True
+        self._initial.on_device().load_missed(*self._rows)
 
     def swap(
         self,
