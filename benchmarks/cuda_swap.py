@@ -11,7 +11,7 @@ from benchmarks.cuda_providers import check_room
 from benchmarks.cuda_timing import ROUNDS, WARM_UP, timed, zeros
 from benchmarks.record import Record, at_least, at_most, measured
 from benchmarks.timing import Quantiles
-from tieredemb.cache.device.transfer import MOVE_BLOCKS, MOVE_THREADS, SWAP_BLOCKS
+from tieredemb.cache.device.moves import MOVE_BLOCKS, MOVE_THREADS, SWAP_BLOCKS
 from tieredemb.kernels.compiler import Kernel, options
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.unified import UnifiedMemory
@@ -37,8 +37,9 @@ class Swap:
         self.slots = torch.randperm(SLOTS, device="cuda")[:MOVED].int()
         self.hot, self.state = torch.randn(SLOTS, WIDTH, device="cuda"), zeros(SLOTS, 1) + 5
         self.score, self.dirty = zeros(SLOTS) + 7, zeros(SLOTS, dtype=torch.uint8)
-        self.leaving = zeros(1)  # victims
-        self.count, self.moved = zeros(1) + MOVED, zeros(4, dtype=torch.int64)
+        self.scores = zeros(MOVED) + 7
+        self.moving = zeros(8)  # a `Moving`
+        self.moved = zeros(4, dtype=torch.int64)
         self.untouched = zeros(MOVED, dtype=torch.uint8)
         self._kernel = Kernel(
             "cache/device/transfer.cu",
@@ -49,25 +50,28 @@ class Swap:
     def run(self) -> None:
         """The launch: the one place that knows the kernel's arguments."""
         self._kernel(
-            MOVE_BLOCKS, MOVE_THREADS, self.count, self.missed, self.slots, self.victims, self.leaving,
-            SWAP_BLOCKS, self.hot, self.state,
-            self.score, self.dirty, self.cold.weight.ctypes.data, self.cold.state.ctypes.data, self.untouched,
-            0, self.moved, 0, 0, 1.0, 0, 0,
+            MOVE_BLOCKS, MOVE_THREADS, self.moving, self.missed, self.slots, self.victims, self.scores, SWAP_BLOCKS,
+            self.hot, self.state, self.score, self.dirty, self.cold.weight.ctypes.data, self.cold.state.ctypes.data,
+            self.untouched, self.moved, 0, 0, 1.0, 0, 0,
         )  # fmt: skip
 
     def dirty_victims(self, i: int) -> None:
         """Makes every slot of round `i` hold a row that has to be written back."""
         self.missed.copy_(self.sets[i, 0])
         self.victims.copy_(self.sets[i, 1])
-        self.leaving.fill_(MOVED)
+        self._begin(victims=MOVED)
         self.dirty.fill_(1)
 
     def no_victims(self, i: int) -> None:
         """Makes the slots of round `i` empty ones."""
         self.missed.copy_(self.sets[-1 - i, 0])
         self.victims.fill_(-1)
-        self.leaving.zero_()
+        self._begin(victims=0)
         self.dirty.zero_()
+
+    def _begin(self, *, victims: int) -> None:
+        self.moving.zero_()
+        self.moving[0], self.moving[1] = MOVED, victims
 
     def check(self) -> None:
         """One swap, compared with what the rows were."""

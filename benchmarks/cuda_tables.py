@@ -100,12 +100,13 @@ def run_fetched(
     device: torch.device,
 ) -> tuple[StepTimes, CacheStats]:
     """Runs `step` on batches fetched `depth` ahead; times, and what was done, of all but the first `warm_up` and the
-    last `depth`. Each timed step has its share of fetching: the loop is in progress before, and goes on afterwards."""
+    last `depth + 1`: a captured step goes one further. Each timed step has its share of fetching: the loop is in
+    progress before, and goes on afterwards."""
     fetched = iter(tieredemb.prefetch(batches, model, depth))
     for batch in islice(fetched, warm_up):
         step(batch)
     before = stats()
-    times = run_steps(step, _Next(fetched, len(batches) - warm_up - depth), device)
+    times = run_steps(step, _Next(fetched, len(batches) - warm_up - depth - 1), device)
     done = stats() - before
     for batch in fetched:
         step(batch)

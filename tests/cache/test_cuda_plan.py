@@ -61,7 +61,7 @@ class Plans:
         self.plan.settle(self.homes, self.missed, self.overflow, commit=True)
 
     def end_in_one(self):
-        self.plan.place(self.homes, self.missed, self.overflow)
+        self.plan.place(self.homes, self.missed, self.overflow, lag=self.lag)
 
     def memory(self):
         """All that the end of a plan reads and writes."""

@@ -334,7 +334,7 @@ def test_plan_is_launched_as_it_fits(launched, overflow, clients, client):
         plan.count(homes, scored=scored, ages=ages, client=client)
         plan.begin(missed, lag=1, scored=scored, ages=ages, client=client, overflow=overflow)
         plan.find(keys, homes, missed, scored=scored, overflow=overflow)
-    plan.place(homes, missed, overflow)
+    plan.place(homes, missed, overflow, lag=1)
     plan.choose(missed)
     for commit in (False, True):
         plan.settle(homes, missed, overflow, commit=commit)

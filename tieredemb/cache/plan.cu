@@ -68,8 +68,9 @@ __device__ __forceinline__ void batch_count(const Clock *clock, const Clients &c
 #endif
 }
 
-// Starts a plan: its number and time, zero counts, empty claims and `selection` (16-byte units each). Slots of the
-// `lag` batches before it are locked. `planned`: the numbers of the `n_planned` clients whose plan it is.
+// Starts a plan: its number and time, zero counts, empty claims, `Moving` behind them, and `selection` (16-byte units
+// each). Slots of the `lag` batches before it are locked. `planned`: the numbers of the `n_planned` clients whose plan it
+// is.
 extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units_per_batch, int lag, int scored,
                                       int ages, int4 *claims, i64 n_claims, int4 *selection, i64 n_selection,
                                       Records records, const int *planned, int n_planned) {
@@ -83,7 +84,7 @@ extern "C" __global__ void plan_begin(Clock *clock, Counts *counts, double units
     clock->now = now < (double)MAX_SCORE ? (i64)now : (i64)MAX_SCORE;
     clock->stamp = (int)(u32)(u64)clock->batch;
     clock->oldest = clock->stamp - lag;
-    counts->missed = counts->slotless = counts->needed = counts->room = counts->untouched = 0;
+    counts->missed = counts->slotless = counts->needed = counts->room = 0;
     counts->arrivals = 0;
     RecordsEnd *end = end_of(records);
     end->index = end->index ? STALE : 0;
@@ -123,11 +124,12 @@ extern "C" __global__ void records_index(Records all, const Clock *clock) {
 // Finds each key; the first thread that meets a resident row in this batch locks it and, where `scored`, raises its
 // score. A missed key is claimed once; homes[i] then names its claim, as −2 − cell, until the plan settles, or its
 // record, as −2 − n_claims − record; rows under records lie away, by key or by record. Without a key a home stays as it
-// came: a resident table's slot, or DROPPED.
+// came: a resident table's slot, or DROPPED. Rows of the plan before may yet be on their way: such a one that has a slot
+// is raised when it comes; with `may_arrive` one under a record that this plan and that one use is raised once.
 extern "C" __global__ void keys_find(Slots slots, const i64 *keys, i64 n, const Clock *clock, int kind, float unit,
                                      int scored, Claim *claims, i64 n_claims, int *homes, i64 *missed_keys,
                                      Records all, word_t *away_state, i64 away_stride, int away_by_key,
-                                     Counts *counts) {
+                                     int may_arrive, Counts *counts) {
     wait_for_prior_kernel();
     int *last_batch = slots.last_batch;
     u32 *score = slots.score;
@@ -154,7 +156,11 @@ extern "C" __global__ void keys_find(Slots slots, const i64 *keys, i64 n, const 
             if (hit) {
                 homes[i] = slot;
                 if (__ldcg(last_batch + slot) != stamp) first = atomicExch(last_batch + slot, stamp) != stamp;
-                if (first && scored) score[slot] = raised(score[slot], now, kind, unit);
+                if (first && scored) {
+                    u32 old = __ldcg(score + slot);
+                    if (old == ARRIVING) old = atomicCAS(score + slot, ARRIVING, ARRIVING_USED);
+                    if (old != ARRIVING) score[slot] = raised(old, now, kind, unit);
+                }
             } else {
                 int record = NOT_FOUND;
 #ifdef SLOTLESS
@@ -162,9 +168,11 @@ extern "C" __global__ void keys_find(Slots slots, const i64 *keys, i64 n, const 
                 if (record >= 0) {
                     homes[i] = (int)(-2 - n_claims - record);
                     int *last = &records[record].last_batch;
-                    if (__ldcg(last) != stamp) over = first = atomicExch(last, stamp) != stamp;
+                    int before = __ldcg(last);
+                    if (before != stamp) over = first = (before = atomicExch(last, stamp)) != stamp;
                     u32 *its_score = away_state + ((away_by_key ? key : record) + 1) * away_stride - 1;
-                    if (first && scored) *its_score = raised(*its_score, now, kind, unit);
+                    if (first && scored && !(may_arrive && before == stamp - 1))
+                        *its_score = raised(*its_score, now, kind, unit);
                 }
 #endif
                 if (record < 0) {
@@ -217,6 +225,7 @@ struct Missed {
     const i64 *keys;
     int *slots;    // of the missed keys: a slot, or −1 until there is a record, then its home
     i64 *victims;  // the key that was there, or −1
+    u32 *scores;   // its score
 };
 struct Occurrences {
     int *homes;
@@ -238,7 +247,7 @@ __device__ __forceinline__ Ending ending_of(const Wanted &wanted, int chosen, in
 }
 
 // Pairs missed keys with slots never used and with victims. With `commit` the slots pass over: the victims leave the map
-// and the missed keys own them.
+// and the missed keys own them, whose rows have yet to come.
 __device__ __forceinline__ void missed_assign(const Ending &end, const int *victims, const Slots &slots,
                                               const Missed &missed, bool commit) {
     for (i64 m = thread_index(); m < end.wanted.missed; m += thread_count()) {
@@ -254,9 +263,18 @@ __device__ __forceinline__ void missed_assign(const Ending &end, const int *vict
         missed.victims[m] = victim;
         if (slot < 0 || !commit) continue;
         if (victim >= 0) erase_slot(slots.cells, slots.n_cells, victim);
+        missed.scores[m] = slots.score[slot];
+        slots.score[slot] = ARRIVING;
         slots.keys[slot] = missed.keys[m];
         slots.last_batch[slot] = end.stamp;
     }
+}
+
+// Tells those who will move the rows.
+__device__ __forceinline__ void missed_leave(Moving *moving, const Wanted &wanted, i64 now) {
+    moving->missed = wanted.missed;
+    moving->needed = wanted.needed;
+    moving->now = now;
 }
 
 // Publishes the missed keys' new slots; a key without one gets a record.
@@ -351,28 +369,35 @@ __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &sl
 // blocks resident at once, each on a multiprocessor of its own: registers for two would spill.
 extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
     missed_settle(Counts *counts, const int *victims, const int *chosen, const i64 *missed_keys, Slots slots,
-                  const Clock *clock, int *missed_slots, i64 *victim_keys, int *homes, i64 n, const Claim *claims,
-                  i64 n_claims, Records records, int commit) {
+                  const Clock *clock, int *missed_slots, i64 *victim_keys, u32 *victim_scores, int *homes, i64 n,
+                  const Claim *claims, i64 n_claims, Records records, Moving *moving, int commit) {
     wait_for_prior_kernel();
-    const Missed missed{missed_keys, missed_slots, victim_keys};
+    const Missed missed{missed_keys, missed_slots, victim_keys, victim_scores};
     const Wanted wanted{counts->missed, counts->used, counts->room, counts->needed};
+    if (commit && thread_index() == 0) missed_leave(moving, wanted, clock->now);
     const Ending end = ending_of(wanted, *chosen, counts->tombstones, clock->stamp);
     missed_assign(end, victims, slots, missed, commit);
     if (commit) missed_commit(end, slots, missed, {homes, n, claims, n_claims}, counts, records);
 }
 
 // Ends a plan in one launch where no row has to leave before its slot passes over: chooses victims as `victims_select`
-// does, and goes on as `missed_settle`. 1,024 threads a block, all blocks resident at once. `selection` comes as zeros.
+// does, and goes on as `missed_settle`. Slots of the `lag` batches before it are locked: where another plan came between,
+// fewer than when it began. 1,024 threads a block, all blocks resident at once. `selection` comes as zeros.
 extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
-    missed_place(Selection *selection, Counts *counts, const Clock *clock, Slots slots, float unit, int by_age,
-                 int in_parts, int *victims, const i64 *missed_keys, int *missed_slots, i64 *victim_keys, int *homes, i64 n,
-                 const Claim *claims, i64 n_claims, Records records) {
+    missed_place(Selection *selection, Counts *counts, const Clock *clock_at, int lag, Slots slots, float unit,
+                 int by_age, int in_parts, int *victims, const i64 *missed_keys, int *missed_slots, i64 *victim_keys,
+                 u32 *victim_scores, int *homes, i64 n, const Claim *claims, i64 n_claims, Records records,
+                 Moving *moving) {
     wait_for_prior_kernel();
-    const Missed missed{missed_keys, missed_slots, victim_keys};
+    if (moving->over) return;
+    Clock clock = *clock_at;
+    clock.oldest = clock.stamp - lag;
+    const Missed missed{missed_keys, missed_slots, victim_keys, victim_scores};
     const Wanted wanted = slots_wanted(counts, slots.capacity);
     if (thread_index() == 0) {  // for the kernels that follow: here every thread has them
         counts->needed = wanted.needed;
         counts->room = wanted.room;
+        missed_leave(moving, wanted, clock.now);
     }
     int chosen = 0;
     if (wanted.needed) {
@@ -380,7 +405,7 @@ extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
         grid_meet(&selection->arrivals);  // a slot that passes over would be ranked anew
         chosen = __ldcg(&selection->chosen);
     }
-    const Ending end = ending_of(wanted, chosen, counts->tombstones, clock->stamp);
+    const Ending end = ending_of(wanted, chosen, counts->tombstones, clock.stamp);
     missed_assign(end, victims, slots, missed, true);
     missed_commit(end, slots, missed, {homes, n, claims, n_claims}, counts, records);
 }

@@ -34,13 +34,20 @@ struct Counts {
     int room;        // missed keys that get a slot never used
     u32 record;      // where the next record is looked for
     u32 arrivals;    // blocks that have come to a meeting
-    int untouched;   // missed rows that were never written
-    int pad;
     Totals totals;
     Clients clients;  // right behind the totals: see `clients_behind`
 };
+// What moves the rows of a plan, which may be while the next one is made: what the plan has left. Of each plan its own,
+// zeros when it begins.
+struct alignas(16) Moving {
+    int missed, needed, untouched;  // as in `Counts`; untouched counts while rows move
+    u32 through;                    // blocks that have moved their share
+    int over;                       // all rows have moved: to end the plan again changes nothing
+    int pad;
+    i64 now;  // the time of the plan as a score
+};
 // Kernels that are given no more of the counts than those of rows that moved find the clients behind them.
-static_assert(sizeof(Counts) == 10 * sizeof(int) + sizeof(Totals) + sizeof(Clients), "nothing lies between");
+static_assert(sizeof(Counts) == 8 * sizeof(int) + sizeof(Totals) + sizeof(Clients), "nothing lies between");
 static_assert(sizeof(Totals) == 6 * sizeof(u64) + sizeof(Moved), "nothing lies behind those");
 __device__ __forceinline__ const Clients &clients_behind(const Moved *moved) {
     return *reinterpret_cast<const Clients *>(moved + 1);

@@ -14,5 +14,5 @@ extern "C" __global__ void __launch_bounds__(TOGETHER)
         counts->room = wanted.room;
     }
     if (wanted.needed)
-        victims_choose(selection, clock, score, last_batch, wanted, unit, by_age, in_parts, victims);
+        victims_choose(selection, *clock, score, last_batch, wanted, unit, by_age, in_parts, victims);
 }

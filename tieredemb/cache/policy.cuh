@@ -202,11 +202,10 @@ __device__ __forceinline__ void victims_emit(Selection *selection, const Thresho
 
 // Chooses the victims wanted, at least one, or as many as are unlocked where they are looked for. `selection` comes as
 // zeros; once all blocks have met again its `chosen` says how many there are.
-__device__ __forceinline__ void victims_choose(Selection *selection, const Clock *clock_at, const u32 *score,
+__device__ __forceinline__ void victims_choose(Selection *selection, const Clock &clock, const u32 *score,
                                                const int *last_batch, const Wanted &wanted, float unit, int by_age,
                                                int in_parts, int *victims) {
     __shared__ int bins[BINS];
-    const Clock clock = *clock_at;
     const Part part = part_of(clock, wanted, in_parts);
     const int n = part.count, needed = wanted.needed;
     score += part.first;

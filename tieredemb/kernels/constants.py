@@ -16,7 +16,10 @@ EMPTY_CELL = 0  # a cell stores key + 1, so that a map of untouched zero pages i
 
 # scores: see cache/policy.py
 MIN_SCORE = 1  # of a row that was written but never used
-MAX_SCORE = 2**32 - 1
+MAX_SCORE = 2**32 - 3
+# on a GPU, in place of the score of a row that has a slot already, and has yet to come: it brings its own; used once
+# more before it came, it is raised for that, too
+ARRIVING, ARRIVING_USED = 2**32 - 1, 2**32 - 2
 AGED, COUNT, CLOCK = 0, 1, 2  # how a use changes a score: LRFU, exact LFU, LRU
 
 # lookups

@@ -155,7 +155,7 @@ class StepFunction(Generic[R]):
     def after_capture(self) -> None:
         """The caches go on from the current stream, where replays run, and not from the one that was captured."""
         for cache in self.caches:
-            with cache.entered():
+            with cache.entered(checked=True):  # what was left for later is to come behind the first replay
                 pass
 
 

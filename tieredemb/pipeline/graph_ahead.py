@@ -1,25 +1,32 @@
-"""A captured step that plans the next batch while it computes one.
+"""A captured step that goes two batches ahead of the one that it computes.
 
-Two buffers take turns, and there is a graph for each: it forks a stream that plans the batch in the other buffer and
-brings its rows, and computes the one in its own, whose rows the replay before has brought. Each plan is made to where
-the plan of the batch before last was.
+Three buffers take turns, and there is a graph for each, of three branches: one computes the batch in its own buffer,
+whose rows the replay before has brought; one brings the rows of the next batch, which was planned by then, so that the
+way to cold storage never rests; and one plans the batch after that. Each plan is made to where the plan of three
+batches before was.
+
+Where the cache has room for the rows of three batches, a plan gives away slots at once. Where it may have not, it finds
+what is missed, and slots are given away when the rows come, at the beginning of the next replay: the batch that was
+computed by then locks nothing any more, and no hit is lost for going ahead.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.device.ledger import NOTHING_PLANNED, Replays
+from tieredemb.cache.device.planner import LaterRows
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.errors import InvalidInputError
-from tieredemb.kernels.streams import on_device
+from tieredemb.kernels.streams import on_device, on_stream
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
 from tieredemb.pipeline.joint_plans import PlannedUnit, Units, plan_units
@@ -35,26 +42,28 @@ Lookups = Callable[[Any], Sequence[LookupSpec]]
 
 
 class StepAhead(Generic[R]):
-    """A step that computes a batch and plans the `following` one."""
+    """A step that computes a batch, brings in the rows of the next one and plans the one after."""
 
     def __init__(self, step: StepFunction[R]) -> None:
         self._step = step
-        # no other executor's stream: captures fork into it, and what other threads launch there would be captured, too
-        self._executor = StreamExecutor(step.device, torch.cuda.Stream(step.device, priority=-1))  # type: ignore[no-untyped-call]
-        self._now, self._then = (_Turn[R](step.buffers.again()) for _ in range(2))
+        # no other executor's streams: captures fork into them, and what other threads launch there would be captured
+        brings, plans = (torch.cuda.Stream(step.device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._executor, self._plans = StreamExecutor(step.device, brings), plans
+        self._turns = [_Turn[R](step.buffers.again(), brings) for _ in range(3)]  # of this batch, and the next ones
         self._left = EAGER_STEPS
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
         self._warned = False
 
-    def __call__(self, batch: Any, following: Any | None, told: Lookups | None) -> R:
-        """Computes `batch`. `told`: what a batch's forwards will look up, where the user has said it."""
+    def __call__(self, batch: Any, following: Sequence[Any], told: Lookups | None) -> R:
+        """Computes `batch`. `following`: the next two, as far as they are known · `told`: what a batch's forwards will
+        look up, where the user has said it."""
         with on_device(self._step.device):
             return self._run(batch, following, self._lookups(told))
 
     def give_up(self) -> None:
-        """Gives up the batch that was planned for the next call."""
+        """Gives up the batches that were planned for the next calls."""
         self._last = None
-        for turn in (self._now, self._then):
+        for turn in self._turns:
             turn.drop()
 
     def _lookups(self, told: Lookups | None) -> Lookups:
@@ -62,52 +71,91 @@ class StepAhead(Generic[R]):
         lookups, modules = told or self._step.lookups, self._step.modules
         return lambda batch: [lookup for lookup in lookups(batch) if any(lookup.module is each for each in modules)]
 
-    def _run(self, batch: Any, following: Any | None, lookups: Lookups) -> R:
-        now, then, step = self._now, self._then, self._step
+    def _run(self, batch: Any, following: Sequence[Any], lookups: Lookups) -> R:
+        step, (now, coming, then) = self._step, self._turns
         with step.locked:
             calls = now.calls() if now.batch is batch else []
-            may_replay = self._may_replay(now, calls)  # which puts the buffers behind the last call, too
+            known = calls and following and coming.batch is following[0]
+            next_calls = coming.calls() if known else []
+            # which puts the buffers behind the last call, too
+            may_replay = self._may_replay(now, [*calls, *next_calls]) and bool(next_calls)
             if not calls:
-                self._last, self._left = None, EAGER_STEPS
+                self.give_up()
+                self._left = EAGER_STEPS
                 now.load(batch)
                 with step.on_buffers():
                     now.plan(self._executor, step, lookups)
-            has_following = following is not None and then.load_if_it_fits(following)
-            if has_following:
-                self._now, self._then = then, now
-            if has_following and may_replay and now.graph is not None:
-                return self._replay(now, now.graph, then, calls)
-            if has_following and may_replay and self._left <= 0 and not step.accumulates():
-                return self._capture(now, then, calls, lookups)
-        if not has_following:
+            unplanned = self._load(following)
+            if coming.batch is not None:
+                self._turns = [coming, then, now]
+            if may_replay and unplanned == [then] and then.plans_later:
+                if now.graph is not None:
+                    return self._replay(now, now.graph, then, calls, next_calls)
+                if self._left <= 0 and not step.accumulates():
+                    return self._capture(now, then, calls, next_calls, lookups)
+        if not unplanned:
             self._last = None
             with step.on_buffers():
                 return self._compute(now)
         self._left -= 1
-        result = self._overlap(now, then, lookups)
+        result = self._overlap(now, unplanned, lookups)
         self._last = [cache.last for cache in step.caches]
         return result
+
+    def _load(self, following: Sequence[Any]) -> list[_Turn[R]]:
+        """Copies the batches in that have yet to be planned; returns their turns."""
+        unplanned: list[_Turn[R]] = []
+        left = deque(following)
+        for turn in self._turns[1:]:
+            if left and not unplanned and turn.batch is left[0] and turn.calls():
+                left.popleft()
+                continue
+            turn.drop()
+            if left and turn.load_if_it_fits(left.popleft()):
+                unplanned.append(turn)
+            else:
+                left.clear()  # what comes behind a batch is planned behind it
+        return unplanned
 
     def _may_replay(self, now: _Turn[R], calls: list[DeviceCall]) -> bool:
         """Whether nothing was planned since the last step, and nothing is in flight but what it has planned: as far
         back as the graph knows of, if there is one."""
-        if now.graph is not None and not now.graph.fits(calls, self._then.memories, self._step.caches):
+        caches = self._step.caches
+        if now.graph is not None and not now.graph.fits(calls, self._turns[2], caches):
             now.graph = None
-        replays = [NOTHING_PLANNED] * len(self._step.caches) if now.graph is None else now.graph.replays
+        replays = [NOTHING_PLANNED] * len(caches) if now.graph is None else now.graph.replays
         last: list[int] | list[None] = [None] * len(replays) if self._last is None else self._last
-        each = zip(self._step.caches, last, replays, strict=True)
+        each = zip(caches, last, replays, strict=True)
         fresh = [cache.may_replay(_tickets(calls, cache), number, does) for cache, number, does in each]
         return self._last is not None and bool(calls) and all(fresh)
 
-    def _overlap(self, now: _Turn[R], then: _Turn[R], lookups: Lookups) -> R:
+    def _overlap(self, now: _Turn[R], unplanned: Sequence[_Turn[R]], lookups: Lookups) -> R:
         """The step as the function it is, in the order of a captured one."""
 
         def run() -> R:
-            then.plan(self._executor, self._step, lookups)
+            self._go_ahead(unplanned, lookups)
             return self._compute(now)
 
         with self._step.on_buffers():
             return self._step.beside(run)
+
+    def _go_ahead(self, unplanned: Sequence[_Turn[R]], lookups: Lookups) -> None:
+        """Brings the rows in of what was planned last, and plans the next batches beside that."""
+        executor, plans = self._executor, self._plans
+        wanted = [turn.wanted(self._step, lookups) for turn in unplanned]
+        with executor.together([lookup for each in wanted for lookup in each]) as given:
+            caches = [cache for cache in given if isinstance(cache, DeviceCache)]
+            for cache in caches:
+                cache.settle_last()
+            plans.wait_stream(executor.stream)
+            try:
+                for cache in caches:
+                    cache.complete_last()
+                with on_stream(plans):
+                    for turn, each in zip(unplanned, wanted, strict=True):
+                        turn.plan_later(executor, each, caches)
+            finally:
+                executor.stream.wait_stream(plans)
 
     def _compute(self, now: _Turn[R]) -> R:
         """The function of the batch; its forwards find their plans."""
@@ -121,30 +169,36 @@ class StepAhead(Generic[R]):
             )
         return result
 
-    def _capture(self, now: _Turn[R], then: _Turn[R], calls: list[DeviceCall], lookups: Lookups) -> R:
+    def _capture(
+        self, now: _Turn[R], then: _Turn[R], calls: list[DeviceCall], coming: list[DeviceCall], lookups: Lookups
+    ) -> R:
         """Captures the step, and replays it a first time. What the capture has done to the caches' books is what that
-        replay does to the caches: no other thread's call comes between."""
-        step, graph = self._step, torch.cuda.CUDAGraph()
-        for call in calls:
+        replay does to the caches: no other thread's call comes between. `calls`: planned for this batch, and `coming`
+        for the next one."""
+        step, graph, known = self._step, torch.cuda.CUDAGraph(), [*calls, *coming]
+        for call in known:
             call.arrive()  # nothing inside may wait for what is outside
         first = {cache: cache.last for cache in step.caches}
-        reads = [call.memory for call in calls]
+        pending = {cache: cache.unfinished() for cache in step.caches}
+        reads = [call.memory for call in known]
         try:
             with ExitStack() as caches:
-                replays = [caches.enter_context(cache.capturing(_tickets(calls, cache))) for cache in step.caches]
-                pool = None if then.graph is None else then.graph.graph.pool()
-                with step.on_buffers(), step.capture(graph, pool), self._joined():
-                    then.plan(self._executor, step, lookups)
+                replays = [caches.enter_context(cache.capturing(_tickets(known, cache))) for cache in step.caches]
+                pools = (turn.graph.graph.pool() for turn in self._turns if turn.graph is not None)
+                with step.on_buffers(), step.capture(graph, next(pools, None)), self._joined():
+                    self._go_ahead([then], lookups)
                     then.check_planned()
                     result = self._compute(now)
             planned = then.calls()
-            for call in planned:
+            for call in (*planned, *coming):
                 call.has_arrived()
             offsets = [[part.ticket.batch - first[part.group.cache] for part in call.parts] for call in planned]
             step.after_capture()
             graph.replay()
         except BaseException as error:
-            for call in then.made():
+            for cache, unfinished in pending.items():
+                cache.leave_again(unfinished)
+            for call in (*then.made(), *coming):
                 call.has_arrived()  # nothing of it has run
             step.after_capture()
             self.give_up()
@@ -153,7 +207,7 @@ class StepAhead(Generic[R]):
         for cache in step.caches:
             cache.replayed(NOTHING_PLANNED)
         if planned:  # else another thread has given them up
-            now.graph = _Graph(graph, result, replays, offsets, _slotless(calls), reads, then.memories)
+            now.graph = _Graph(graph, result, replays, offsets, _states(known), reads, then.states, then.memories)
         self._last = [cache.last for cache in step.caches]
         return result
 
@@ -169,14 +223,23 @@ class StepAhead(Generic[R]):
             raise
         torch.cuda.current_stream().wait_stream(self._executor.stream)
 
-    def _replay(self, now: _Turn[R], graph: _Graph[R], then: _Turn[R], calls: list[DeviceCall]) -> R:
-        for call in calls:
+    def _replay(
+        self, now: _Turn[R], graph: _Graph[R], then: _Turn[R], calls: list[DeviceCall], coming: list[DeviceCall]
+    ) -> R:
+        for call in (*calls, *coming):
             call.arrive()
         self._step.before_replay()
-        graph.graph.replay()
-        now.over()
-        first = {cache: cache.replayed(does) for cache, does in zip(self._step.caches, graph.replays, strict=True)}
-        then.planned_again(graph.offsets, first)
+        try:
+            # on the books before it is launched: what a launch that never came has left pending moves nothing
+            first = {cache: cache.replayed(does) for cache, does in zip(self._step.caches, graph.replays, strict=True)}
+            then.planned_again(graph.offsets, first)
+            graph.graph.replay()
+            for cache in self._step.caches:
+                cache.rows_came(_tickets(coming, cache))
+            now.over()
+        except BaseException:
+            self.give_up()
+            raise
         self._last = [cache.last for cache in self._step.caches]
         return graph.result
 
@@ -184,29 +247,46 @@ class StepAhead(Generic[R]):
 @dataclass(frozen=True)
 class _Graph(Generic[R]):
     """A captured step. `replays`: what it does to each cache's book · `offsets`: of the batches that it plans, for each
-    forward and group, from the last one before · `slotless`: whether it looks for rows without a slot · `reads`,
-    `writes`: where the plans are that it uses and makes."""
+    forward and group, from the last one before · `states`, `reads`: of the plans that it uses, and where they are ·
+    `leaves`, `writes`: the same of those that it makes."""
 
     graph: torch.cuda.CUDAGraph
     result: R
     replays: list[Replays]
     offsets: list[list[int]]
-    slotless: bool
+    states: list[_State]
     reads: list[CallMemory]
+    leaves: list[_State]
     writes: list[CallMemory]
 
-    def fits(self, calls: list[DeviceCall], writes: list[CallMemory], caches: Sequence[DeviceCache]) -> bool:
-        """Whether plans are where it uses and makes them, and no more rows without a slot are in flight than it knows
-        of. Else it has to be captured anew."""
-        if calls and ([call.memory for call in calls] != self.reads or (_slotless(calls) and not self.slotless)):
-            return False
-        if writes != self.writes:
+    def fits(self, calls: list[DeviceCall], then: _Turn[R], caches: Sequence[DeviceCache]) -> bool:
+        """Whether plans are where and as it uses and makes them, and no more rows without a slot are in flight than it
+        knows of. Else it has to be captured anew. `calls`: planned for the batch and the next one."""
+        if len(calls) == len(self.reads):  # else it is not to be replayed now
+            if [call.memory for call in calls] != self.reads:
+                return False
+            each = zip(_states(calls), self.states, strict=True)
+            if any(here.slotless > known.slotless or here.later != known.later for here, known in each):
+                return False
+        if then.memories != self.writes or then.states != self.leaves:
             return False
         return not any(cache.outgrew(each) for cache, each in zip(caches, self.replays, strict=True))
 
 
-def _slotless(calls: list[DeviceCall]) -> bool:
-    return any(part.ticket.overflow.slotless for call in calls for part in call.parts)
+class _State(NamedTuple):
+    """Of a batch that is in flight in one cache: whether it looks for rows without a slot, and whether victims are
+    chosen once its rows are to come; None where none are left for later."""
+
+    slotless: bool
+    later: bool | None
+
+
+def _states(calls: list[DeviceCall]) -> list[_State]:
+    tickets = [part.ticket for call in calls for part in call.parts]
+    return [
+        _State(ticket.overflow.slotless, None if ticket.later is None else ticket.later.places_later)
+        for ticket in tickets
+    ]
 
 
 def _tickets(calls: list[DeviceCall], cache: DeviceCache) -> list[DeviceTicket]:
@@ -214,11 +294,14 @@ def _tickets(calls: list[DeviceCall], cache: DeviceCache) -> list[DeviceTicket]:
 
 
 class _Turn(Generic[R]):
-    """One of the two buffers, the `batch` in it, the forwards that are planned for that, and the `graph` that computes
+    """One of the buffers, the `batch` in it, the forwards that are planned for that, and the `graph` that computes
     it."""
 
-    def __init__(self, buffers: Buffers) -> None:
+    def __init__(self, buffers: Buffers, behind: torch.cuda.Stream) -> None:
+        """`behind`: the stream on which the rows of the batch before come."""
         self.buffers = buffers
+        self._behind = behind
+        self._later: dict[DeviceCache, LaterRows] = {}
         self.batch: Any = None
         self.graph: _Graph[R] | None = None
         self._planned: list[PlannedUnit] = []
@@ -231,6 +314,16 @@ class _Turn(Generic[R]):
     def memories(self) -> list[CallMemory]:
         """Where its forwards are planned."""
         return [call.memory for call in self._calls]
+
+    @property
+    def states(self) -> list[_State]:
+        """Of its plans, as they were made last by launches."""
+        return _states(self._calls)
+
+    @property
+    def plans_later(self) -> bool:
+        """Whether it was planned so that rows are left for later: all that this needs is there."""
+        return bool(self._later)
 
     def load(self, batch: Any) -> None:
         """Copies a batch in. Raises `InvalidInputError` for one that does not fit."""
@@ -246,15 +339,31 @@ class _Turn(Generic[R]):
             return False
         return True
 
-    def plan(self, executor: StreamExecutor, step: StepFunction[R], lookups: Lookups) -> None:
-        """Plans the forwards of the batch, to where those of the one before were."""
-        wanted = [lookup._replace(trains=lookup.trains and step.trains) for lookup in lookups(self.buffers.batch)]
+    def wanted(self, step: StepFunction[R], lookups: Lookups) -> list[LookupSpec]:
+        """The forwards that the batch will come to."""
+        return [lookup._replace(trains=lookup.trains and step.trains) for lookup in lookups(self.buffers.batch)]
 
+    def plan(self, executor: StreamExecutor, step: StepFunction[R], lookups: Lookups) -> None:
+        """Plans the forwards of the batch, to where those of one before were."""
+        wanted = self.wanted(step, lookups)
+        with executor.together(wanted):
+            self._plan(executor, wanted)
+
+    def plan_later(self, executor: StreamExecutor, wanted: list[LookupSpec], caches: Sequence[DeviceCache]) -> None:
+        """The same, on the stream that is current, among others that `executor` plans together. What is missed comes
+        with the next plan, or when it is asked for."""
+        with ExitStack() as later:
+            for cache in caches:
+                if cache not in self._later:
+                    self._later[cache] = LaterRows(self._behind)
+                later.enter_context(cache.rows_later(self._later[cache]))
+            self._plan(executor, wanted)
+
+    def _plan(self, executor: StreamExecutor, wanted: list[LookupSpec]) -> None:
         def plan_alone(lookup: LookupSpec, **how: Any) -> Planned:
             return lookup.module.plan_ahead(executor, *lookup.given, trains=lookup.trains, **how)
 
-        with executor.together(wanted):
-            plan_units(self._units.of(wanted), plan_alone, self._planned, self.memories, ahead=True)
+        plan_units(self._units.of(wanted), plan_alone, self._planned, self.memories, ahead=True)
         if not any(each.failed for _, each in self._planned):
             self._calls, self._launched = self.calls(), [*self._planned]
 

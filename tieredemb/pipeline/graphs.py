@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what captures is imported where there is a GPU
     from tieredemb.pipeline.graph_alone import StepAlone
 
 R = TypeVar("R")
+BATCHES_AHEAD = 2  # that a captured step knows of: the rows of one come, while the other is planned
 
 
 class GraphStep(Generic[R]):
@@ -69,8 +70,8 @@ class GraphStep(Generic[R]):
             from tieredemb.pipeline.graph_ahead import StepAhead
 
             self._ahead = StepAhead(step)
-        run.leave_planning_to(self._ahead.give_up)
-        return self._ahead(batch, run.following(), run.told)
+        run.leave_planning_to(self._ahead.give_up, BATCHES_AHEAD)
+        return self._ahead(batch, run.following(BATCHES_AHEAD), run.told)
 
     def _forget(self) -> None:
         """Tables have moved, or train that did not: all is captured anew."""
@@ -117,7 +118,8 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
 
     The first calls are the function itself, step after step as without a graph; then one is captured and all are
     replays, which copy the batch into buffers and launch once. The numbers are those of the function. For batches that
-    `prefetch` hands out the next one is planned and its rows are fetched inside the step, while this one computes.
+    `prefetch` hands out, the rows of the next one are fetched inside the step, and the one after that is planned, while
+    this one computes; so the loader is asked for two batches ahead.
 
     Batches keep their form and shapes, but ids (and per-sample weights), whose number may differ where offsets name the
     end of the last bag: up to that of the first batch, of `example_batch` (no step is run on it), or `max_ids`. What

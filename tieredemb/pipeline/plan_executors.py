@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from time import perf_counter
 from types import TracebackType
@@ -132,10 +132,11 @@ class StreamExecutor(PlanExecutor):
             yield
 
     @contextlib.contextmanager
-    def together(self, lookups: Sequence[LookupSpec]) -> Iterator[None]:
-        """Forwards that are planned inside, by this thread, are planned in one go: `lookups`, on this stream."""
+    def together(self, lookups: Sequence[LookupSpec]) -> Iterator[Collection[Cache]]:
+        """Forwards that are planned inside, by this thread, are planned in one go: `lookups`, on this stream, by those
+        caches."""
         if not lookups:
-            yield
+            yield ()
             return
         caches = {group.cache: None for lookup in lookups for group in lookup.module.tables.groups}
         if caches != self._caches:
@@ -148,7 +149,7 @@ class StreamExecutor(PlanExecutor):
                 inputs = []
             try:
                 self.is_entered = True
-                yield
+                yield caches
             finally:
                 self.is_entered = False
 

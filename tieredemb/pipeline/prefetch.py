@@ -8,6 +8,7 @@ not move, and an update changes it where it is: what a later forward reads is ne
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -66,7 +67,7 @@ class Prefetch(Generic[B]):
         with PlanExecutors(self.modules) as executors, contextlib.closing(Run(self, executors, self._told)) as run:
             ended = False
             while True:
-                while not ended and len(run.queue) <= self.depth:
+                while not ended and len(run.queue) <= max(self.depth, run.asked_ahead):
                     ended = run.fetch(source)
                 if not run.queue:
                     return
@@ -125,6 +126,7 @@ class _Fetched(Generic[B]):
     ) -> None:
         self.batch = batch
         self.receive = receive  # to be called before the batch is used, on each stream that uses it
+        self.is_received = False  # by the step that it is one of the next batches for
         self.error = error
         self.planned: list[PlannedUnit] = []
 
@@ -147,6 +149,7 @@ class Run(Generic[B]):
         self._executors = executors
         self._lookups = told
         self._planners: list[Callable[[], object]] = []  # give up what captured steps plan in place of this loop
+        self.asked_ahead = 0  # batches that such a step wants to know
         self._current: _Fetched[B] | None = None
         self._seen: list[LookupSpec] = []  # forwards of the current batch, while it is to be learned from
         self._listens = False
@@ -214,17 +217,24 @@ class Run(Generic[B]):
         """Whether this very batch is the one in use."""
         return self._prefetch.depth > 0 and self._current is not None and self._current.batch is batch
 
-    def following(self) -> B | None:
-        """The batch that will be handed out next, if it is there already."""
-        if not self.queue or self.queue[0].error is not None:
-            return None
-        self.queue[0].receive()
-        return self.queue[0].batch
+    def following(self, most: int) -> list[B]:
+        """The batches that will be handed out next, as far as they are there already, `most` of them at most."""
+        following: list[B] = []
+        for fetched in itertools.islice(self.queue, most):
+            if fetched.error is not None:
+                break
+            if not fetched.is_received:
+                fetched.receive()
+                fetched.is_received = True
+            following.append(fetched.batch)  # type: ignore[arg-type]
+        return following
 
-    def leave_planning_to(self, give_up: Callable[[], object]) -> None:
-        """A captured step plans the batches by itself. `give_up` is called when the loop is left."""
+    def leave_planning_to(self, give_up: Callable[[], object], ahead: int) -> None:
+        """A captured step plans the batches by itself, up to `ahead` ones. `give_up` is called when the loop is
+        left."""
         if give_up in self._planners:
             return
+        self.asked_ahead = max(self.asked_ahead, ahead)
         if self._planners:
             warnings.warn(
                 "two captured steps take the batches of one prefetch loop: each plans the next one for itself, and "

@@ -24,7 +24,7 @@ from tieredemb.cache.device.in_place import InPlace
 from tieredemb.cache.device.ledger import NOTHING_PLANNED, Ledger, Replays
 from tieredemb.cache.device.moves import RowMoves
 from tieredemb.cache.device.plan import Beside, DevicePlan, Missed, OverflowRows, PlanOf
-from tieredemb.cache.device.planner import Planner
+from tieredemb.cache.device.planner import LaterRows, Planner, Unfinished
 from tieredemb.cache.device.stream_order import SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.cache.device.transfer import Transfer
@@ -86,6 +86,7 @@ class DeviceCache(Cache):
         self.plan_pool, self.compute_pool = GraphPool(), GraphPool()
         self._recorded: NextPlan | None = None  # the plan that is being recorded
         self.recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # plans that are replayed, of which each has a size
+        self._later: weakref.WeakSet[LaterRows] = weakref.WeakSet()
         self._ledger = Ledger(self._book, lock_window)
         with torch.inference_mode(False), torch.cuda.device(device):
             self.hot = DeviceHotRows(cold.layout, slots - sum(rows for _, rows in resident), resident, device)
@@ -184,19 +185,19 @@ class DeviceCache(Cache):
         the GPU and the storage. Raises `StorageError` where the cache cannot be used any more."""
         if not ticket.is_complete:  # or a plan that waits for its storage would be waited for
             with self.plan_lock, on_device(self.device):
-                if self._planner.unfinished is ticket:
+                if any(each.ticket is ticket for each in self._planner.unfinished):
                     self.complete_last()
                 if not ticket.is_complete:  # somebody was interrupted at it
                     ticket.is_complete = ticket.failed = True
         return not ticket.failed
 
     def complete_last(self) -> None:
-        """Brings the plan to its end whose transfer is pending, if any; its ticket knows if it fails. Waits and raises
-        as `complete` does."""
-        if self._planner.unfinished is None:
+        """Brings plans to their ends whose transfers are pending, if any; their tickets know if that fails. Waits and
+        raises as `complete` does."""
+        if not self._planner.unfinished:
             return
         with self.plan_lock, on_device(self.device):
-            if self._planner.unfinished is None:
+            if not self._planner.unfinished:
                 return
             self._check_open()
             self._settle()
@@ -219,7 +220,7 @@ class DeviceCache(Cache):
     def next_plan(self, ids: int) -> NextPlan:
         """What a plan of as many ids, one at least, would depend on now, put behind what it has to come behind. The
         caller holds the locks of plans and rows until it has planned."""
-        if self._planner.unfinished is not None:
+        if self._planner.unfinished:
             self.complete_last()
         self._check_usable()
         if not self.cold.volatile:
@@ -278,22 +279,24 @@ class DeviceCache(Cache):
         return self._ledger.last
 
     def may_replay(
-        self, ended: Sequence[DeviceTicket] = (), last: int | None = None, replays: Replays = NOTHING_PLANNED
+        self, known: Sequence[DeviceTicket] = (), last: int | None = None, replays: Replays = NOTHING_PLANNED
     ) -> bool:
         """Whether a captured step may be replayed now, which is put behind all plans made ahead: its plans know of no
-        batch in flight but those that it ends, `ended`; see `Ledger.may_replay`. The caller holds the locks of plans
-        and rows, until it has replayed."""
+        batch in flight but those `known`; see `Ledger.may_replay`. Transfers of others are ended. The caller holds the
+        locks of plans and rows, until it has replayed."""
+        if not all(each.ticket in known for each in self._planner.unfinished):
+            self.complete_last()
         self._check_usable()
         self.cold.begin_changes()
         self._order.whole()
-        return self._ledger.may_replay((ticket.batch for ticket in ended), last, replays)
+        return self._ledger.may_replay((ticket.batch for ticket in known), last, replays)
 
     @contextlib.contextmanager
-    def capturing(self, ended: Sequence[DeviceTicket]) -> Iterator[Replays]:
-        """A step is captured inside that ends the batches `ended`, and leaves others in flight that are planned in it.
-        Each replay ends those of the one before. What comes in is complete after the capture."""
+    def capturing(self, known: Sequence[DeviceTicket]) -> Iterator[Replays]:
+        """A step is captured inside while the batches `known` are in flight; it ends some, and leaves others in flight
+        that are planned in it. Each replay finds as many. What comes in is complete after the capture."""
         with self.whole():
-            replays = self._ledger.begin_capture(ticket.batch for ticket in ended)
+            replays = self._ledger.begin_capture(ticket.batch for ticket in known)
         try:
             yield replays
         finally:
@@ -318,7 +321,43 @@ class DeviceCache(Cache):
             again = DeviceTicket(batch, ticket.homes, ticket.overflow, self._book)
             again.kept = ()  # it counts where it was planned first
             self._ledger.open(again)
+            if ticket.later is not None:
+                self._planner.leave(again, ticket.later.again())
             return again
+
+    # --- rows that are left for later, by the steps that are captured -----------------------------------------------
+
+    @contextlib.contextmanager
+    def rows_later(self, later: LaterRows) -> Iterator[None]:
+        """Plans made inside, of one batch, leave what they have missed to `later`, where rows move by launches alone.
+        It comes with `complete_last`, or the next call that would find it missing. The caller holds the lock of
+        plans."""
+        self._later.add(later)
+        outside, self._planner.later = self._planner.later, later
+        later.begin()
+        try:
+            yield
+        finally:
+            self._planner.later = outside
+
+    def settle_last(self) -> None:
+        """Does what has to come before the next plan, which the rows of the last one may come beside."""
+        with self.plan_lock, on_device(self.device):
+            self._planner.settle_last()
+
+    def unfinished(self) -> list[Unfinished]:
+        """The transfers that are pending now."""
+        return [*self._planner.unfinished]
+
+    def leave_again(self, before: Sequence[Unfinished]) -> None:
+        """A capture was given up that has brought in what was pending before, or its first replay was: pending again,
+        before what the capture has left. The device knows what has come."""
+        self._planner.leave_again(before)
+
+    def rows_came(self, tickets: Sequence[DeviceTicket]) -> None:
+        """A replay has brought in what `tickets` had left for later."""
+        with self.plan_lock, self.lock:
+            self._planner.have_come(tickets)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -515,6 +554,7 @@ class DeviceCache(Cache):
             batch = {"plans": self._book.size_bytes() + self._plan.size_bytes()}
             batch["records"] = self._plan.records.size_bytes()
             batch["recorded"] = sum(each.size_bytes() for each in self.recorded)
+            batch["later"] = sum(each.size_bytes() for each in self._later)
             return {
                 "cache": self.hot.size_bytes(),
                 "batch": batch | self._transfer.size_bytes(),
@@ -522,6 +562,6 @@ class DeviceCache(Cache):
             }
 
     def _release(self) -> None:
-        self._planner.unfinished = None
+        self._planner.unfinished.clear()
         self._transfer.drain()
         synchronize(self.device)  # kernels may still read cold rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -11,7 +12,13 @@ from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.moves import MOVE_BLOCKS, RowMoves
 from tieredemb.cache.device.plan import BatchPlan, DevicePlan, OverflowRows
 from tieredemb.cache.device.stream_order import SideStream
-from tieredemb.cache.device.transfer import FINISHED, PendingTransfer, Transfer, slots_change_hands
+from tieredemb.cache.device.transfer import (
+    FINISHED,
+    LaterTransfer,
+    PendingTransfer,
+    Transfer,
+    slots_change_hands,
+)
 from tieredemb.kernels.compiler import blocks_for
 from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import ColdRows
@@ -50,21 +57,44 @@ class InPlace(Transfer):
         self._plan.records.reserve(rows)
 
     def start(self, plan: BatchPlan, *, ahead: bool) -> PendingTransfer:
-        missed, count, overflow = plan.missed, self._plan.missed, self.overflow(plan.slotless)
-        with slots_change_hands(self._changes, missed):
-            self._plan.place(plan.homes, missed, overflow)
+        with self.changing(plan):
+            self._place(plan, plan.lag)
             if plan.beside:
                 self._side.mark()
-            self._moves.swap(
-                count, missed.n, missed.keys, missed.slots, missed.victims, self._plan.needed, self._weight,
-                self._state, missed.untouched, scored=plan.scored,
-            )  # fmt: skip
-            self._moves.generate(
-                count, missed.n, missed.keys, missed.slots, missed.untouched, overflow, some=self._plan.untouched
-            )
+            self._bring(plan)
         if plan.beside:
             self._side.run(plan.beside).wait(current_stream())
         return FINISHED
+
+    def changing(self, plan: BatchPlan) -> contextlib.AbstractContextManager[None]:
+        """What is done inside belongs together."""
+        return slots_change_hands(self._changes, plan.missed)
+
+    def later(self, plan: BatchPlan) -> LaterTransfer:
+        return LaterInPlace(self, plan)
+
+    def settle_later(self, plan: BatchPlan, lag: int) -> torch.cuda.Event | None:
+        """Chooses the victims of a plan whose rows are left for later. Returns what comes once that is done which may
+        run beside the movement of rows."""
+        self._place(plan, lag)
+        if not plan.beside:
+            return None
+        self._side.mark()
+        return self._side.run(plan.beside)
+
+    def finish_later(self, plan: BatchPlan) -> None:
+        """Brings the rows of a plan that were left for later."""
+        with self.changing(plan):
+            self._bring(plan)
+        if not torch.cuda.is_current_stream_capturing():
+            plan.missed.follow()
+
+    def _place(self, plan: BatchPlan, lag: int) -> None:
+        self._plan.place(plan.homes, plan.missed, self.overflow(plan.slotless), lag=lag)
+
+    def _bring(self, plan: BatchPlan) -> None:
+        self._moves.swap(plan.missed, plan.missed.n, self._weight, self._state, scored=plan.scored, in_place=True)
+        self._moves.generate_missed(plan.missed, plan.missed.n, self.overflow(plan.slotless))
 
     def load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         if len(keys):
@@ -76,3 +106,40 @@ class InPlace(Transfer):
             blocks_for(slots, 32, 4 * MOVE_BLOCKS), 0, slots, first_slot, first_key or 0, 0, keys, self._weight,
             self._state, 0, self._plan.moved,
         )  # fmt: skip
+
+
+class LaterInPlace(LaterTransfer):
+    """Where rows may be left without a slot, the cache has no room for those of three batches: victims are then chosen
+    as late as can be, when fewer rows are locked."""
+
+    def __init__(self, transfer: InPlace, plan: BatchPlan) -> None:
+        self._transfer = transfer
+        self._plan = plan
+        self._is_settled = False
+        self._aside: torch.cuda.Event | None = None
+
+    @property
+    def places_later(self) -> bool:
+        return self._plan.slotless
+
+    def settle(self, lag: int) -> None:
+        if self._is_settled:
+            return
+        with self._transfer.changing(self._plan):
+            self._aside = self._transfer.settle_later(self._plan, lag)
+            self._is_settled = True
+        if self._aside is not None and not self.places_later:  # `finish` may be another capture's
+            self._aside.wait(current_stream())
+            self._aside = None
+
+    def finish(self) -> None:
+        self._transfer.finish_later(self._plan)
+        if self._aside is not None:
+            self._aside.wait(current_stream())
+            self._aside = None
+        self.is_finished = True
+
+    def again(self) -> LaterInPlace:
+        again = LaterInPlace(self._transfer, self._plan)
+        again._is_settled = not self.places_later
+        return again

@@ -82,6 +82,10 @@ class Ledger:
         oldest = self._oldest(batch)
         return batch - oldest, *self._book.locked(oldest)
 
+    def lag_of(self, batch: int) -> int:
+        """How many batches before a planned one, which is in flight, lock their rows now."""
+        return max(0, batch - self._oldest(batch))
+
     def count(self, begun: Begun) -> None:
         """The batch is about to count on the device."""
         self.last = begun.number

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tieredemb.cache.device.hot_rows import DeviceHotRows
-from tieredemb.cache.device.plan import DevicePlan, OverflowRows
+from tieredemb.cache.device.plan import DevicePlan, Missed, OverflowRows, places
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.storage.base import RowLayout
@@ -17,6 +17,7 @@ from tieredemb.storage.initial import InitialRows
 MOVE = "cache/device/transfer.cu"
 MOVE_BLOCKS, MOVE_THREADS = 32, 1024
 SWAP_BLOCKS = 12  # of 1,024 threads saturate PCIe both ways, and slow down the kernels beside them the least
+PLACE_BLOCKS = 4 * MOVE_BLOCKS  # staged rows move inside the device, whose memory takes more to saturate than PCIe
 
 
 class RowMoves:
@@ -43,31 +44,40 @@ class RowMoves:
         self._swap.load(self.device.index)
         self._initial.on_device().load_missed(*self._rows)
 
-    def swap(
+    def swap(self, missed: Missed, n: int, weight: Any, state: Any, *, scored: bool, in_place: bool) -> None:
+        """Brings the cold rows of `weight` and `state` that a plan has `missed`, n at most, into the slots that are
+        theirs, after the victims' rows went back there; where they are not `in_place`, but have been brought, in their
+        order, the victims' rows have gone already. `scored`: whether this use raises their scores. Called again, it
+        does nothing."""
+        keys, blocks, swap_blocks = (missed.keys, MOVE_BLOCKS, SWAP_BLOCKS) if in_place else (0, PLACE_BLOCKS, 0)
+        self._move(
+            n, blocks, missed.moving, keys, missed.slots, missed.victims, missed.scores, swap_blocks, weight, state,
+            missed.untouched, scored=scored,
+        )  # fmt: skip
+
+    def _move(
         self,
-        count: Any,
         n: int,
+        blocks: int,
+        moving: Any,
         keys: Any,
         slots: Any,
-        victims: Any,
-        needed: int,
+        victims: int,
+        scores: int,
+        swap_blocks: int,
         weight: Any,
         state: Any,
         untouched: Any,
         *,
         scored: bool | None,
-        most_blocks: int = MOVE_BLOCKS,
     ) -> None:
-        """Brings cold rows `keys` of `weight` and `state` into `slots`, after the rows `victims` went back there;
-        without keys those that lie there in the order of `slots`, and the victims' rows have gone already. `needed`:
-        address of how many victims there are, 0 for none · `scored`: whether this use raises their scores; with None
-        it is no use, and counts nowhere."""
+        """With `scored` None it is no use of the rows, and counts nowhere."""
         hot, plan, scoring = self._hot, self._plan, self._plan.scoring
-        clock, n_untouched, moved = (0, 0, 0) if scored is None else (plan.clock, plan.untouched, plan.moved)
+        clock, moved = (0, 0) if scored is None else (plan.clock, plan.moved)
         self._swap(
-            blocks_for(n, 64, most_blocks), MOVE_THREADS, count, keys, slots, victims, needed, SWAP_BLOCKS,
-            hot.weight, hot.state, hot.score, hot.dirty, weight, state, untouched, n_untouched, moved, clock,
-            scoring.kind, scoring.unit, scoring.remember, scored or False,
+            blocks_for(n, 64, blocks), MOVE_THREADS, moving, keys, slots, victims, scores, swap_blocks, hot.weight,
+            hot.state, hot.score, hot.dirty, weight, state, untouched, moved, clock, scoring.kind, scoring.unit,
+            scoring.remember, scored or False,
         )  # fmt: skip
 
     def write_back(
@@ -100,10 +110,11 @@ class RowMoves:
         """Brings the rows of `keys` (int64 (K,)) into `slots` (int32 (K,)), which are theirs, from the rows `source`
         of `weight` and `state` (0: in their order), or generates them. No row in a slot has a score of zero."""
         n, given = len(slots), slots.contiguous()
-        count = torch.full((1,), n, dtype=torch.int32, device=self.device)
+        moving = torch.zeros(places().moving_bytes // 4, dtype=torch.int32, device=self.device)
+        moving[:1] = n
         untouched = torch.empty(n, dtype=torch.uint8, device=self.device)
-        self.swap(count, n, source, given, 0, 0, weight, state, untouched, scored=None)
-        self.generate(count, n, keys, given, untouched, overflow)
+        self._move(n, MOVE_BLOCKS, moving, source, given, 0, 0, 0, weight, state, untouched, scored=None)
+        self.generate(moving, n, keys, given, untouched, overflow)
         score = self._hot.score[slots.long()]
         self._hot.score[slots.long()] = torch.where(score == 0, MIN_SCORE, score)
 
@@ -116,6 +127,11 @@ class RowMoves:
             count, n, keys, slots, untouched, hot.weight, hot.state, overflow.weight, overflow.state,
             self._state_width, by_key=overflow.by_key, some=some,
         )  # fmt: skip
+
+    def generate_missed(self, missed: Missed, n: int, overflow: OverflowRows) -> None:
+        """Generates what a plan has missed, n at most, that was never written, behind `swap`."""
+        given = missed.keys, missed.slots, missed.untouched
+        self.generate(missed.count, n, *given, overflow, some=missed.n_untouched)
 
     def generate_range(self, first_key: int, first_slot: int, rows: int) -> None:
         """Generates consecutive rows in consecutive slots."""

@@ -20,6 +20,7 @@ from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, meeting_blocks
 from tieredemb.kernels.constants import TOGETHER
 from tieredemb.kernels.source import read
+from tieredemb.kernels.streams import current_stream
 
 PLAN, POLICY = "cache/plan.cu", "cache/policy.cu"
 THREADS = 256
@@ -29,7 +30,7 @@ MOST_BLOCKS = 1056  # eight a multiprocessor of an H200: loops stride over what 
 class Places(NamedTuple):
     """Where the host finds what kernels count: byte offsets in the control tensor, of `Clock`, `Counts` and
     `Selection`, each at a multiple of 32, and of their fields. `client_bytes`: of a client · `claim_bytes`: of a claim
-    · `last_batch`, `taken`: words of a record, and of what follows the last one.
+    · `moving_bytes`: of `Moving` · `last_batch`, `taken`: words of a record, and of what follows the last one.
     """
 
     clock: int
@@ -42,13 +43,13 @@ class Places(NamedTuple):
     needed: int
     room: int
     arrivals: int
-    untouched: int
     totals: int
     clients: int
     moved: int
     total_names: tuple[str, ...]
     client_bytes: int
     claim_bytes: int
+    moving_bytes: int
     last_batch: int
     taken: int
 
@@ -59,7 +60,7 @@ def places() -> Places:
     source = read(PLAN)
     sizes = [-(-source.layout(name).size // 32) * 32 for name in ("Clock", "Counts")]
     clock, counts, selection = itertools.accumulate(sizes, initial=0)
-    names = ("missed", "needed", "room", "arrivals", "untouched", "totals", "clients")
+    names = ("missed", "needed", "room", "arrivals", "totals", "clients")
     in_counts = {name: counts + source.layout("Counts")[name].offset for name in names}
     return Places(
         clock=clock,
@@ -73,6 +74,7 @@ def places() -> Places:
         total_names=tuple(total.name for total in source.leaves("Totals")),
         client_bytes=source.layout("Client").size,
         claim_bytes=source.layout("Claim").size,
+        moving_bytes=source.layout("Moving").size,
         last_batch=source.layout("Record")["last_batch"].offset // 4,
         taken=source.layout("RecordsEnd")["taken"].offset // 4,
     )
@@ -109,9 +111,10 @@ class Missed:
     """What a plan of n ids has to move, in one allocation; addresses of its parts.
 
     `keys`: int64 (n,) · `slots`: int32 (n,), where each goes: a slot, −1 while it has none, or the home −2 − r of a
-    record · `victims`: int64 (n,), the key that leaves the slot, or −1 · `untouched`: uint8 (n,), whether it has to be
-    generated · `chosen`: int32 (n,), the slots that victims leave · `claims`: cells by which a key is missed once. How
-    many of the n places are taken is known to the device alone.
+    record · `victims`: int64 (n,), the key that leaves the slot, or −1, and `scores`: uint32 (n,), its score ·
+    `untouched`: uint8 (n,), whether it has to be generated · `chosen`: int32 (n,), the slots that victims leave ·
+    `claims`: cells by which a key is missed once · `moving`: of one `Moving`, and in it `count`: how many of the n
+    places are taken, `n_untouched`: and of them untouched. The device alone knows.
     """
 
     def __init__(self, n: int, device: torch.device) -> None:
@@ -119,11 +122,30 @@ class Missed:
         self.cells = 2
         while self.cells < 2 * n:
             self.cells *= 2
-        room = n + n % 2  # what follows stays aligned to 8 bytes
-        sizes = (places().claim_bytes * self.cells, 8 * room, 8 * room, 4 * room, 4 * room, room)
+        room, at = n + n % 2, places()  # what follows stays aligned to 8 bytes
+        first = at.claim_bytes * self.cells, at.moving_bytes
+        self.cleared = sum(first) // at.claim_bytes  # units that a plan begins with as zeros
+        sizes = (*first, 8 * room, 8 * room, 4 * room, 4 * room, 4 * room, room)
         self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         starts = itertools.accumulate(sizes[:-1], initial=self._memory.data_ptr())
-        self.claims, self.keys, self.victims, self.slots, self.chosen, self.untouched = starts
+        self.claims, self.moving, self.keys, self.victims, self.slots, self.chosen, self.scores, self.untouched = starts
+        in_moving = read(PLAN).layout("Moving")
+        self.count = self.moving + in_moving["missed"].offset
+        self.n_untouched = self.moving + in_moving["untouched"].offset
+
+    @property
+    def size_bytes(self) -> int:
+        return self._memory.nbytes
+
+    def follow(self) -> None:
+        """The current stream uses it, too."""
+        self._memory.record_stream(current_stream())
+
+    def have_moved(self) -> None:
+        """It is of no plan yet: nothing moves."""
+        words = self.view("moving", places().moving_bytes // 4)
+        words.zero_()
+        words[read(PLAN).layout("Moving")["over"].offset // 4] = 1
 
     def view(self, name: str, count: int) -> torch.Tensor:
         """The first `count` elements of a part as a tensor."""
@@ -135,13 +157,15 @@ class Missed:
 class BatchPlan(NamedTuple):
     """A batch whose rows were found, before those that it misses are brought in. `homes`: int32 (N,), to be completed ·
     `missed`: what it misses · `slotless`: whether rows may be left without a slot · `scored`: whether this use raises
-    scores · `beside`: called once `homes` are complete, on a stream that need not wait for the rows."""
+    scores · `beside`: called once `homes` are complete, on a stream that need not wait for the rows · `lag`: how many
+    batches before it lock their rows."""
 
     homes: torch.Tensor
     missed: Missed
     slotless: bool
     scored: bool
     beside: Beside | None
+    lag: int = 0
 
 
 class Records:
@@ -216,7 +240,7 @@ class DevicePlan:
         base = self.control.data_ptr()
         self.clock, self.counts, self.selection = base + at.clock, base + at.counts, base + at.selection
         self.missed, self.needed, self.moved = base + at.missed, base + at.needed, base + at.moved
-        self.room, self.arrivals, self.untouched = base + at.room, base + at.arrivals, base + at.untouched
+        self.room, self.arrivals = base + at.room, base + at.arrivals
         self._selection_units = (at.end - at.selection) // 16
         self._totals = self.control[at.totals : at.totals + 8 * len(at.total_names)]
         self._together = meeting_blocks(device.index)
@@ -267,7 +291,7 @@ class DevicePlan:
         begin = kernel(PLAN, "plan_begin", *OPTIONS, *self.flags)
         begin(
             blocks_for(missed.cells, 4 * THREADS, MOST_BLOCKS), THREADS, self.clock, self.counts,
-            scoring.units_per_batch, lag, scored, ages, missed.claims, missed.cells, self.selection,
+            scoring.units_per_batch, lag, scored, ages, missed.claims, missed.cleared, self.selection,
             self._selection_units, records.whole, *self._planned(client),
         )  # fmt: skip
         if overflow.slotless:
@@ -277,29 +301,37 @@ class DevicePlan:
             sort_out(blocks_for(records.rows, THREADS, MOST_BLOCKS), THREADS, records.whole, self.clock)
 
     def find(
-        self, keys: torch.Tensor, homes: torch.Tensor, missed: Missed, *, scored: bool, overflow: OverflowRows
+        self,
+        keys: torch.Tensor,
+        homes: torch.Tensor,
+        missed: Missed,
+        *,
+        scored: bool,
+        overflow: OverflowRows,
+        may_arrive: bool = False,
     ) -> None:
         """Locks and scores what is resident, claims what is missed, into `missed.keys`; until the plan settles
-        `homes` name the claims."""
+        `homes` name the claims. `may_arrive`: whether rows of the plan before may be on their way yet."""
         rows, scoring, records, n = self.rows, self.scoring, self.records, keys.shape[0]
         find = kernel(PLAN, "keys_find", *OPTIONS, *overflow.flags, *self.flags)
         find(
             blocks_for(n, THREADS), THREADS, self._slots, keys, n, self.clock, scoring.kind, scoring.unit, scored,
             missed.claims, missed.cells, homes, missed.keys, records.whole, overflow.state, rows.layout.state_width + 1,
-            overflow.by_key, self.counts,
+            overflow.by_key, may_arrive, self.counts,
         )  # fmt: skip
 
-    def place(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows) -> None:
+    def place(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, *, lag: int) -> None:
         """Gives missed keys slots: chooses victims that make room for them, then what `settle` does with `commit`. In
         one launch, for rows that are moved behind it; where victims' rows have to leave before, `choose` and `settle`
-        are two."""
+        are two. Slots of the `lag` batches before are locked. Called again once the rows have moved, it does
+        nothing."""
         rows, scoring, n = self.rows, self.scoring, homes.shape[0]
         place = cooperative_kernel(PLAN, "missed_place", *OPTIONS, *overflow.flags, *self.flags)
         place(
             max(blocks_for(rows.slots, 4 * TOGETHER, self._together), blocks_for(n, TOGETHER, self._together)),
-            TOGETHER, self.selection, self.counts, self.clock, self._slots, scoring.unit, scoring.ties_by_age,
-            self._in_parts, missed.chosen, missed.keys, missed.slots, missed.victims, homes, n, missed.claims,
-            missed.cells, self.records.whole,
+            TOGETHER, self.selection, self.counts, self.clock, lag, self._slots, scoring.unit, scoring.ties_by_age,
+            self._in_parts, missed.chosen, missed.keys, missed.slots, missed.victims, missed.scores, homes, n,
+            missed.claims, missed.cells, self.records.whole, missed.moving,
         )  # fmt: skip
 
     def choose(self, missed: Missed) -> None:
@@ -318,8 +350,8 @@ class DevicePlan:
         settle = cooperative_kernel(PLAN, "missed_settle", *OPTIONS, *overflow.flags, *self.flags)
         settle(
             blocks_for(n, TOGETHER, self._together), TOGETHER, self.counts, missed.chosen, self.selection, missed.keys,
-            self._slots, self.clock, missed.slots, missed.victims, homes, n, missed.claims, missed.cells,
-            self.records.whole, commit,
+            self._slots, self.clock, missed.slots, missed.victims, missed.scores, homes, n, missed.claims,
+            missed.cells, self.records.whole, missed.moving, commit,
         )  # fmt: skip
 
     def totals(self, client: int | None = None) -> dict[str, int]:
@@ -330,10 +362,9 @@ class DevicePlan:
         return dict(zip(names, words.tolist(), strict=True))
 
     def placed(self, missed: Missed) -> torch.Tensor:
-        """The homes that the last plan's `missed` keys have by now, int64 (K,): slots, or −2 − r for record r. None if
-        slots have not changed hands. Synchronises."""
-        at = self._places.missed
-        count = int(self.control[at : at + 4].view(torch.int32).item())
+        """The homes that a plan's `missed` keys have by now, int64 (K,): slots, or −2 − r for record r. None if slots
+        have not changed hands. Synchronises."""
+        count = int(missed.view("moving", 1).item())
         keys, homes = missed.view("keys", count), missed.view("slots", count).long()
         key, record = self.rows.key, self.records.table[: self.records.rows, 0] - 1
         # before they change hands homes are what was left in memory, and no key is missed that has a slot

@@ -11,20 +11,57 @@ changes while a ticket is in flight, so such a row gets a slot only in a plan af
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.ledger import Begun, Ledger
 from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, PlanOf
-from tieredemb.cache.device.stream_order import SideStream, StreamOrder
+from tieredemb.cache.device.stream_order import Place, SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
-from tieredemb.cache.device.transfer import FINISHED, Transfer
+from tieredemb.cache.device.transfer import LaterTransfer, PendingTransfer, Transfer
 from tieredemb.cache.tickets import TicketBook
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.ranges import marked
 from tieredemb.kernels.streams import current_stream
+
+
+class Unfinished(NamedTuple):
+    """A batch whose rows have yet to come. `place`: where the transfer is to finish; None: where that is asked for."""
+
+    ticket: DeviceTicket
+    pending: PendingTransfer
+    place: Place | None
+
+
+class LaterRows:
+    """What the plans of one batch have missed, whose rows are left for later: of one batch after the other the same
+    memory, for captured steps. `behind`: the stream on which the rows of the batch before are on their way."""
+
+    def __init__(self, behind: torch.cuda.Stream) -> None:
+        self.behind = behind
+        self._missed: list[Missed] = []
+        self._taken = 0
+
+    def begin(self) -> None:
+        """A batch is about to be planned."""
+        self._taken = 0
+
+    def missed(self, n: int, device: torch.device) -> Missed:
+        """For the next plan, of n ids."""
+        at, self._taken = self._taken, self._taken + 1
+        if at == len(self._missed) or self._missed[at].n != n:
+            missed = Missed(n, device)
+            missed.have_moved()
+            self._missed[at:] = [missed]
+        return self._missed[at]
+
+    def size_bytes(self) -> int:
+        return sum(missed.size_bytes for missed in self._missed)
+
 
 LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, takes longer than going aside for it (4 µs)
 MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
@@ -33,8 +70,9 @@ MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan last
 @dataclass
 class Planner:
     """Plans the batches of one cache, under its lock of plans. `rows_lock`: guards tickets and the order of streams,
-    and so is taken for both · `unfinished`: the ticket whose transfer has yet to finish; there is at most one, as the
-    next plan finishes it first."""
+    and so is taken for both · `unfinished`: transfers that have yet to finish, in their order: the next plan finishes
+    them first, and so there is one at most, but while a captured step is replayed that begins another · `later`: where
+    plans are to leave rows for later, if they are."""
 
     hot: DeviceHotRows
     launches: DevicePlan
@@ -44,7 +82,8 @@ class Planner:
     order: StreamOrder
     side: SideStream
     rows_lock: contextlib.AbstractContextManager[bool]
-    unfinished: DeviceTicket | None = None
+    unfinished: list[Unfinished] = field(default_factory=list)
+    later: LaterRows | None = None
 
     def check_size(self, n: int, begun: Begun) -> None:
         """Raises `InvalidInputError` for a batch of more ids than a plan can number."""
@@ -89,37 +128,77 @@ class Planner:
         slotless = self.may_lack_slots(n, begun.locked, slotless=begun.slotless)
         if slotless:
             self.transfer.make_room(min(begun.locked + n, self.hot.layout.rows))
-        missed = Missed(n, self.hot.weight.device)
-        self.transfer.retire(begun.lag)
+        device, lag = self.hot.weight.device, begun.lag
+        missed = Missed(n, device) if self.later is None else self.later.missed(n, device)
+        self.transfer.retire(lag)
         self.ledger.count(begun)  # before the device counts it: a batch too many locks more, one too few less
         overflow = self.transfer.overflow(slotless)
-        self.launches.begin(missed, lag=begun.lag, scored=scored, ages=ages, client=client, overflow=overflow)
+        plan = BatchPlan(homes, missed, slotless, scored, beside, lag)
+        later = None if self.later is None else self.transfer.later(plan)
+        if later is not None:  # on the books before anything changes hands; what never comes to that moves nothing
+            ticket = self.ticket(begun.number, homes, overflow)
+            self.leave(ticket, later)
+        self.launches.begin(missed, lag=lag, scored=scored, ages=ages, client=client, overflow=overflow)
         if given is not None:
             given.wait(current_stream())
-        self.launches.find(keys, homes, missed, scored=scored, overflow=overflow)
+        self.launches.find(keys, homes, missed, scored=scored, overflow=overflow, may_arrive=later is not None)
+        if later is not None:
+            if not later.places_later:
+                later.settle(lag)
+            return ticket
         with marked("swap"):
-            pending = self.transfer.start(BatchPlan(homes, missed, slotless, scored, beside), ahead=ahead)
+            pending = self.transfer.start(plan, ahead=ahead)
             if not ahead:
                 pending.finish()
         ticket = self.ticket(begun.number, homes, overflow)
         if not pending.is_finished:
             ticket.is_complete = False
-            ticket.pending, ticket.place = pending, self.order.place()
-            self.unfinished = ticket
+            self.unfinished.append(Unfinished(ticket, pending, self.order.place()))
         return ticket
 
-    def finish_last(self, *, usable: bool) -> None:
-        """Finishes the transfer that was left pending. Its ticket knows if that fails; it does if the cache is not
-        `usable`, whose slots are others' by now. Waits for the GPU and the storage."""
-        ticket = self.unfinished
-        if ticket is None or ticket.place is None:
-            return
-        self.unfinished, ticket.failed = None, True
-        pending, ticket.pending = ticket.pending, FINISHED
-        if not usable:
+    def leave(self, ticket: DeviceTicket, later: LaterTransfer) -> None:
+        """The rows of `ticket` are left for later."""
+        ticket.later, ticket.is_complete = later, False
+        self.unfinished.append(Unfinished(ticket, later, None))
+
+    def leave_again(self, before: Sequence[Unfinished]) -> None:
+        """What was unfinished `before` is so again, in front of what has been since."""
+        again = []
+        for ticket, pending, place in before:
+            ticket.is_complete = False
+            again.append(Unfinished(ticket, pending if ticket.later is None else ticket.later.again(), place))
+        tickets = [each.ticket for each in before]
+        self.unfinished = [*again, *(each for each in self.unfinished if each.ticket not in tickets)]
+
+    def have_come(self, tickets: Collection[DeviceTicket]) -> None:
+        """A replay has brought the rows of `tickets`."""
+        for ticket in tickets:
             ticket.is_complete = True
-            return
-        with self.order.again(ticket.place), marked("plan"):
+        self.unfinished = [each for each in self.unfinished if each.ticket not in tickets]
+
+    def settle_last(self) -> None:
+        """Does what has to come before the next plan, which the rest of the transfers left pending may come beside."""
+        for ticket, pending, _ in self.unfinished:
+            pending.settle(self.ledger.lag_of(ticket.batch))
+
+    def finish_last(self, *, usable: bool) -> None:
+        """Finishes the transfers that were left pending. Their tickets know if that fails; it does if the cache is not
+        `usable`, whose slots are others' by now. Waits for the GPU and the storage, but for rows left for later."""
+        while self.unfinished:
+            ticket, pending, place = self.unfinished[0]
+            if not usable:
+                ticket.failed = ticket.is_complete = True
+            elif place is None:
+                self._finish_later(ticket, pending)
+            else:
+                del self.unfinished[0]
+                self._finish(ticket, pending, place)
+                continue
+            del self.unfinished[0]
+
+    def _finish(self, ticket: DeviceTicket, pending: PendingTransfer, place: Place) -> None:
+        ticket.failed = True
+        with self.order.again(place), marked("plan"):
             try:
                 with marked("swap"):
                     pending.finish()
@@ -128,12 +207,27 @@ class Planner:
             else:
                 ticket.failed = False
             finally:
-                with self.rows_lock:
-                    ticket.ready = self.order.planned()
-                    if ticket.ready is not None:
-                        ticket.ready.record(current_stream())  # other threads see that it is complete
-                    self.order.touched()
+                self._arrives(ticket)
                 ticket.is_complete = True
+
+    def _finish_later(self, ticket: DeviceTicket, pending: PendingTransfer) -> None:
+        """Slots have changed hands, or are about to: it stays on the books until all is launched."""
+        if self.later is not None:  # another plan of the same batch
+            current_stream().wait_stream(self.later.behind)
+        with self.rows_lock:
+            self.order.whole()
+        with marked("plan"), marked("swap"):
+            pending.settle(self.ledger.lag_of(ticket.batch))
+            pending.finish()
+        self._arrives(ticket)
+        ticket.is_complete = True
+
+    def _arrives(self, ticket: DeviceTicket) -> None:
+        with self.rows_lock:
+            ticket.ready = self.order.planned()
+            if ticket.ready is not None:
+                ticket.ready.record(current_stream())  # other threads see that it is complete
+            self.order.touched()
 
     def _count(self, ticket: DeviceTicket, *, scored: bool, ages: bool, client: PlanOf, beside: Beside | None) -> None:
         """A plan where no row moves: beside the lookup, if that comes now and it is worth two events."""

@@ -22,7 +22,6 @@ from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.storage.base import ColdRows
 
 STAGE_ROWS = 1 << 16  # rows staged at once by whole-cache calls: bounds pinned memory
-PLACE_BLOCKS = 4 * MOVE_BLOCKS  # staged rows move inside the device, whose memory takes more to saturate than PCIe
 
 
 class Staged(Transfer):
@@ -142,18 +141,13 @@ class Staged(Transfer):
         overflow = self.overflow(plan.slotless)
         with slots_change_hands(self._changes, missed):
             launches.settle(plan.homes, missed, overflow, commit=True)
-            self._moves.swap(
-                launches.missed, count, 0, missed.slots, missed.victims, 0, weight, state, missed.untouched,
-                scored=plan.scored, most_blocks=PLACE_BLOCKS,
-            )  # fmt: skip
+            self._moves.swap(missed, count, weight, state, scored=plan.scored, in_place=False)
             if new:
                 records = -2 - missed.view("slots", count)[misses.with_slots :].long()
                 self._weight[records] = weight[misses.with_slots :]
                 self._state[records] = state[misses.with_slots :]
                 self._slotless += new
-            self._moves.generate(
-                launches.missed, count, missed.keys, missed.slots, missed.untouched, overflow, some=launches.untouched
-            )
+            self._moves.generate_missed(missed, count, overflow)
             pending.sent.synchronize()
             if len(misses.leaving):
                 keys = torch.from_numpy(misses.leaving.numpy().copy())  # the next plan reports others there

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from tieredemb.cache.device.plan import OverflowRows
-from tieredemb.cache.device.stream_order import Place
-from tieredemb.cache.device.transfer import FINISHED, PendingTransfer
+from tieredemb.cache.device.transfer import LaterTransfer
 from tieredemb.cache.tickets import Flight, TicketBook
 
 
@@ -17,8 +16,8 @@ class DeviceTicket(Flight):
     used without one, or `DROPPED` · `overflow`: where such rows were when the batch was planned, if there may be any ·
     `ready`: comes once the rows are there, where another stream brings them than the one that computes · `aside`: comes
     once what was to run beside the plan is done, where the lookup need not wait for it · `is_complete`: whether the
-    plan has come to its end, and `failed`: whether without success · `pending`: the transfer of its rows, and `place`:
-    where that is to finish, if it has yet to."""
+    plan has come to its end, and `failed`: whether without success · `later`: the transfer of its rows, where
+    these were left for later."""
 
     def __init__(self, batch: int, homes: torch.Tensor, overflow: OverflowRows, book: TicketBook) -> None:
         super().__init__(batch, book)
@@ -28,8 +27,7 @@ class DeviceTicket(Flight):
         self.ready: torch.cuda.Event | None = None
         self.aside: torch.cuda.Event | None = None
         self.is_complete = True
-        self.pending: PendingTransfer = FINISHED
-        self.place: Place | None = None
+        self.later: LaterTransfer | None = None
 
     def size_bytes(self) -> int:
         return sum(value.nbytes for value in self.kept if isinstance(value, torch.Tensor))

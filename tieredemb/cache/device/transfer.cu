@@ -18,29 +18,35 @@ constexpr int WORDS = (STATE + LANES) / LANES;  // of state and score that a lan
 constexpr bool STATE_AHEAD = WORDS <= 2;        // read beside the weights: registers for wide states are wanting
 
 // For each missed key with a slot: write back what was there, and bring the row in. Moves (per direction) D · itemsize +
-// 4 (S + 1) bytes a row over PCIe. Where there are victims `swap_blocks` blocks do it all: more write no faster, and fill
-// the queues to memory that other kernels wait in. untouched[m] says that the row was never written and has to be
-// generated, `n_untouched` how many do; of a row that stays in cold storage (a negative slot) the score alone is read.
-// With a `clock` a missed row's score is what came along with `remember`, or the lowest, and where `scored` raised by
-// this use; without one it is what came along. Without missed_keys the host has brought the rows, row m for the m-th, and
-// has those of the victims, which are counted alone; without victim_keys nobody leaves. Without `moved` nothing is
-// counted; else rows that leave are counted for the client whose rows come.
+// 4 (S + 1) bytes a row over PCIe. Where there are victims `swap_blocks` blocks, unless that is 0, do it all: more write
+// no faster, and fill the queues to memory that other kernels wait in. untouched[m] says that the row was never written
+// and has to be generated, and they are counted; of a row that stays in cold storage (a negative slot) the score alone is
+// read. With a `clock`, that of the last plan, the rows are those of a plan: a score is what came along with `remember`,
+// or the lowest, and where `scored` raised by its use, and once more where the plan after it, which may be being made, has
+// used the row, too; victims had victim_scores. Without one a score is what came along. Without missed_keys the host has
+// brought the rows, row m for the m-th, and has those of the victims, which are counted alone; without victim_keys nobody
+// leaves. Without `moved` nothing is counted; else rows that leave are counted for the client whose rows come. Called
+// again, it has nothing to do.
 extern "C" __global__ void __launch_bounds__(1024) rows_swap(
-    const int *count, const i64 *missed_keys, const int *missed_slots, const i64 *victim_keys, const int *n_victims,
+    Moving *moving, const i64 *missed_keys, const int *missed_slots, const i64 *victim_keys, const u32 *victim_scores,
     int swap_blocks, row_t *hot_weight, word_t *hot_state, u32 *score, unsigned char *dirty, row_t *cold_weight,
-    word_t *cold_state, unsigned char *untouched, int *n_untouched, Moved *moved, const Clock *clock, int kind,
-    float unit, int remember, int scored) {
+    word_t *cold_state, unsigned char *untouched, Moved *moved, const Clock *clock, int kind, float unit, int remember,
+    int scored) {
     wait_for_prior_kernel();
+    if (moving->over) {
+        if (thread_index() == 0) moving->untouched = 0;
+        return;
+    }
     __shared__ int written, clean, fresh, blank;
     __shared__ Tally<OF_SWAPS, 3> tally;
     if (threadIdx.x == 0) written = clean = fresh = blank = 0;
     tally_begin(tally);
     __syncthreads();
-    const int n = *count;
-    const i64 now = clock ? clock->now : 0;
+    const int n = moving->missed;
+    const i64 now = moving->now;
     const int lane = threadIdx.x % LANES;
     const bool in_place = missed_keys != nullptr;
-    const int blocks = n_victims && *n_victims && swap_blocks < gridDim.x ? swap_blocks : gridDim.x;
+    const int blocks = swap_blocks && moving->needed && swap_blocks < gridDim.x ? swap_blocks : gridDim.x;
     const i64 group = thread_index() / LANES, groups = (i64)blocks * blockDim.x / LANES;
     for (i64 base = blockIdx.x < blocks ? group * ROWS : n; base < n; base += groups * ROWS) {
         row_vector in[ROWS][STEPS], out[ROWS][STEPS];
@@ -89,8 +95,8 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
             }
             u32 *home = cold_state + victim[r] * (STATE + 1);
             for (int w = lane; w <= STATE; w += LANES) {
-                u32 word = w == STATE ? score[slot[r]] : hot_state[(i64)slot[r] * STATE + w];
-                if (in_place && victim[r] >= 0 && (is_dirty[r] || w == STATE)) home[w] = word;
+                if (in_place && victim[r] >= 0 && (is_dirty[r] || w == STATE))
+                    home[w] = w == STATE ? victim_scores[base + r] : hot_state[(i64)slot[r] * STATE + w];
             }
 #pragma unroll
             for (int s = 0; s < STEPS; s++)
@@ -110,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
             if (!have[r] || lane != 0) continue;
             untouched[base + r] = in_score[r] == 0;
             if (in_score[r] == 0) atomicAdd(&blank, 1);
-            u32 its_score = in_score[r];
+            u32 its_score = in_score[r] < MAX_SCORE ? in_score[r] : MAX_SCORE;
             if (clock) {
                 if (its_score == 0 || !remember) its_score = MIN_SCORE;
                 if (scored) its_score = raised(its_score, now, kind, unit);
@@ -120,7 +126,9 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
                 continue;
             }
             if (in_score[r] == 0) atomicAdd(&fresh, 1);
-            score[slot[r]] = its_score;
+            if (clock == nullptr) score[slot[r]] = its_score;
+            else if (atomicExch(score + slot[r], its_score) == ARRIVING_USED)
+                score[slot[r]] = raised(its_score, __ldcg(&clock->now), kind, unit);
             dirty[slot[r]] = in_score[r] == 0;  // until it was written once, cold storage does not know the row
             if (victim[r] >= 0) atomicAdd(is_dirty[r] ? &written : &clean, 1);
             if (moved && (victim[r] >= 0 || in_score[r] == 0)) {
@@ -133,7 +141,9 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     __syncthreads();
     if (moved) tally_end(tally, clients_behind(moved));
     if (threadIdx.x != 0) return;
-    if (blank && n_untouched) atomicAdd(n_untouched, blank);
+    if (blank) atomicAdd(&moving->untouched, blank);
+    __threadfence();
+    if (atomicAdd(&moving->through, 1u) == gridDim.x - 1) moving->over = 1;
     if (!moved) return;
     if (fresh) atomicAdd(&moved->generated, (u64)fresh);
     if (written) atomicAdd(&moved->written_back, (u64)written);

@@ -23,10 +23,29 @@ class PendingTransfer(abc.ABC):
 
     is_finished = False
 
+    def settle(self, lag: int) -> None:  # noqa: B027 - done by most, or part of `finish`
+        """Does what has to come before the next plan begins, which `finish` may come beside. Slots of the `lag` batches
+        before are locked."""
+
     @abc.abstractmethod
     def finish(self) -> None:
         """Brings the rows in, on the current stream; to be called once, unless the transfer is given up. May wait for
         the device and the storage. A storage that fails raises its error, and no row has changed."""
+
+
+class LaterTransfer(PendingTransfer):
+    """The rows of a plan that are left for later, and may come while the next plan is made. What ends it may be
+    launched again, by the replay of a captured step, or where an interrupt leaves open whether it was: the device
+    knows."""
+
+    @property
+    @abc.abstractmethod
+    def places_later(self) -> bool:
+        """Whether victims are chosen by `settle`, too, and nothing has changed hands before."""
+
+    @abc.abstractmethod
+    def again(self) -> LaterTransfer:
+        """That of the plan that a replay makes where this one's was."""
 
 
 class _Finished(PendingTransfer):
@@ -55,6 +74,11 @@ class Transfer(abc.ABC):
     def start(self, plan: BatchPlan, *, ahead: bool) -> PendingTransfer:
         """Begins to bring in what a batch misses: victims are chosen, their slots given to the missed keys and
         published, homes resolved, rows moved and scored. `ahead`: whether other work comes before `finish`."""
+
+    def later(self, plan: BatchPlan) -> LaterTransfer | None:
+        """For a batch that is about to be planned, to be found behind that: leaves its rows for later. None where that
+        is no use."""
+        return None
 
     @abc.abstractmethod
     def overflow(self, slotless: bool) -> OverflowRows:
