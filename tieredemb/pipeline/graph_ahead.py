@@ -51,6 +51,7 @@ class StepAhead(Generic[R]):
         self._executor, self._plans = StreamExecutor(step.device, brings), plans
         self._turns = [_Turn[R](step.buffers.again(), brings) for _ in range(3)]  # of this batch, and the next ones
         self._left = EAGER_STEPS
+        self._was_steady = False  # whether the last step was of the form that is captured
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
         self._warned = False
 
@@ -91,13 +92,14 @@ class StepAhead(Generic[R]):
             if may_replay and unplanned == [then] and then.plans_later:
                 if now.graph is not None:
                     return self._replay(now, now.graph, then, calls, next_calls)
-                if self._left <= 0 and not step.accumulates():
+                if self._left <= 0 and self._was_steady and not step.accumulates():
                     return self._capture(now, then, calls, next_calls, lookups)
         if not unplanned:
             self._last = None
             with step.on_buffers():
                 return self._compute(now)
         self._left -= 1
+        self._was_steady = unplanned == [then]
         result = self._overlap(now, unplanned, lookups)
         self._last = [cache.last for cache in step.caches]
         return result

@@ -185,7 +185,7 @@ class DeviceCache(Cache):
         the GPU and the storage. Raises `StorageError` where the cache cannot be used any more."""
         if not ticket.is_complete:  # or a plan that waits for its storage would be waited for
             with self.plan_lock, on_device(self.device):
-                if any(each.ticket is ticket for each in self._planner.unfinished):
+                if any(each.ticket.batch == ticket.batch for each in self._planner.unfinished):  # it may be a share
                     self.complete_last()
                 if not ticket.is_complete:  # somebody was interrupted at it
                     ticket.is_complete = ticket.failed = True
@@ -281,14 +281,18 @@ class DeviceCache(Cache):
     def may_replay(
         self, known: Sequence[DeviceTicket] = (), last: int | None = None, replays: Replays = NOTHING_PLANNED
     ) -> bool:
-        """Whether a captured step may be replayed now, which is put behind all plans made ahead: its plans know of no
-        batch in flight but those `known`; see `Ledger.may_replay`. Transfers of others are ended. The caller holds the
-        locks of plans and rows, until it has replayed."""
+        """Whether a captured step may be replayed now, or one captured, which is put behind all plans made ahead: its
+        plans know of no batch in flight but those `known`; see `Ledger.may_replay`. Nor may these use rows without a
+        slot under records of before there were more. Transfers of others are ended. The caller holds the locks of plans
+        and rows, until it has replayed."""
         if not all(each.ticket in known for each in self._planner.unfinished):
             self.complete_last()
         self._check_usable()
         self.cold.begin_changes()
         self._order.whole()
+        records = self._plan.records.table
+        if any(ticket.overflow.slotless and ticket.overflow.names is not records for ticket in known):
+            return False
         return self._ledger.may_replay((ticket.batch for ticket in known), last, replays)
 
     @contextlib.contextmanager
