@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from training import bits, table_configs
 
 import tieredemb as te
-from tieredemb.cache.base import Cache
 from tieredemb.cache.host.cache import HostCache
 from tieredemb.pipeline import captured, graph_alone, graphs
 from tieredemb.tables.group import HostGroup

@@ -169,7 +169,7 @@ def test_fetched_ahead_steps_have_the_bits_of_the_function(device, monkeypatch, 
             assert_same_bits([result["loss"], *result["out"]], [expected["loss"], *expected["out"]])
     assert_same_bits(graphed.numbers(), eager.numbers())
     assert idle(graphed.table)
-    replays.check(device, 11)
+    replays.check(device, 9)
 
 
 @pytest.mark.parametrize("capacity", [3, 40])
@@ -212,7 +212,7 @@ def test_whatever_comes_between_fetched_ahead_steps(device, monkeypatch, tmp_pat
     assert at == 64
     assert_same_bits(graphed.numbers(), eager.numbers())
     assert idle(graphed.table)
-    replays.check(device, 25)
+    replays.check(device, 12)
 
 
 def squares(table):
@@ -244,7 +244,7 @@ def test_a_large_batch_between_fetched_ahead_steps(device, monkeypatch, large):
         runs.append([*seen, *bits(table)])
         assert idle(table)
     assert_same_bits(*runs)
-    replays.check(device, 18)
+    replays.check(device, 10)
 
 
 def test_results_of_steps_before_a_capture_keep_their_memory_until_they_are_read(gpu):
@@ -395,7 +395,7 @@ def test_forwards_that_no_batch_shows_are_planned_inside_the_step(device, monkey
         runs.append([*outs, *bits(table)])
         assert idle(table)
     assert_same_bits(*runs)
-    replays.check(device, 8)
+    replays.check(device, 6)
 
 
 def test_lookups_alone_with_fetching_ahead(device, monkeypatch):
@@ -410,7 +410,7 @@ def test_lookups_alone_with_fetching_ahead(device, monkeypatch):
     for ids in te.prefetch([randint(0, ROWS, (8, 3), seed=step) for step in range(12)], table, ids_of=lambda ids: ids):
         look_up(ids)
     assert idle(table)
-    replays.check(device, 7)
+    replays.check(device, 5)
 
 
 def test_a_batch_that_does_not_fit_fails_when_it_is_asked_for(gpu):

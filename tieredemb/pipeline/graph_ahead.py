@@ -51,7 +51,6 @@ class StepAhead(Generic[R]):
         self._executor, self._plans = StreamExecutor(step.device, brings), plans
         self._turns = [_Turn[R](step.buffers.again(), brings) for _ in range(3)]  # of this batch, and the next ones
         self._left = EAGER_STEPS
-        self._was_steady = False  # whether the last step was of the form that is captured
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
         self._warned = False
 
@@ -92,14 +91,13 @@ class StepAhead(Generic[R]):
             if may_replay and unplanned == [then] and then.plans_later:
                 if now.graph is not None:
                     return self._replay(now, now.graph, then, calls, next_calls)
-                if self._left <= 0 and self._was_steady and not step.accumulates():
+                if self._left <= 0 and self._are_to_come(next_calls) and not step.accumulates():
                     return self._capture(now, then, calls, next_calls, lookups)
         if not unplanned:
             self._last = None
             with step.on_buffers():
                 return self._compute(now)
-        self._left -= 1
-        self._was_steady = unplanned == [then]
+        self._left -= unplanned == [then]  # a step of the form that is captured
         result = self._overlap(now, unplanned, lookups)
         self._last = [cache.last for cache in step.caches]
         return result
@@ -130,6 +128,11 @@ class StepAhead(Generic[R]):
         each = zip(caches, last, replays, strict=True)
         fresh = [cache.may_replay(_tickets(calls, cache), number, does) for cache, number, does in each]
         return self._last is not None and bool(calls) and all(fresh)
+
+    def _are_to_come(self, calls: list[DeviceCall]) -> bool:
+        """Whether rows of `calls` that were left for later are to come yet: a step that is captured brings them in."""
+        last = [_tickets(calls, cache)[-1:] for cache in self._step.caches]  # each plan ends the one before
+        return not any(ticket.later is not None and ticket.is_complete for tickets in last for ticket in tickets)
 
     def _overlap(self, now: _Turn[R], unplanned: Sequence[_Turn[R]], lookups: Lookups) -> R:
         """The step as the function it is, in the order of a captured one."""
