@@ -52,6 +52,8 @@ class StepAhead(Generic[R]):
         self._turns = [_Turn[R](step.buffers.again(), brings) for _ in range(3)]  # of this batch, and the next ones
         self._left = EAGER_STEPS
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
+        self._pending: list[int] = []  # transfers that it has left for later
+        self._unknown = 0  # steps in a row whose plans were not as those that a graph was captured with
         self._warned = False
 
     def __call__(self, batch: Any, following: Sequence[Any], told: Lookups | None) -> R:
@@ -89,9 +91,15 @@ class StepAhead(Generic[R]):
             if coming.batch is not None:
                 self._turns = [coming, then, now]
             if may_replay and unplanned == [then] and then.plans_later:
-                if now.graph is not None:
+                if now.graph is not None and now.graph.knows([*calls, *next_calls]):
+                    self._unknown = 0
                     return self._replay(now, now.graph, then, calls, next_calls)
-                if self._left <= 0 and self._are_to_come(next_calls) and not step.accumulates():
+                self._unknown += now.graph is not None
+                if self._unknown > len(self._turns):  # it was no passing state
+                    now.graph = None
+                # while all that a step leaves for the next one is there, which it is to bring in
+                is_whole = self._pending == self._transfers()
+                if now.graph is None and self._left <= 0 and is_whole and not step.accumulates():
                     return self._capture(now, then, calls, next_calls, lookups)
         if not unplanned:
             self._last = None
@@ -99,8 +107,12 @@ class StepAhead(Generic[R]):
                 return self._compute(now)
         self._left -= unplanned == [then]  # a step of the form that is captured
         result = self._overlap(now, unplanned, lookups)
-        self._last = [cache.last for cache in step.caches]
+        self._last, self._pending = [cache.last for cache in step.caches], self._transfers()
         return result
+
+    def _transfers(self) -> list[int]:
+        """How many transfers are pending in each cache."""
+        return [len(cache.unfinished()) for cache in self._step.caches]
 
     def _load(self, following: Sequence[Any]) -> list[_Turn[R]]:
         """Copies the batches in that have yet to be planned; returns their turns."""
@@ -121,18 +133,13 @@ class StepAhead(Generic[R]):
         """Whether nothing was planned since the last step, and nothing is in flight but what it has planned: as far
         back as the graph knows of, if there is one."""
         caches = self._step.caches
-        if now.graph is not None and not now.graph.fits(calls, self._turns[2], caches):
+        if now.graph is not None and not now.graph.fits(self._turns, caches):
             now.graph = None
         replays = [NOTHING_PLANNED] * len(caches) if now.graph is None else now.graph.replays
         last: list[int] | list[None] = [None] * len(replays) if self._last is None else self._last
         each = zip(caches, last, replays, strict=True)
         fresh = [cache.may_replay(_tickets(calls, cache), number, does) for cache, number, does in each]
         return self._last is not None and bool(calls) and all(fresh)
-
-    def _are_to_come(self, calls: list[DeviceCall]) -> bool:
-        """Whether rows of `calls` that were left for later are to come yet: a step that is captured brings them in."""
-        last = [_tickets(calls, cache)[-1:] for cache in self._step.caches]  # each plan ends the one before
-        return not any(ticket.later is not None and ticket.is_complete for tickets in last for ticket in tickets)
 
     def _overlap(self, now: _Turn[R], unplanned: Sequence[_Turn[R]], lookups: Lookups) -> R:
         """The step as the function it is, in the order of a captured one."""
@@ -185,7 +192,7 @@ class StepAhead(Generic[R]):
             call.arrive()  # nothing inside may wait for what is outside
         first = {cache: cache.last for cache in step.caches}
         pending = {cache: cache.unfinished() for cache in step.caches}
-        reads = [call.memory for call in known]
+        turns = now, self._turns[0], then  # which are the next step's turns by now
         try:
             with ExitStack() as caches:
                 replays = [caches.enter_context(cache.capturing(_tickets(known, cache))) for cache in step.caches]
@@ -212,8 +219,18 @@ class StepAhead(Generic[R]):
         for cache in step.caches:
             cache.replayed(NOTHING_PLANNED)
         if planned:  # else another thread has given them up
-            now.graph = _Graph(graph, result, replays, offsets, _states(known), reads, then.states, then.memories)
-        self._last = [cache.last for cache in step.caches]
+            now.graph = _Graph(
+                graph,
+                result,
+                replays,
+                offsets,
+                [bool(unfinished) for unfinished in pending.values()],
+                [[part.ticket.is_complete for part in call.parts] for call in planned],
+                _states(known),
+                [turn.memories for turn in turns],
+                then.made_last,
+            )
+        self._last, self._pending = [cache.last for cache in step.caches], self._transfers()
         return result
 
     @contextmanager
@@ -231,51 +248,60 @@ class StepAhead(Generic[R]):
     def _replay(
         self, now: _Turn[R], graph: _Graph[R], then: _Turn[R], calls: list[DeviceCall], coming: list[DeviceCall]
     ) -> R:
+        caches = self._step.caches
+        for cache, brings in zip(caches, graph.brings, strict=True):
+            if not brings:
+                cache.complete_last()
         for call in (*calls, *coming):
             call.arrive()
         self._step.before_replay()
         try:
             # on the books before it is launched: what a launch that never came has left pending moves nothing
-            first = {cache: cache.replayed(does) for cache, does in zip(self._step.caches, graph.replays, strict=True)}
-            then.planned_again(graph.offsets, first)
+            first = {cache: cache.replayed(does) for cache, does in zip(caches, graph.replays, strict=True)}
+            came = then.planned_again(graph, first) + [part.ticket for call in coming for part in call.parts]
             graph.graph.replay()
-            for cache in self._step.caches:
-                cache.rows_came(_tickets(coming, cache))
+            for cache in caches:
+                cache.rows_came(came)
             now.over()
         except BaseException:
             self.give_up()
             raise
-        self._last = [cache.last for cache in self._step.caches]
+        self._last, self._pending = [cache.last for cache in caches], self._transfers()
         return graph.result
 
 
 @dataclass(frozen=True)
 class _Graph(Generic[R]):
     """A captured step. `replays`: what it does to each cache's book · `offsets`: of the batches that it plans, for each
-    forward and group, from the last one before · `states`, `reads`: of the plans that it uses, and where they are ·
-    `leaves`, `writes`: the same of those that it makes."""
+    forward and group, from the last one before · `brings`: whether it brings in what is pending, in each cache ·
+    `completes`: what it plans and leaves nothing of for later, for each forward and group · `states`: of the plans that
+    it uses · `memories`: where those and the ones that it makes are, by turns · `made`: these, as they were
+    captured."""
 
     graph: torch.cuda.CUDAGraph
     result: R
     replays: list[Replays]
     offsets: list[list[int]]
+    brings: list[bool]
+    completes: list[list[bool]]
     states: list[_State]
-    reads: list[CallMemory]
-    leaves: list[_State]
-    writes: list[CallMemory]
+    memories: list[list[CallMemory]]
+    made: tuple[list[DeviceCall], list[PlannedUnit]]
 
-    def fits(self, calls: list[DeviceCall], then: _Turn[R], caches: Sequence[DeviceCache]) -> bool:
-        """Whether plans are where and as it uses and makes them, and no more rows without a slot are in flight than it
-        knows of. Else it has to be captured anew. `calls`: planned for the batch and the next one."""
-        if len(calls) == len(self.reads):  # else it is not to be replayed now
-            if [call.memory for call in calls] != self.reads:
-                return False
-            each = zip(_states(calls), self.states, strict=True)
-            if any(here.slotless > known.slotless or here.later != known.later for here, known in each):
-                return False
-        if then.memories != self.writes or then.states != self.leaves:
+    def fits(self, turns: Sequence[_Turn[R]], caches: Sequence[DeviceCache]) -> bool:
+        """Whether plans are where it uses and makes them, and there is no more room for rows without a slot than it
+        knows of. Else it has to be captured anew."""
+        if any(turn.memories != memories for turn, memories in zip(turns, self.memories, strict=True)):
             return False
         return not any(cache.outgrew(each) for cache, each in zip(caches, self.replays, strict=True))
+
+    def knows(self, calls: list[DeviceCall]) -> bool:
+        """Whether the plans that it would use, `calls`, are as those were that it was captured with."""
+        states = _states(calls)
+        if len(states) != len(self.states):
+            return False
+        each = zip(states, self.states, strict=True)
+        return not any(here.slotless > known.slotless or here.later != known.later for here, known in each)
 
 
 class _State(NamedTuple):
@@ -321,9 +347,9 @@ class _Turn(Generic[R]):
         return [call.memory for call in self._calls]
 
     @property
-    def states(self) -> list[_State]:
-        """Of its plans, as they were made last by launches."""
-        return _states(self._calls)
+    def made_last(self) -> tuple[list[DeviceCall], list[PlannedUnit]]:
+        """Its plans, as they were made last by launches."""
+        return self._calls, self._launched
 
     @property
     def plans_later(self) -> bool:
@@ -387,14 +413,19 @@ class _Turn(Generic[R]):
         """Those forwards that could be planned."""
         return [cast("DeviceCall", each.result()) for _, each in self._planned if each.left and not each.failed]
 
-    def planned_again(self, offsets: list[list[int]], first: dict[DeviceCache, int]) -> None:
-        """A replay has planned them, as batches at `offsets` from the `first` of each cache."""
-        self._planned = []
-        for call, (among, each), ahead in zip(self._calls, self._launched, offsets, strict=True):
+    def planned_again(self, graph: _Graph[R], first: dict[DeviceCache, int]) -> list[DeviceTicket]:
+        """A replay is about to plan them, as batches behind the `first` of each cache. Returns those that it leaves
+        nothing of for later."""
+        self._planned, complete = [], []
+        calls, launched = self._calls, self._launched = graph.made
+        for call, (among, each), ahead, ends in zip(calls, launched, graph.offsets, graph.completes, strict=True):
             batches = [first[part.group.cache] + number for part, number in zip(call.parts, ahead, strict=True)]
-            planned = each.again(call.again(batches))
+            again = call.again(batches)
+            planned = each.again(again)
             among.add(planned)
             self._planned.append((among, planned))
+            complete += [part.ticket for part, is_over in zip(again.parts, ends, strict=True) if is_over]
+        return complete
 
     def over(self) -> None:
         """A replay has computed the batch."""
