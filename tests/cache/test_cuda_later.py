@@ -43,7 +43,8 @@ class Run:
         planner = self.cache._planner
         held = []
         if way == BESIDE:  # it may be found before its rows come, which this makes sure of
-            self.cache.settle_last()
+            self.cache.place_last()
+            self.cache.publish_last()
             held, planner.unfinished = planner.unfinished, []
         homes = torch.full((IDS,), -1, dtype=torch.int32, device=self.device)
         with contextlib.nullcontext() if way == AT_ONCE else self.cache.rows_later(self.later[number % 2]):
@@ -107,7 +108,7 @@ def test_no_row_keeps_the_mark_of_one_that_is_to_come():
     marks = set()
     for number in range(6):
         run.plan(number, torch.arange(IDS) + 12 * number, BESIDE)
-        run.cache.settle_last()
+        run.cache.place_last()
         marks |= {value & 0xFFFFFFFF for value in run.cache.hot.score.tolist()} & {ARRIVING, ARRIVING_USED}
     assert ARRIVING in marks
     run.cache.complete_last()

@@ -61,7 +61,8 @@ class Plans:
         self.plan.settle(self.homes, self.missed, self.overflow, commit=True)
 
     def end_in_one(self):
-        self.plan.place(self.homes, self.missed, self.overflow, lag=self.lag)
+        self.plan.place(self.missed, lag=self.lag)
+        self.plan.publish(self.homes, self.missed, self.overflow)
 
     def memory(self):
         """All that the end of a plan reads and writes."""

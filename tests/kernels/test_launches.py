@@ -334,7 +334,8 @@ def test_plan_is_launched_as_it_fits(launched, overflow, clients, client):
         plan.count(homes, scored=scored, ages=ages, client=client)
         plan.begin(missed, lag=1, scored=scored, ages=ages, client=client, overflow=overflow)
         plan.find(keys, homes, missed, scored=scored, overflow=overflow)
-    plan.place(homes, missed, overflow, lag=1)
+    plan.place(missed, lag=1)
+    plan.publish(homes, missed, overflow)
     plan.choose(missed)
     for commit in (False, True):
         plan.settle(homes, missed, overflow, commit=commit)
@@ -357,14 +358,14 @@ def test_rows_are_moved_in_place_by_launches_that_fit(launched):
     launched.clear()
     for ahead in (False, True):  # nothing is left to be done later
         assert transfer.start(BatchPlan(homes, missed, False, True, None), ahead=ahead).is_finished
-    assert launched == 2 * ["missed_place", "rows_swap", "rows_generate"]
+    assert launched == 2 * ["missed_place", "missed_settle", "rows_swap", "rows_generate"]
     transfer.load(torch.arange(5), torch.arange(5, dtype=torch.int32))
     ((first_key, first_slot, rows),) = hot.resident
     assert (first_key, first_slot, rows) == (60, 20, 10)
     transfer.write_back(first_slot, rows, first_key)
     transfer.write_back(0, 20, None)
     moves.generate_range(first_key, first_slot, rows)
-    assert launched[6:] == ["rows_swap", "rows_generate", "rows_write_back", "rows_write_back", "rows_generate_range"]
+    assert launched[8:] == ["rows_swap", "rows_generate", "rows_write_back", "rows_write_back", "rows_generate_range"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -329,19 +329,23 @@ __device__ __forceinline__ void missed_count(const Ending &end, const i64 *keys,
 #endif
 
 // What follows once the slots have passed over: later plans find the missed keys there, homes are resolved, and the map
-// is rebuilt from the slots' keys once a quarter of its cells may be tombstones. Where nothing was missed no block meets
-// another, and nothing changes but homes that name records.
+// is rebuilt from the slots' keys once a quarter of its cells may be tombstones. Where nothing was missed nothing changes
+// but homes that name records.
 __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &slots, const Missed &missed,
-                                              const Occurrences &all, Counts *counts, const Records &records) {
+                                              const Occurrences &all, Counts *counts, const Records &records,
+                                              Moving *moving) {
     if (end.wanted.missed == 0) {
 #ifdef SLOTLESS
-        if (end_of(records)->index & FILLED) homes_resolve(all, missed.slots);
+        if ((end_of(records)->index & FILLED) == 0) return;
+        homes_resolve(all, missed.slots);
+        grid_meet(&counts->arrivals);  // a block that comes later would see that all is done
+        if (thread_index() == 0) moving->published = 1;
 #endif
         return;
     }
-    grid_meet(&counts->arrivals);
     missed_publish(end, slots, missed, counts, records);
     grid_meet(&counts->arrivals);
+    if (thread_index() == 0) moving->published = 1;
     homes_resolve(all, missed.slots);
 #ifdef CLIENTS
     missed_count(end, missed.keys, counts);
@@ -365,29 +369,35 @@ __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &sl
         if (slots.keys[slot] >= 0) insert_slot(slots.cells, slots.n_cells, slots.keys[slot], (int)slot);
 }
 
-// Ends a plan whose victims `victims_select` has chosen. Without `commit` it only pairs missed keys with slots. All
-// blocks resident at once, each on a multiprocessor of its own: registers for two would spill.
+// Ends a plan whose victims were chosen: does one `part` (ASSIGN, PUBLISH) or both; 0 only pairs missed keys with slots.
+// Published again, nothing changes. All blocks resident at once, each on a multiprocessor of its own: registers for two
+// would spill.
 extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
     missed_settle(Counts *counts, const int *victims, const int *chosen, const i64 *missed_keys, Slots slots,
                   const Clock *clock, int *missed_slots, i64 *victim_keys, u32 *victim_scores, int *homes, i64 n,
-                  const Claim *claims, i64 n_claims, Records records, Moving *moving, int commit) {
+                  const Claim *claims, i64 n_claims, Records records, Moving *moving, int part) {
     wait_for_prior_kernel();
+    if (part == PUBLISH && moving->published) return;
     const Missed missed{missed_keys, missed_slots, victim_keys, victim_scores};
     const Wanted wanted{counts->missed, counts->used, counts->room, counts->needed};
-    if (commit && thread_index() == 0) missed_leave(moving, wanted, clock->now);
     const Ending end = ending_of(wanted, *chosen, counts->tombstones, clock->stamp);
-    missed_assign(end, victims, slots, missed, commit);
-    if (commit) missed_commit(end, slots, missed, {homes, n, claims, n_claims}, counts, records);
+    if (part != PUBLISH) {
+        if (part & ASSIGN && thread_index() == 0) missed_leave(moving, wanted, clock->now);
+        missed_assign(end, victims, slots, missed, part & ASSIGN);
+    }
+    if ((part & PUBLISH) == 0) return;
+    if (part & ASSIGN && wanted.missed) grid_meet(&counts->arrivals);
+    missed_commit(end, slots, missed, {homes, n, claims, n_claims}, counts, records, moving);
 }
 
-// Ends a plan in one launch where no row has to leave before its slot passes over: chooses victims as `victims_select`
-// does, and goes on as `missed_settle`. Slots of the `lag` batches before it are locked: where another plan came between,
-// fewer than when it began. 1,024 threads a block, all blocks resident at once. `selection` comes as zeros.
+// Gives missed keys slots in one launch where no row has to leave before its slot passes over: chooses victims as
+// `victims_select` does, and assigns as `missed_settle`, which is to publish. Slots of the `lag` batches before it are
+// locked: where another plan came between, fewer than when it began. 1,024 threads a block, all blocks resident at once.
+// `selection` comes as zeros. Called again once rows have moved, it does nothing.
 extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
     missed_place(Selection *selection, Counts *counts, const Clock *clock_at, int lag, Slots slots, float unit,
                  int by_age, int in_parts, int *victims, const i64 *missed_keys, int *missed_slots, i64 *victim_keys,
-                 u32 *victim_scores, int *homes, i64 n, const Claim *claims, i64 n_claims, Records records,
-                 Moving *moving) {
+                 u32 *victim_scores, Moving *moving) {
     wait_for_prior_kernel();
     if (moving->over) return;
     Clock clock = *clock_at;
@@ -407,7 +417,6 @@ extern "C" __global__ void __launch_bounds__(TOGETHER, 1)
     }
     const Ending end = ending_of(wanted, chosen, counts->tombstones, clock.stamp);
     missed_assign(end, victims, slots, missed, true);
-    missed_commit(end, slots, missed, {homes, n, claims, n_claims}, counts, records);
 }
 
 // Where every row is resident a plan only counts: lookups are homes, and all of them hit.

@@ -42,9 +42,9 @@ struct Counts {
 struct alignas(16) Moving {
     int missed, needed, untouched;  // as in `Counts`; untouched counts while rows move
     u32 through;                    // blocks that have moved their share
+    int published;                  // later plans find what was missed, and homes are resolved
     int over;                       // all rows have moved: to end the plan again changes nothing
-    int pad;
-    i64 now;  // the time of the plan as a score
+    i64 now;                        // the time of the plan as a score
 };
 // Kernels that are given no more of the counts than those of rows that moved find the clients behind them.
 static_assert(sizeof(Counts) == 8 * sizeof(int) + sizeof(Totals) + sizeof(Clients), "nothing lies between");

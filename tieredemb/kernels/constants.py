@@ -46,6 +46,9 @@ MARK_FIRST, MARK_TAKEN, MARK_REPLAYED, MARK_REFUSED, MARKS = 0, 2, 3, 4, 5  # of
 DRAW_UPDATE, DRAW_LIMIT, DRAW_CATCH_UP = 0, 1, 2
 DRAWS = 8
 
+# what the end of a plan does: gives slots to what is missed, and publishes that; without the latter it only pairs them
+ASSIGN, PUBLISH = 1, 2
+
 # initial values
 NORMAL, UNIFORM = 0, 1  # distributions
 

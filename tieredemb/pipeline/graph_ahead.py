@@ -158,9 +158,12 @@ class StepAhead(Generic[R]):
         with executor.together([lookup for each in wanted for lookup in each]) as given:
             caches = [cache for cache in given if isinstance(cache, DeviceCache)]
             for cache in caches:
-                cache.settle_last()
+                cache.place_last()
             plans.wait_stream(executor.stream)
             try:
+                with on_stream(plans):
+                    for cache in caches:
+                        cache.publish_last()
                 for cache in caches:
                     cache.complete_last()
                 with on_stream(plans):

@@ -344,10 +344,15 @@ class DeviceCache(Cache):
         finally:
             self._planner.later = outside
 
-    def settle_last(self) -> None:
-        """Does what has to come before the next plan, which the rows of the last one may come beside."""
+    def place_last(self) -> None:
+        """Gives slots to what the last plan has missed, if that was left for later: its rows may come from here on."""
         with self.plan_lock, on_device(self.device):
-            self._planner.settle_last()
+            self._planner.place_last()
+
+    def publish_last(self) -> None:
+        """Behind `place_last`: does what has to come before the next plan, and may come beside the rows."""
+        with self.plan_lock, on_device(self.device):
+            self._planner.publish_last()
 
     def unfinished(self) -> list[Unfinished]:
         """The transfers that are pending now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -57,44 +58,56 @@ class InPlace(Transfer):
         self._plan.records.reserve(rows)
 
     def start(self, plan: BatchPlan, *, ahead: bool) -> PendingTransfer:
+        done = None
         with self.changing(plan):
-            self._place(plan, plan.lag)
+            self.place(plan, plan.lag)
             if plan.beside:
                 self._side.mark()
+                done = self._side.run(functools.partial(self._publish, plan))
+            else:
+                self._publish(plan)
             self._bring(plan)
-        if plan.beside:
-            self._side.run(plan.beside).wait(current_stream())
+        if done is not None:
+            done.wait(current_stream())
         return FINISHED
 
     def changing(self, plan: BatchPlan) -> contextlib.AbstractContextManager[None]:
         """What is done inside belongs together."""
         return slots_change_hands(self._changes, plan.missed)
 
+    def place(self, plan: BatchPlan, lag: int) -> None:
+        self._plan.place(plan.missed, lag=lag)
+
+    def _publish(self, plan: BatchPlan) -> None:
+        self._plan.publish(plan.homes, plan.missed, self.overflow(plan.slotless))
+        if plan.beside:
+            plan.beside()
+
+    def _bring(self, plan: BatchPlan) -> None:
+        self._moves.swap(plan.missed, plan.missed.n, self._weight, self._state, scored=plan.scored, in_place=True)
+        self._moves.generate_missed(plan.missed, plan.missed.n, self.overflow(plan.slotless))
+
+    # --- rows left for later ----------------------------------------------------------------------------------------
+
     def later(self, plan: BatchPlan) -> LaterTransfer:
         return LaterInPlace(self, plan)
 
-    def settle_later(self, plan: BatchPlan, lag: int) -> torch.cuda.Event | None:
-        """Chooses the victims of a plan whose rows are left for later. Returns what comes once that is done which may
-        run beside the movement of rows."""
-        self._place(plan, lag)
+    def publish_later(self, plan: BatchPlan) -> torch.cuda.Event | None:
+        """Returns what comes once that is done which needs homes but no rows."""
+        self._plan.publish(plan.homes, plan.missed, self.overflow(plan.slotless))
         if not plan.beside:
             return None
         self._side.mark()
         return self._side.run(plan.beside)
 
-    def finish_later(self, plan: BatchPlan) -> None:
+    def bring_later(self, plan: BatchPlan) -> None:
         """Brings the rows of a plan that were left for later."""
         with self.changing(plan):
             self._bring(plan)
         if not torch.cuda.is_current_stream_capturing():
             plan.missed.follow()
 
-    def _place(self, plan: BatchPlan, lag: int) -> None:
-        self._plan.place(plan.homes, plan.missed, self.overflow(plan.slotless), lag=lag)
-
-    def _bring(self, plan: BatchPlan) -> None:
-        self._moves.swap(plan.missed, plan.missed.n, self._weight, self._state, scored=plan.scored, in_place=True)
-        self._moves.generate_missed(plan.missed, plan.missed.n, self.overflow(plan.slotless))
+    # --- whole-cache calls ------------------------------------------------------------------------------------------
 
     def load(self, keys: torch.Tensor, slots: torch.Tensor) -> None:
         if len(keys):
@@ -115,25 +128,31 @@ class LaterInPlace(LaterTransfer):
     def __init__(self, transfer: InPlace, plan: BatchPlan) -> None:
         self._transfer = transfer
         self._plan = plan
-        self._is_settled = False
+        self._is_placed = self._is_published = False
         self._aside: torch.cuda.Event | None = None
 
     @property
     def places_later(self) -> bool:
         return self._plan.slotless
 
-    def settle(self, lag: int) -> None:
-        if self._is_settled:
+    def place(self, lag: int) -> None:
+        if not self._is_placed:
+            with self._transfer.changing(self._plan):
+                self._transfer.place(self._plan, lag)
+                self._is_placed = True
+
+    def publish(self) -> None:
+        if self._is_published:
             return
         with self._transfer.changing(self._plan):
-            self._aside = self._transfer.settle_later(self._plan, lag)
-            self._is_settled = True
+            self._aside = self._transfer.publish_later(self._plan)
+            self._is_published = True
         if self._aside is not None and not self.places_later:  # `finish` may be another capture's
             self._aside.wait(current_stream())
             self._aside = None
 
     def finish(self) -> None:
-        self._transfer.finish_later(self._plan)
+        self._transfer.bring_later(self._plan)
         if self._aside is not None:
             self._aside.wait(current_stream())
             self._aside = None
@@ -141,5 +160,5 @@ class LaterInPlace(LaterTransfer):
 
     def again(self) -> LaterInPlace:
         again = LaterInPlace(self._transfer, self._plan)
-        again._is_settled = not self.places_later
+        again._is_placed = again._is_published = not self.places_later
         return again

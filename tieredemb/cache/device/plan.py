@@ -18,7 +18,7 @@ from tieredemb.cache.policy import Scoring
 from tieredemb.errors import StorageError
 from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, meeting_blocks
-from tieredemb.kernels.constants import TOGETHER
+from tieredemb.kernels.constants import ASSIGN, PUBLISH, TOGETHER
 from tieredemb.kernels.source import read
 from tieredemb.kernels.streams import current_stream
 
@@ -145,7 +145,8 @@ class Missed:
         """It is of no plan yet: nothing moves."""
         words = self.view("moving", places().moving_bytes // 4)
         words.zero_()
-        words[read(PLAN).layout("Moving")["over"].offset // 4] = 1
+        for name in ("published", "over"):
+            words[read(PLAN).layout("Moving")[name].offset // 4] = 1
 
     def view(self, name: str, count: int) -> torch.Tensor:
         """The first `count` elements of a part as a tensor."""
@@ -320,19 +321,22 @@ class DevicePlan:
             overflow.by_key, may_arrive, self.counts,
         )  # fmt: skip
 
-    def place(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, *, lag: int) -> None:
-        """Gives missed keys slots: chooses victims that make room for them, then what `settle` does with `commit`. In
-        one launch, for rows that are moved behind it; where victims' rows have to leave before, `choose` and `settle`
-        are two. Slots of the `lag` batches before are locked. Called again once the rows have moved, it does
-        nothing."""
-        rows, scoring, n = self.rows, self.scoring, homes.shape[0]
-        place = cooperative_kernel(PLAN, "missed_place", *OPTIONS, *overflow.flags, *self.flags)
+    def place(self, missed: Missed, *, lag: int) -> None:
+        """Gives missed keys slots, after choosing victims that make room for them: from here on rows may move. In one
+        launch; where victims' rows have to leave before, `choose` and `settle` are two. Slots of the `lag` batches
+        before are locked. Called again once the rows have moved, it does nothing."""
+        rows, scoring = self.rows, self.scoring
+        place = cooperative_kernel(PLAN, "missed_place")
         place(
-            max(blocks_for(rows.slots, 4 * TOGETHER, self._together), blocks_for(n, TOGETHER, self._together)),
+            max(blocks_for(rows.slots, 4 * TOGETHER, self._together), blocks_for(missed.n, TOGETHER, self._together)),
             TOGETHER, self.selection, self.counts, self.clock, lag, self._slots, scoring.unit, scoring.ties_by_age,
-            self._in_parts, missed.chosen, missed.keys, missed.slots, missed.victims, missed.scores, homes, n,
-            missed.claims, missed.cells, self.records.whole, missed.moving,
+            self._in_parts, missed.chosen, missed.keys, missed.slots, missed.victims, missed.scores, missed.moving,
         )  # fmt: skip
+
+    def publish(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows) -> None:
+        """Ends a plan behind `place`: later plans find the missed keys in their slots, and `homes` are resolved. Called
+        again, it does nothing."""
+        self._settle(homes, missed, overflow, PUBLISH)
 
     def choose(self, missed: Missed) -> None:
         """Victims that make room for what is missed: their slots, into `missed.chosen`."""
@@ -344,14 +348,16 @@ class DevicePlan:
         )  # fmt: skip
 
     def settle(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, *, commit: bool) -> None:
-        """Pairs missed keys with slots. With `commit` the slots change hands, later plans find the missed keys there,
-        `homes` are resolved, and the plan ends."""
+        """Pairs missed keys with slots. With `commit` the slots change hands, and the plan ends, as `publish` does."""
+        self._settle(homes, missed, overflow, ASSIGN | PUBLISH if commit else 0)
+
+    def _settle(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, part: int) -> None:
         n = homes.shape[0]
         settle = cooperative_kernel(PLAN, "missed_settle", *OPTIONS, *overflow.flags, *self.flags)
         settle(
             blocks_for(n, TOGETHER, self._together), TOGETHER, self.counts, missed.chosen, self.selection, missed.keys,
             self._slots, self.clock, missed.slots, missed.victims, missed.scores, homes, n, missed.claims,
-            missed.cells, self.records.whole, missed.moving, commit,
+            missed.cells, self.records.whole, missed.moving, part,
         )  # fmt: skip
 
     def totals(self, client: int | None = None) -> dict[str, int]:

@@ -144,7 +144,8 @@ class Planner:
         self.launches.find(keys, homes, missed, scored=scored, overflow=overflow, may_arrive=later is not None)
         if later is not None:
             if not later.places_later:
-                later.settle(lag)
+                later.place(lag)
+                later.publish()
             return ticket
         with marked("swap"):
             pending = self.transfer.start(plan, ahead=ahead)
@@ -176,10 +177,15 @@ class Planner:
             ticket.is_complete = True
         self.unfinished = [each for each in self.unfinished if each.ticket not in tickets]
 
-    def settle_last(self) -> None:
-        """Does what has to come before the next plan, which the rest of the transfers left pending may come beside."""
+    def place_last(self) -> None:
+        """Gives slots to what transfers left pending are to bring in."""
         for ticket, pending, _ in self.unfinished:
-            pending.settle(self.ledger.lag_of(ticket.batch))
+            pending.place(self.ledger.lag_of(ticket.batch))
+
+    def publish_last(self) -> None:
+        """Behind `place_last`: does what has to come before the next plan, and the rows need not wait for."""
+        for _, pending, _ in self.unfinished:
+            pending.publish()
 
     def finish_last(self, *, usable: bool) -> None:
         """Finishes the transfers that were left pending. Their tickets know if that fails; it does if the cache is not
@@ -217,7 +223,8 @@ class Planner:
         with self.rows_lock:
             self.order.whole()
         with marked("plan"), marked("swap"):
-            pending.settle(self.ledger.lag_of(ticket.batch))
+            pending.place(self.ledger.lag_of(ticket.batch))
+            pending.publish()
             pending.finish()
         self._arrives(ticket)
         ticket.is_complete = True

@@ -23,9 +23,12 @@ class PendingTransfer(abc.ABC):
 
     is_finished = False
 
-    def settle(self, lag: int) -> None:  # noqa: B027 - done by most, or part of `finish`
-        """Does what has to come before the next plan begins, which `finish` may come beside. Slots of the `lag` batches
-        before are locked."""
+    def place(self, lag: int) -> None:  # noqa: B027 - done by most, or part of `finish`
+        """Gives slots to what is missed, unless that is done; those of the `lag` batches before are locked."""
+
+    def publish(self) -> None:  # noqa: B027
+        """Behind `place`, unless it is done: what has to come before the next plan begins. `finish` may come beside
+        it."""
 
     @abc.abstractmethod
     def finish(self) -> None:
@@ -41,7 +44,7 @@ class LaterTransfer(PendingTransfer):
     @property
     @abc.abstractmethod
     def places_later(self) -> bool:
-        """Whether victims are chosen by `settle`, too, and nothing has changed hands before."""
+        """Whether victims are chosen for later, too, and nothing changes hands before."""
 
     @abc.abstractmethod
     def again(self) -> LaterTransfer:
