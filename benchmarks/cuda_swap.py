@@ -94,6 +94,16 @@ class Swap:
             raise RuntimeError("the swap is wrong")
 
 
+def swap_requests_per_ms() -> float:
+    """Of 128 bytes, that a swap against dirty victims makes in both directions together."""
+    torch.cuda.empty_cache()
+    swap = Swap()
+    try:
+        return 2 * MOVED * REQUESTS / timed(swap.run, prepare=swap.dirty_victims).median
+    finally:
+        swap.cold.close()
+
+
 def swap_records() -> list[Record]:
     """A swap of rows against dirty victims, in time and in requests; and filling empty slots."""
     torch.cuda.empty_cache()

@@ -83,8 +83,8 @@ class Run:
 @pytest.mark.parametrize("slots", [30, 60, 100])
 @pytest.mark.parametrize("way", [BEFORE, BESIDE, TWICE])
 def test_rows_left_for_later_are_those_that_come_at_once(slots, policy, way):
-    """With 100 slots what is missed gets slots at once, with fewer when the rows come. Many are used in two batches in
-    a row: with `BESIDE` again before they have come."""
+    """With 30 slots what is missed gets slots when its rows come, with more at once. Many rows are used in two batches
+    in a row: with `BESIDE` again before they have come."""
     generator, ends = torch.Generator().manual_seed(0), []
     batches = [(torch.rand(IDS, generator=generator) ** 3 * ROWS).long() for _ in range(BATCHES)]
     for each in (AT_ONCE, way):
@@ -96,10 +96,10 @@ def test_rows_left_for_later_are_those_that_come_at_once(slots, policy, way):
     assert seen.lookups == counted.lookups
     assert seen.unique == counted.unique
     assert all(int(state[:, -1].view(torch.int32).min()) >= 0 for _, _, state in (expected, found))
-    if slots == 100 or way == TWICE:  # the same slots are locked: hits, and all scores
+    if slots > 30:  # hits, and all scores
         assert seen == counted
         assert all(equal(mine, other) for mine, other in zip(found, expected, strict=True))
-    else:  # a plan that waits locks fewer; rows are what they are
+    else:  # fewer slots are locked, and a row without one is raised once for two batches; rows are what they are
         assert equal(found[1][found[2][:, -1] != 0], expected[1][found[2][:, -1] != 0])
 
 

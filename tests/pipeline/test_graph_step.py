@@ -429,7 +429,7 @@ def test_forwards_that_no_batch_shows_are_planned_inside_the_step(device, monkey
         runs.append([*outs, *bits(table)])
         assert idle(table)
     assert_same_bits(*runs)
-    replays.check(device, 6)
+    replays.check(device, 4)
 
 
 def test_lookups_alone_with_fetching_ahead(device, monkeypatch):
