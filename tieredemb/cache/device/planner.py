@@ -29,6 +29,10 @@ from tieredemb.kernels.ranges import marked
 from tieredemb.kernels.streams import current_stream
 
 
+LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, takes longer than going aside for it (4 µs)
+MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
+
+
 class Unfinished(NamedTuple):
     """A batch whose rows have yet to come. `place`: where the transfer is to finish; None: where that is asked for."""
 
@@ -61,10 +65,6 @@ class LaterRows:
 
     def size_bytes(self) -> int:
         return sum(missed.size_bytes for missed in self._missed)
-
-
-LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, takes longer than going aside for it (4 µs)
-MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
 
 
 @dataclass
