@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
+from tieredemb.step.joint_call import PlannedTogether
 from tieredemb.step.planned_forwards import Seen, marks
 
 
@@ -50,3 +54,24 @@ def test_inputs_made_in_inference_mode_are_known_by_their_memory():
     assert is_same(seen, 0, (ids,))
     with torch.inference_mode():
         assert not is_same(seen, 0, (ids.clone(),))
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_part_of_a_joint_plan_is_taken_once_all_of_it_has_come(arrives):
+    """Rows may have been left for later; where they fail to come, the forward plans anew."""
+    ids, asked = torch.arange(6), []
+
+    class Joint:
+        def complete(self):
+            asked.append("complete")
+            return arrives
+
+        def share(self, number, context):
+            asked.append("share")
+            return number, context
+
+    context = SimpleNamespace(tables=object())
+    planned = PlannedTogether(Joint(), [(context, (ids,))])
+    number = planned.find(context.tables, (ids,), marks((ids,)))
+    assert planned.call_of(number) == ((0, context) if arrives else None)
+    assert asked == (["complete", "share"] if arrives else ["complete"])

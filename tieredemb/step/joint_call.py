@@ -292,7 +292,7 @@ class PlannedTogether(Waiting):
         return len(self._taken) == self.count
 
     def call_of(self, number: int) -> Call | None:
-        return self._call.share(number, self._forwards[number][0])
+        return self._call.share(number, self._forwards[number][0]) if self._call.complete() else None
 
     @property
     def left(self) -> int:

@@ -28,7 +28,6 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.ranges import marked
 from tieredemb.kernels.streams import current_stream
 
-
 LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, takes longer than going aside for it (4 µs)
 MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
 
