@@ -1,5 +1,5 @@
 """Steps of one collection in each mode: eager, with the next batch fetched ahead, as a CUDA graph, and as one that
-plans the next batch."""
+goes ahead of its batch."""
 
 from __future__ import annotations
 

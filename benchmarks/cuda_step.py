@@ -1,8 +1,8 @@
 """Whole training steps on a GPU: `python -m benchmarks.cuda_step [--workloads W-HBM W-1.05 …] [--policy 300 inf]`.
 
 A step is forward, backward from a fixed random gradient, and the fused update; eager, with prefetch, as a CUDA graph,
-and as one that plans the next batch. Every provider and
-cache sees the same batches, warms up on the first and is timed on the rest, none of which it has seen.
+and as one that goes ahead. Every provider and cache sees the same batches, warms up on the first and is timed on the
+rest, none of which it has seen.
 """
 
 from __future__ import annotations

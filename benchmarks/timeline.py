@@ -1,6 +1,6 @@
 """One steady training step on a GPU, kernel by kernel: `python -m benchmarks.timeline`; with `--plot` its picture.
 
-The step is that of `cuda_dlrm` over the tables and ids of W-1.05: one CUDA graph that plans the next batch and brings
+The step is that of `cuda_dlrm` over the tables and ids of W-1.05: one CUDA graph that plans a batch and brings
 its rows while it computes. It is timed first, then some steps are profiled, and the one of median length is kept.
 """
 
@@ -130,7 +130,7 @@ def workload_text(plan: Plan) -> str:
     work = plan.work
     return (
         f"DLRM over {work.tables} × {work.rows:,} × {work.width}, batch {work.batch:,}, Zipf {work.alpha:g}, "
-        f"{work.caches[0]}; one CUDA graph a step, which plans the next batch too"
+        f"{work.caches[0]}; one CUDA graph a step, which goes two batches ahead"
     )
 
 
