@@ -326,7 +326,7 @@ class DevicePlan:
         launch; where victims' rows have to leave before, `choose` and `settle` are two. Slots of the `lag` batches
         before are locked. Called again once the rows have moved, it does nothing."""
         rows, scoring = self.rows, self.scoring
-        place = cooperative_kernel(PLAN, "missed_place")
+        place = cooperative_kernel(PLAN, "missed_place", *OPTIONS, *self.flags)  # of the file that the plan began with
         place(
             max(blocks_for(rows.slots, 4 * TOGETHER, self._together), blocks_for(missed.n, TOGETHER, self._together)),
             TOGETHER, self.selection, self.counts, self.clock, lag, self._slots, scoring.unit, scoring.ties_by_age,

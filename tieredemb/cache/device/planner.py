@@ -53,12 +53,13 @@ class LaterRows:
         """A batch is about to be planned."""
         self._taken = 0
 
-    def missed(self, n: int, device: torch.device) -> Missed:
-        """For the next plan, of n ids."""
+    def missed(self, n: int, device: torch.device, memory: contextlib.AbstractContextManager[None]) -> Missed:
+        """For the next plan, of n ids. What is made inside `memory` outlasts plans."""
         at, self._taken = self._taken, self._taken + 1
         if at == len(self._missed) or self._missed[at].n != n:
-            missed = Missed(n, device)
-            missed.have_moved()
+            with memory:
+                missed = Missed(n, device)
+                missed.have_moved()
             self._missed[at:] = [missed]
         return self._missed[at]
 
@@ -128,7 +129,7 @@ class Planner:
         if slotless:
             self.transfer.make_room(min(begun.locked + n, self.hot.layout.rows))
         device, lag = self.hot.weight.device, begun.lag
-        missed = Missed(n, device) if self.later is None else self.later.missed(n, device)
+        missed = Missed(n, device) if self.later is None else self.later.missed(n, device, self.order.memory())
         self.transfer.retire(lag)
         self.ledger.count(begun)  # before the device counts it: a batch too many locks more, one too few less
         overflow = self.transfer.overflow(slotless)
