@@ -54,10 +54,11 @@ class Run:
             self.cache.complete_last()
             planner.unfinished = behind
         if way == TWICE:
-            again = self.cache.unfinished()
+            ended = self.cache.unfinished()
             self.cache.complete_last()
-            planner.leave_again(again)
+            planner.captured = ended  # of a capture that nobody has seen replayed
             self.cache.complete_last()
+            assert planner.is_over
         if self.last is not None:
             self.last.release()
         self.last = ticket

@@ -336,11 +336,12 @@ __device__ __forceinline__ void missed_commit(const Ending &end, const Slots &sl
                                               Moving *moving) {
     if (end.wanted.missed == 0) {
 #ifdef SLOTLESS
-        if ((end_of(records)->index & FILLED) == 0) return;
-        homes_resolve(all, missed.slots);
-        grid_meet(&counts->arrivals);  // a block that comes later would see that all is done
-        if (thread_index() == 0) moving->published = 1;
+        if (end_of(records)->index & FILLED) {
+            homes_resolve(all, missed.slots);
+            grid_meet(&counts->arrivals);  // a block that comes later would see that all is done
+        }
 #endif
+        if (thread_index() == 0) moving->published = 1;
         return;
     }
     missed_publish(end, slots, missed, counts, records);

@@ -169,8 +169,11 @@ class StepAhead(Generic[R]):
                 with on_stream(plans):
                     for turn, each in zip(unplanned, wanted, strict=True):
                         turn.plan_later(executor, each, caches)
-            finally:
-                executor.stream.wait_stream(plans)
+            except BaseException:
+                with suppress(RuntimeError):  # of a capture that is none any more: what comes is why
+                    executor.stream.wait_stream(plans)
+                raise
+            executor.stream.wait_stream(plans)
 
     def _compute(self, now: _Turn[R]) -> R:
         """The function of the batch; its forwards find their plans."""
@@ -194,7 +197,7 @@ class StepAhead(Generic[R]):
         for call in known:
             call.arrive()  # nothing inside may wait for what is outside
         first = {cache: cache.last for cache in step.caches}
-        pending = {cache: cache.unfinished() for cache in step.caches}
+        pending = [cache.unfinished() for cache in step.caches]
         turns = now, self._turns[0], then  # which are the next step's turns by now
         try:
             with ExitStack() as caches:
@@ -210,9 +213,11 @@ class StepAhead(Generic[R]):
             offsets = [[part.ticket.batch - first[part.group.cache] for part in call.parts] for call in planned]
             step.after_capture()
             graph.replay()
+            for cache in step.caches:
+                cache.end_capture(ran=True)
         except BaseException as error:
-            for cache, unfinished in pending.items():
-                cache.leave_again(unfinished)
+            for cache in step.caches:
+                cache.end_capture(ran=False)
             for call in (*then.made(), *coming):
                 call.has_arrived()  # nothing of it has run
             step.after_capture()
@@ -227,7 +232,7 @@ class StepAhead(Generic[R]):
                 result,
                 replays,
                 offsets,
-                [bool(unfinished) for unfinished in pending.values()],
+                [bool(unfinished) and all(each.ticket.is_complete for each in unfinished) for unfinished in pending],
                 [[part.ticket.is_complete for part in call.parts] for call in planned],
                 _states(known),
                 [turn.memories for turn in turns],

@@ -45,7 +45,6 @@ class Prefetch(Generic[B]):
             raise ConfigError(f"ids_of must be a function of a batch, got {ids_of!r}")
         self.loader = loader
         self.depth = depth
-        self.asked_ahead = 0  # batches that a captured step wants to know
         self.modules = {name: part for name, part in model.named_modules() if isinstance(part, TieredModule)}
         if not self.modules:
             raise ConfigError(
@@ -68,7 +67,7 @@ class Prefetch(Generic[B]):
         with PlanExecutors(self.modules) as executors, contextlib.closing(Run(self, executors, self._told)) as run:
             ended = False
             while True:
-                while not ended and len(run.queue) <= max(self.depth, self.asked_ahead):
+                while not ended and len(run.queue) <= max(self.depth, run.asked_ahead):
                     ended = run.fetch(source)
                 if not run.queue:
                     return
@@ -150,6 +149,7 @@ class Run(Generic[B]):
         self._executors = executors
         self._lookups = told
         self._planners: list[Callable[[], object]] = []  # give up what captured steps plan in place of this loop
+        self.asked_ahead = 0  # batches that such a step wants to know
         self._current: _Fetched[B] | None = None
         self._seen: list[LookupSpec] = []  # forwards of the current batch, while it is to be learned from
         self._listens = False
@@ -234,7 +234,7 @@ class Run(Generic[B]):
         left."""
         if give_up in self._planners:
             return
-        self._prefetch.asked_ahead = max(self._prefetch.asked_ahead, ahead)
+        self.asked_ahead = max(self.asked_ahead, ahead)
         if self._planners:
             warnings.warn(
                 "two captured steps take the batches of one prefetch loop: each plans the next one for itself, and "

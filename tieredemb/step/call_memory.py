@@ -17,7 +17,8 @@ class CallMemory:
     """Of a forward of `ids` ids and `batch` samples, all of the stream that is current when it is made.
 
     A later forward of as many may be planned into it once this one is over; captured steps find it where it was.
-    `bags`, `segments`, `trained` (int32 (N,)): of each group, those that `sorts` or `masks` asks for.
+    `bags`, `segments`, `trained` (int32 (N,)): of each group, those that `sorts` or `masks` asks for · `ids`: int64
+    (N,), what was planned, where a mask is made of it.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class CallMemory:
         if not groups[0].config.pooled:
             self.own_bag = torch.empty(ids, dtype=torch.int32, device=device)
         self.trained = [torch.empty(ids, dtype=torch.int32, device=device) if wanted else None for wanted in masks]
+        # what masks are made of, which may be once homes are known, behind what was given
+        self.ids = torch.empty(ids, dtype=torch.int64, device=device) if any(masks) else None
         self._pending: list[torch.cuda.Event] = []
         self.planner: torch.cuda.Stream | None = None  # of a recorded plan, where that was replayed last
 
@@ -72,7 +75,7 @@ class CallMemory:
     def tensors(self) -> list[torch.Tensor]:
         """All of them."""
         parts = (value for part in (*self.bags, *self.segments) if part is not None for value in vars(part).values())
-        single = self.words, self.own_bag
+        single = self.words, self.own_bag, self.ids
         return [value for value in (*single, *parts, *self.trained) if isinstance(value, torch.Tensor)]
 
     def __del__(self) -> None:

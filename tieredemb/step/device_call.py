@@ -88,6 +88,8 @@ class DeviceCall(Call):
     ) -> None:
         """Plans `ids` into the memory that the call has, on their device, which is the current one."""
         tables, given = self.context.tables, None
+        if self.memory.ids is not None:
+            ids = self.memory.ids.copy_(ids)
         # beside the beginning of a plan, where that takes longer than to go there; events cost an eager host more
         if self.ids >= LARGE and torch.cuda.is_current_stream_capturing():
             given = groups[0].cache.aside(functools.partial(self._find_bags, groups, ids, edges))

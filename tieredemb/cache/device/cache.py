@@ -185,6 +185,7 @@ class DeviceCache(Cache):
         the GPU and the storage. Raises `StorageError` where the cache cannot be used any more."""
         if not ticket.is_complete:  # or a plan that waits for its storage would be waited for
             with self.plan_lock, on_device(self.device):
+                self._planner.restore()
                 if any(each.ticket.batch == ticket.batch for each in self._planner.unfinished):  # it may be a share
                     self.complete_last()
                 if not ticket.is_complete:  # somebody was interrupted at it
@@ -194,10 +195,10 @@ class DeviceCache(Cache):
     def complete_last(self) -> None:
         """Brings plans to their ends whose transfers are pending, if any; their tickets know if that fails. Waits and
         raises as `complete` does."""
-        if not self._planner.unfinished:
+        if self._planner.is_over:
             return
         with self.plan_lock, on_device(self.device):
-            if not self._planner.unfinished:
+            if self._planner.is_over:
                 return
             self._check_open()
             self._settle()
@@ -220,7 +221,7 @@ class DeviceCache(Cache):
     def next_plan(self, ids: int) -> NextPlan:
         """What a plan of as many ids, one at least, would depend on now, put behind what it has to come behind. The
         caller holds the locks of plans and rows until it has planned."""
-        if self._planner.unfinished:
+        if not self._planner.is_over:
             self.complete_last()
         self._check_usable()
         if not self.cold.volatile:
@@ -285,6 +286,7 @@ class DeviceCache(Cache):
         plans know of no batch in flight but those `known`; see `Ledger.may_replay`. Nor may these use rows without a
         slot under records of before there were more. Transfers of others are ended. The caller holds the locks of plans
         and rows, until it has replayed."""
+        self._planner.restore()
         if not all(each.ticket in known for each in self._planner.unfinished):
             self.complete_last()
         self._check_usable()
@@ -300,6 +302,7 @@ class DeviceCache(Cache):
         """A step is captured inside while the batches `known` are in flight; it ends some, and leaves others in flight
         that are planned in it. Each replay finds as many. What comes in is complete after the capture."""
         with self.whole():
+            self._planner.captured = [*self._planner.unfinished]  # until it was replayed: `end_capture`
             replays = self._ledger.begin_capture(ticket.batch for ticket in known)
         try:
             yield replays
@@ -337,12 +340,11 @@ class DeviceCache(Cache):
         It comes with `complete_last`, or the next call that would find it missing. The caller holds the lock of
         plans."""
         self._later.add(later)
-        outside, self._planner.later = self._planner.later, later
         later.begin()
-        try:
+        with contextlib.ExitStack() as after:
+            after.callback(setattr, self._planner, "later", None)
+            self._planner.later = later
             yield
-        finally:
-            self._planner.later = outside
 
     def place_last(self) -> None:
         """Gives slots to what the last plan has missed, if that was left for later: its rows may come from here on."""
@@ -358,10 +360,14 @@ class DeviceCache(Cache):
         """The transfers that are pending now."""
         return [*self._planner.unfinished]
 
-    def leave_again(self, before: Sequence[Unfinished]) -> None:
-        """A capture was given up that has brought in what was pending before, or its first replay was: pending again,
-        before what the capture has left. The device knows what has come."""
-        self._planner.leave_again(before)
+    def end_capture(self, *, ran: bool) -> None:
+        """A captured step has run a first time, or was given up: then what it would have brought in is pending
+        again."""
+        with self.plan_lock, self.lock:
+            if ran:
+                self._planner.captured = []
+            else:
+                self._planner.restore()
 
     def rows_came(self, tickets: Sequence[DeviceTicket]) -> None:
         """A replay has brought in what `tickets` had left for later."""
@@ -468,13 +474,15 @@ class DeviceCache(Cache):
         emptied, and all others written back. The cache begins anew, without rows. Synchronises."""
         with self.entered(checked=True):
             synchronize(self.device)
-            homes = self._plan.placed(missed)
-            slots = homes[homes >= 0]
-            self.hot.key[slots] = NO_KEY
-            self.hot.dirty[slots] = 0
-            records = -2 - homes[homes <= -2]
-            if len(records):
-                self._plan.records.free(records)
+            others = [each for each in self._planner.missed_later() if each is not missed and not each.is_over]
+            for each in (missed, *others):
+                homes = self._plan.placed(each)
+                slots = homes[homes >= 0]
+                self.hot.key[slots] = NO_KEY
+                self.hot.dirty[slots] = 0
+                records = -2 - homes[homes <= -2]
+                if len(records):
+                    self._plan.records.free(records)
             self._write_back()
             self._restart(fresh=False)
 
@@ -516,6 +524,7 @@ class DeviceCache(Cache):
         """Empties the cached slots and brings the rows of resident tables in; none was ever written if `fresh`."""
         synchronize(self.device)  # cold rows may have been replaced on the host
         self.hot.reset()
+        self._planner.forget()
         self._ledger.restart(self.cold.metadata.batch)
         self._plan.restart(self._ledger.last)
         self._transfer.restart()
@@ -571,6 +580,6 @@ class DeviceCache(Cache):
             }
 
     def _release(self) -> None:
-        self._planner.unfinished.clear()
+        self._planner.unfinished, self._planner.captured = [], []
         self._transfer.drain()
         synchronize(self.device)  # kernels may still read cold rows

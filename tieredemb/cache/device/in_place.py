@@ -11,7 +11,7 @@ import torch
 from tieredemb.cache.changes import ChangeBook
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.moves import MOVE_BLOCKS, RowMoves
-from tieredemb.cache.device.plan import BatchPlan, DevicePlan, OverflowRows
+from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows
 from tieredemb.cache.device.stream_order import SideStream
 from tieredemb.cache.device.transfer import (
     FINISHED,
@@ -58,17 +58,16 @@ class InPlace(Transfer):
         self._plan.records.reserve(rows)
 
     def start(self, plan: BatchPlan, *, ahead: bool) -> PendingTransfer:
-        done = None
         with self.changing(plan):
             self.place(plan, plan.lag)
             if plan.beside:
                 self._side.mark()
                 done = self._side.run(functools.partial(self._publish, plan))
+                self._bring(plan)
+                done.wait(current_stream())
             else:
                 self._publish(plan)
-            self._bring(plan)
-        if done is not None:
-            done.wait(current_stream())
+                self._bring(plan)
         return FINISHED
 
     def changing(self, plan: BatchPlan) -> contextlib.AbstractContextManager[None]:
@@ -130,6 +129,10 @@ class LaterInPlace(LaterTransfer):
         self._plan = plan
         self._is_placed = self._is_published = False
         self._aside: torch.cuda.Event | None = None
+
+    @property
+    def missed(self) -> Missed:
+        return self._plan.missed
 
     @property
     def places_later(self) -> bool:

@@ -141,8 +141,14 @@ class Missed:
         """The current stream uses it, too."""
         self._memory.record_stream(current_stream())
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all has moved. Synchronises."""
+        at = read(PLAN).layout("Moving")["over"].offset // 4
+        return bool(self.view("moving", at + 1)[at].item())
+
     def have_moved(self) -> None:
-        """It is of no plan yet: nothing moves."""
+        """It is of no plan, or of none any more: nothing moves."""
         words = self.view("moving", places().moving_bytes // 4)
         words.zero_()
         for name in ("published", "over"):

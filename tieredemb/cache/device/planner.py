@@ -11,7 +11,7 @@ changes while a ticket is in flight, so such a row gets a slot only in a plan af
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -71,8 +71,9 @@ class LaterRows:
 class Planner:
     """Plans the batches of one cache, under its lock of plans. `rows_lock`: guards tickets and the order of streams,
     and so is taken for both · `unfinished`: transfers that have yet to finish, in their order: the next plan finishes
-    them first, and so there is one at most, but while a captured step is replayed that begins another · `later`: where
-    plans are to leave rows for later, if they are."""
+    them first, and so there is one at most, but while a captured step is replayed that begins another · `captured`:
+    those that there were when a capture began, until it was replayed · `later`: where plans are to leave rows for
+    later, if they are."""
 
     hot: DeviceHotRows
     launches: DevicePlan
@@ -83,6 +84,7 @@ class Planner:
     side: SideStream
     rows_lock: contextlib.AbstractContextManager[bool]
     unfinished: list[Unfinished] = field(default_factory=list)
+    captured: list[Unfinished] = field(default_factory=list)
     later: LaterRows | None = None
 
     def check_size(self, n: int, begun: Begun) -> None:
@@ -162,20 +164,42 @@ class Planner:
         ticket.later, ticket.is_complete = later, False
         self.unfinished.append(Unfinished(ticket, later, None))
 
-    def leave_again(self, before: Sequence[Unfinished]) -> None:
-        """What was unfinished `before` is so again, in front of what has been since."""
+    def restore(self) -> None:
+        """Outside of a capture: what one has finished that was given up, or whose first replay nobody has seen, is
+        unfinished again, in front of what has been since. The device knows what has come."""
+        if not self.captured or torch.cuda.is_current_stream_capturing():
+            return
         again = []
-        for ticket, pending, place in before:
+        for ticket, pending, place in self.captured:
             ticket.is_complete = False
             again.append(Unfinished(ticket, pending if ticket.later is None else ticket.later.again(), place))
-        tickets = [each.ticket for each in before]
+        tickets = [each.ticket for each in again]
         self.unfinished = [*again, *(each for each in self.unfinished if each.ticket not in tickets)]
+        self.captured = []
+
+    def forget(self) -> None:
+        """Slots are emptied: nothing is to come any more."""
+        for missed in self.missed_later():
+            missed.have_moved()
+        for ticket, _, _ in (*self.captured, *self.unfinished):
+            ticket.failed = ticket.is_complete = True
+        self.unfinished, self.captured = [], []
+
+    def missed_later(self) -> list[Missed]:
+        """What was left for later, and may have yet to come."""
+        pending = [each.pending for each in (*self.captured, *self.unfinished)]
+        return [each.missed for each in pending if isinstance(each, LaterTransfer)]
 
     def have_come(self, tickets: Collection[DeviceTicket]) -> None:
         """A replay has brought the rows of `tickets`."""
         for ticket in tickets:
             ticket.is_complete = True
         self.unfinished = [each for each in self.unfinished if each.ticket not in tickets]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no transfer is pending."""
+        return not (self.unfinished or self.captured)
 
     def place_last(self) -> None:
         """Gives slots to what transfers left pending are to bring in."""
@@ -189,18 +213,19 @@ class Planner:
 
     def finish_last(self, *, usable: bool) -> None:
         """Finishes the transfers that were left pending. Their tickets know if that fails; it does if the cache is not
-        `usable`, whose slots are others' by now. Waits for the GPU and the storage, but for rows left for later."""
+        `usable`, but for rows left for later. Waits for the GPU and the storage, but for those."""
+        self.restore()
         while self.unfinished:
             ticket, pending, place = self.unfinished[0]
-            if not usable:
-                ticket.failed = ticket.is_complete = True
-            elif place is None:
+            if place is None:  # whatever is in doubt, its slots have changed hands
                 self._finish_later(ticket, pending)
+                del self.unfinished[0]
             else:
                 del self.unfinished[0]
-                self._finish(ticket, pending, place)
-                continue
-            del self.unfinished[0]
+                if usable:
+                    self._finish(ticket, pending, place)
+                else:
+                    ticket.failed = ticket.is_complete = True
 
     def _finish(self, ticket: DeviceTicket, pending: PendingTransfer, place: Place) -> None:
         ticket.failed = True

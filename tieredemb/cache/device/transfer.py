@@ -43,6 +43,11 @@ class LaterTransfer(PendingTransfer):
 
     @property
     @abc.abstractmethod
+    def missed(self) -> Missed:
+        """What is to come."""
+
+    @property
+    @abc.abstractmethod
     def places_later(self) -> bool:
         """Whether victims are chosen for later, too, and nothing changes hands before."""
 

@@ -1,0 +1,145 @@
+"""The books of transfers that a plan on a GPU leaves for later, without a GPU: what is pending, and what has come."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tieredemb.cache.device import planner as planner_file
+from tieredemb.cache.device.planner import Planner
+from tieredemb.cache.device.transfer import LaterTransfer
+
+
+class Later(LaterTransfer):
+    """Notes in `done` what is asked of it, by its `name`; `fails` once with that in `finish`."""
+
+    def __init__(self, name, done, fails=None):
+        self.name, self.done, self.fails = name, done, fails
+        self._missed = SimpleNamespace(have_moved=lambda: done.append(f"{name} forgotten"))
+
+    missed = property(lambda self: self._missed)
+    places_later = property(lambda self: False)
+
+    def finish(self):
+        fails, self.fails = self.fails, None
+        if fails is not None:
+            raise fails
+        self.done.append(self.name)
+
+    def again(self):
+        return Later(f"{self.name} again", self.done)
+
+
+class Books:
+    """A planner over nothing, and what its transfers have done."""
+
+    def __init__(self):
+        order = SimpleNamespace(whole=lambda: None, planned=lambda: None, touched=lambda: None)
+        ledger = SimpleNamespace(lag_of=lambda batch: 1)
+        self.planner = Planner(None, None, None, ledger, None, order, None, threading.RLock())
+        self.done, self.tickets = [], {}
+
+    def leave(self, name, **keywords):
+        ticket = SimpleNamespace(batch=len(self.tickets), is_complete=True, failed=False, later=None, ready=None)
+        self.tickets[name] = ticket
+        self.planner.leave(ticket, Later(name, self.done, **keywords))
+        assert not ticket.is_complete
+        return ticket
+
+
+def test_what_was_left_comes_in_its_order():
+    books = Books()
+    tickets = [books.leave(name) for name in ("first", "second")]
+    assert not books.planner.is_over
+    books.planner.finish_last(usable=True)
+    assert books.done == ["first", "second"]
+    assert books.planner.is_over
+    assert all(ticket.is_complete and not ticket.failed for ticket in tickets)
+
+
+def test_rows_come_whatever_is_in_doubt():
+    """Their slots have other keys already, and what is there is to go where it belongs."""
+    books = Books()
+    ticket = books.leave("rows")
+    books.planner.finish_last(usable=False)
+    assert books.done == ["rows"]
+    assert ticket.is_complete
+    assert not ticket.failed
+
+
+def test_what_is_interrupted_stays_pending():
+    books = Books()
+    ticket = books.leave("rows", fails=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        books.planner.finish_last(usable=True)
+    assert not books.planner.is_over
+    assert not ticket.is_complete
+    books.planner.finish_last(usable=True)
+    assert books.done == ["rows"]
+
+
+def test_what_a_capture_has_finished_is_pending_again_where_that_was_given_up(monkeypatch):
+    """In front of what the capture has left, until somebody has seen its replay."""
+    books, capturing = Books(), [True]
+    monkeypatch.setattr(planner_file.torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    ticket = books.leave("before")
+    books.planner.captured = [*books.planner.unfinished]
+    books.planner.finish_last(usable=True)
+    books.leave("since")
+    assert ticket.is_complete
+    books.planner.restore()  # amid the capture that is nothing
+    assert books.done == ["before"]
+    capturing[0] = False
+    books.planner.restore()
+    assert not ticket.is_complete
+    books.planner.finish_last(usable=True)
+    assert books.done == ["before", "before again", "since"]
+    assert ticket.is_complete
+    assert books.planner.is_over
+
+
+def test_what_a_replay_has_brought_is_pending_no_more():
+    books = Books()
+    came, left = books.leave("came"), books.leave("left")
+    books.planner.have_come([came])
+    assert came.is_complete
+    assert not left.is_complete
+    books.planner.finish_last(usable=True)
+    assert books.done == ["left"]
+
+
+def test_nothing_is_to_come_to_slots_that_were_emptied():
+    books = Books()
+    ticket = books.leave("rows")
+    books.planner.forget()
+    assert ticket.failed
+    assert ticket.is_complete
+    assert books.planner.is_over
+    books.planner.finish_last(usable=True)
+    assert books.done == ["rows forgotten"]
+
+
+def test_a_batch_is_planned_to_where_the_one_before_was():
+    rows = planner_file.LaterRows(behind=None)
+
+    class Memory:
+        entered = 0
+
+        def __enter__(self):
+            Memory.entered += 1
+
+        def __exit__(self, *_):
+            pass
+
+    rows.begin()
+    first = [rows.missed(n, torch.device("cpu"), Memory()) for n in (5, 9)]
+    assert all(each.is_over for each in first)
+    rows.begin()
+    assert [rows.missed(n, torch.device("cpu"), Memory()) for n in (5, 9)] == first
+    assert Memory.entered == 2
+    rows.begin()
+    assert rows.missed(6, torch.device("cpu"), Memory()) is not first[0]
+    assert rows.size_bytes() == sum(each.size_bytes for each in rows._missed)
