@@ -57,7 +57,7 @@ class LaterRows:
         """For the next plan, of n ids. What is made inside `memory` outlasts plans."""
         at, self._taken = self._taken, self._taken + 1
         if at == len(self._missed) or self._missed[at].n != n:
-            with memory:
+            with torch.inference_mode(False), memory:  # it is changed in place when that is over
                 missed = Missed(n, device)
                 missed.have_moved()
             self._missed[at:] = [missed]
