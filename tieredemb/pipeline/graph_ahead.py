@@ -14,31 +14,23 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from tieredemb.cache.device.cache import DeviceCache
-from tieredemb.cache.device.ledger import NOTHING_PLANNED, Replays
-from tieredemb.cache.device.planner import LaterRows
+from tieredemb.cache.device.ledger import NOTHING_PLANNED
 from tieredemb.cache.device.ticket import DeviceTicket
-from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.streams import on_device, on_stream
-from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
-from tieredemb.pipeline.joint_plans import PlannedUnit, Units, plan_units
-from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.pipeline.plan_executors import StreamExecutor
+from tieredemb.pipeline.turns import Lookups, Turn, TurnGraph, states_of
 from tieredemb.pipeline.uncapturable import explain
-from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_call import DeviceCall
-from tieredemb.step.planned_forwards import Planned
 
 R = TypeVar("R")
-Lookups = Callable[[Any], Sequence[LookupSpec]]
 
 
 class StepAhead(Generic[R]):
@@ -49,7 +41,7 @@ class StepAhead(Generic[R]):
         # no other executor's streams: captures fork into them, and what other threads launch there would be captured
         brings, plans = (torch.cuda.Stream(step.device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
         self._executor, self._plans = StreamExecutor(step.device, brings), plans
-        self._turns = [_Turn[R](step.buffers.again(), brings) for _ in range(3)]  # of this batch, and the next ones
+        self._turns = [Turn[R](step.buffers.again(), brings) for _ in range(3)]  # of this batch, and the next ones
         self._left = EAGER_STEPS
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
         self._pending: list[int] = []  # transfers that it has left for later
@@ -114,9 +106,9 @@ class StepAhead(Generic[R]):
         """How many transfers are pending in each cache."""
         return [len(cache.unfinished()) for cache in self._step.caches]
 
-    def _load(self, following: Sequence[Any]) -> list[_Turn[R]]:
+    def _load(self, following: Sequence[Any]) -> list[Turn[R]]:
         """Copies the batches in that have yet to be planned; returns their turns."""
-        unplanned: list[_Turn[R]] = []
+        unplanned: list[Turn[R]] = []
         left = deque(following)
         for turn in self._turns[1:]:
             if left and not unplanned and turn.batch is left[0] and turn.calls():
@@ -129,7 +121,7 @@ class StepAhead(Generic[R]):
                 left.clear()  # what comes behind a batch is planned behind it
         return unplanned
 
-    def _may_replay(self, now: _Turn[R], calls: list[DeviceCall]) -> bool:
+    def _may_replay(self, now: Turn[R], calls: list[DeviceCall]) -> bool:
         """Whether nothing was planned since the last step, and nothing is in flight but what it has planned: as far
         back as the graph knows of, if there is one."""
         caches = self._step.caches
@@ -141,7 +133,7 @@ class StepAhead(Generic[R]):
         fresh = [cache.may_replay(_tickets(calls, cache), number, does) for cache, number, does in each]
         return self._last is not None and bool(calls) and all(fresh)
 
-    def _overlap(self, now: _Turn[R], unplanned: Sequence[_Turn[R]], lookups: Lookups) -> R:
+    def _overlap(self, now: Turn[R], unplanned: Sequence[Turn[R]], lookups: Lookups) -> R:
         """The step as the function it is, in the order of a captured one."""
 
         def run() -> R:
@@ -151,7 +143,7 @@ class StepAhead(Generic[R]):
         with self._step.on_buffers():
             return self._step.beside(run)
 
-    def _go_ahead(self, unplanned: Sequence[_Turn[R]], lookups: Lookups) -> None:
+    def _go_ahead(self, unplanned: Sequence[Turn[R]], lookups: Lookups) -> None:
         """Brings the rows in of what was planned last, and plans the next batches beside that."""
         executor, plans = self._executor, self._plans
         wanted = [turn.wanted(self._step, lookups) for turn in unplanned]
@@ -175,7 +167,7 @@ class StepAhead(Generic[R]):
                 raise
             executor.stream.wait_stream(plans)
 
-    def _compute(self, now: _Turn[R]) -> R:
+    def _compute(self, now: Turn[R]) -> R:
         """The function of the batch; its forwards find their plans."""
         result = self._step.heard(now.buffers.batch)
         if now.drop() and not self._warned:
@@ -188,7 +180,7 @@ class StepAhead(Generic[R]):
         return result
 
     def _capture(
-        self, now: _Turn[R], then: _Turn[R], calls: list[DeviceCall], coming: list[DeviceCall], lookups: Lookups
+        self, now: Turn[R], then: Turn[R], calls: list[DeviceCall], coming: list[DeviceCall], lookups: Lookups
     ) -> R:
         """Captures the step, and replays it a first time. What the capture has done to the caches' books is what that
         replay does to the caches: no other thread's call comes between. `calls`: planned for this batch, and `coming`
@@ -227,14 +219,14 @@ class StepAhead(Generic[R]):
         for cache in step.caches:
             cache.replayed(NOTHING_PLANNED)
         if planned:  # else another thread has given them up
-            now.graph = _Graph(
+            now.graph = TurnGraph(
                 graph,
                 result,
                 replays,
                 offsets,
                 [bool(unfinished) and all(each.ticket.is_complete for each in unfinished) for unfinished in pending],
                 [[part.ticket.is_complete for part in call.parts] for call in planned],
-                _states(known),
+                states_of(known),
                 [turn.memories for turn in turns],
                 then.made_last,
             )
@@ -254,7 +246,7 @@ class StepAhead(Generic[R]):
         torch.cuda.current_stream().wait_stream(self._executor.stream)
 
     def _replay(
-        self, now: _Turn[R], graph: _Graph[R], then: _Turn[R], calls: list[DeviceCall], coming: list[DeviceCall]
+        self, now: Turn[R], graph: TurnGraph[R], then: Turn[R], calls: list[DeviceCall], coming: list[DeviceCall]
     ) -> R:
         caches = self._step.caches
         for cache, brings in zip(caches, graph.brings, strict=True):
@@ -278,178 +270,5 @@ class StepAhead(Generic[R]):
         return graph.result
 
 
-@dataclass(frozen=True)
-class _Graph(Generic[R]):
-    """A captured step. `replays`: what it does to each cache's book · `offsets`: of the batches that it plans, for each
-    forward and group, from the last one before · `brings`: whether it brings in what is pending, in each cache ·
-    `completes`: what it plans and leaves nothing of for later, for each forward and group · `states`: of the plans that
-    it uses · `memories`: where those and the ones that it makes are, by turns · `made`: these, as they were
-    captured."""
-
-    graph: torch.cuda.CUDAGraph
-    result: R
-    replays: list[Replays]
-    offsets: list[list[int]]
-    brings: list[bool]
-    completes: list[list[bool]]
-    states: list[_State]
-    memories: list[list[CallMemory]]
-    made: tuple[list[DeviceCall], list[PlannedUnit]]
-
-    def fits(self, turns: Sequence[_Turn[R]], caches: Sequence[DeviceCache]) -> bool:
-        """Whether plans are where it uses and makes them, and there is no more room for rows without a slot than it
-        knows of. Else it has to be captured anew."""
-        if any(turn.memories != memories for turn, memories in zip(turns, self.memories, strict=True)):
-            return False
-        return not any(cache.outgrew(each) for cache, each in zip(caches, self.replays, strict=True))
-
-    def knows(self, calls: list[DeviceCall]) -> bool:
-        """Whether the plans that it would use, `calls`, are as those were that it was captured with."""
-        states = _states(calls)
-        if len(states) != len(self.states):
-            return False
-        each = zip(states, self.states, strict=True)
-        return not any(here.slotless > known.slotless or here.later != known.later for here, known in each)
-
-
-class _State(NamedTuple):
-    """Of a batch that is in flight in one cache: whether it looks for rows without a slot, and whether victims are
-    chosen once its rows are to come; None where none are left for later."""
-
-    slotless: bool
-    later: bool | None
-
-
-def _states(calls: list[DeviceCall]) -> list[_State]:
-    tickets = [part.ticket for call in calls for part in call.parts]
-    return [
-        _State(ticket.overflow.slotless, None if ticket.later is None else ticket.later.places_later)
-        for ticket in tickets
-    ]
-
-
 def _tickets(calls: list[DeviceCall], cache: DeviceCache) -> list[DeviceTicket]:
     return [part.ticket for call in calls for part in call.parts if part.group.cache is cache]
-
-
-class _Turn(Generic[R]):
-    """One of the buffers, the `batch` in it, the forwards that are planned for that, and the `graph` that computes
-    it."""
-
-    def __init__(self, buffers: Buffers, behind: torch.cuda.Stream) -> None:
-        """`behind`: the stream on which the rows of the batch before come."""
-        self.buffers = buffers
-        self._behind = behind
-        self._later: dict[DeviceCache, LaterRows] = {}
-        self.batch: Any = None
-        self.graph: _Graph[R] | None = None
-        self._planned: list[PlannedUnit] = []
-        # as they were planned last by launches; replays plan to where these are
-        self._launched: list[PlannedUnit] = []
-        self._calls: list[DeviceCall] = []
-        self._units = Units()
-
-    @property
-    def memories(self) -> list[CallMemory]:
-        """Where its forwards are planned."""
-        return [call.memory for call in self._calls]
-
-    @property
-    def made_last(self) -> tuple[list[DeviceCall], list[PlannedUnit]]:
-        """Its plans, as they were made last by launches."""
-        return self._calls, self._launched
-
-    @property
-    def plans_later(self) -> bool:
-        """Whether it was planned so that rows are left for later: all that this needs is there."""
-        return bool(self._later)
-
-    def load(self, batch: Any) -> None:
-        """Copies a batch in. Raises `InvalidInputError` for one that does not fit."""
-        self.drop()
-        self.buffers.load(batch)
-        self.batch = batch
-
-    def load_if_it_fits(self, batch: Any) -> bool:
-        """Copies a batch in that has yet to be asked for; it will be told then that it does not fit."""
-        try:
-            self.load(batch)
-        except InvalidInputError:
-            return False
-        return True
-
-    def wanted(self, step: StepFunction[R], lookups: Lookups) -> list[LookupSpec]:
-        """The forwards that the batch will come to."""
-        return [lookup._replace(trains=lookup.trains and step.trains) for lookup in lookups(self.buffers.batch)]
-
-    def plan(self, executor: StreamExecutor, step: StepFunction[R], lookups: Lookups) -> None:
-        """Plans the forwards of the batch, to where those of one before were."""
-        wanted = self.wanted(step, lookups)
-        with executor.together(wanted):
-            self._plan(executor, wanted)
-
-    def plan_later(self, executor: StreamExecutor, wanted: list[LookupSpec], caches: Sequence[DeviceCache]) -> None:
-        """The same, on the stream that is current, among others that `executor` plans together. What is missed comes
-        with the next plan, or when it is asked for."""
-        with ExitStack() as later:
-            for cache in caches:
-                if cache not in self._later:
-                    self._later[cache] = LaterRows(self._behind)
-                later.enter_context(cache.rows_later(self._later[cache]))
-            self._plan(executor, wanted)
-
-    def _plan(self, executor: StreamExecutor, wanted: list[LookupSpec]) -> None:
-        def plan_alone(lookup: LookupSpec, **how: Any) -> Planned:
-            return lookup.module.plan_ahead(executor, *lookup.given, trains=lookup.trains, **how)
-
-        plan_units(self._units.of(wanted), plan_alone, self._planned, self.memories, ahead=True)
-        if not any(each.failed for _, each in self._planned):
-            self._calls, self._launched = self.calls(), [*self._planned]
-
-    def check_planned(self) -> None:
-        """Raises what planning has ended in."""
-        for _, each in self._planned:
-            each.result()
-
-    def calls(self) -> list[DeviceCall]:
-        """The planned forwards; none if they are not all there."""
-        if not all(among.is_whole(each) for among, each in self._planned):
-            return []
-        return [cast("DeviceCall", each.result()) for _, each in self._planned]
-
-    def made(self) -> list[DeviceCall]:
-        """Those forwards that could be planned."""
-        return [cast("DeviceCall", each.result()) for _, each in self._planned if each.left and not each.failed]
-
-    def planned_again(self, graph: _Graph[R], first: dict[DeviceCache, int]) -> list[DeviceTicket]:
-        """A replay is about to plan them, as batches behind the `first` of each cache. Returns those that it leaves
-        nothing of for later."""
-        self._planned, complete = [], []
-        calls, launched = self._calls, self._launched = graph.made
-        for call, (among, each), ahead, ends in zip(calls, launched, graph.offsets, graph.completes, strict=True):
-            batches = [first[part.group.cache] + number for part, number in zip(call.parts, ahead, strict=True)]
-            again = call.again(batches)
-            planned = each.again(again)
-            among.add(planned)
-            self._planned.append((among, planned))
-            complete += [part.ticket for part, is_over in zip(again.parts, ends, strict=True) if is_over]
-        return complete
-
-    def over(self) -> None:
-        """A replay has computed the batch."""
-        planned, self._planned, self.batch = self._planned, [], None
-        for among, each in planned:
-            among.drop(each)
-
-    def drop(self) -> int:
-        """Gives up the plans that no forward has taken, and forgets the batch; returns how many there were. The current
-        stream waits for them, as it may be about to overwrite what they read."""
-        planned, self._planned, self.batch = self._planned, [], None
-        dropped = [each for among, each in planned if among.holds(each) and not each.failed]
-        try:
-            for each in dropped:
-                cast("DeviceCall", each.result()).arrive()
-        finally:
-            for among, each in planned:
-                among.drop(each)
-        return len(dropped)

@@ -1,0 +1,200 @@
+"""The turns of a captured step that goes ahead: a buffer, the batch in it, its plans, the graph that computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import torch
+
+from tieredemb.cache.device.cache import DeviceCache
+from tieredemb.cache.device.ledger import Replays
+from tieredemb.cache.device.planner import LaterRows
+from tieredemb.cache.device.ticket import DeviceTicket
+from tieredemb.errors import InvalidInputError
+from tieredemb.pipeline.buffers import Buffers
+from tieredemb.pipeline.captured import StepFunction
+from tieredemb.pipeline.joint_plans import PlannedUnit, Units, plan_units
+from tieredemb.pipeline.lookups import LookupSpec
+from tieredemb.pipeline.plan_executors import StreamExecutor
+from tieredemb.step.call_memory import CallMemory
+from tieredemb.step.device_call import DeviceCall
+from tieredemb.step.planned_forwards import Planned
+
+R = TypeVar("R")
+Lookups = Callable[[Any], Sequence[LookupSpec]]
+
+
+class PlanState(NamedTuple):
+    """Of a batch that is in flight in one cache: whether it looks for rows without a slot, and whether victims are
+    chosen once its rows are to come; None where none are left for later."""
+
+    slotless: bool
+    later: bool | None
+
+
+def states_of(calls: list[DeviceCall]) -> list[PlanState]:
+    tickets = [part.ticket for call in calls for part in call.parts]
+    return [
+        PlanState(ticket.overflow.slotless, None if ticket.later is None else ticket.later.places_later)
+        for ticket in tickets
+    ]
+
+
+@dataclass(frozen=True)
+class TurnGraph(Generic[R]):
+    """A captured step. `replays`: what it does to each cache's book · `offsets`: of the batches that it plans, for each
+    forward and group, from the last one before · `brings`: whether it brings in what is pending, in each cache ·
+    `completes`: what it plans and leaves nothing of for later, for each forward and group · `states`: of the plans that
+    it uses · `memories`: where those and the ones that it makes are, by turns · `made`: these, as they were
+    captured."""
+
+    graph: torch.cuda.CUDAGraph
+    result: R
+    replays: list[Replays]
+    offsets: list[list[int]]
+    brings: list[bool]
+    completes: list[list[bool]]
+    states: list[PlanState]
+    memories: list[list[CallMemory]]
+    made: tuple[list[DeviceCall], list[PlannedUnit]]
+
+    def fits(self, turns: Sequence[Turn[R]], caches: Sequence[DeviceCache]) -> bool:
+        """Whether plans are where it uses and makes them, and there is no more room for rows without a slot than it
+        knows of. Else it has to be captured anew."""
+        if any(turn.memories != memories for turn, memories in zip(turns, self.memories, strict=True)):
+            return False
+        return not any(cache.outgrew(each) for cache, each in zip(caches, self.replays, strict=True))
+
+    def knows(self, calls: list[DeviceCall]) -> bool:
+        """Whether the plans that it would use, `calls`, are as those were that it was captured with."""
+        states = states_of(calls)
+        if len(states) != len(self.states):
+            return False
+        each = zip(states, self.states, strict=True)
+        return not any(here.slotless > known.slotless or here.later != known.later for here, known in each)
+
+
+class Turn(Generic[R]):
+    """One of the buffers, the `batch` in it, the forwards that are planned for that, and the `graph` that computes
+    it."""
+
+    def __init__(self, buffers: Buffers, behind: torch.cuda.Stream) -> None:
+        """`behind`: the stream on which the rows of the batch before come."""
+        self.buffers = buffers
+        self._behind = behind
+        self._later: dict[DeviceCache, LaterRows] = {}
+        self.batch: Any = None
+        self.graph: TurnGraph[R] | None = None
+        self._planned: list[PlannedUnit] = []
+        # as they were planned last by launches; replays plan to where these are
+        self._launched: list[PlannedUnit] = []
+        self._calls: list[DeviceCall] = []
+        self._units = Units()
+
+    @property
+    def memories(self) -> list[CallMemory]:
+        """Where its forwards are planned."""
+        return [call.memory for call in self._calls]
+
+    @property
+    def made_last(self) -> tuple[list[DeviceCall], list[PlannedUnit]]:
+        """Its plans, as they were made last by launches."""
+        return self._calls, self._launched
+
+    @property
+    def plans_later(self) -> bool:
+        """Whether it was planned so that rows are left for later: all that this needs is there."""
+        return bool(self._later)
+
+    def load(self, batch: Any) -> None:
+        """Copies a batch in. Raises `InvalidInputError` for one that does not fit."""
+        self.drop()
+        self.buffers.load(batch)
+        self.batch = batch
+
+    def load_if_it_fits(self, batch: Any) -> bool:
+        """Copies a batch in that has yet to be asked for; it will be told then that it does not fit."""
+        try:
+            self.load(batch)
+        except InvalidInputError:
+            return False
+        return True
+
+    def wanted(self, step: StepFunction[R], lookups: Lookups) -> list[LookupSpec]:
+        """The forwards that the batch will come to."""
+        return [lookup._replace(trains=lookup.trains and step.trains) for lookup in lookups(self.buffers.batch)]
+
+    def plan(self, executor: StreamExecutor, step: StepFunction[R], lookups: Lookups) -> None:
+        """Plans the forwards of the batch, to where those of one before were."""
+        wanted = self.wanted(step, lookups)
+        with executor.together(wanted):
+            self._plan(executor, wanted)
+
+    def plan_later(self, executor: StreamExecutor, wanted: list[LookupSpec], caches: Sequence[DeviceCache]) -> None:
+        """The same, on the stream that is current, among others that `executor` plans together. What is missed comes
+        with the next plan, or when it is asked for."""
+        with ExitStack() as later:
+            for cache in caches:
+                if cache not in self._later:
+                    self._later[cache] = LaterRows(self._behind)
+                later.enter_context(cache.rows_later(self._later[cache]))
+            self._plan(executor, wanted)
+
+    def _plan(self, executor: StreamExecutor, wanted: list[LookupSpec]) -> None:
+        def plan_alone(lookup: LookupSpec, **how: Any) -> Planned:
+            return lookup.module.plan_ahead(executor, *lookup.given, trains=lookup.trains, **how)
+
+        plan_units(self._units.of(wanted), plan_alone, self._planned, self.memories, ahead=True)
+        if not any(each.failed for _, each in self._planned):
+            self._calls, self._launched = self.calls(), [*self._planned]
+
+    def check_planned(self) -> None:
+        """Raises what planning has ended in."""
+        for _, each in self._planned:
+            each.result()
+
+    def calls(self) -> list[DeviceCall]:
+        """The planned forwards; none if they are not all there."""
+        if not all(among.is_whole(each) for among, each in self._planned):
+            return []
+        return [cast("DeviceCall", each.result()) for _, each in self._planned]
+
+    def made(self) -> list[DeviceCall]:
+        """Those forwards that could be planned."""
+        return [cast("DeviceCall", each.result()) for _, each in self._planned if each.left and not each.failed]
+
+    def planned_again(self, graph: TurnGraph[R], first: dict[DeviceCache, int]) -> list[DeviceTicket]:
+        """A replay is about to plan them, as batches behind the `first` of each cache. Returns those that it leaves
+        nothing of for later."""
+        self._planned, complete = [], []
+        calls, launched = self._calls, self._launched = graph.made
+        for call, (among, each), ahead, ends in zip(calls, launched, graph.offsets, graph.completes, strict=True):
+            batches = [first[part.group.cache] + number for part, number in zip(call.parts, ahead, strict=True)]
+            again = call.again(batches)
+            planned = each.again(again)
+            among.add(planned)
+            self._planned.append((among, planned))
+            complete += [part.ticket for part, is_over in zip(again.parts, ends, strict=True) if is_over]
+        return complete
+
+    def over(self) -> None:
+        """A replay has computed the batch."""
+        planned, self._planned, self.batch = self._planned, [], None
+        for among, each in planned:
+            among.drop(each)
+
+    def drop(self) -> int:
+        """Gives up the plans that no forward has taken, and forgets the batch; returns how many there were. The current
+        stream waits for them, as it may be about to overwrite what they read."""
+        planned, self._planned, self.batch = self._planned, [], None
+        dropped = [each for among, each in planned if among.holds(each) and not each.failed]
+        try:
+            for each in dropped:
+                cast("DeviceCall", each.result()).arrive()
+        finally:
+            for among, each in planned:
+                among.drop(each)
+        return len(dropped)
