@@ -39,6 +39,7 @@ from tieredemb.errors import (
 from tieredemb.pipeline import plan_executors
 from tieredemb.pipeline.batches import map_tensors
 from tieredemb.pipeline.joint_plans import drop_all
+from tieredemb.pipeline.prefetch import running
 from tieredemb.step.planned_forwards import Made, Planned, PlannedForwards
 from tieredemb.storage.file.rows import FileRows
 
@@ -921,3 +922,38 @@ def test_plans_are_all_given_up_whatever_one_raises():
     with pytest.raises(KeyboardInterrupt):
         drop_all([(Among(), number) for number in range(3)])
     assert sorted(dropped) == [0, 1, 2]
+
+
+def test_a_captured_step_is_told_of_as_many_batches_as_it_asks_for():
+    """Which the loader is asked for, and which nobody else plans; the next loop has its own depth again."""
+    table = te.TieredEmbeddingBag(100, 4, optimizer=te.SGD(lr=0.1))
+    given, fetched = [torch.tensor([[number]]) for number in range(6)], []
+
+    def loader():
+        for ids in given:
+            fetched.append(ids)
+            yield ids
+
+    def given_up():
+        pass
+
+    loop, ahead = te.prefetch(_Again(loader), table), []
+    for ids in loop:
+        run = running(ids)
+        run.leave_planning_to(given_up, 2)
+        ahead.append((len(fetched), run.following(2)))
+    numbers = [(count, [int(each) for each in following]) for count, following in ahead]
+    assert numbers == [(2, [1]), (4, [2, 3]), (5, [3, 4]), (6, [4, 5]), (6, [5]), (6, [])]
+    fetched.clear()
+    next(iter(loop))
+    assert len(fetched) == 2
+
+
+class _Again:
+    """What a function returns, for each loop anew."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def __iter__(self):
+        return self._function()
