@@ -54,9 +54,10 @@ class Run:
             self.cache.complete_last()
             planner.unfinished = behind
         if way == TWICE:
-            ended = self.cache.unfinished()
+            planner.note_capture()
+            noted, planner.captured = planner.captured, []
             self.cache.complete_last()
-            planner.captured = ended  # of a capture that nobody has seen replayed
+            planner.captured = noted  # of a capture that nobody has seen replayed
             self.cache.complete_last()
             assert planner.is_over
         if self.last is not None:

@@ -86,7 +86,7 @@ def test_what_a_capture_has_finished_is_pending_again_where_that_was_given_up(mo
     books, capturing = Books(), [True]
     monkeypatch.setattr(planner_file.torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     ticket = books.leave("before")
-    books.planner.captured = [*books.planner.unfinished]
+    books.planner.note_capture()
     books.planner.finish_last(usable=True)
     books.leave("since")
     assert ticket.is_complete

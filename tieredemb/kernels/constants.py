@@ -17,8 +17,8 @@ EMPTY_CELL = 0  # a cell stores key + 1, so that a map of untouched zero pages i
 # scores: see cache/policy.py
 MIN_SCORE = 1  # of a row that was written but never used
 MAX_SCORE = 2**32 - 3
-# on a GPU, in place of the score of a row that has a slot already, and has yet to come: it brings its own; used once
-# more before it came, it is raised for that, too
+# on a GPU a slot whose row is still on its way has a mark in place of the score, which comes with the row: the second
+# mark says that the next plan has used the row already
 ARRIVING, ARRIVING_USED = 2**32 - 1, 2**32 - 2
 AGED, COUNT, CLOCK = 0, 1, 2  # how a use changes a score: LRFU, exact LFU, LRU
 
@@ -46,7 +46,7 @@ MARK_FIRST, MARK_TAKEN, MARK_REPLAYED, MARK_REFUSED, MARKS = 0, 2, 3, 4, 5  # of
 DRAW_UPDATE, DRAW_LIMIT, DRAW_CATCH_UP = 0, 1, 2
 DRAWS = 8
 
-# what the end of a plan does: gives slots to what is missed, and publishes that; without the latter it only pairs them
+# parts of the end of a plan: slots pass over to missed keys; later plans find them there, and homes are resolved
 ASSIGN, PUBLISH = 1, 2
 
 # initial values

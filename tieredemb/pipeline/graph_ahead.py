@@ -36,12 +36,15 @@ R = TypeVar("R")
 class StepAhead(Generic[R]):
     """A step that computes a batch, brings in the rows of the next one and plans the one after."""
 
+    reach = 2  # batches that it goes ahead: the rows of one come, while the other is planned
+
     def __init__(self, step: StepFunction[R]) -> None:
         self._step = step
         # no other executor's streams: captures fork into them, and what other threads launch there would be captured
         brings, plans = (torch.cuda.Stream(step.device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
         self._executor, self._plans = StreamExecutor(step.device, brings), plans
-        self._turns = [Turn[R](step.buffers.again(), brings) for _ in range(3)]  # of this batch, and the next ones
+        # of this batch, and of the next ones
+        self._turns = [Turn[R](step.buffers.again(), brings) for _ in range(1 + self.reach)]
         self._left = EAGER_STEPS
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
         self._pending: list[int] = []  # transfers that it has left for later
@@ -49,8 +52,8 @@ class StepAhead(Generic[R]):
         self._warned = False
 
     def __call__(self, batch: Any, following: Sequence[Any], told: Lookups | None) -> R:
-        """Computes `batch`. `following`: the next two, as far as they are known · `told`: what a batch's forwards will
-        look up, where the user has said it."""
+        """Computes `batch`. `following`: the next ones, as far as they are known, `reach` at most · `told`: what a
+        batch's forwards will look up, where the user has said it."""
         with on_device(self._step.device):
             return self._run(batch, following, self._lookups(told))
 
@@ -66,13 +69,14 @@ class StepAhead(Generic[R]):
         return lambda batch: [lookup for lookup in lookups(batch) if any(lookup.module is each for each in modules)]
 
     def _run(self, batch: Any, following: Sequence[Any], lookups: Lookups) -> R:
-        step, (now, coming, then) = self._step, self._turns
+        step, turns = self._step, self._turns
+        now, coming, then = turns
         with step.locked:
             calls = now.calls() if now.batch is batch else []
-            known = calls and following and coming.batch is following[0]
-            next_calls = coming.calls() if known else []
+            next_calls = coming.calls() if calls and following and coming.batch is following[0] else []
+            known = [*calls, *next_calls]
             # which puts the buffers behind the last call, too
-            may_replay = self._may_replay(now, [*calls, *next_calls]) and bool(next_calls)
+            may_replay = self._may_replay(now, known) and bool(next_calls)
             if not calls:
                 self.give_up()
                 self._left = EAGER_STEPS
@@ -83,16 +87,16 @@ class StepAhead(Generic[R]):
             if coming.batch is not None:
                 self._turns = [coming, then, now]
             if may_replay and unplanned == [then] and then.plans_later:
-                if now.graph is not None and now.graph.knows([*calls, *next_calls]):
+                if now.graph is not None and now.graph.knows(known):
                     self._unknown = 0
-                    return self._replay(now, now.graph, then, calls, next_calls)
+                    return self._replay(turns, now.graph, known)
                 self._unknown += now.graph is not None
                 if self._unknown > len(self._turns):  # it was no passing state
                     now.graph = None
                 # while all that a step leaves for the next one is there, which it is to bring in
                 is_whole = self._pending == self._transfers()
                 if now.graph is None and self._left <= 0 and is_whole and not step.accumulates():
-                    return self._capture(now, then, calls, next_calls, lookups)
+                    return self._capture(turns, known, lookups)
         if not unplanned:
             self._last = None
             with step.on_buffers():
@@ -151,8 +155,7 @@ class StepAhead(Generic[R]):
             caches = [cache for cache in given if isinstance(cache, DeviceCache)]
             for cache in caches:
                 cache.place_last()
-            plans.wait_stream(executor.stream)
-            try:
+            with _forked(plans):
                 with on_stream(plans):
                     for cache in caches:
                         cache.publish_last()
@@ -161,11 +164,6 @@ class StepAhead(Generic[R]):
                 with on_stream(plans):
                     for turn, each in zip(unplanned, wanted, strict=True):
                         turn.plan_later(executor, each, caches)
-            except BaseException:
-                with suppress(RuntimeError):  # of a capture that is none any more: what comes is why
-                    executor.stream.wait_stream(plans)
-                raise
-            executor.stream.wait_stream(plans)
 
     def _compute(self, now: Turn[R]) -> R:
         """The function of the batch; its forwards find their plans."""
@@ -179,28 +177,26 @@ class StepAhead(Generic[R]):
             )
         return result
 
-    def _capture(
-        self, now: Turn[R], then: Turn[R], calls: list[DeviceCall], coming: list[DeviceCall], lookups: Lookups
-    ) -> R:
+    def _capture(self, turns: Sequence[Turn[R]], known: list[DeviceCall], lookups: Lookups) -> R:
         """Captures the step, and replays it a first time. What the capture has done to the caches' books is what that
-        replay does to the caches: no other thread's call comes between. `calls`: planned for this batch, and `coming`
-        for the next one."""
-        step, graph, known = self._step, torch.cuda.CUDAGraph(), [*calls, *coming]
+        replay does to the caches: no other thread's call comes between. `known`: what is planned for this batch and the
+        next one."""
+        step, graph = self._step, torch.cuda.CUDAGraph()
+        now, _, then = turns
         for call in known:
             call.arrive()  # nothing inside may wait for what is outside
         first = {cache: cache.last for cache in step.caches}
         pending = [cache.unfinished() for cache in step.caches]
-        turns = now, self._turns[0], then  # which are the next step's turns by now
         try:
             with ExitStack() as caches:
                 replays = [caches.enter_context(cache.capturing(_tickets(known, cache))) for cache in step.caches]
-                pools = (turn.graph.graph.pool() for turn in self._turns if turn.graph is not None)
-                with step.on_buffers(), step.capture(graph, next(pools, None)), self._joined():
+                pools = (turn.graph.graph.pool() for turn in turns if turn.graph is not None)
+                with step.on_buffers(), step.capture(graph, next(pools, None)), _forked(self._executor.stream):
                     self._go_ahead([then], lookups)
                     then.check_planned()
                     result = self._compute(now)
             planned = then.calls()
-            for call in (*planned, *coming):
+            for call in (*planned, *known):
                 call.has_arrived()
             offsets = [[part.ticket.batch - first[part.group.cache] for part in call.parts] for call in planned]
             step.after_capture()
@@ -210,7 +206,7 @@ class StepAhead(Generic[R]):
         except BaseException as error:
             for cache in step.caches:
                 cache.end_capture(ran=False)
-            for call in (*then.made(), *coming):
+            for call in (*then.made(), *known):
                 call.has_arrived()  # nothing of it has run
             step.after_capture()
             self.give_up()
@@ -220,45 +216,31 @@ class StepAhead(Generic[R]):
             cache.replayed(NOTHING_PLANNED)
         if planned:  # else another thread has given them up
             now.graph = TurnGraph(
-                graph,
-                result,
-                replays,
-                offsets,
-                [bool(unfinished) and all(each.ticket.is_complete for each in unfinished) for unfinished in pending],
-                [[part.ticket.is_complete for part in call.parts] for call in planned],
-                states_of(known),
-                [turn.memories for turn in turns],
-                then.made_last,
+                graph=graph,
+                result=result,
+                replays=replays,
+                offsets=offsets,
+                brings=[bool(each) and all(came.ticket.is_complete for came in each) for each in pending],
+                completes=[[part.ticket.is_complete for part in call.parts] for call in planned],
+                states=states_of(known),
+                memories=[turn.memories for turn in turns],
+                made=then.made_last,
             )
         self._last, self._pending = [cache.last for cache in step.caches], self._transfers()
         return result
 
-    @contextmanager
-    def _joined(self) -> Iterator[None]:
-        """The executor's stream forks off a capture inside, and joins it at the end."""
-        self._executor.stream.wait_stream(torch.cuda.current_stream())
-        try:
-            yield
-        except BaseException:
-            with suppress(RuntimeError):  # of a capture that is none any more: what comes is why
-                torch.cuda.current_stream().wait_stream(self._executor.stream)
-            raise
-        torch.cuda.current_stream().wait_stream(self._executor.stream)
-
-    def _replay(
-        self, now: Turn[R], graph: TurnGraph[R], then: Turn[R], calls: list[DeviceCall], coming: list[DeviceCall]
-    ) -> R:
-        caches = self._step.caches
+    def _replay(self, turns: Sequence[Turn[R]], graph: TurnGraph[R], known: list[DeviceCall]) -> R:
+        caches, (now, _, then) = self._step.caches, turns
         for cache, brings in zip(caches, graph.brings, strict=True):
             if not brings:
                 cache.complete_last()
-        for call in (*calls, *coming):
+        for call in known:
             call.arrive()
         self._step.before_replay()
         try:
             # on the books before it is launched: what a launch that never came has left pending moves nothing
             first = {cache: cache.replayed(does) for cache, does in zip(caches, graph.replays, strict=True)}
-            came = then.planned_again(graph, first) + [part.ticket for call in coming for part in call.parts]
+            came = then.planned_again(graph, first) + [part.ticket for call in known for part in call.parts]
             graph.graph.replay()
             for cache in caches:
                 cache.rows_came(came)
@@ -268,6 +250,19 @@ class StepAhead(Generic[R]):
             raise
         self._last, self._pending = [cache.last for cache in caches], self._transfers()
         return graph.result
+
+
+@contextmanager
+def _forked(stream: torch.cuda.Stream) -> Iterator[None]:
+    """`stream` forks off the current one, and joins it at the end."""
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        yield
+    except BaseException:
+        with suppress(RuntimeError):  # of a capture that is none any more: what comes is why
+            torch.cuda.current_stream().wait_stream(stream)
+        raise
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def _tickets(calls: list[DeviceCall], cache: DeviceCache) -> list[DeviceTicket]:

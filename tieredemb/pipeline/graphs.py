@@ -22,7 +22,6 @@ if TYPE_CHECKING:  # what captures is imported where there is a GPU
     from tieredemb.pipeline.graph_alone import StepAlone
 
 R = TypeVar("R")
-BATCHES_AHEAD = 2  # that a captured step knows of: the rows of one come, while the other is planned
 
 
 class GraphStep(Generic[R]):
@@ -70,8 +69,8 @@ class GraphStep(Generic[R]):
             from tieredemb.pipeline.graph_ahead import StepAhead
 
             self._ahead = StepAhead(step)
-        run.leave_planning_to(self._ahead.give_up, BATCHES_AHEAD)
-        return self._ahead(batch, run.following(BATCHES_AHEAD), run.told)
+        run.leave_planning_to(self._ahead.give_up, self._ahead.reach)
+        return self._ahead(batch, run.following(self._ahead.reach), run.told)
 
     def _forget(self) -> None:
         """Tables have moved, or train that did not: all is captured anew."""

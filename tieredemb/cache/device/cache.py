@@ -300,9 +300,10 @@ class DeviceCache(Cache):
     @contextlib.contextmanager
     def capturing(self, known: Sequence[DeviceTicket]) -> Iterator[Replays]:
         """A step is captured inside while the batches `known` are in flight; it ends some, and leaves others in flight
-        that are planned in it. Each replay finds as many. What comes in is complete after the capture."""
+        that are planned in it. Each replay finds as many. What comes in is complete after the capture; `end_capture`
+        says whether it was replayed."""
         with self.whole():
-            self._planner.captured = [*self._planner.unfinished]  # until it was replayed: `end_capture`
+            self._planner.note_capture()
             replays = self._ledger.begin_capture(ticket.batch for ticket in known)
         try:
             yield replays

@@ -13,13 +13,7 @@ from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.moves import MOVE_BLOCKS, RowMoves
 from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows
 from tieredemb.cache.device.stream_order import SideStream
-from tieredemb.cache.device.transfer import (
-    FINISHED,
-    LaterTransfer,
-    PendingTransfer,
-    Transfer,
-    slots_change_hands,
-)
+from tieredemb.cache.device.transfer import FINISHED, LaterTransfer, PendingTransfer, Transfer, slots_change_hands
 from tieredemb.kernels.compiler import blocks_for
 from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import ColdRows
@@ -121,8 +115,8 @@ class InPlace(Transfer):
 
 
 class LaterInPlace(LaterTransfer):
-    """Where rows may be left without a slot, the cache has no room for those of three batches: victims are then chosen
-    as late as can be, when fewer rows are locked."""
+    """Slots pass over at once, unless rows may be left without one: then the cache may have no room for those of three
+    batches, and victims are chosen as late as can be, when fewer rows are locked."""
 
     def __init__(self, transfer: InPlace, plan: BatchPlan) -> None:
         self._transfer = transfer

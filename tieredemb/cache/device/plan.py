@@ -30,7 +30,8 @@ MOST_BLOCKS = 1056  # eight a multiprocessor of an H200: loops stride over what 
 class Places(NamedTuple):
     """Where the host finds what kernels count: byte offsets in the control tensor, of `Clock`, `Counts` and
     `Selection`, each at a multiple of 32, and of their fields. `client_bytes`: of a client · `claim_bytes`: of a claim
-    · `moving_bytes`: of `Moving` · `last_batch`, `taken`: words of a record, and of what follows the last one.
+    · `moving_bytes`: of `Moving`, and in it the words `to_move` (its rows), `untouched`, `published`, `over` ·
+    `last_batch`, `taken`: words of a record, and of what follows the last one.
     """
 
     clock: int
@@ -50,6 +51,10 @@ class Places(NamedTuple):
     client_bytes: int
     claim_bytes: int
     moving_bytes: int
+    to_move: int
+    untouched: int
+    published: int
+    over: int
     last_batch: int
     taken: int
 
@@ -75,6 +80,8 @@ def places() -> Places:
         client_bytes=source.layout("Client").size,
         claim_bytes=source.layout("Claim").size,
         moving_bytes=source.layout("Moving").size,
+        to_move=source.layout("Moving")["missed"].offset // 4,
+        **{name: source.layout("Moving")[name].offset // 4 for name in ("untouched", "published", "over")},
         last_batch=source.layout("Record")["last_batch"].offset // 4,
         taken=source.layout("RecordsEnd")["taken"].offset // 4,
     )
@@ -129,9 +136,7 @@ class Missed:
         self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         starts = itertools.accumulate(sizes[:-1], initial=self._memory.data_ptr())
         self.claims, self.moving, self.keys, self.victims, self.slots, self.chosen, self.scores, self.untouched = starts
-        in_moving = read(PLAN).layout("Moving")
-        self.count = self.moving + in_moving["missed"].offset
-        self.n_untouched = self.moving + in_moving["untouched"].offset
+        self.count, self.n_untouched = self.moving + 4 * at.to_move, self.moving + 4 * at.untouched
 
     @property
     def size_bytes(self) -> int:
@@ -142,17 +147,24 @@ class Missed:
         self._memory.record_stream(current_stream())
 
     @property
+    def in_all(self) -> int:
+        """How many rows are to move. Synchronises."""
+        return int(self._words()[places().to_move].item())
+
+    @property
     def is_over(self) -> bool:
         """Whether all has moved. Synchronises."""
-        at = read(PLAN).layout("Moving")["over"].offset // 4
-        return bool(self.view("moving", at + 1)[at].item())
+        return bool(self._words()[places().over].item())
 
     def have_moved(self) -> None:
         """It is of no plan, or of none any more: nothing moves."""
-        words = self.view("moving", places().moving_bytes // 4)
+        words, at = self._words(), places()
         words.zero_()
-        for name in ("published", "over"):
-            words[read(PLAN).layout("Moving")[name].offset // 4] = 1
+        words[at.published] = words[at.over] = 1
+
+    def _words(self) -> torch.Tensor:
+        """Those of its `Moving`, int32."""
+        return self.view("moving", places().moving_bytes // 4)
 
     def view(self, name: str, count: int) -> torch.Tensor:
         """The first `count` elements of a part as a tensor."""
@@ -376,7 +388,7 @@ class DevicePlan:
     def placed(self, missed: Missed) -> torch.Tensor:
         """The homes that a plan's `missed` keys have by now, int64 (K,): slots, or −2 − r for record r. None if slots
         have not changed hands. Synchronises."""
-        count = int(missed.view("moving", 1).item())
+        count = missed.in_all
         keys, homes = missed.view("keys", count), missed.view("slots", count).long()
         key, record = self.rows.key, self.records.table[: self.records.rows, 0] - 1
         # before they change hands homes are what was left in memory, and no key is missed that has a slot

@@ -33,7 +33,8 @@ MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan last
 
 
 class Unfinished(NamedTuple):
-    """A batch whose rows have yet to come. `place`: where the transfer is to finish; None: where that is asked for."""
+    """A batch whose rows have yet to come. `place`: where the transfer was begun and is to finish; rows left for later
+    have none, and come on the stream of who asks for them."""
 
     ticket: DeviceTicket
     pending: PendingTransfer
@@ -84,7 +85,7 @@ class Planner:
     side: SideStream
     rows_lock: contextlib.AbstractContextManager[bool]
     unfinished: list[Unfinished] = field(default_factory=list)
-    captured: list[Unfinished] = field(default_factory=list)
+    captured: list[tuple[DeviceTicket, LaterTransfer]] = field(default_factory=list)
     later: LaterRows | None = None
 
     def check_size(self, n: int, begun: Begun) -> None:
@@ -169,26 +170,32 @@ class Planner:
         unfinished again, in front of what has been since. The device knows what has come."""
         if not self.captured or torch.cuda.is_current_stream_capturing():
             return
-        again = []
-        for ticket, pending, place in self.captured:
+        tickets = [ticket for ticket, _ in self.captured]
+        for ticket in tickets:
             ticket.is_complete = False
-            again.append(Unfinished(ticket, pending if ticket.later is None else ticket.later.again(), place))
-        tickets = [each.ticket for each in again]
+        again = [Unfinished(ticket, later.again(), None) for ticket, later in self.captured]
         self.unfinished = [*again, *(each for each in self.unfinished if each.ticket not in tickets)]
         self.captured = []
+
+    def note_capture(self) -> None:
+        """A capture begins, which will finish what is unfinished; that counts once it was replayed."""
+        self.captured = [
+            (each.ticket, each.pending) for each in self.unfinished if isinstance(each.pending, LaterTransfer)
+        ]
 
     def forget(self) -> None:
         """Slots are emptied: nothing is to come any more."""
         for missed in self.missed_later():
             missed.have_moved()
-        for ticket, _, _ in (*self.captured, *self.unfinished):
+        for ticket in (*(ticket for ticket, _ in self.captured), *(each.ticket for each in self.unfinished)):
             ticket.failed = ticket.is_complete = True
         self.unfinished, self.captured = [], []
 
     def missed_later(self) -> list[Missed]:
         """What was left for later, and may have yet to come."""
-        pending = [each.pending for each in (*self.captured, *self.unfinished)]
-        return [each.missed for each in pending if isinstance(each, LaterTransfer)]
+        pending = [later for _, later in self.captured]
+        pending += [each.pending for each in self.unfinished if isinstance(each.pending, LaterTransfer)]
+        return [later.missed for later in pending]
 
     def have_come(self, tickets: Collection[DeviceTicket]) -> None:
         """A replay has brought the rows of `tickets`."""
