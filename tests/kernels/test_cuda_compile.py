@@ -17,7 +17,7 @@ from tieredemb.lookup.gradient_norm import GradientNorm
 from tieredemb.lookup.optimizer import recipe_file, recipe_flags, state_width
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
-PLAIN = ("hash/slot_map.cu", "cache/policy.cu", "cache/plan.cu", "lookup/bags.cu")
+PLAIN = ("hash/slot_map.cu", "cache/policy.cu", "cache/plan.cu", "lookup/bags.cu", "lookup/homes_sort.cu")
 BY_ROW = (
     "doctor/probe.cu",
     "storage/initial.cu",

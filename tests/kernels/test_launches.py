@@ -32,6 +32,7 @@ from tieredemb.kernels.compiler import Kernel
 from tieredemb.kernels.constants import DROPPED
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.source import PACKAGE, read
+from tieredemb.lookup import homes_sort
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.device_bags import (
     DeviceKeySpace,
@@ -273,7 +274,7 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
         assert (rows.shape, own.dtype) == ((10, 8), torch.int32)
         lookup.end(options, steps, rate, numbers, past)
     kernels = {*read("lookup/embedding_bag.cu").kernels, *read(recipe_file(optimizer)).kernels}
-    kernels |= {*read("lookup/bags.cu").kernels}
+    kernels |= {*read("lookup/bags.cu").kernels, *read("lookup/homes_sort.cu").kernels} - {"bags_place"}
     assert {*launched} == (kernels if optimizer.is_dense else kernels - dense)
 
 
@@ -287,6 +288,17 @@ def test_norms_of_gradients_are_launched_as_they_fit(launched):
         powers = occurrence_powers(lookup, homes, bags.bag, bags.batch, grad, scale, winners, 2.0)
         assert (powers.shape, powers.dtype) == ((10,), torch.float64)
     assert {*launched} >= {"segments_find", "segments_update", "long_segments_update", "scale_gather"}
+
+
+def test_long_batches_are_sorted_by_torch(launched, monkeypatch):
+    monkeypatch.setattr(homes_sort, "SHORT", 9)
+    space = a_space()
+    lookup = DeviceLookup(space, RowFormat(width=8), te.SGD(lr=0.1))
+    bags, _ = found_bags(space)
+    segments = lookup.segments(torch.arange(10, dtype=torch.int32).flip(0), bags.bag, bags.batch)
+    assert segments.homes.tolist() == list(range(10))
+    assert {*launched} >= {"bags_place", "segments_find"}
+    assert not {*launched} & {"digits_count", "digits_sort"}
 
 
 def test_tables_apart_are_looked_up_and_updated_as_one(launched):

@@ -15,9 +15,10 @@ import tieredemb as te
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.config import LFU, LRU, Uniform
 from tieredemb.kernels.compiler import OPTIONS, Kernel, blocks_for, options
-from tieredemb.kernels.constants import CHUNK
+from tieredemb.kernels.constants import CHUNK, DROPPED
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.source import read
+from tieredemb.lookup import homes_sort
 from tieredemb.lookup.optimizer import named_numbers, recipe_file, recipe_flags, state_width
 from tieredemb.lookup.rounding import no_draws
 from tieredemb.storage.base import RowLayout
@@ -248,6 +249,32 @@ def test_pooled_lookup_equals_torch(width, dtype):
     assert torch.equal(picked, out[filled, 2 * width :])
 
 
+def sorted_here(homes, bag):
+    n = len(homes)
+    notes, room = zeros(homes_sort.note_words(n)), torch.empty(n, 4, dtype=torch.int32, device=GPU)
+    found = [torch.full((n,), -7, dtype=torch.int32, device=GPU) for _ in range(3)]
+    homes_sort.sort_homes(homes, bag, notes.data_ptr(), room, *found)
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 31, 2047, 2048, 2049, 53_248, 212_993, homes_sort.SHORT, homes_sort.SHORT + 1])
+@pytest.mark.parametrize("homes", ["one", "few", "a table", "any"])
+def test_homes_are_sorted_as_torch_does(homes, n):
+    most = {"one": 1, "few": 3, "a table": 2_000_000, "any": 2**31 - 1}[homes]
+    given = torch.randint(0, most, (n,), dtype=torch.int32, device=GPU)
+    chance = torch.rand(n, device=GPU)
+    given[chance < 0.1] = -2 - torch.randint(0, 50, (n,), dtype=torch.int32, device=GPU)[chance < 0.1]
+    given[chance > 0.9] = DROPPED
+    given[-1:] = 2**31 - 1
+    bag = torch.randint(0, 2**31 - 1, (n,), dtype=torch.int32, device=GPU)
+    expected = torch.sort(given, stable=True)
+    for _ in range(3):
+        ordered, order, bags = sorted_here(given, bag)
+        assert torch.equal(ordered, expected.values)
+        assert torch.equal(order.long(), expected.indices)
+        assert torch.equal(bags, bag[expected.indices])
+
+
 @pytest.mark.parametrize("width", [1, 12, 64, 128])
 @pytest.mark.parametrize("optimizer", [each for each in OPTIMIZERS if not each.is_dense], ids=name_of)
 def test_update_equals_the_formula_and_repeats_its_bits(optimizer, width):
@@ -271,14 +298,15 @@ def test_update_equals_the_formula_and_repeats_its_bits(optimizer, width):
     def run():
         weight, state = before.clone(), torch.full((rows, words), 0.25, device=GPU)
         dirty, work = zeros(rows, dtype=torch.uint8), zeros(4)
-        order = torch.sort(homes, stable=True)
-        bags, items, longs = zeros(n), zeros(n, 4), zeros(n // CHUNK + 1, 4)
+        ordered = torch.sort(homes, stable=True)
+        order = ordered.indices.int()
+        bags, items, longs = bag[ordered.indices], zeros(n, 4), zeros(n // CHUNK + 1, 4)
         parts = torch.empty(2 * (n // CHUNK + 1), width, device=GPU)
         kernel("segments_find")(
-            blocks_for(n, 256), 256, order.values, n, order.indices, bag, bags, batch, work, items, longs
-        )
+            blocks_for(n, 256), 256, ordered.values, n, bags, batch, work, items, longs
+        )  # fmt: skip
         kernel("segments_update")(
-            64, 256, work, items, n, bags, batch, column, grad, tables * width, 0, order.indices, 0, 0, weight, state,
+            64, 256, work, items, n, bags, batch, column, grad, tables * width, 0, order, 0, 0, weight, state,
             0, 0, 0, dirty, rate, numbers, 0, parts, 0, 0, no_draws(recipe_file(optimizer)),
         )  # fmt: skip
         kernel("long_segments_update")(

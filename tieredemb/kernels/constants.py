@@ -52,10 +52,14 @@ ASSIGN, PUBLISH = 1, 2
 # initial values
 NORMAL, UNIFORM = 0, 1  # distributions
 
+# of a sort by home: bits of a digit, and how many digits are a home
+SORT_BITS, SORT_PASSES = 11, 3
+
 # of the int64 words of a miss report (`MissReport`) before the keys: the one that the GPU writes last, and how many
 # they are; word 0 is the number of missed keys
 REPORT_NUMBER, REPORT_WORDS = 3, 4
 
 # threads of a block
 FILL_THREADS = 256  # that find bags: each finds its own among edges that all have read
+SORT_THREADS, SORT_ITEMS = 256, 8  # that sort by home, and how many each of them takes
 TOGETHER = 1024  # that choose victims, and wait for other blocks: two bins a thread

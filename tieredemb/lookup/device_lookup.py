@@ -16,7 +16,9 @@ from tieredemb.kernels.arguments import StructValue
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.kernels.constants import CHUNK, MAX, MEAN
 from tieredemb.kernels.row_format import RowFormat
+from tieredemb.lookup import homes_sort
 from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace, words_of
+from tieredemb.lookup.homes_sort import note_words, sort_homes
 from tieredemb.lookup.optimizer import MOST_NUMBERS, device_numbers, recipe_file, recipe_flags
 from tieredemb.lookup.optimizers.sgd import SGD
 from tieredemb.lookup.rounding import DeviceDraws, no_draws
@@ -26,6 +28,7 @@ THREADS = 256
 MOST_BLOCKS = 4224
 UPDATE_BLOCKS = 8448  # 64 a multiprocessor of an H200: items differ in length, so a block is worth little
 BAGS_OF_ONE, LONG_BAGS = 4, 1  # bags a group of lanes takes: four for bags of one id, to have as many rows in flight
+WORK_WORDS = 4  # of a `Work`
 UNALIGNED = ("-DUNALIGNED",)  # outputs and gradients that are not read and written in vectors
 
 
@@ -60,13 +63,14 @@ class KeyedTensors(HotTensors, Protocol):
 
 @dataclass(frozen=True)
 class Segments:
-    """The occurrences of a batch sorted by home, those of a row in order. `homes`: int32 (N,) · `order`: int64 (N,) ·
-    `sorted_bag`: int32 (N,) · `work`: int32 (4,), how many items, chunks and long segments there are · `items`,
-    `longs`: int32 (·, 4)."""
+    """The occurrences of a batch sorted by home, those of a row in order. `homes`, `order`, `sorted_bag`: int32 (N,) ·
+    `work`: int32 (4,), how many items, chunks and long segments there are, and with what the sort notes `counted` ·
+    `items`, `longs`: int32 (·, 4)."""
 
     homes: torch.Tensor
     order: torch.Tensor
     sorted_bag: torch.Tensor
+    counted: torch.Tensor
     work: torch.Tensor
     items: torch.Tensor
     longs: torch.Tensor
@@ -114,6 +118,7 @@ class DeviceLookup:
             kernel(BAG, "bags_pool", *self._rows, *self._output, f"-DBAGS={bags}", *fitting).prepare(device)
         if optimizer is None:
             return
+        homes_sort.prepare(device)
         kernel(self._recipe, "segments_find", *self._update).prepare(device)
         if self.has_mean:
             kernel(BAG, "bags_mean_scale", *self._rows).prepare(device)
@@ -209,11 +214,13 @@ class DeviceLookup:
     def new_segments(self, n: int, device: torch.device) -> Segments:
         """Room for the segments of `n` occurrences."""
         longs = n // CHUNK + 1  # a long segment has more than one chunk, and a chunk more than the longs one in part
+        counted = torch.empty(WORK_WORDS + note_words(n), dtype=torch.int32, device=device)
         return Segments(
             homes=torch.empty(n, dtype=torch.int32, device=device),
-            order=torch.empty(n, dtype=torch.int64, device=device),
+            order=torch.empty(n, dtype=torch.int32, device=device),
             sorted_bag=torch.empty(n, dtype=torch.int32, device=device),
-            work=torch.empty(4, dtype=torch.int32, device=device),
+            counted=counted,
+            work=counted[:WORK_WORDS],
             items=torch.empty((n, 4), dtype=torch.int32, device=device),
             longs=torch.empty((longs, 4), dtype=torch.int32, device=device),
         )
@@ -223,12 +230,13 @@ class DeviceLookup:
         feature.
         Allocates nothing that outlasts it, so another stream may run it than the one which the memory belongs to."""
         n = homes.shape[0]
-        segments.work.zero_()
-        torch.sort(homes, stable=True, out=(segments.homes, segments.order))
+        segments.counted.zero_()
+        notes = segments.counted.data_ptr() + 4 * WORK_WORDS
+        sort_homes(homes, bag, notes, segments.items, segments.homes, segments.order, segments.sorted_bag)
         find = kernel(self._recipe, "segments_find", *self._update)
         find(
-            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.homes, n, segments.order, bag, segments.sorted_bag,
-            max(1, batch), segments.work, segments.items, segments.longs,
+            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.homes, n, segments.sorted_bag, max(1, batch),
+            segments.work, segments.items, segments.longs,
         )  # fmt: skip
         return segments
 

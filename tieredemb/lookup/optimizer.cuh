@@ -43,7 +43,7 @@ struct alignas(16) Long {
 };
 
 // Scale of the p-th occurrence in the sorted order.
-extern "C" __global__ void scale_gather(const i64 *order, int n, const float *scale, float *sorted_scale) {
+extern "C" __global__ void scale_gather(const int *order, int n, const float *scale, float *sorted_scale) {
     wait_for_prior_kernel();
     for (i64 p = thread_index(); p < n; p += thread_count()) sorted_scale[p] = scale[order[p]];
 }
@@ -65,15 +65,14 @@ __device__ __forceinline__ int segment_end(const int *homes, int n, int start, i
     return low + 1;
 }
 
-// Lists the work on sorted `homes`, and puts the occurrences' bags into their order.
-extern "C" __global__ void segments_find(const int *homes, int n, const i64 *order, const int *bag, int *sorted_bag,
-                                         int batch, Work *work, Item *items, Long *longs) {
+// Lists the work on sorted `homes`; `sorted_bag` is in their order.
+extern "C" __global__ void segments_find(const int *homes, int n, const int *sorted_bag, int batch, Work *work,
+                                         Item *items, Long *longs) {
     wait_for_prior_kernel();
     for (i64 base = (i64)blockIdx.x * blockDim.x; base < n; base += thread_count()) {
         int p = (int)base + threadIdx.x;
         int home = p < n ? homes[p] : DROPPED;
-        int its_bag = p < n ? bag[order[p]] : 0;
-        if (p < n) sorted_bag[p] = its_bag;
+        int its_bag = p < n ? sorted_bag[p] : 0;
         bool head = home != DROPPED && (p == 0 || homes[p - 1] != home);
         bool is_long = head && p + CHUNK < n && homes[p + CHUNK] == home;
         bool is_short = head && !is_long;
@@ -306,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
 // own; null for theirs in order.
 extern "C" __global__ void __launch_bounds__(256) segments_update(
     const Work *work, const Item *items, int n, const int *sorted_bag, int batch, const i64 *column, const float *grad,
-    i64 total, const float *sorted_scale, const i64 *order, const int *argmax, const int *mode, row_t *weight,
+    i64 total, const float *sorted_scale, const int *order, const int *argmax, const int *mode, row_t *weight,
     float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty,
     const float *rate, const Numbers *numbers, const int *tables, float *parts, const Past *past, const i64 *steps,
     Draws draws) {
@@ -365,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
                 for (int a = 0; a < AHEAD; a++) {
                     if (p + a >= item.count) break;
                     const int *winner = argmax + shift + gradient_at(sorted_bag[item.start + p + a]);
-                    const int own = (int)order[item.start + p + a];
+                    const int own = order[item.start + p + a];
                     scale[a] = 1.0f;
                     for (int s = 0; s < STEPS; s++)
                         for (int k = 0; k < VECTOR; k++)
