@@ -45,6 +45,7 @@ struct alignas(16) Moving {
     int published;                  // later plans find what was missed, and homes are resolved
     int over;                       // all rows have moved: to end the plan again changes nothing
     i64 now;                        // the time of the plan as a score
+    u32 given;                      // rows given out to those who move them, behind the first of each
 };
 // Kernels that are given no more of the counts than those of rows that moved find the clients behind them.
 static_assert(sizeof(Counts) == 8 * sizeof(int) + sizeof(Totals) + sizeof(Clients), "nothing lies between");

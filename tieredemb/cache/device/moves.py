@@ -16,7 +16,9 @@ from tieredemb.storage.initial import InitialRows
 
 MOVE = "cache/device/transfer.cu"
 MOVE_BLOCKS, MOVE_THREADS = 32, 1024
-SWAP_BLOCKS = 12  # of 1,024 threads saturate PCIe both ways, and slow down the kernels beside them the least
+# of 1,024 threads saturate PCIe both ways beside other kernels: 16 are a little faster for short rows and slower for
+# long ones, 12 the other way round, and 20 keep a plan's blocks from meeting
+SWAP_BLOCKS = 14
 PLACE_BLOCKS = 4 * MOVE_BLOCKS  # staged rows move inside the device, whose memory takes more to saturate than PCIe
 
 

@@ -19,7 +19,8 @@ constexpr bool STATE_AHEAD = WORDS <= 2;        // read beside the weights: regi
 
 // For each missed key with a slot: write back what was there, and bring the row in. Moves (per direction) D · itemsize +
 // 4 (S + 1) bytes a row over PCIe. Where there are victims `swap_blocks` blocks, unless that is 0, do it all: more write
-// no faster, and fill the queues to memory that other kernels wait in. untouched[m] says that the row was never written
+// no faster, and fill the queues to memory that other kernels wait in. Who is through with rows asks for the next ones:
+// blocks that share a multiprocessor with other kernels move fewer. untouched[m] says that the row was never written
 // and has to be generated, and they are counted; of a row that stays in cold storage (a negative slot) the score alone is
 // read. With a `clock`, that of the last plan, the rows are those of a plan: a score is what came along with `remember`,
 // or the lowest, and where `scored` raised by its use, and once more where the plan after it, which may be being made, has
@@ -48,7 +49,10 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
     const bool in_place = missed_keys != nullptr;
     const int blocks = swap_blocks && moving->needed && swap_blocks < gridDim.x ? swap_blocks : gridDim.x;
     const i64 group = thread_index() / LANES, groups = (i64)blocks * blockDim.x / LANES;
-    for (i64 base = blockIdx.x < blocks ? group * ROWS : n; base < n; base += groups * ROWS) {
+    i64 next = 0;
+    for (i64 base = blockIdx.x < blocks ? group * ROWS : n; base < n; base = next) {
+        u32 given = 0;
+        if (lane == 0) given = atomicAdd(&moving->given, ROWS);
         row_vector in[ROWS][STEPS], out[ROWS][STEPS];
         u32 in_score[ROWS], in_state[ROWS][STATE_AHEAD ? WORDS : 1];
         i64 key[ROWS], victim[ROWS];
@@ -137,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(1024) rows_swap(
                           {in_score[r] == 0, is_dirty[r], victim[r] >= 0 && !is_dirty[r]});
             }
         }
+        next = groups * ROWS + (i64)__shfl_sync(group_mask(LANES), given, 0, LANES);
     }
     __syncthreads();
     if (moved) tally_end(tally, clients_behind(moved));
