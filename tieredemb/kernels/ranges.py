@@ -30,7 +30,7 @@ KERNELS = {  # by the range that launches them; for a lookup rows catch up and t
         *("slot_map_find", "slot_map_insert", "slot_map_erase", "slot_map_rebuild"),
     ),
     "swap": ("missed_tell", "rows_swap", "rows_write_back", "rows_generate", "rows_generate_range"),
-    "sort": ("segments_find",),  # beside the swap, within the plan
+    "sort": ("digits_count", "digits_sort", "bags_place", "segments_find"),  # beside the swap, within the plan
     "lookup": ("bags_pool", "rows_gather", "segments_limit_norm", "segments_catch_up", "rows_read_current"),
     "update": (
         *("options_set", "step_begin", "bags_mean_scale", "weights_gradient", "scale_gather"),
