@@ -119,7 +119,7 @@ def workloads() -> dict[str, CudaWorkload]:
         ),
         CudaWorkload(
             name="W-small", rows=1_000_000, batch=2048, alpha=1.05,
-            caches=(Cache(capacity=1.0, most_graph_ms=0.12, most_prefetched_ms=0.12),),
+            caches=(Cache(capacity=1.0, most_graph_ms=0.115, most_prefetched_ms=0.115),),
             peer=Peer(name=PEER_EARLIER, ms=0.439),
         ),
         CudaWorkload(
