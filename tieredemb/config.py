@@ -11,7 +11,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from inspect import isabstract
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -202,6 +202,27 @@ class TableConfig:
     def features(self) -> tuple[str, ...]:
         """Those that look up in it: `feature_names`, or one of the table's own name."""
         return self.feature_names or (self.name,)
+
+
+def without_functions(tables: Sequence[TableConfig]) -> tuple[TableConfig, ...]:
+    """Tables whose rows are given by a function, which no file, copy or pickle could hold, as written ones."""
+    return tuple(replace(table, init=Written()) if callable(table.init) else table for table in tables)
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """Which rows of a larger table a table is: its row k is row `first` + `step` · k of table `number`, which has
+    `rows` of them."""
+
+    number: int
+    first: int
+    step: int
+    rows: int
+
+    @property
+    def own_rows(self) -> int:
+        """How many of them it is."""
+        return max(0, -(-(self.rows - self.first) // self.step))
 
 
 class Feature(NamedTuple):

@@ -1,5 +1,6 @@
 """CPU twin of rounding.cuh: how float32 values are rounded into rows, by what kernels are given as `rounding`. That is
-`NEAREST`, or keys of rows, first keys and numbers of tables, seed and steps (`Draws.on_host` in lookup/rounding.py)."""
+`NEAREST`, or keys of rows, first keys, numbers and ids of tables, seed and steps (`Draws.on_host` in
+lookup/rounding.py)."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, no-check-untyped-defs
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ def row_store_bfloat16(array, row, values, rounding, home, purpose, step):
 
 @inline
 def _row_store_drawn(array, row, values, rounding, home, purpose, step, rounded):
-    keys, start, number, seed, steps = rounding
+    keys, start, number, ids, seed, steps = rounding
     key = keys[home]
     table = table_of(start, key)
     at = steps[table] if step == OF_TABLES else step
-    local = np.uint64(key - start[table])
+    local = np.uint64(ids[table, 0] + ids[table, 1] * (key - start[table]))
     low = np.uint32(local & np.uint64(0xFFFFFFFF))
     rest = (np.uint32(purpose) << U(16)) | (np.uint32(local >> np.uint64(32)) << U(18))
     clock = np.uint32(np.uint64(at) & np.uint64(0xFFFFFFFF))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from tieredemb.config import TablePart
 from tieredemb.kernels.arguments import StructValue, struct_type
 
 if TYPE_CHECKING:
@@ -34,22 +35,26 @@ MIX = 0x32C1A6E75F356495  # of the seed, so that no row draws what it was genera
 @dataclass(frozen=True)
 class Draws:
     """What the random bits of the rows of one cache depend on. `seed`: uint32 (2,) · of the tables, `start`: int64
-    (T,), the first key of each, ascending · `number`: uint32 (T,), what the generator calls them."""
+    (T,), the first key of each, ascending · `number`: uint32 (T,), what the generator calls them · `ids`: int64 (T, 2),
+    what it calls their first row, and by how much it counts on from row to row."""
 
     seed: Array
     start: Array
     number: Array
+    ids: Array
 
     def on_host(self, keys: Array, steps: Array) -> tuple[Array, ...]:
         """What a CPU's kernels are given to round by. `keys`: int64 (C,), of the rows · `steps`: int64 (T,)."""
-        return keys, self.start, self.number, self.seed, steps
+        return keys, self.start, self.number, self.ids, self.seed, steps
 
 
-def draws_of(space: KeySpace, seed: int) -> Draws:
-    """Those of a cache whose tables are those of `space`."""
+def draws_of(space: KeySpace, parts: Sequence[TablePart], seed: int) -> Draws:
+    """Those of a cache whose tables are those of `space`, and `parts` of larger ones."""
     mixed = seed ^ MIX
     words = np.array([mixed & 0xFFFFFFFF, mixed >> 32], np.uint32)
-    return Draws(words, np.ascontiguousarray(space.start[:-1]), space.tables.astype(np.uint32))
+    numbers = np.array([part.number for part in parts], np.uint32)
+    ids = np.array([(part.first, part.step) for part in parts], np.int64)
+    return Draws(words, np.ascontiguousarray(space.start[:-1]), numbers, ids)
 
 
 class DeviceDraws:

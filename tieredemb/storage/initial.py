@@ -27,13 +27,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class InitialTable:
-    """One table of a key space. `start`: its first key · `number`: what the generator calls it · `padding_idx`: an id
-    that starts as zeros."""
+    """One table of a key space. `start`: its first key · `number`: what the generator calls it · `padding_idx`: a row
+    that starts as zeros · `first_id`, `id_step`: row k is what the generator calls id `first_id` + `id_step` · k."""
 
     start: int
     number: int
     init: Init
     padding_idx: int | None
+    first_id: int = 0
+    id_step: int = 1
 
 
 def _parameters(init: Init) -> tuple[float, float]:
@@ -68,12 +70,15 @@ class InitialRows:
             np.array(pairs, np.float32).reshape(-1, 2),
             np.array(padding, np.int64),
         )
+        self._ids = np.array([(t.first_id, t.id_step) for t in tables], np.int64).reshape(-1, 2)
         self._seed = np.array([seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF], np.uint32)
         self._state_word = np.float32(state_value).view(np.uint32)
         self._has_last_step = has_last_step
         self._host: Any = twin(__name__, torch.device("cpu"))
         self._device: DeviceInitialRows | None = None
         if device.type == "cuda":
+            if any((t.first_id, t.id_step) != (0, 1) for t in tables):
+                raise UnsupportedError("parts of tables cannot be generated on a GPU yet; use device='cpu'")
             from tieredemb.storage.initial_cuda import DeviceInitialRows
 
             self._device = DeviceInitialRows(
@@ -87,7 +92,9 @@ class InitialRows:
     def generate(self, keys: Array, rows: Array, weight: Array, state: Array, state_width: int) -> None:
         """Writes the initial row of keys[i] to weight[rows[i]] (carrier (·, D)) and to the first `state_width` words
         of state[rows[i]] (uint32). Synchronous."""
-        self._host.generate(keys, rows, weight, state, state_width, self._state_word, self._seed, self.tables)
+        self._host.generate(
+            keys, rows, weight, state, state_width, self._state_word, self._seed, self._ids, self.tables
+        )
         if self._has_last_step and state_width:
             state[rows, state_width - 1] = 0
 

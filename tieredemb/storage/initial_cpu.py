@@ -27,10 +27,11 @@ def generate(
     state_width: int,
     state_word: np.uint32,
     seed: Array,
+    ids: Array,
     tables: tuple[Array, Array, Array, Array, Array],
 ) -> None:
     bounds = even_bounds(len(keys), max(1, VALUES_GRAIN // max(1, weight.shape[1])))
-    parallel_for(rows_generate, bounds, keys, rows, weight, state, state_width, state_word, seed, *tables)
+    parallel_for(rows_generate, bounds, keys, rows, weight, state, state_width, state_word, seed, ids, *tables)
 
 
 @inline
@@ -110,8 +111,9 @@ def row_generate(weight, row, width, local, number, seed, kind, a, b):
 
 @over_ranges
 def rows_generate(
-    lo, hi, keys, rows, weight, state, state_width, state_word, seed, start, number, kind, params, padding_key
+    lo, hi, keys, rows, weight, state, state_width, state_word, seed, ids, start, number, kind, params, padding_key
 ):
+    """`ids`: int64 (T, 2), the id of each table's first row, and by how much those of the others differ."""
     width = row_width(weight)
     values = np.zeros((1, 0 if is_direct(weight) else width), np.float32)
     for i in range(lo, hi):
@@ -130,7 +132,7 @@ def rows_generate(
                 values[:] = F(0.0)
                 row_store(weight, row, values)
             continue
-        local = np.uint64(key - start[table])
+        local = np.uint64(ids[table, 0] + ids[table, 1] * (key - start[table]))
         a = params[table, 0]
         b = params[table, 1]
         if is_direct(weight):

@@ -19,6 +19,7 @@ from tieredemb.config import (
     OptimizerConfig,
     Policy,
     TableConfig,
+    TablePart,
     as_capacity,
     is_whole,
     keep_plain,
@@ -37,7 +38,8 @@ from tieredemb.tables.torch_kinds import Optimizer, row_config
 class TableSetConfig:
     """All that a set of tables is built from; see the modules for the meaning of each field. `pooled`: whether lookups
     sum rows up over bags; else they return the row of each id, the features' one after the other · `apart`: whether
-    each table takes steps of its own, and is looked up by itself."""
+    each table takes steps of its own, and is looked up by itself · `parts`: of which tables they are parts, if not
+    whole · `label`: what their storages are named by, where others of one storage are beside them."""
 
     tables: tuple[TableConfig, ...]
     capacity: Capacity
@@ -52,6 +54,12 @@ class TableSetConfig:
     rounding: Rounding = "nearest"
     pooled: bool = True
     apart: bool = False
+    parts: tuple[TablePart, ...] = ()
+    label: str = ""
+
+    def part(self, table: int) -> TablePart:
+        """What of a larger table one is: by default all of one of its number."""
+        return self.parts[table] if self.parts else TablePart(table, 0, 1, self.tables[table].num_embeddings)
 
     @functools.cached_property
     def output_dtype(self) -> torch.dtype:
@@ -123,6 +131,8 @@ def table_set_config(
     rounding: Rounding = "nearest",
     output_dtype: torch.dtype | None = None,
     pooled: bool = True,
+    parts: tuple[TablePart, ...] = (),
+    label: str = "",
 ) -> TableSetConfig:
     """Fills in the defaults: `LFU()`, torch's default dtype and device, `HostMemory()`, on a GPU `UnifiedMemory()`."""
     if policy is not None and not isinstance(policy, (LFU, LRU)):
@@ -145,4 +155,6 @@ def table_set_config(
         rounding=rounding,
         outputs=output_dtype,
         pooled=pooled,
+        parts=parts,
+        label=label,
     )

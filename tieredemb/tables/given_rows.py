@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
-from tieredemb.config import InitFunction, TableConfig
+from tieredemb.config import InitFunction, TableConfig, TablePart
 from tieredemb.errors import ConfigError
 
 CHUNK = 1 << 16  # rows that the function fills at once: what it gives depends on it
+
+
+def rows_of_part(
+    table: TableConfig, function: InitFunction, seed: int, part: TablePart
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Of a table that is a `part` of a larger one the rows that this starts with: the first row of each chunk, and
+    float32 (K, D). See `initial_rows`."""
+    padding = None if table.padding_idx is None else part.first + part.step * table.padding_idx
+    whole = replace(table, num_embeddings=part.rows, padding_idx=padding)
+    for start, rows in initial_rows(whole, function, seed, part.number):
+        first = (part.first - start) % part.step if start > part.first else part.first - start
+        own = rows[first :: part.step] if first < len(rows) else rows[:0]
+        if len(own):
+            yield (start + first - part.first) // part.step, own
 
 
 def initial_rows(

@@ -58,7 +58,7 @@ class Group(abc.ABC):
         layout = row_layout(config, space.rows, space.width)
         self.slots = slots_for(capacity, rows=layout.rows, slot_bytes=slot_bytes(layout, config.device))
         self.resident = resident_tables(tables, self.slots, config.device)
-        self.identity = _identity(config, tables)
+        self.identity = identity_of(config, tables)
         opened = cold is None
         if cold is None:
             cold = self._storage().open(layout, name=name, identity=self.identity)
@@ -71,7 +71,8 @@ class Group(abc.ABC):
                     counted = [each.steps for each in cold.history.of]  # an unclean file's header may be older
                     cold.metadata.steps = counted if config.apart else counted * len(tables)
             self.is_dense = cold.history is not None
-            self.draws = draws_of(space, config.seed) if config.rounding == "stochastic" else None
+            parts = [config.part(int(t)) for t in space.tables]
+            self.draws = draws_of(space, parts, config.seed) if config.rounding == "stochastic" else None
             self.kept: History | None = None
             if cold.history is not None and not config.apart:
                 self.kept = cold.history.of[0]
@@ -146,11 +147,19 @@ class Group(abc.ABC):
         return self.cache.counted(self.client)
 
     def _initial(self) -> InitialRows:
-        space, tables = self.space, [self.config.tables[t] for t in self.space.tables]
+        space, config = self.space, self.config
+        tables = [(config.tables[t], config.part(int(t))) for t in space.tables]
         return InitialRows(
             [
-                InitialTable(start=int(start), number=int(number), init=table.init, padding_idx=table.padding_idx)
-                for start, number, table in zip(space.start[:-1], space.tables, tables, strict=True)
+                InitialTable(
+                    start=int(start),
+                    number=part.number,
+                    init=table.init,
+                    padding_idx=table.padding_idx,
+                    first_id=part.first,
+                    id_step=part.step,
+                )
+                for start, (table, part) in zip(space.start[:-1], tables, strict=True)
             ],
             seed=self.config.seed,
             state_value=state_start(self.config.optimizer),
@@ -530,7 +539,7 @@ def resident_tables(tables: Sequence[TableConfig], slots: int, device: torch.dev
     return sorted(chosen)
 
 
-def _identity(config: TableSetConfig, tables: Sequence[TableConfig]) -> dict[str, Any]:
+def identity_of(config: TableSetConfig, tables: Sequence[TableConfig]) -> dict[str, Any]:
     """What the rows of a key space mean, as JSON: another meaning must not open the same file."""
     optimizer = None if config.optimizer is None else type(config.optimizer).__name__
     described = [asdict(table) | {"init": repr(table.init), "mode": None} for table in tables]
@@ -538,6 +547,8 @@ def _identity(config: TableSetConfig, tables: Sequence[TableConfig]) -> dict[str
         del table["placement"], table["feature_names"]  # where rows are and who reads them: nothing of what they mean
     identity: dict[str, Any] = {"tables": described, "seed": config.seed, "optimizer": optimizer}
     identity["state_start"] = state_start(config.optimizer)
+    if config.parts:
+        identity["parts"] = [asdict(config.part(t)) for t, table in enumerate(config.tables) if table in tables]
     if config.optimizer is not None and config.optimizer.is_dense:
         identity["rows"] = "each with the step that it was last brought to"
     result: dict[str, Any] = json.loads(json.dumps(identity))

@@ -16,7 +16,7 @@ import torch
 
 from tieredemb.cache.changes import HalfWritten, Part
 from tieredemb.cache.locks import Locks
-from tieredemb.config import InitFunction, Written, features_of
+from tieredemb.config import InitFunction, features_of, without_functions
 from tieredemb.errors import ConfigError, DeviceMemoryError, StorageError, StorageFullError
 from tieredemb.kernels.row_format import RowFormat, carrier_view
 from tieredemb.lookup.bags import KeySpace, feature_name
@@ -25,7 +25,7 @@ from tieredemb.progress import progress
 from tieredemb.stats import CacheStats
 from tieredemb.storage.host import ask_for_huge_pages
 from tieredemb.tables.config import TableSetConfig
-from tieredemb.tables.given_rows import initial_rows
+from tieredemb.tables.given_rows import rows_of_part
 from tieredemb.tables.group import Group, make_group, move_group, row_layout, slot_bytes
 from tieredemb.tables.shares import Sharer, shares
 from tieredemb.tables.step_time import StepTime
@@ -145,9 +145,8 @@ class TableSet:
 
     def __init__(self, config: TableSetConfig) -> None:
         functions = {t: table.init for t, table in enumerate(config.tables) if callable(table.init)}
-        if functions:  # which no file, copy or pickle could hold
-            tables = (replace(table, init=Written()) if callable(table.init) else table for table in config.tables)
-            config = replace(config, tables=tuple(tables))
+        if functions:
+            config = replace(config, tables=without_functions(config.tables))
         self.placed = Placed(Place(config, [], CacheStats()))
         widths_of = [config.tables[feature.table].embedding_dim for feature in features_of(config.tables)]
         starts = np.concatenate([[0], np.cumsum(widths_of)])
@@ -162,7 +161,8 @@ class TableSet:
         sharers = [Sharer(s.rows, slot_bytes(row_layout(config, 1, s.width), config.device)) for s in spaces]
         for width, space, capacity in zip(widths, spaces, shares(config.capacity, sharers), strict=True):
             try:
-                self.placed.now.add(make_group(config, space, capacity, f"width{width}" if len(widths) > 1 else ""))
+                name = config.label + (f"width{width}" if len(widths) > 1 else "")
+                self.placed.now.add(make_group(config, space, capacity, name))
             except BaseException:
                 self.placed.discard()
                 self._finalizer.detach()
@@ -180,9 +180,9 @@ class TableSet:
                 change.has_begun = True
                 for table in new:
                     group, _, first = self.locate(table)
-                    for start, rows in initial_rows(
-                        self.config.tables[table], functions[table], self.config.seed, table
-                    ):
+                    config = self.config
+                    own = config.tables[table], functions[table], config.seed, config.part(table)
+                    for start, rows in rows_of_part(*own):
                         group.import_weights(first + start, encoded(rows, group.cache.cold.layout.format))
         except BaseException:
             for group in self.groups:
