@@ -28,7 +28,7 @@ class Plans:
 
     def __init__(self, module, monkeypatch):
         self.found = self.forwards = 0
-        take, begin = module.engine.planned.take, module.engine._begin
+        take, begin = module.engine.planned.take, module.engine.begin
 
         def counted(tables, given):
             call = take(tables, given)
@@ -40,7 +40,7 @@ class Plans:
             return begin(*args, **keywords)
 
         monkeypatch.setattr(module.engine.planned, "take", counted)
-        monkeypatch.setattr(module.engine, "_begin", begun)
+        monkeypatch.setattr(module.engine, "begin", begun)
 
     @property
     def missed(self):

@@ -18,11 +18,12 @@ from tieredemb.errors import ConfigError, UnsupportedError
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.forwards import LISTENERS, tell
+from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.stats import CacheStats
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import CallContext, inside_backward
 from tieredemb.step.engine import Engine
-from tieredemb.step.planned_forwards import PlanExecutor, Planned
+from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.storage.base import CARRIERS
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from tieredemb.step.call_memory import CallMemory
 
 
-class TieredModule(nn.Module, abc.ABC):
+class TieredModule(LookupModule):
     """Base of the public modules: a face of an `engine`, which may have others. Its tables are no parameters:
     `parameters()` holds nothing of them, but where they follow a torch optimizer: then it lists a stand-in a table, of
     two numbers, which `state_dict()` leaves out."""
@@ -61,6 +62,11 @@ class TieredModule(nn.Module, abc.ABC):
     def tables(self) -> TableSet:
         """The tables, wherever their rows are."""
         return self.engine.tables
+
+    @property
+    def planned(self) -> PlannedForwards:
+        """The forwards that were planned, and have yet to come."""
+        return self.engine.planned
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -153,10 +159,7 @@ class TieredModule(nn.Module, abc.ABC):
         ages: bool = True,
         memory: CallMemory | None = None,
     ) -> Planned:
-        """Plans a forward before it comes, by `executor`, from what it will be given (`Batch.given`). A forward of
-        other tensors, or of these once they were changed, plans by itself, and so does one whose plan failed; plans
-        never taken are to be dropped. `trains`: whether a backward is expected · `ages`: whether it is of a later step
-        than the plan before it · `memory`: on a GPU, where to plan."""
+        """See `LookupModule`."""
         trains = trains and self._trains
         return self.engine.plan_ahead(
             executor, inputs, self._batch, self._context, trains=trains, ages=ages, memory=memory

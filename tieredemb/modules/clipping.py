@@ -9,7 +9,7 @@ from torch import nn
 
 from tieredemb.config import is_number, plain
 from tieredemb.errors import ConfigError, InvalidInputError, shown
-from tieredemb.modules.base import TieredModule
+from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.stand_in import StandIn
 
@@ -83,7 +83,7 @@ def _table_norms(stand_ins: list[StandIn], norm_type: float) -> list[torch.Tenso
 
 def _check_clippable(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, TieredModule) and module.is_trainable and not module.engine.stand_ins:
+        if isinstance(module, LookupModule) and module.is_trainable and not getattr(module, "_stand_ins", None):
             raise ConfigError(
                 f"the tables of {name or 'the model'} are updated in backward, and their gradients are gone when it "
                 f"returns; build the module with a torch optimizer, or clip the other parameters alone"

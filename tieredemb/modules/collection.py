@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast, overload
+from typing import Any, cast, overload
 
 import torch
 
@@ -14,6 +14,7 @@ from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
 from tieredemb.modules.inputs import as_ids, as_offsets, check_weights
 from tieredemb.modules.keyed import (
+    KeyedInputs,
     KeyedJagged,
     KeyedModule,
     KeyedTensor,
@@ -31,53 +32,22 @@ from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
 
 
-class TieredEmbeddingBagCollection(KeyedModule):
-    """Tables that are looked up together, in one cache for each width: pooling the capacity beats splitting it.
+def check_collection(tables: Sequence[object], *, scale_grad_by_freq: bool) -> None:
+    """Raises `ConfigError` for `tables` that are none, or none that can be pooled so."""
+    for table in tables:
+        if not isinstance(table, TableConfig):
+            raise ConfigError(f"tables must hold TableConfig instances, got {table!r}")
+        if scale_grad_by_freq and table.mode == "max":
+            raise ConfigError(f"scale_grad_by_freq is not supported with mode='max' of table {table.name!r}")
 
-    `tables`: one `TableConfig` each, with distinct names. `max_norm`, `norm_type`, `scale_grad_by_freq` as in
-    `torch.nn.EmbeddingBag`, for all tables; the other keywords are those of `TieredEmbeddingBag`. With several widths
-    each gets the same share of its rows, and at least one. `is_weighted`: whether the weights of a `KeyedJaggedTensor`
-    count, as in `torchrec.EmbeddingBagCollection`.
 
-    >>> tables = [TableConfig(name=n, num_embeddings=100, embedding_dim=4) for n in ("user", "item")]
-    >>> collection = TieredEmbeddingBagCollection(tables, capacity=0.5)
-    >>> ids = torch.tensor([7, 8, 9, 50])          # user bags [7], [8, 9]; item bags [50], []
-    >>> collection(ids, torch.tensor([0, 1, 3, 4, 4])).shape
-    torch.Size([2, 8])
-    """
+class PooledInputs(KeyedInputs):
+    """The forward of a module that pools the bags of several tables, whose `_hook` lies where its inputs have to, and
+    which has `_lookup(batch)`."""
 
-    def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        *,
-        capacity: Capacity = 0.01,
-        policy: Policy | None = None,
-        storage: Storage | None = None,
-        optimizer: Optimizer = None,
-        seed: int = 0,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        check_ids: CheckIds = "deferred",
-        rounding: Rounding = "nearest",
-        output_dtype: torch.dtype | None = None,
-        is_weighted: bool = False,
-    ) -> None:
-        tables = tuple(tables)
-        for table in tables:
-            if not isinstance(table, TableConfig):
-                raise ConfigError(f"tables must hold TableConfig instances, got {table!r}")
-            if scale_grad_by_freq and table.mode == "max":
-                raise ConfigError(f"scale_grad_by_freq is not supported with mode='max' of table {table.name!r}")
-        config = table_set_config(
-            tables, capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
-            device=device, check_ids=check_ids, rounding=rounding, output_dtype=output_dtype,
-        )  # fmt: skip
-        options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
-        super().__init__(Engine(TableSet(config), optimizer), options)
-        self.is_weighted = is_weighted
+    _hook: torch.Tensor
+    _lookup: Any  # a method of the other base; declared alone, so that it stays that one
+    is_weighted: bool
 
     @overload
     def forward(
@@ -109,7 +79,8 @@ class TieredEmbeddingBagCollection(KeyedModule):
             return self._by_keys(cast("KeyedJagged", indices))
         if not isinstance(indices, torch.Tensor) or offsets is None:
             raise InvalidInputError("pass ids and offsets as tensors, or a KeyedJaggedTensor alone")
-        return self._lookup(self._batch(indices, offsets, None, per_sample_weights))
+        out: torch.Tensor = self._lookup(self._batch(indices, offsets, None, per_sample_weights))
+        return out
 
     def _by_keys(self, keyed: KeyedJagged) -> KeyedTensor:
         weights = keyed.weights_or_none() if self.is_weighted else None
@@ -151,6 +122,51 @@ class TieredEmbeddingBagCollection(KeyedModule):
         given = indices, offsets, places
         ids, edges, weights, places = blocks_once(ids, edges, weights, places)
         return Batch(ids, edges, len(edges), True, batch, weights, given, places)
+
+
+class TieredEmbeddingBagCollection(PooledInputs, KeyedModule):
+    """Tables that are looked up together, in one cache for each width: pooling the capacity beats splitting it.
+
+    `tables`: one `TableConfig` each, with distinct names. `max_norm`, `norm_type`, `scale_grad_by_freq` as in
+    `torch.nn.EmbeddingBag`, for all tables; the other keywords are those of `TieredEmbeddingBag`. With several widths
+    each gets the same share of its rows, and at least one. `is_weighted`: whether the weights of a `KeyedJaggedTensor`
+    count, as in `torchrec.EmbeddingBagCollection`.
+
+    >>> tables = [TableConfig(name=n, num_embeddings=100, embedding_dim=4) for n in ("user", "item")]
+    >>> collection = TieredEmbeddingBagCollection(tables, capacity=0.5)
+    >>> ids = torch.tensor([7, 8, 9, 50])          # user bags [7], [8, 9]; item bags [50], []
+    >>> collection(ids, torch.tensor([0, 1, 3, 4, 4])).shape
+    torch.Size([2, 8])
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        *,
+        capacity: Capacity = 0.01,
+        policy: Policy | None = None,
+        storage: Storage | None = None,
+        optimizer: Optimizer = None,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        check_ids: CheckIds = "deferred",
+        rounding: Rounding = "nearest",
+        output_dtype: torch.dtype | None = None,
+        is_weighted: bool = False,
+    ) -> None:
+        tables = tuple(tables)
+        check_collection(tables, scale_grad_by_freq=scale_grad_by_freq)
+        config = table_set_config(
+            tables, capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
+            device=device, check_ids=check_ids, rounding=rounding, output_dtype=output_dtype,
+        )  # fmt: skip
+        options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
+        super().__init__(Engine(TableSet(config), optimizer), options)
+        self.is_weighted = is_weighted
 
     def extra_repr(self) -> str:
         config = self.tables.config

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from tieredemb.modules.base import TieredModule
+    from tieredemb.modules.lookup_module import LookupModule
     from tieredemb.step.batch import Batch, Given
 
 
@@ -20,7 +20,7 @@ class Forward:
     of the samples · `ends_bags`: whether the offsets name the end of the last bag · `trains`: whether a backward is
     expected to update rows."""
 
-    module: TieredModule
+    module: LookupModule
     given: Given
     weights: torch.Tensor | None
     ends_bags: bool
@@ -30,7 +30,7 @@ class Forward:
 LISTENERS: list[Callable[[Forward], object]] = []
 
 
-def tell(module: TieredModule, batch: Batch, *, trains: bool) -> None:
+def tell(module: LookupModule, batch: Batch, *, trains: bool) -> None:
     """Tells the listeners of a forward."""
     offsets = batch.given[1] if batch.names_ends and len(batch.given) > 1 else None
     ends_bags = isinstance(offsets, torch.Tensor) and len(offsets) == batch.edges

@@ -121,11 +121,13 @@ def output_names(tables: Sequence[TableConfig]) -> list[str]:
     ]
 
 
-class KeyedModule(TieredModule):
-    """A module of several tables, whose inputs come by feature: as tensors in the features' order, or by key."""
+class KeyedInputs:
+    """Of a module of several tables, `table_configs`, whose inputs come by feature: as tensors in the features' order,
+    or by key."""
 
-    def _connect(self) -> None:
-        super()._connect()
+    table_configs: tuple[TableConfig, ...]
+
+    def _know_features(self) -> None:
         self._places: dict[tuple[str, ...], Places | None] = {}
         self._n_features = len(features_of(self.table_configs))
 
@@ -161,6 +163,14 @@ class KeyedModule(TieredModule):
             places = Places(blocks, len(keys))
             self._places[keys] = None if blocks == tuple(range(len(keys))) else places
         return self._places[keys]
+
+
+class KeyedModule(KeyedInputs, TieredModule):
+    """A tiered module of several tables."""
+
+    def _connect(self) -> None:
+        super()._connect()
+        self._know_features()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -16,6 +16,7 @@ from tieredemb.kernels.captures import Capture, no_collector
 from tieredemb.kernels.streams import capture_lock, on_device, side_stream
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import Forward
+from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.batches import detached, tensors_of
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.leaves import Leaves
@@ -34,7 +35,7 @@ class StepFunction(Generic[R]):
     `device`, of which tensors (`lookups`), and whether it `trains` any. `buffers`: a template of those it runs on."""
 
     def __init__(self, function: Callable[[Any], R], batch: Any, forwards: Sequence[Forward], buffers: Buffers) -> None:
-        self.modules = list(dict.fromkeys(forward.module for forward in forwards))
+        self.modules = list(dict.fromkeys(cast("TieredModule", forward.module) for forward in forwards))
         self.device = self.modules[0].tables.config.device
         self.buffers = buffers
         self.trains = any(each.trains for each in forwards)
@@ -159,8 +160,12 @@ class StepFunction(Generic[R]):
                 pass
 
 
-def check_capturable(module: TieredModule, device: torch.device) -> None:
+def check_capturable(module: LookupModule, device: torch.device) -> None:
     """Raises `UnsupportedError` for what no graph on `device` can hold."""
+    if not isinstance(module, TieredModule):
+        raise UnsupportedError(
+            f"a step of a {type(module).__name__} cannot be captured in a CUDA graph: call the function itself"
+        )
     config = module.tables.config
     if config.device != device:
         raise UnsupportedError(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 from tieredemb.errors import TieredEmbError
 from tieredemb.kernels.streams import on_device
 from tieredemb.modules.base import TieredModule
+from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.lookups import LookupSpec, ages_of
 from tieredemb.step.planned_forwards import Planned, PlannedForwards, Waiting
 from tieredemb.tables.group import DeviceGroup
@@ -32,7 +33,7 @@ class Units:
     """The units of batches, of which one is looked up in the modules in which the last one was."""
 
     def __init__(self) -> None:
-        self._of: list[tuple[TieredModule, bool, weakref.ref[Place]]] = []
+        self._of: list[tuple[LookupModule, bool, weakref.ref[Place]]] = []
         self._positions: list[list[int]] = []
 
     def of(self, lookups: Sequence[LookupSpec]) -> list[Unit]:
@@ -46,7 +47,7 @@ class Units:
         return [[lookups[position] for position in positions] for positions in self._positions]
 
 
-def _units(forwards: Sequence[tuple[TieredModule, bool]]) -> list[list[int]]:
+def _units(forwards: Sequence[tuple[LookupModule, bool]]) -> list[list[int]]:
     """The forwards that are planned as one, by position."""
     units: dict[Hashable, list[int]] = {}
     tables = set()
@@ -60,16 +61,16 @@ def _units(forwards: Sequence[tuple[TieredModule, bool]]) -> list[list[int]]:
     return [sorted(unit, key=lambda position: _number(forwards[position][0])) for unit in units.values()]
 
 
-def _number(module: TieredModule) -> int:
+def _number(module: LookupModule) -> int:
     """That of its table in a pool, if it has one there."""
     return module.tables.number if isinstance(module.tables, Member) else 0
 
 
-def _alike(module: TieredModule, trains: bool) -> Hashable:
+def _alike(module: LookupModule, trains: bool) -> Hashable:
     """What the forwards that a plan is of have alike; None for one that is planned by itself: where rows have to be
     scaled before they are looked up, a backward asks for winners, or the host takes part."""
     tables = module.tables
-    if not isinstance(tables, Member):
+    if not isinstance(module, TieredModule) or not isinstance(tables, Member):
         return None
     (group,) = tables.groups
     if not isinstance(group, DeviceGroup) or group.lookup.has_max:
@@ -98,7 +99,7 @@ def plan_units(
             continue
         for lookup in unit:
             planned = plan_alone(lookup, ages=is_later, memory=memory if len(unit) == 1 else None)
-            made.append((lookup.module.engine.planned, planned))
+            made.append((lookup.module.planned, planned))
             is_later = False
 
 
@@ -125,16 +126,17 @@ def _plan_joint(unit: Unit, made: list[PlannedUnit], *, ages: bool, ahead: bool,
     of them is wrong: each then finds out by itself."""
     from tieredemb.step.joint_call import JointCall, PlannedTogether, joint_context, may_join
 
+    modules = [cast("TieredModule", lookup.module) for lookup in unit]
     try:
-        found = [lookup.module.batch_of(lookup.given) for lookup in unit]
+        found = [module.batch_of(lookup.given) for module, lookup in zip(modules, unit, strict=True)]
         batches = [batch for batch, _ in found]
-        tables = [cast("Member", lookup.module.tables) for lookup in unit]
+        tables = [cast("Member", module.tables) for module in modules]
         numbers = tuple(each.number for each in tables)
-        context = joint_context(tables[0].pool, numbers, unit[0].module.options) if may_join(batches) else None
+        context = joint_context(tables[0].pool, numbers, modules[0].options) if may_join(batches) else None
         if context is None:
             return False
-        trains = unit[0].trains and unit[0].module.is_trainable
-        may_exceed = unit[0].module.engine.may_exceed_bags
+        trains = unit[0].trains and modules[0].is_trainable
+        may_exceed = modules[0].engine.may_exceed_bags
         with on_device(tables[0].config.device):
             call = JointCall(context, batches)
             call.plan(
@@ -143,7 +145,7 @@ def _plan_joint(unit: Unit, made: list[PlannedUnit], *, ages: bool, ahead: bool,
             )  # fmt: skip
     except (TieredEmbError, RuntimeError):
         return False
-    among = unit[0].module.engine.planned
+    among = unit[0].module.planned
     planned = PlannedTogether(call, [(context, lookup.given) for lookup, (_, context) in zip(unit, found, strict=True)])
     made.append((among, planned))
     among.add(planned)

@@ -10,9 +10,9 @@ import torch
 
 from tieredemb.errors import ConfigError
 from tieredemb.lookup.bags import Places
-from tieredemb.modules.base import TieredModule
 from tieredemb.modules.embedding_collection import TieredEmbeddingCollection
-from tieredemb.modules.keyed import KeyedModule, is_keyed
+from tieredemb.modules.keyed import KeyedInputs, is_keyed
+from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.batches import Path, resolve, tensors_of
 from tieredemb.step.batch import Given
 from tieredemb.step.planned_forwards import identity
@@ -21,7 +21,7 @@ from tieredemb.step.planned_forwards import identity
 class LookupSpec(NamedTuple):
     """A forward that will come, by its inputs. `trains`: whether a backward is expected."""
 
-    module: TieredModule
+    module: LookupModule
     given: Given
     trains: bool = True
 
@@ -31,7 +31,7 @@ class Learned:
     """How the lookups of a model come from a batch: for each forward its module, its inputs as paths (what was in no
     batch, offsets or the features' places, is the same each time), and whether it trains."""
 
-    forwards: tuple[tuple[TieredModule, tuple[Path | torch.Tensor | Places, ...], bool], ...]
+    forwards: tuple[tuple[LookupModule, tuple[Path | torch.Tensor | Places, ...], bool], ...]
 
     def __call__(self, batch: Any) -> list[LookupSpec]:
         def given(inputs: tuple[Path | torch.Tensor | Places, ...]) -> Given:
@@ -40,7 +40,7 @@ class Learned:
         return [LookupSpec(module, given(inputs), trains) for module, inputs, trains in self.forwards]
 
 
-def learn(batch: Any, seen: Sequence[LookupSpec]) -> tuple[Learned, list[TieredModule]]:
+def learn(batch: Any, seen: Sequence[LookupSpec]) -> tuple[Learned, list[LookupModule]]:
     """How the lookups `seen` came from `batch`, but for those of other ids (computed, or of another batch); and the
     modules whose lookups all were such."""
     paths: dict[tuple[Any, ...], Path] = {}
@@ -63,7 +63,7 @@ class NamedLookups:
     modules or their names to inputs. Inputs are ids, (ids, offsets), what a collection takes by name, or a list of such
     for several forwards."""
 
-    def __init__(self, modules: Mapping[str, TieredModule], ids_of: Callable[[Any], Any]) -> None:
+    def __init__(self, modules: Mapping[str, LookupModule], ids_of: Callable[[Any], Any]) -> None:
         self._modules = modules
         self._ids_of = ids_of
 
@@ -87,8 +87,8 @@ class NamedLookups:
         (name, module), *others = self._modules.items()
         return isinstance(module, TieredEmbeddingCollection) and not others and not {name, module} & set(told)
 
-    def _module(self, key: Any) -> TieredModule:
-        if isinstance(key, TieredModule) and any(key is module for module in self._modules.values()):
+    def _module(self, key: Any) -> LookupModule:
+        if isinstance(key, LookupModule) and any(key is module for module in self._modules.values()):
             return key
         if not isinstance(key, str) or key not in self._modules:
             raise ConfigError(
@@ -98,10 +98,10 @@ class NamedLookups:
         return self._modules[key]
 
 
-def _inputs(module: TieredModule, value: Any) -> Given:
+def _inputs(module: LookupModule, value: Any) -> Given:
     if isinstance(module, TieredEmbeddingCollection) and isinstance(value, Mapping):
         return module.given_by_features(value)
-    if isinstance(module, KeyedModule) and is_keyed(value):
+    if isinstance(module, KeyedInputs) and is_keyed(value):
         return module.given_by_keys(value)
     inputs = value if isinstance(value, tuple) else (value,)
     if not 1 <= len(inputs) <= 2 or not all(isinstance(part, torch.Tensor) for part in inputs):

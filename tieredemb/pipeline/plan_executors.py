@@ -16,7 +16,7 @@ import torch
 from tieredemb.cache.base import Cache
 from tieredemb.cache.locks import Locks
 from tieredemb.kernels.streams import current_stream, on_stream, side_stream
-from tieredemb.modules.base import TieredModule
+from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.batches import are_on_gpu, map_tensors, tensors_of
 from tieredemb.pipeline.joint_plans import PlannedUnit, Units, plan_units
 from tieredemb.pipeline.lookups import LookupSpec
@@ -29,10 +29,10 @@ class PlanExecutors:
     """One for the modules of a device and kind, on which plans follow one another in the order of the batches. To be
     closed."""
 
-    def __init__(self, modules: Mapping[str, TieredModule]) -> None:
+    def __init__(self, modules: Mapping[str, LookupModule]) -> None:
         kinds = dict.fromkeys(map(kind_of, modules.values()))
         self._executors: dict[tuple[torch.device, bool], PlanExecutor] = {kind: _executor(*kind) for kind in kinds}
-        self._found: dict[TieredModule, tuple[weakref.ref[Place], PlanExecutor]] = {}
+        self._found: dict[LookupModule, tuple[weakref.ref[Place], PlanExecutor]] = {}
         devices = {device for device, _ in kinds}
         self._units = Units()
         self._streams = [each for each in self._executors.values() if isinstance(each, StreamExecutor)]
@@ -53,11 +53,11 @@ class PlanExecutors:
                 on_it = [lookup for lookup in lookups if self._executor_of(lookup.module) is stream]
                 entered.enter_context(stream.together(on_it))
             if len(lookups) == 1:
-                planned.append((lookups[0].module.engine.planned, plan_alone(lookups[0])))
+                planned.append((lookups[0].module.planned, plan_alone(lookups[0])))
             else:
                 plan_units(self._units.of(lookups), plan_alone, planned, ahead=True)
 
-    def _executor_of(self, module: TieredModule) -> PlanExecutor:
+    def _executor_of(self, module: LookupModule) -> PlanExecutor:
         place = module.tables.placed.now
         found = self._found.get(module)
         if found is None or found[0]() is not place:
@@ -83,7 +83,7 @@ class PlanExecutors:
             executor.shutdown()
 
 
-def kind_of(module: TieredModule) -> tuple[torch.device, bool]:
+def kind_of(module: LookupModule) -> tuple[torch.device, bool]:
     """The device of a module, and whether its plans wait for the host there."""
     waits = any(not group.cache.cold.device_readable for group in module.tables.groups)
     return module.tables.config.device, waits

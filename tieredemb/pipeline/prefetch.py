@@ -19,8 +19,8 @@ from torch import nn
 
 from tieredemb.config import is_whole, plain
 from tieredemb.errors import ConfigError, shown
-from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import LISTENERS, Forward
+from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.joint_plans import PlannedUnit
 from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, learn
 from tieredemb.pipeline.pace import Pace
@@ -45,7 +45,7 @@ class Prefetch(Generic[B]):
             raise ConfigError(f"ids_of must be a function of a batch, got {ids_of!r}")
         self.loader = loader
         self.depth = depth
-        self.modules = {name: part for name, part in model.named_modules() if isinstance(part, TieredModule)}
+        self.modules = {name: part for name, part in model.named_modules() if isinstance(part, LookupModule)}
         if not self.modules:
             raise ConfigError(
                 "the model has no tiered tables, so there is nothing to prefetch; see replace_embedding_bags"
@@ -100,7 +100,7 @@ def prefetch(
     return Prefetch(loader, model, depth, ids_of=ids_of)
 
 
-def pace_of(modules: Iterable[TieredModule], depth: int) -> Pace | None:
+def pace_of(modules: Iterable[LookupModule], depth: int) -> Pace | None:
     """What finds out whether planning ahead pays: where all plans are launches on one GPU, and cost the host alone."""
     kinds = {kind_of(module) for module in modules}
     if depth == 0 or len(kinds) > 1:
@@ -109,7 +109,7 @@ def pace_of(modules: Iterable[TieredModule], depth: int) -> Pace | None:
     return None if waits or device.type != "cuda" else Pace(device, depth)
 
 
-def _waits(module: TieredModule) -> bool:
+def _waits(module: LookupModule) -> bool:
     config = module.tables.config
     return config.device.type == "cuda" and config.check_ids == "always"
 
@@ -285,7 +285,7 @@ class Run(Generic[B]):
 
 
 def _planned(prefetch: Prefetch[Any]) -> set[PlannedForwards]:
-    return {module.engine.planned for module in prefetch.modules.values()}
+    return {module.planned for module in prefetch.modules.values()}
 
 
 _RUNNING: list[Run[Any]] = []

@@ -20,6 +20,7 @@ from tieredemb.kernels.ranges import ranged
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import LOOKUP, BackwardPass, Call, CallContext, Collected, inside_backward
+from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
@@ -47,12 +48,14 @@ class Engine:
     """Looks up in `tables`, and updates their rows by the optimizer of their config, if it has one.
 
     `follows`: the torch optimizer with whose step the update is to come, and not with the backward, or its class ·
+    `over_ranks`: see `gradient_norms` ·
     `planned`: forwards that were planned before they come, in these tables and in others that share their caches ·
     `ids_may_exceed_bags`: threads whose captured step gives it buffers, in which ids of longer batches are left.
     """
 
-    def __init__(self, tables: TableSet, follows: Optimizer = None) -> None:
+    def __init__(self, tables: TableSet, follows: Optimizer = None, *, over_ranks: OverRanks | None = None) -> None:
         self.tables = tables
+        self._over_ranks = over_ranks
         config = tables.config
         self.optimizer: FusedOptimizer | FollowedOptimizer | None = None
         if is_torch_optimizer(follows):
@@ -77,7 +80,7 @@ class Engine:
         self._pending: PendingGradients | None = None
         if isinstance(self.optimizer, FollowedOptimizer):
             update, step_alone = ranged("update")(_update), ranged("update")(self._step_alone)
-            self._pending = self.optimizer.pending = PendingGradients(self.tables, update, step_alone)
+            self._pending = self.optimizer.pending = PendingGradients(self.tables, update, step_alone, self._over_ranks)
 
     def follow(self, optimizer: torch.optim.Optimizer, **keywords: Any) -> None:
         """See `TieredModule.follow`."""
@@ -130,18 +133,18 @@ class Engine:
         if torch.is_grad_enabled() and (trains or (weights is not None and weights.requires_grad)):
             if trains and _MAY_BE_DISTRIBUTED and torch.distributed.is_initialized():
                 _check_world_size()
-            make = functools.partial(self._begin, batch, context, trains=trains, recomputed=recomputed, within=within)
+            make = functools.partial(self.begin, batch, context, trains=trains, recomputed=recomputed, within=within)
             # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
             # captured step to an earlier one
             leaf = hook.detach().requires_grad_() if trains else hook
             return LOOKUP(leaf, weights, make)
-        call = self._begin(batch, context, trains=False, recomputed=recomputed, within=within)
+        call = self.begin(batch, context, trains=False, recomputed=recomputed, within=within)
         try:
             return call.pool(weights, differentiable=False)
         finally:
             call.release()
 
-    def _begin(self, batch: Batch, context: CallContext, *, trains: bool, recomputed: bool, within: Any) -> Call:
+    def begin(self, batch: Batch, context: CallContext, *, trains: bool, recomputed: bool, within: Any) -> Call:
         """The call of a forward: planned ahead for its very tensors, or now."""
         place = self.tables.placed.now
         if place.faults is not None:
@@ -287,7 +290,7 @@ class Engine:
     def __getstate__(self) -> dict[str, Any]:
         self.check_no_gradient("copy or pickle the tables")
         self.drop_planned()  # the copy plans for itself, and tables are copied while no batch is in flight
-        return {"tables": self.tables, "optimizer": self.optimizer}
+        return {"tables": self.tables, "optimizer": self.optimizer, "_over_ranks": self._over_ranks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -7,6 +7,7 @@ of their first occurrence, in float64: which slots they are in changes no bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -16,10 +17,15 @@ from tieredemb.step.call import Collected
 from tieredemb.tables.group import DeviceGroup, HostGroup
 from tieredemb.tables.table_set import TableSet
 
+OverRanks = Callable[[torch.Tensor, float], torch.Tensor]  # totals here, and p: totals of all ranks
 
-def gradient_norms(tables: TableSet, collected: Collected, norm_type: float) -> torch.Tensor:
+
+def gradient_norms(
+    tables: TableSet, collected: Collected, norm_type: float, over_ranks: OverRanks | None = None
+) -> torch.Tensor:
     """The p-norm of each table's gradient, float32 (T,) on the tables' device; p is `norm_type`, above 0, or infinite.
-    Padding is left out. Does not synchronise with a GPU."""
+    Padding is left out. `over_ranks`: where other ranks have rows of the tables, too. Does not synchronise with a
+    GPU."""
     totals = torch.zeros(len(tables.config.tables), dtype=torch.float64, device=tables.config.device)
     collected = sorted(collected, key=lambda pair: pair[0].number)
     with tables.placed.now.rows.again():
@@ -29,6 +35,8 @@ def gradient_norms(tables: TableSet, collected: Collected, norm_type: float) -> 
             else:
                 assert isinstance(group, HostGroup)
                 _norm_on_host(totals, group, g, collected, norm_type)
+    if over_ranks is not None:
+        totals = over_ranks(totals, norm_type)
     if not math.isinf(norm_type):
         totals = totals.sqrt() if norm_type == 2.0 else totals.pow(1.0 / norm_type)
     return totals.to(torch.float32)

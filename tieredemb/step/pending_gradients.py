@@ -23,7 +23,7 @@ from tieredemb.config import features_of
 from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.streams import outside_capture
 from tieredemb.step.call import Collected
-from tieredemb.step.gradient_norms import gradient_norms
+from tieredemb.step.gradient_norms import OverRanks, gradient_norms
 from tieredemb.tables.stand_in import TRACE
 from tieredemb.tables.table_set import TableSet
 
@@ -33,10 +33,17 @@ LEAST = 1e-30  # below, float32 rounds more coarsely
 
 class PendingGradients:
     """What one set of tables has collected since the last step. `update`: applies calls in forward order, and releases
-    them · `step_alone`: takes a step in which no row has a gradient."""
+    them · `step_alone`: takes a step in which no row has a gradient · `over_ranks`: see `gradient_norms`."""
 
-    def __init__(self, tables: TableSet, update: Callable[[Collected], None], step_alone: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        tables: TableSet,
+        update: Callable[[Collected], None],
+        step_alone: Callable[[], None],
+        over_ranks: OverRanks | None = None,
+    ) -> None:
         self._tables = tables
+        self._over_ranks = over_ranks
         self._update = update
         self._step_alone = step_alone
         self._count = len(tables.config.tables)
@@ -112,7 +119,7 @@ class PendingGradients:
         if not self._calls:
             return torch.zeros(len(self._tables.config.tables), device=self._tables.config.device)
         self._fold()
-        norms = gradient_norms(self._tables, self._calls, norm_type)
+        norms = gradient_norms(self._tables, self._calls, norm_type, self._over_ranks)
         for table in self._dropped:
             norms[table].zero_()  # an assignment would copy the zero from the host, and wait
         return norms
@@ -126,7 +133,7 @@ class PendingGradients:
             return self._zeros
         if self._read is None:
             with torch.no_grad():
-                self._norms = gradient_norms(self._tables, self._calls, 2.0)
+                self._norms = gradient_norms(self._tables, self._calls, 2.0, self._over_ranks)
                 trace = torch.full_like(self._norms, TRACE)
                 self._read = list(torch.stack([self._norms, trace], 1).unbind())
         return self._read

@@ -1,0 +1,50 @@
+"""What everything that looks up in tiered tables has, wherever their rows are: what fetching ahead needs of it."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from tieredemb.lookup.bags import Places
+from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
+from tieredemb.tables.table_set import TableSet
+
+if TYPE_CHECKING:
+    import torch
+
+    from tieredemb.step.call_memory import CallMemory
+
+
+class LookupModule(nn.Module, abc.ABC):
+    """A module whose forwards may be planned before they come."""
+
+    @property
+    @abc.abstractmethod
+    def tables(self) -> TableSet:
+        """The tables, wherever their rows are; of a sharded module some of those that lie here."""
+
+    @property
+    @abc.abstractmethod
+    def planned(self) -> PlannedForwards:
+        """The forwards that were planned, and have yet to come."""
+
+    @property
+    @abc.abstractmethod
+    def is_trainable(self) -> bool:
+        """Whether a backward updates the rows."""
+
+    @abc.abstractmethod
+    def plan_ahead(
+        self,
+        executor: PlanExecutor,
+        *inputs: torch.Tensor | Places,
+        trains: bool = True,
+        ages: bool = True,
+        memory: CallMemory | None = None,
+    ) -> Planned:
+        """Plans a forward before it comes, by `executor`, from what it will be given (`Batch.given`). A forward of
+        other tensors, or of these once they were changed, plans by itself, and so does one whose plan failed; plans
+        never taken are to be dropped. `trains`: whether a backward is expected · `ages`: whether it is of a later step
+        than the plan before it · `memory`: on a GPU, where to plan."""
