@@ -18,37 +18,39 @@ from tieredemb.tables.table_set import TableSet
 
 def save(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.PathLike[str], extra: Any) -> None:
     """See `TieredModule.save_checkpoint`."""
-    _check_directory(directory)
+    check_directory(directory)
     tables = tables.whole
     noted = note(optimizer, extra, _optimizers(tables))
     with tables.locked():  # another thread's step must not end up in half of it
-        held: dict[str, HeldRows] = {}
-        for name, group in _named(tables):
-            try:
-                group.cache.write_back()
-            except StorageError:  # a disk that takes no more: another may
-                group.cache.check_loadable()
-                held[name] = group.cache.dirty_rows()
-        tables.check_faults()
-        reasons = dict.fromkeys(group.cache.doubts.reason for group in tables.groups)
-        broken = "; ".join(filter(None, reasons))
-        spaces, identities = _spaces(tables), _identities(tables)
+        held, broken = write_back(tables)
+        spaces, identities = spaces_of(tables), _identities(tables)
         checkpoint.save(directory, spaces, identities=identities, extra=noted, broken=broken, held=held)
+
+
+def write_back(tables: TableSet) -> tuple[dict[str, HeldRows], str]:
+    """Brings the cold rows up to date: returns those that a storage could not take, by key space, and why rows are not
+    to be trusted, if so. The caller holds the caches."""
+    held: dict[str, HeldRows] = {}
+    for name, group in _named(tables):
+        try:
+            group.cache.write_back()
+        except StorageError:  # a disk that takes no more: another may
+            group.cache.check_loadable()
+            held[name] = group.cache.dirty_rows()
+    tables.check_faults()
+    reasons = dict.fromkeys(group.cache.doubts.reason for group in tables.groups)
+    return held, "; ".join(filter(None, reasons))
 
 
 def load(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.PathLike[str], *, recover: bool) -> Any:
     """See `TieredModule.load_checkpoint`."""
-    _check_directory(directory)
+    check_directory(directory)
     tables = tables.whole
     with tables.changing("load_checkpoint") as change:
-        is_broken = any(group.cache.doubts.reason for group in tables.groups)
-        for group in tables.groups:
-            if is_broken:  # nothing can be done with batches in flight
-                group.cache.give_up_batches()
-            group.cache.check_idle("load a checkpoint")
+        check_replaceable(tables)
         opened = checkpoint.opened(
             directory,
-            _spaces(tables),
+            spaces_of(tables),
             identities=_identities(tables),
             check_extra=functools.partial(check_noted, optimizer, _optimizers(tables)),
             recover=recover,
@@ -61,6 +63,15 @@ def load(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.P
         return found.extra["extra"]
 
 
+def check_replaceable(tables: TableSet) -> None:
+    """Raises `StorageError` while batches are in flight, but of a broken cache, which gives them up."""
+    is_broken = any(group.cache.doubts.reason for group in tables.groups)
+    for group in tables.groups:
+        if is_broken:  # nothing can be done with batches in flight
+            group.cache.give_up_batches()
+        group.cache.check_idle("load a checkpoint")
+
+
 def _optimizers(tables: TableSet) -> dict[str, RowOptimizer]:
     """Of tables that are looked up one by one, by their names; none of tables that have one together."""
     if not tables.config.apart:
@@ -68,7 +79,8 @@ def _optimizers(tables: TableSet) -> dict[str, RowOptimizer]:
     return {each.tables.config.tables[0].name: each.optimizer for each in list(tables.engines) if each.optimizer}
 
 
-def _check_directory(directory: str | os.PathLike[str]) -> None:
+def check_directory(directory: str | os.PathLike[str]) -> None:
+    """Raises `ConfigError` for a name that is none."""
     if not os.fspath(directory):
         raise ConfigError("the directory's name is empty, which would be the current one; give it a name, or '.'")
 
@@ -77,7 +89,8 @@ def _named(tables: TableSet) -> list[tuple[str, Group]]:
     return [(f"width{group.space.width}", group) for group in tables.groups]
 
 
-def _spaces(tables: TableSet) -> dict[str, ColdRows]:
+def spaces_of(tables: TableSet) -> dict[str, ColdRows]:
+    """The cold rows of each key space, by the name that checkpoints have for it."""
     return {name: group.cache.cold for name, group in _named(tables)}
 
 

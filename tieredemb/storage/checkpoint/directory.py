@@ -18,6 +18,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError
@@ -38,12 +39,15 @@ from tieredemb.storage.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from tieredemb.storage.checkpoint.parts import KeyPart, part_name, space_of
 from tieredemb.storage.file.header import difference, jsonable, layout_fields, plain_metadata
 from tieredemb.storage.file.io import fsync_directory, pread_all, pwrite_all
 from tieredemb.storage.system import system
 
 Spaces = Mapping[str, ColdRows]
+Parts = Mapping[str, KeyPart]
 Identities = Mapping[str, Mapping[str, Any]]
+MOST_FILES = 1_000_000  # of one process: what its names are numbered from
 
 
 def save(
@@ -72,62 +76,86 @@ def save(
     noted = jsonable(dict(extra or {}), "extra")
     with checkpoint_errors(path, "saving"):
         system.makedirs(path)
-        with _locked(path):
-            manifest = _save_rows(path, spaces, described, noted, broken, held or {})
+        with locked(path):
+            token = secrets.token_hex(8)
+            with written_files(path, token) as written:
+                entries = write_spaces(path, token, written, spaces, described, held or {})
+                manifest = Manifest(spaces=entries, extra=noted, broken=broken)
+                commit(path, token, written, manifest)
+            fsync_directory(path)
             for cold in spaces.values():
                 cold.kept()
-            _remove(path, [name for name in system.listdir(path) if is_leftover(name, manifest)])
+            remove_leftovers(path, manifest)
 
 
-def _save_rows(
-    path: str,
-    spaces: Spaces,
-    identities: Identities,
-    extra: dict[str, Any],
-    broken: str,
-    held: Mapping[str, HeldRows],
-) -> Manifest:
-    token = secrets.token_hex(8)
+@contextlib.contextmanager
+def written_files(path: str, token: str) -> Iterator[list[str]]:
+    """Names of files that a save writes, which are deleted again where it fails."""
     written: list[str] = []
     try:
-        entries = {}
-        names = _new_names(token, written)
-        for number, (name, cold) in enumerate(spaces.items()):
-            files, chunks = write_rows(path, names, cold, held.get(name))
-            if not is_in_memory(path):  # which would read back the memory that it has just written
-                with RowFiles(path, files, chunks, cold.layout) as rows:
-                    rows.verify()
-            history, data = "", b""
-            if cold.history is not None:
-                history, data = f"history-{token}-{number}.npz", cold.history.to_bytes()
-                written.append(history)
-                _write_whole(os.path.join(path, history), data)
-            entries[name] = Space(
-                history=history,
-                history_bytes=len(data),
-                files=files,
-                layout=layout_fields(cold.layout),
-                identity=dict(identities[name]),
-                metadata=plain_metadata(cold.metadata),
-                chunks=chunks,
-            )
-        manifest = Manifest(spaces=entries, extra=extra, broken=broken)
-        pending = f"{MANIFEST}.{token}"
-        written.append(pending)
-        write_manifest(os.path.join(path, pending), manifest)
-        fsync_directory(path)  # the row files' names, before a manifest that needs them
-        system.rename(os.path.join(path, pending), os.path.join(path, MANIFEST))
+        yield written
     except BaseException:
         if not _may_name(path, token):  # an interrupt may arrive just after the rename
             _remove(path, written)
         raise
-    fsync_directory(path)
-    return manifest
 
 
-def _new_names(token: str, written: list[str]) -> Iterator[str]:
+def write_spaces(
+    path: str,
+    token: str,
+    written: list[str],
+    spaces: Spaces,
+    identities: Identities,
+    held: Mapping[str, HeldRows],
+    parts: Parts | None = None,
+    *,
+    number: int = 0,
+) -> dict[str, Space]:
+    """Writes and verifies the row files of `spaces`, or of the `parts` of them that this process holds, and returns
+    what a manifest says of each. `number`: of the process."""
+    entries = {}
+    names = _new_names(token, written, number * MOST_FILES)
+    for count, (name, cold) in enumerate(spaces.items()):
+        part = None if parts is None else parts[name]
+        layout = cold.layout if part is None else replace(cold.layout, rows=part.rows)
+        files, chunks = write_rows(path, names, cold, held.get(name), part)
+        if not is_in_memory(path):  # which would read back the memory that it has just written
+            with RowFiles(path, files, chunks, layout) as rows:
+                rows.verify()
+        history, data = "", b""
+        if cold.history is not None:
+            history, data = f"history-{token}-{number * MOST_FILES + count}.npz", cold.history.to_bytes()
+            written.append(history)
+            _write_whole(os.path.join(path, history), data)
+        entries[name if part is None else part_name(name, number)] = Space(
+            history=history,
+            history_bytes=len(data),
+            files=files,
+            layout=layout_fields(layout),
+            identity=dict(identities[name]),
+            metadata=plain_metadata(cold.metadata),
+            chunks=chunks,
+        )
+    return entries
+
+
+def commit(path: str, token: str, written: list[str], manifest: Manifest) -> None:
+    """Makes `manifest` the directory's, atomically: from then on its row files are the checkpoint."""
+    pending = f"{MANIFEST}.{token}"
+    written.append(pending)
+    write_manifest(os.path.join(path, pending), manifest)
+    fsync_directory(path)  # the row files' names, before a manifest that needs them
+    system.rename(os.path.join(path, pending), os.path.join(path, MANIFEST))
+
+
+def remove_leftovers(path: str, manifest: Manifest) -> None:
+    """Deletes what earlier saves have left, and `manifest` does not name."""
+    _remove(path, [name for name in system.listdir(path) if is_leftover(name, manifest)])
+
+
+def _new_names(token: str, written: list[str], first: int) -> Iterator[str]:
     """Names of row files, each noted in `written` before it is used."""
-    for number in itertools.count():
+    for number in itertools.count(first):
         written.append(f"rows-{token}-{number}.bin")
         yield written[-1]
 
@@ -176,7 +204,9 @@ class Opened:
         files: Mapping[str, RowFiles],
         spaces: Spaces,
         histories: Mapping[str, Any],
+        parts: Parts | None,
     ) -> None:
+        self._parts = parts
         self._histories = histories
         self.extra = manifest.extra
         self._path, self._manifest, self._files, self._spaces = path, manifest, files, spaces
@@ -189,9 +219,12 @@ class Opened:
             for cold in self._spaces.values():
                 cold.reset()
             for name, cold in self._spaces.items():
-                entry = self._manifest.spaces[name]
-                _put_rows(self._files[name], entry.row_layout, cold)
-                cold.metadata = plain_metadata(entry.metadata)
+                part = None if self._parts is None else self._parts[name]
+                entries = {each: self._manifest.spaces[each] for each in self._manifest.of(name)}
+                for each, entry in entries.items():
+                    _put_rows(self._files[each], entry.row_layout, cold, part)
+                latest = max(entries.values(), key=lambda entry: entry.metadata.batch)
+                cold.metadata = plain_metadata(latest.metadata)
                 if self._histories[name] is not None:
                     cold.history.take(self._histories[name])
         except CheckpointError as error:
@@ -205,14 +238,19 @@ class Opened:
             ) from error
 
 
-def _put_rows(files: RowFiles, layout: RowLayout, cold: ColdRows) -> None:
-    """Puts all rows of `files`, of `layout`, in their places in `cold`."""
+def _put_rows(files: RowFiles, layout: RowLayout, cold: ColdRows, part: KeyPart | None) -> None:
+    """Puts all rows of `files`, of `layout`, in their places in `cold`; those of a `part`, if that is one."""
     from tieredemb.kernels.row_encoding_cpu import in_encoding  # not before it is needed, as it imports numba
 
     reserving = threading.Lock()
     is_same = layout.format.encoding == cold.layout.format.encoding
 
     def put(number: int, keys: Array, weight: Array, state: Array) -> None:
+        if part is not None:
+            chosen, keys = part.own(keys)
+            weight, state = weight[chosen], state[chosen]
+            if len(keys) == 0:
+                return
         with reserving:
             cold.reserve(keys)
         place = place_of(keys)
@@ -230,19 +268,20 @@ def opened(
     identities: Identities | None = None,
     check_extra: Callable[[dict[str, Any]], None] = lambda extra: None,
     recover: bool = False,
+    parts: Parts | None = None,
 ) -> Iterator[Opened]:
     """The checkpoint in `directory`, verified, to be restored into `spaces` inside the context. Weights of another
     dtype are rounded to nearest; optimizer state has one dtype.
 
     `identities` as in `save`; without them they are not compared. `check_extra` is given the `extra`, and raises for
-    one that it does not want. `recover`: take rows that the saving cache did not trust. Changes nothing, and waits for
-    nobody. Raises `CheckpointError`.
+    one that it does not want. `recover`: take rows that the saving cache did not trust. `parts`: what of each space
+    this process holds. Changes nothing, and waits for nobody. Raises `CheckpointError`.
     """
     path = os.path.abspath(os.fspath(directory))
     with contextlib.ExitStack() as stack:
         with checkpoint_errors(path, "loading"):
             manifest, files = _open_files(path, stack)
-            _compare(path, manifest, spaces, identities)
+            _compare(path, manifest, spaces, identities, parts)
             check_extra(manifest.extra)
             if manifest.broken and not recover:
                 raise CheckpointError(
@@ -250,10 +289,12 @@ def opened(
                     f"{manifest.broken}. Use an earlier checkpoint, or take the rows as they are with "
                     "load_checkpoint(directory, recover=True); nothing was changed"
                 )
-            histories = {name: _history_of(path, manifest.spaces[name], cold) for name, cold in spaces.items()}
-            for name in spaces:
-                files[name].verify()
-        yield Opened(path, manifest, files, spaces, histories)
+            histories = {
+                name: _history_of(path, manifest.spaces[manifest.of(name)[0]], cold) for name, cold in spaces.items()
+            }
+            for each in files.values():
+                each.verify()
+        yield Opened(path, manifest, files, spaces, histories, parts)
 
 
 def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[str, RowFiles]]:
@@ -279,16 +320,19 @@ def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[
             manifest = again
 
 
-def _compare(path: str, manifest: Manifest, spaces: Spaces, identities: Identities | None) -> None:
+def _compare(path: str, manifest: Manifest, spaces: Spaces, identities: Identities | None, parts: Parts | None) -> None:
     """Raises `CheckpointError` that names the first thing in which the checkpoint is another model's."""
-    if set(manifest.spaces) != set(spaces):
+    found_spaces = {space_of(name) for name in manifest.spaces}
+    if found_spaces != set(spaces):
         raise CheckpointError(
-            f"the checkpoint in {path!r} has the key spaces {sorted(manifest.spaces)}, this model has "
+            f"the checkpoint in {path!r} has the key spaces {sorted(found_spaces)}, this model has "
             f"{sorted(spaces)}; load it into a model of the same tables"
         )
-    for name, cold in spaces.items():
-        entry = manifest.spaces[name]
-        wanted = layout_fields(cold.layout) | {"dtype": entry.layout["dtype"]}  # rows of another one are rounded
+    for each, entry in manifest.spaces.items():
+        name = space_of(each)
+        cold = spaces[name]
+        layout = cold.layout if parts is None else replace(cold.layout, rows=parts[name].rows)
+        wanted = layout_fields(layout) | {"dtype": entry.layout["dtype"]}  # rows of another one are rounded
         found = difference(entry.layout, wanted, "layout", stored_in="the checkpoint")
         if not found and identities is not None:
             identity = jsonable(dict(identities.get(name, {})), f"identity of {name!r}")
@@ -319,7 +363,7 @@ def checkpoint_errors(path: str, doing: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
+def locked(path: str) -> Iterator[None]:
     """Keeps a save from deleting what another save writes."""
     fd = system.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

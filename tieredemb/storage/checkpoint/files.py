@@ -23,6 +23,7 @@ from tieredemb.errors import CheckpointError
 from tieredemb.kernels.chunks import each
 from tieredemb.progress import progress
 from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout
+from tieredemb.storage.checkpoint.parts import KeyPart
 from tieredemb.storage.file.io import Descriptor, pread_into, pwrite_all
 from tieredemb.storage.system import system
 
@@ -117,11 +118,12 @@ def _rows_of(
 
 
 def write_rows(
-    directory: str, names: Iterator[str], cold: ColdRows, held: HeldRows | None = None
+    directory: str, names: Iterator[str], cold: ColdRows, held: HeldRows | None = None, part: KeyPart | None = None
 ) -> tuple[tuple[str, ...], list[Chunk]]:
     """Writes all written rows of `cold`, and those `held` elsewhere, to new files of the next of the `names`, and syncs
-    them. Returns which it took, and the chunks. Raises `OSError`."""
-    writer = _Writer(directory, names, cold)
+    them: under the keys of the whole of which they are a `part`, if they are one. Returns which it took, and the
+    chunks. Raises `OSError`."""
+    writer = _Writer(directory, names, cold, part)
     try:
         writer.create()
         with progress("writing rows", None) as advance:
@@ -136,7 +138,8 @@ def write_rows(
 class _Writer:
     """Row files that are being written. `files`: their names · `fds`: their descriptors, to be closed."""
 
-    def __init__(self, directory: str, names: Iterator[str], cold: ColdRows) -> None:
+    def __init__(self, directory: str, names: Iterator[str], cold: ColdRows, part: KeyPart | None) -> None:
+        self._part = part
         self._directory, self._names, self._cold, self._layout = directory, names, cold, cold.layout
         self._chunk_rows = max(1, _CHUNK_BYTES // bytes_of(1, cold.layout))
         self._memories = _Memories(bytes_of(self._chunk_rows, cold.layout))
@@ -159,7 +162,9 @@ class _Writer:
 
     def placed(self, held: HeldRows | None) -> Iterator[tuple[int, Array, tuple[Array, Array] | None]]:
         """The number of each chunk, which has its place then, its keys and what `_rows_of` has beside them."""
-        for number, (keys, rows) in enumerate(_rows_of(self._cold, self._chunk_rows, held)):
+        number = -1
+        for keys, rows in self._real(_rows_of(self._cold, self._chunk_rows, held)):
+            number += 1
             file = number % len(self._ends)
             if file == len(self.fds):
                 self.create()
@@ -167,11 +172,23 @@ class _Writer:
             self._ends[file] += bytes_of(len(keys), self._layout)
             yield number, keys, rows
 
+    def _real(
+        self, found: Iterator[tuple[Array, tuple[Array, Array] | None]]
+    ) -> Iterator[tuple[Array, tuple[Array, Array] | None]]:
+        """Those that are rows of the whole, where this is a part of one."""
+        for keys, rows in found:
+            real = None if self._part is None else self._part.holds(keys)
+            if real is None or real.all():
+                yield keys, rows
+            elif real.any():
+                yield keys[real], None if rows is None else (rows[0][real], rows[1][real])
+
     def write(self, item: tuple[int, Array, tuple[Array, Array] | None], thread: int) -> int:
         """Writes a chunk that has its place; returns its bytes."""
         number, keys, rows = item
         crc, offset = 0, self.chunks[number].offset
-        for part in (keys, *(rows or _stored(self._cold, keys, self._memories, thread))):
+        named = keys if self._part is None else np.ascontiguousarray(self._part.whole(keys))
+        for part in (named, *(rows or _stored(self._cold, keys, self._memories, thread))):
             data = part.reshape(-1).view(np.uint8).data
             crc = zlib.crc32(data, crc)
             pwrite_all(self.fds[number % len(self._ends)], data, offset)

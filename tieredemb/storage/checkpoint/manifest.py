@@ -18,6 +18,7 @@ from typing import Any
 from tieredemb.errors import CheckpointError, shown
 from tieredemb.storage.base import Metadata, RowLayout
 from tieredemb.storage.checkpoint.files import Chunk, bytes_of
+from tieredemb.storage.checkpoint.parts import is_parted, space_of
 from tieredemb.storage.file.header import layout_of
 from tieredemb.storage.file.io import pread_all, pwrite_all
 from tieredemb.storage.stored_json import fields_of, integer_of, list_of, object_of, parse, text_of
@@ -25,7 +26,7 @@ from tieredemb.storage.system import system
 
 MANIFEST = "manifest.json"
 FORMAT = "tieredemb checkpoint"
-VERSION = 2  # 1, which older libraries read, where every key space has one row file
+VERSION = 3  # 1, which older libraries read, where every key space has one row file; 2 where there are no parts
 # 64 times what is written, and little memory: a file of holes may be of any size
 _MOST_CHUNK_BYTES = 1 << 30
 _MOST_HISTORY_BYTES = 1 << 40
@@ -61,6 +62,10 @@ class Manifest:
     extra: dict[str, Any]
     broken: str = ""
 
+    def of(self, space: str) -> list[str]:
+        """The entries of a key space: one, or those of the processes that had a part of it each."""
+        return [name for name in self.spaces if space_of(name) == space]
+
 
 def is_leftover(name: str, manifest: Manifest) -> bool:
     """Whether a file in the directory was made by a save and is not part of `manifest`."""
@@ -82,7 +87,8 @@ def write_manifest(path: str, manifest: Manifest) -> None:
     if not manifest.broken:
         del fields["broken"]  # a library that does not know it reads all checkpoints that are to be trusted
     body = _text(fields)
-    version = 1 if all(len(entry.files) == 1 for entry in manifest.spaces.values()) else VERSION
+    version = 1 if all(len(entry.files) == 1 for entry in manifest.spaces.values()) else 2
+    version = VERSION if is_parted(manifest.spaces) else version
     head = {"format": FORMAT, "version": version, "crc32": zlib.crc32(body.encode())}
     data = f'{_text(head)[:-1]},"body":{body}}}\n'.encode()
     fd = system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
