@@ -57,6 +57,10 @@ class BackwardError(TieredEmbError, RuntimeError):
     """A backward that cannot be honoured: no optimizer, a second pass through one forward."""
 
 
+class PeerError(TieredEmbError, RuntimeError):
+    """Another rank has failed, or does something else than this one. The message says which."""
+
+
 class StorageError(TieredEmbError, OSError):
     """A cold storage failed to open, read or write. The cause is chained."""
 

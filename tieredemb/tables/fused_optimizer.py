@@ -71,6 +71,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"attach_grad_scaler needs a torch.amp.GradScaler, got {scaler!r}")
         self._scaler = scaler
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether an enabled scaler is attached."""
+        return self._scaler is not None and self._scaler.is_enabled()
+
     def numbers(self, group: Group, grads: list[torch.Tensor]) -> Hyperparameters | None:
         """The numbers of the next step of `group`, or None where a scaler is attached and `grads` are not finite."""
         scale = 1.0

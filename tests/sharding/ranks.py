@@ -1,0 +1,85 @@
+"""What ranks do in tests, and one process that does it alone on the batches of all of them."""
+
+from __future__ import annotations
+
+import torch
+from training import random_batch, table_configs
+
+import tieredemb as te
+from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+from tieredemb.sharding.layout import RowWise, TableWise
+
+SHARDINGS = {
+    "rows": RowWise(),
+    "tables": TableWise(),
+    "both": {"t0": RowWise(), "t1": TableWise(), "t2": RowWise(), "t3": TableWise(rank=0)},
+    "chosen": None,
+}
+
+
+def batch_of(tables, step, rank, *, samples):
+    """ids, offsets, weights and gradient of a rank's own batch. Ranks differ in samples, and one may have none."""
+    return random_batch(tables, samples(rank), 1000 * step + rank)
+
+
+def joined(tables, batches):
+    """The batches of all ranks as one: feature by feature, and in these rank by rank."""
+    ids, lengths, weights = [], [], []
+    for f in range(len(tables)):
+        for its_ids, offsets, its_weights, upstream in batches:
+            size = len(upstream)
+            edges = offsets[f * size : (f + 1) * size + 1]
+            ids.append(its_ids[edges[0] : edges[-1]])
+            weights.append(its_weights[edges[0] : edges[-1]])
+            lengths.append(edges.diff())
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(lengths).cumsum(0)])
+    return torch.cat(ids), offsets, torch.cat(weights), torch.cat([each[3] for each in batches])
+
+
+def step_of(model, batch, *, weighted):
+    ids, offsets, weights, upstream = batch
+    weights = weights.clone().requires_grad_() if weighted else None
+    out = model(ids, offsets, weights) if weighted else model(ids, offsets)
+    out.backward(upstream.to(out.dtype))
+    return out.detach().clone(), None if weights is None else weights.grad.clone()
+
+
+def sharded_run(rank, size, tables, sharding, steps, samples, weighted, keywords):
+    """Trains on the ranks; outputs and gradients of weights here, and the tables on rank 0."""
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=SHARDINGS[sharding], average=False, device="cpu", **keywords
+    )
+    outputs = [
+        step_of(model, batch_of(tables, step, rank, samples=samples), weighted=weighted) for step in range(steps)
+    ]
+    weights = model.state_dict()
+    model.close()
+    return outputs, dict(weights)
+
+
+def one_process(size, tables, steps, samples, weighted, keywords):
+    """The same alone: outputs of each rank, and the tables."""
+    model = te.TieredEmbeddingBagCollection(tables, device="cpu", **keywords)
+    outputs = [[] for _ in range(size)]
+    for step in range(steps):
+        batches = [batch_of(tables, step, rank, samples=samples) for rank in range(size)]
+        out, gradient = step_of(model, joined(tables, batches), weighted=weighted)
+        place = 0
+        for rank, rows in enumerate(out.split([len(each[3]) for each in batches])):
+            outputs[rank].append(rows)
+        del place, gradient
+    weights = dict(model.state_dict())
+    model.close()
+    return outputs, weights
+
+
+def seven(rank):
+    return 7
+
+
+def uneven(rank):
+    return (5, 0, 9, 2)[rank]
+
+
+def tables_of(**keywords):
+    return table_configs(**keywords)

@@ -1,0 +1,157 @@
+"""When one rank fails or does something else, all raise, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from sharding.ranks import batch_of, seven, step_of, tables_of
+
+import tieredemb as te
+from tieredemb.errors import StorageFullError
+from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+from tieredemb.sharding.layout import RowWise
+
+TABLES = tables_of()
+QUICK = timedelta(seconds=3)
+
+
+def model_of(**keywords):
+    return ShardedTieredEmbeddingBagCollection(
+        TABLES, sharding=RowWise(), capacity=0.5, optimizer=te.Adagrad(lr=0.1), device="cpu", **keywords
+    )
+
+
+def told(action, *args, **keywords):
+    """The error's name and text."""
+    try:
+        action(*args, **keywords)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def fails_once(rank, size, who, kind):
+    """One rank fails in the second step, in one way or another; the others are well, and go on. What was told, and the
+    tables in the end."""
+    model = model_of()
+    found = None
+    for step in range(4):
+        ids, offsets, weights, upstream = batch_of(TABLES, step, rank, samples=seven)
+        if step == 1:
+            bad = rank == who
+            if kind == "id":
+                wrong = ids.clone()
+                wrong[-1] = 40 if bad else wrong[-1]
+                found = told(model, wrong, offsets)
+            elif kind == "offset":
+                wrong = offsets.clone()
+                wrong[1] = -1 if bad else wrong[1]
+                found = told(model, ids, wrong)
+            elif kind == "weights":
+                found = told(model, ids, offsets, weights if bad else None)
+            elif kind == "storage":
+                engine = model._shards[0].engine
+                begin = engine.begin
+
+                def full(*args, **keywords):
+                    raise StorageFullError("no space is left")
+
+                engine.begin = full if bad else begin
+                found = told(model, ids, offsets)
+                engine.begin = begin
+        step_of(model, (ids, offsets, weights, upstream), weighted=False)
+    weights = dict(model.state_dict())
+    model.close()
+    return found, weights
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "name", "text"),
+    [
+        ("id", "IdOutOfRangeError", "id 40 at position"),
+        ("offset", "InvalidInputError", "offsets"),
+        ("weights", "PeerError", "per_sample_weights are given on ranks"),
+        ("storage", "StorageFullError", "no space is left"),
+    ],
+)
+def test_a_rank_that_fails_is_told_of_on_all(worlds, who, kind, name, text):
+    _, expected = worlds(3).run(fails_once, -1, "none")[0]
+    answers = worlds(3).run(fails_once, who, kind)
+    for found, _ in answers:
+        assert found[0] == name
+        assert text in found[1]
+        assert f"[{who}]" in found[1] if kind == "weights" else found[1].startswith(f"rank {who}: ")
+    for table, weight in expected.items():
+        assert torch.equal(answers[0][1][table], weight)
+
+
+def does_other_things(rank, size):
+    model = model_of(timeout=QUICK)
+    ids, offsets, _, upstream = batch_of(TABLES, 0, rank, samples=seven)
+    out = model(ids, offsets)
+    started = time.monotonic()
+    found = told(out.backward, upstream) if rank == 0 else told(model, ids, offsets)
+    return found, time.monotonic() - started
+
+
+def test_ranks_that_do_different_things_are_told_so(worlds):
+    for (name, text), seconds in worlds(2).run(does_other_things):
+        assert name == "PeerError"
+        assert "rank 0 updates rows" in text
+        assert "rank 1 looks up a batch" in text
+        assert seconds < 2
+
+
+def ends_early(rank, size):
+    model = model_of(timeout=QUICK)
+    started, found = time.monotonic(), None
+    for step in range(2 if rank == 0 else 1):
+        ids, offsets, *_ = batch_of(TABLES, step, rank, samples=seven)
+        found = told(model, ids, offsets)
+    return found, time.monotonic() - started
+
+
+def test_a_rank_that_has_nothing_more_to_do_is_waited_for_until_the_timeout(worlds):
+    answers = worlds(2).run(ends_early)
+    (name, text), seconds = answers[0]
+    assert name == "PeerError"
+    assert "3 s (timeout=)" in text
+    assert seconds < 15
+    assert answers[1][0] is None
+
+
+def saves_alone(rank, size):
+    model = model_of(timeout=QUICK)
+    return told(model.state_dict) if rank == 1 else None
+
+
+def test_state_dict_on_one_rank_alone_raises(worlds):
+    answers = worlds(2).run(saves_alone)
+    assert answers[0] is None
+    name, text = answers[1]
+    assert name == "PeerError"
+    assert "rank 1 reads or writes whole tables" in text
+
+
+def loads_whole(rank, size, state):
+    model = model_of()
+    model.load_state_dict(state)
+    found = dict(model.state_dict())
+    del state["tables.t2.weight"]
+    missing = told(model.load_state_dict, state)
+    model.close()
+    return found, missing
+
+
+def test_whole_tables_are_loaded_on_every_rank(worlds):
+    state = {f"tables.t{t}.weight": torch.randn(n, 4) for t, n in enumerate((1, 3, 17, 40))}
+    answers = worlds(3).run(loads_whole, state)
+    for name, weight in state.items():
+        assert torch.equal(answers[0][0][name], weight)
+    for _, (kind, text) in answers:
+        assert kind == "RuntimeError"
+        assert "tables.t2.weight" in text

@@ -1,0 +1,104 @@
+"""Sharded tables that follow a torch optimizer: the bits of one process whose tables do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sharding.ranks import batch_of, joined, tables_of, uneven
+
+import tieredemb as te
+from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+from tieredemb.sharding.layout import RowWise
+
+TABLES = tables_of(widths=(4, 8), padding=(None, 0))
+KINDS = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "Adam": (torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.05}),
+}
+
+
+def params_of(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def loop(model, optimizer, batches, how):
+    """Steps; "clip": by the norm · "scale": with a scaler, and an infinite gradient in the second · "late": of several
+    backwards, and one step without any. What was seen of norms and scales."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    seen = []
+    for step, (ids, offsets, _, upstream) in enumerate(batches):
+        if how != "late" or step % 2 == 0:
+            optimizer.zero_grad()
+        out = model(ids, offsets)
+        if how == "scale":
+            scale = float(scaler.scale(torch.ones(())))
+            out.backward(upstream * scale)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(scaler.get_scale())
+        else:
+            out.backward(upstream)
+            if how == "clip":
+                seen.append(float(torch.nn.utils.clip_grad_norm_(params_of(optimizer), 0.5)))
+            if how != "late" or step % 2 == 1:
+                optimizer.step()
+    if how == "late":
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+    return seen
+
+
+def spoilt(batch, step, rank, how):
+    if how == "scale" and (step, rank) == (1, 2):
+        batch[3][0, 0] = torch.inf
+    return batch
+
+
+def follows(rank, size, kind, how, when):
+    make, options = KINDS[kind]
+    dense = torch.nn.Parameter(torch.zeros(1))
+    optimizer = make([dense], **options)
+    given = {"class": make, "instance": optimizer, "later": None}[when]
+    model = ShardedTieredEmbeddingBagCollection(
+        TABLES, sharding=RowWise(), capacity=1.0, optimizer=given, device="cpu", average=False
+    )
+    if when != "instance":
+        model.follow(optimizer)
+    batches = [spoilt(batch_of(TABLES, step, rank, samples=uneven), step, rank, how) for step in range(6)]
+    seen = loop(model, optimizer, batches, how)
+    weights = dict(model.state_dict())
+    model.close()
+    return seen, weights
+
+
+@pytest.mark.parametrize("how", ["plain", "clip", "scale", "late"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_following_gives_the_bits_of_one_process(worlds, kind, how):
+    make, options = KINDS[kind]
+    model = te.TieredEmbeddingBagCollection(TABLES, capacity=1.0, optimizer=make, device="cpu")
+    optimizer = make([torch.nn.Parameter(torch.zeros(1)), *model.parameters()], **options)
+    model.follow(optimizer)
+    batches = [
+        joined(TABLES, [spoilt(batch_of(TABLES, step, rank, samples=uneven), step, rank, how) for rank in range(3)])
+        for step in range(6)
+    ]
+    seen = loop(model, optimizer, batches, how)
+    answers = worlds(3).run(follows, kind, how, "class")
+    for its_seen, _ in answers:
+        assert its_seen == pytest.approx(seen, rel=1e-6)
+    for name, weight in model.state_dict().items():
+        if how == "clip":  # rows of several ranks are summed in another order, before the norm is rounded to float32
+            torch.testing.assert_close(answers[0][1][name], weight, rtol=1e-6, atol=1e-7)
+        else:
+            assert torch.equal(answers[0][1][name], weight), name
+
+
+@pytest.mark.parametrize("when", ["instance", "later"])
+def test_an_optimizer_may_be_given_or_come_later(worlds, when):
+    expected = worlds(2).run(follows, "Adam", "plain", "class")[0][1]
+    found = worlds(2).run(follows, "Adam", "plain", when)[0][1]
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight)

@@ -1,0 +1,131 @@
+"""Batches whose ids are exchanged and planned while the one before computes: the same bits."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from sharding.ranks import batch_of, one_process, step_of, tables_of, uneven
+from sharding.test_sharded_failures import told
+from torch import nn
+
+import tieredemb as te
+from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+from tieredemb.sharding.layout import RowWise
+
+TABLES = tables_of(modes=("sum", "mean"), widths=(4, 8))
+STEPS = 8
+
+
+def model_of(optimizer, **keywords):
+    return ShardedTieredEmbeddingBagCollection(
+        TABLES, sharding=RowWise(), optimizer=optimizer, device="cpu", average=False, **keywords
+    )
+
+
+def runs_ahead(rank, size, depth, optimizer, capacity, leave_at):
+    """Trains in a prefetch loop, which it may leave and begin again; what was planned and found."""
+    model = model_of(optimizer, capacity=capacity)
+    batches = [batch_of(TABLES, step, rank, samples=uneven) for step in range(STEPS)]
+    found = []
+    take = model.planned.take
+
+    def counted(tables, given):
+        call = take(tables, given)
+        found.append(call is not None)
+        return call
+
+    model.planned.take = counted
+    outputs = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a rank without samples cannot tell its tensors apart
+        for part in (batches[:leave_at], batches[leave_at:]):
+            loop = te.prefetch(part, model, depth, ids_of=lambda batch: batch[:2])
+            outputs += [step_of(model, batch, weighted=False)[0] for batch in loop]
+    weights = dict(model.state_dict())
+    waiting = len(model.planned.waiting)
+    model.close()
+    return outputs, weights, sum(found), waiting
+
+
+@pytest.mark.parametrize("optimizer", [te.Adagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("capacity", [1, 0.5])
+def test_ahead_or_not_bits_are_the_same(worlds, depth, optimizer, capacity):
+    alone, expected = one_process(3, TABLES, STEPS, uneven, False, {"optimizer": optimizer, "capacity": 1.0})
+    answers = worlds(3).run(runs_ahead, depth, optimizer, capacity, 5)
+    for rank, (outputs, _, found, waiting) in enumerate(answers):
+        assert all(map(torch.equal, outputs, alone[rank]))
+        assert found == STEPS
+        assert waiting == 0
+    for name, weight in expected.items():
+        assert torch.equal(answers[0][1][name], weight)
+
+
+def learns(rank, size):
+    """The loop finds out by itself which tensors the model looks up."""
+    model = nn.Sequential(model_of(te.SGD(lr=0.1), capacity=0.5))
+    planned = model[0].planned
+    ahead = []
+    for ids, offsets, _, upstream in te.prefetch(
+        [batch_of(TABLES, step, rank, samples=lambda rank: 5 + rank) for step in range(5)], model
+    ):
+        ahead.append(len(planned.waiting))
+        model[0](ids, offsets).backward(upstream)
+    weights = dict(model[0].state_dict())
+    model[0].close()
+    return ahead, weights
+
+
+def test_what_is_looked_up_is_learned_from_the_first_batch(worlds):
+    _, expected = one_process(2, TABLES, 5, lambda rank: 5 + rank, False, {"optimizer": te.SGD(lr=0.1)})
+    answers = worlds(2).run(learns)
+    for ahead, _ in answers:
+        assert ahead[0] == 0
+        assert min(ahead[1:4]) >= 1
+    for name, weight in expected.items():
+        assert torch.equal(answers[0][1][name], weight)
+
+
+def meets_a_bad_id(rank, size):
+    model = model_of(te.SGD(lr=0.1), capacity=0.5)
+    batches = [batch_of(TABLES, step, rank, samples=lambda rank: 5 + rank) for step in range(4)]
+    if rank == 1:
+        batches[2][0][-1] = 40
+    found = []
+    for batch in te.prefetch(batches, model, ids_of=lambda batch: batch[:2]):
+        found.append(told(step_of, model, batch, weighted=False))
+    model.close()
+    return found
+
+
+def test_a_bad_id_that_was_planned_comes_at_its_batch_on_all_ranks(worlds):
+    for found in worlds(2).run(meets_a_bad_id):
+        assert [each is None for each in found] == [True, True, False, True]
+        assert found[2][0] == "IdOutOfRangeError"
+        assert found[2][1].startswith("rank 1: id 40")
+
+
+def leaves(rank, size):
+    """Leaves the loop early, and goes on without."""
+    model = model_of(te.Adagrad(lr=0.1), capacity=0.5)
+    batches = [batch_of(TABLES, step, rank, samples=lambda rank: 5) for step in range(6)]
+    for step, batch in enumerate(te.prefetch(batches, model, 2, ids_of=lambda batch: batch[:2])):
+        step_of(model, batch, weighted=False)
+        if step == 2:
+            break
+    for batch in batches[3:]:
+        step_of(model, batch, weighted=False)
+    weights = dict(model.state_dict())
+    waiting = len(model.planned.waiting), len(model._shards[0].engine.planned.waiting)
+    model.close()
+    return weights, waiting
+
+
+def test_a_loop_that_is_left_leaves_nothing_behind(worlds):
+    _, expected = one_process(2, TABLES, 6, lambda rank: 5, False, {"optimizer": te.Adagrad(lr=0.1)})
+    (weights, waiting), _ = worlds(2).run(leaves)
+    assert waiting == (0, 0)
+    for name, weight in expected.items():
+        assert torch.equal(weights[name], weight)

@@ -1,0 +1,79 @@
+"""Worlds of processes on gloo, which run functions for tests: started once, as a process takes seconds to start."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+
+START = multiprocessing.get_context("spawn")
+WAIT_S = 30
+
+
+def serve(rank, size, meeting, pipe):
+    """What a process of a world does: calls what it is sent, until nothing more comes."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    where = f"file://{meeting}"  # a port that is free now may be another world's in a moment
+    dist.init_process_group("gloo", where, rank=rank, world_size=size, timeout=timedelta(seconds=WAIT_S))
+    pipe.send(("ready", None))
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args = pipe.recv()
+            try:
+                pipe.send(("returned", function(rank, size, *args)))
+            except BaseException as error:
+                pipe.send(("raised", (type(error).__name__, str(error), traceback.format_exc())))
+    dist.destroy_process_group()
+
+
+class World:
+    """`size` processes, each a rank."""
+
+    def __init__(self, size):
+        self.size = size
+        self._meeting = tempfile.TemporaryDirectory(prefix="tieredemb-world-")
+        meeting = os.path.join(self._meeting.name, "store")
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = START.Pipe()
+            process = START.Process(target=serve, args=(rank, size, meeting, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        self._answers()
+
+    def call(self, function, *args):
+        """(kind, value) of each rank, of `function(rank, size, *args)`: "returned" and what, or "raised" and the
+        error's name, text and traceback."""
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        return self._answers()
+
+    def run(self, function, *args):
+        """What it returns on each rank. An error of a rank is one of the test."""
+        answers = self.call(function, *args)
+        for rank, (kind, value) in enumerate(answers):
+            assert kind == "returned", f"rank {rank} of {self.size}: {value[2]}"
+        return [value for _, value in answers]
+
+    def _answers(self):
+        answers = []
+        for rank, pipe in enumerate(self.pipes):
+            assert pipe.poll(WAIT_S), f"rank {rank} of {self.size} does not answer"
+            answers.append(pipe.recv())
+        return answers
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(10)
+            process.kill()
+        self._meeting.cleanup()

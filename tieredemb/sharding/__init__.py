@@ -1,0 +1,1 @@
+"""One collection over several processes: who owns which rows, what is exchanged, and the module."""

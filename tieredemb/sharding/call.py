@@ -1,0 +1,243 @@
+"""One forward of a sharded collection and its backward: what is exchanged, and in which order.
+
+Forward: ids go to the ranks that own their rows, which look them up; the rows come back, and are pooled where the bags
+are. Backward: the gradient of every occurrence goes to the owner of its row, which updates it as one process would that
+has the batches of all ranks, one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tieredemb.errors import PeerError, TieredEmbError
+from tieredemb.sharding.exchange import Exchange, Header, Phase
+from tieredemb.sharding.host_bags import HostBags, edges_of
+from tieredemb.sharding.layout import Layout
+from tieredemb.sharding.optimizer import ShardedOptimizer
+from tieredemb.sharding.shard import Asked, Shard
+from tieredemb.step.batch import Batch
+from tieredemb.step.call import NUMBERS, BackwardPass, Call
+from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
+
+WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
+PLANNED = 2  # ids were exchanged before
+INFINITE = 1  # of a backward: a gradient is not finite, which is to keep all ranks from the update
+Reached = list[tuple["ShardedCall", torch.Tensor]]  # calls that a backward has reached, and gradients of their outputs
+
+
+@dataclass(eq=False)
+class ShardedContext:
+    """What the calls of one module share. `columns`: ΣD of an output · `divisor`: what gradients are divided by ·
+    `number`: of the last exchange."""
+
+    layout: Layout
+    exchange: Exchange
+    shards: Sequence[Shard]
+    features: int
+    columns: int
+    output_dtype: torch.dtype
+    divisor: float
+    backward_pass: BackwardPass
+    optimizer: ShardedOptimizer | None
+    number: int = 0
+
+    def check_trainable(self) -> None:
+        """Raises `BackwardError` where the tables have no optimizer."""
+        for shard in self.shards:
+            shard.context.check_trainable()
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether infinite gradients keep the tables from an update: all ranks have to know."""
+        return self.optimizer is not None and self.optimizer.is_scaled
+
+    def apply(self, reached: Any) -> None:
+        """Applies what one backward pass has reached, in forward order, as one update. Every rank takes part, and none
+        updates where one of them could not."""
+        pairs = [pair for call, grad in reached for pair in call.gradients(grad)]
+        failed: Exception | None = None
+        try:
+            for call, _ in pairs:
+                _check_update(call)
+        except Exception as error:
+            failed = error
+        try:
+            self.announce(Phase.BACKWARD, error=failed)
+        except BaseException:
+            for call, _ in pairs:
+                call.release()
+            raise
+        self.shards[0].context.apply(sorted(pairs, key=lambda pair: pair[0].number))
+
+    def announce(self, phase: Phase, *, flag: int = 0, error: Exception | None = None) -> Header:
+        """All ranks are to do something of which no ids are told, or this one has met an `error`, which all then
+        raise."""
+        self.number += 1
+        return self.exchange.header(phase, self.number, self.no_counts(), flag=flag, error=error)
+
+    def no_counts(self) -> torch.Tensor:
+        """Of a header that announces nothing to come."""
+        return torch.zeros((self.exchange.size, self.features), dtype=torch.int64)
+
+
+def _check_update(call: Call) -> None:
+    """Raises what an update of the rows of a call would, before it changes any."""
+    tables = call.context.tables.placed.now
+    for group, part in zip(tables.groups, call.parts, strict=True):
+        group.cache.check_rows(part.ticket)
+    optimizer = call.context.check_trainable()
+    optimizer.check_options(optimizer.options())
+
+
+class ShardedCall:
+    """One forward. It tells the owners of its rows which it asks for, which may be long before the forward comes and
+    the rows are fetched. Of each shard: the bags here, what was asked of this rank, and the call that answers.
+    `number`: in the order of forwards, once it has come."""
+
+    def __init__(self, context: ShardedContext, batch: Batch, *, ahead: bool = False) -> None:
+        """Exchanges ids. Raises on all ranks what one has met. `ahead`: whether the forward has yet to come."""
+        self.context = context
+        self.consumed = self.keeps_rows = False
+        self.within: Any = None
+        self.number = -1
+        self.batch = batch.size
+        self._n_ids = len(batch.ids)
+        self._bags = self._find(batch, Phase.PLAN if ahead else Phase.FORWARD)
+        self._asked, self._ids = self._ask(ahead=ahead, flag=WEIGHTED * (batch.weights is not None))
+        self._planned: list[tuple[PlannedForwards, Planned]] = []
+        self._calls: list[Call] = []
+        self._rows: list[torch.Tensor] = []
+
+    @classmethod
+    def of(cls, context: ShardedContext, batch: Batch, planned: ShardedCall | None) -> ShardedCall:
+        """The call of a forward that has come: the one that was `planned`, if all ranks have theirs, or another."""
+        if planned is None:
+            return cls(context, batch)
+        flag = PLANNED | WEIGHTED * (batch.weights is not None)
+        try:
+            flags = context.announce(Phase.FORWARD, flag=flag).flags
+            _check_weighted(flags)
+        except BaseException:
+            planned.release()
+            raise
+        if bool((flags & PLANNED).all()):
+            return planned
+        planned.release()
+        return cls(context, batch)
+
+    def _find(self, batch: Batch, phase: Phase) -> list[HostBags]:
+        """The bags, once all ranks have found theirs to be good."""
+        context = self.context
+        try:
+            edges = edges_of(batch)
+            return [HostBags(shard.space, context.layout, batch, edges) for shard in context.shards]
+        except Exception as error:
+            context.announce(phase, error=error)
+            raise
+
+    def _ask(self, *, ahead: bool, flag: int) -> tuple[list[Asked], list[torch.Tensor]]:
+        """Of each shard what is asked of this rank, and which ids, feature by feature."""
+        context, exchange = self.context, self.context.exchange
+        counts = torch.cat([bags.counts for bags in self._bags], 1)
+        is_asked = False
+        while not is_asked:  # others may have had a plan, which they then give up
+            context.number += 1
+            header = exchange.header(
+                Phase.PLAN if ahead else Phase.FORWARD, context.number, counts, flag=0 if ahead else flag
+            )
+            is_asked = not bool((header.flags & PLANNED).any())
+            _check_weighted(header.flags)
+        features = [bags.counts.shape[1] for bags in self._bags]
+        asked = [Asked.of(each.contiguous()) for each in torch.split(header.counts, features, 1)]  # type: ignore[no-untyped-call]
+        ids = [
+            its.by_feature(exchange.rows(bags.ids, bags.counts.sum(1).tolist(), its.per_rank))
+            for bags, its in zip(self._bags, asked, strict=True)
+        ]
+        return asked, ids
+
+    def plan_ahead(self, executor: PlanExecutor, *, trains: bool, ages: bool) -> None:
+        """Has the rows that are asked of this rank planned and fetched by `executor`, before the forward comes. What
+        cannot be planned now the forward plans, and finds out why."""
+        for shard, ids, asked in zip(self.context.shards, self._ids, self._asked, strict=True):
+            with contextlib.suppress(TieredEmbError):
+                planned = shard.plan_ahead(executor, ids, asked, trains=trains, ages=ages)
+                self._planned.append((shard.engine.planned, planned))
+
+    def fetch(self, *, trains: bool, recomputed: bool) -> None:
+        """The forward has come: answers what was asked of this rank, and has its own rows brought. Raises on all ranks
+        what one has met."""
+        exchange, context = self.context.exchange, self.context
+        self.number = next(NUMBERS)
+        failed: Exception | None = None
+        rows = []
+        try:
+            for shard, ids, asked in zip(context.shards, self._ids, self._asked, strict=True):
+                call, found = shard.look_up(ids, asked, trains=trains, recomputed=recomputed, within=None)
+                self._calls.append(call)
+                rows.append(found)
+        except Exception as error:
+            failed = error
+        context.announce(Phase.ROWS, error=failed)
+        self._rows = [
+            exchange.rows(found, asked.per_rank, bags.counts.sum(1).tolist())
+            for found, asked, bags in zip(rows, self._asked, self._bags, strict=True)
+        ]
+
+    def complete(self) -> bool:
+        """See `Call.complete`."""
+        return True
+
+    def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
+        """The pooled rows, (B, ΣD)."""
+        out = torch.empty((self.batch, self.context.columns), dtype=self.context.output_dtype)
+        for bags, rows in zip(self._bags, self._rows, strict=True):
+            bags.pool(rows, weights, out, keep=differentiable)
+        return out
+
+    def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """Gradient of the per-sample weights, float32 (N,), given that of the outputs, float32 (B, ΣD)."""
+        out = np.zeros(self._n_ids, np.float32)
+        for bags in self._bags:
+            bags.weights_gradient(grad.numpy(), out)
+        return torch.from_numpy(out)
+
+    def gradients(self, grad: torch.Tensor) -> list[tuple[Call, torch.Tensor]]:
+        """Of each shard the call of the rows that this rank owns, and the gradients of all their occurrences, given
+        that of the outputs here. Every rank takes part."""
+        exchange, context = self.context.exchange, self.context
+        is_infinite = context.is_scaled and not bool(torch.isfinite(grad).all())
+        is_infinite = bool(context.announce(Phase.BACKWARD, flag=INFINITE * is_infinite).flags.any())
+        found = []
+        for bags, asked, call in zip(self._bags, self._asked, self._calls, strict=True):
+            rows, scale = bags.gradient(grad, context.divisor)
+            sent, came = bags.counts.sum(1).tolist(), asked.per_rank
+            if scale is not None:
+                call.parts[0].weights = asked.by_feature(exchange.rows(scale, sent, came)).numpy()
+            came_rows = asked.by_feature(exchange.rows(rows, sent, came))
+            if is_infinite:  # a row behind those of occurrences, which the optimizer sees, and no row of a table
+                came_rows = torch.cat([came_rows, came_rows.new_full((1, came_rows.shape[1]), torch.inf)])
+            found.append((call, came_rows))
+        return found
+
+    def release(self) -> None:
+        """No backward will come, or no forward: its rows may leave the caches."""
+        for among, planned in self._planned:
+            among.drop(planned)
+        for call in self._calls:
+            call.release()
+
+
+def _check_weighted(flags: torch.Tensor) -> None:
+    """Raises `PeerError`, on all ranks, where some have weights of their samples and others none."""
+    weighted = (flags & WEIGHTED).tolist()
+    if len(set(weighted)) > 1:
+        with_weights = [rank for rank, flag in enumerate(weighted) if flag]
+        raise PeerError(
+            f"per_sample_weights are given on ranks {with_weights} alone; pass them on all ranks, or on none"
+        )

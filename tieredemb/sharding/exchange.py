@@ -1,0 +1,198 @@
+"""What ranks send each other, by `torch.distributed`: rows, in the order of the ranks, and what they are about to do.
+
+Every exchange of a step is announced by a header of fixed size, so that ranks which do different things, or of which
+one has failed, learn of it from each other and all raise: nobody waits for what never comes, unless a rank calls
+nothing at all. Then the group's timeout ends the wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tieredemb import errors
+from tieredemb.errors import ConfigError, PeerError, TieredEmbError
+
+
+class Phase(enum.IntEnum):
+    """What a rank is about to do."""
+
+    PLAN = 0
+    FORWARD = 1
+    ROWS = 2
+    BACKWARD = 3
+    WHOLE = 4
+
+    @property
+    def told(self) -> str:
+        return _TOLD[self]
+
+
+_TOLD = {
+    Phase.PLAN: "plans a batch ahead",
+    Phase.FORWARD: "looks up a batch",
+    Phase.ROWS: "sends rows of a batch",
+    Phase.BACKWARD: "updates rows in a backward",
+    Phase.WHOLE: "reads or writes whole tables",
+}
+
+
+class Header(NamedTuple):
+    """What each rank has announced: `counts`, int64 (W, K), what each sends to this one · `flags`, int64 (W,)."""
+
+    counts: torch.Tensor
+    flags: torch.Tensor
+
+
+class Exchange:
+    """The collectives of one collection, over a group of its own. `timeout`: how long a rank waits for another."""
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigError(
+                "torch.distributed is not initialized; start the script by torchrun and call "
+                "torch.distributed.init_process_group() before, or build a TieredEmbeddingBagCollection for one process"
+            )
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        if dist.get_rank() not in ranks:
+            raise ConfigError(f"rank {dist.get_rank()} is none of the group's, which are {ranks}")
+        self.device = torch.device("cpu")
+        self.timeout = timeout or dist.default_pg_timeout
+        self.group: Any = _own_group(group, ranks, self.timeout)
+        self._broken = ""
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self.ranks = ranks
+
+    def header(
+        self, phase: Phase, number: int, counts: torch.Tensor, *, flag: int = 0, error: BaseException | None = None
+    ) -> Header:
+        """Tells all ranks what this one is about to do, and for which step, `number`; `counts`, int64 (W, K), what it
+        sends to each. K is the same in every call. Raises on every rank alike where one has met an `error`, or does
+        something else."""
+        self._check()
+        mine = torch.empty((self.size, counts.shape[1] + 4), dtype=torch.int64)
+        mine[:, 0], mine[:, 1], mine[:, 2], mine[:, 3] = int(phase), number, error is not None, flag
+        mine[:, 4:] = counts
+        theirs = torch.empty_like(mine, device=self.device)
+        with self._answered(phase):
+            dist.all_to_all_single(theirs, mine.to(self.device), group=self.group)
+            theirs = theirs.cpu()
+        if bool(theirs[:, 2].any()):
+            self._raise(error)
+        others = (theirs[:, :2] != mine[:, :2]).any(1)
+        if bool(others.any()):
+            told = ", ".join(
+                f"rank {rank} {Phase(int(at)).told} (its call {number})"
+                for rank, (at, number) in enumerate(theirs[:, :2].tolist())
+            )
+            raise self._broken_by(
+                f"the ranks do different things: {told}; each rank has to look up, and to run backward through, as "
+                f"many batches in the same order, and to plan them ahead alike: prefetch() learns from a rank's first "
+                f"batch where its ids are, but from one without samples; name them with ids_of"
+            )
+        return Header(theirs[:, 4:], theirs[:, 3])
+
+    @contextlib.contextmanager
+    def _answered(self, phase: Phase) -> Iterator[None]:
+        """Says what it means that a rank has not answered in time, or has gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._broken_by(
+                f"rank {self.rank} {phase.told}, and another rank did not: it has ended, or did nothing within "
+                f"{self.timeout.total_seconds():g} s (timeout=). Each rank has to take part; start all of them again "
+                f"from the last checkpoint"
+            ) from error
+
+    def _broken_by(self, reason: str) -> PeerError:
+        """The error; nothing is exchanged any more, as messages of before may be on their way."""
+        self._broken = self._broken or reason
+        return PeerError(reason)
+
+    def _check(self) -> None:
+        if self._broken:
+            raise PeerError(f"nothing is exchanged any more since an earlier call: {self._broken}")
+
+    def close(self) -> None:
+        """Gives up the group."""
+        if not self._broken:
+            self._broken = "the module was closed"
+            if dist.is_initialized():
+                dist.destroy_process_group(self.group)
+
+    def _raise(self, error: BaseException | None) -> None:
+        """Raises the error of the first rank that has met one, on all of them."""
+        told = None if error is None else (type(error).__name__, str(error))
+        found: list[Any] = [None] * self.size
+        with self._answered(Phase.WHOLE):
+            dist.all_gather_object(found, told, group=self.group)
+        rank, (kind, text) = next((rank, each) for rank, each in enumerate(found) if each is not None)
+        known = getattr(errors, kind, None)
+        same = isinstance(known, type) and issubclass(known, TieredEmbError)
+        message = f"rank {rank}: {text}" if same else f"rank {rank}: {kind}: {text}"
+        raise (known if same else PeerError)(message) from error  # type: ignore[misc]
+
+    def rows(self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Sends the first `sent[0]` of the rows `values` (N, …) to rank 0, the next to rank 1, …; returns those that
+        came, in the order of the ranks, `received` of them from each."""
+        out = torch.empty((sum(received), *values.shape[1:]), dtype=values.dtype, device=values.device)
+        with self._answered(Phase.ROWS):
+            dist.all_to_all_single(out, values.contiguous(), list(received), list(sent), group=self.group)
+        return out
+
+    def all(self, values: torch.Tensor) -> torch.Tensor:
+        """The `values` (…) of every rank, (W, …), on every rank."""
+        found = [torch.empty_like(values) for _ in range(self.size)]
+        with self._answered(Phase.WHOLE):
+            dist.all_gather(found, values.contiguous(), group=self.group)
+        return torch.stack(found)
+
+    def told(self, value: Any) -> Any:
+        """The `value` of rank 0, on every rank."""
+        found = [value]
+        with self._answered(Phase.WHOLE):
+            dist.broadcast_object_list(found, src=self.ranks[0], group=self.group)
+        return found[0]
+
+    def agree(self, error: Exception | None, what: dict[str, str]) -> None:
+        """Raises on all ranks what one has met, or `ConfigError` where they were given different things, `what`."""
+        found: list[Any] = [None] * self.size
+        with self._answered(Phase.WHOLE):
+            dist.all_gather_object(found, (error is not None, what), group=self.group)
+        if any(failed for failed, _ in found):
+            self._raise(error)
+        for rank, (_, theirs) in enumerate(found):
+            other = next((name for name, value in found[0][1].items() if theirs[name] != value), None)
+            if other is not None:
+                raise ConfigError(
+                    f"{other} differs between the ranks: {found[0][1][other]} on rank 0, {theirs[other]} on rank "
+                    f"{rank}; build the collection with the same arguments on all of them"
+                )
+
+    def gather(self, value: Any, to: int = 0) -> list[Any] | None:
+        """The `value` of every rank, on rank `to` alone."""
+        found: list[Any] | None = [None] * self.size if self.rank == to else None
+        with self._answered(Phase.WHOLE):
+            dist.gather_object(value, found, dst=self.ranks[to], group=self.group)
+        return found
+
+
+def _own_group(group: dist.ProcessGroup | None, ranks: list[int], timeout: timedelta) -> Any:
+    """Another group of the same ranks. Torch names one of some ranks by how many groups a process has made: ranks that
+    have made others would wait for each other."""
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(ranks, timeout=timeout)
+    counts: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
+    if len(set(counts)) > 1:
+        raise ConfigError(
+            f"the ranks {ranks} are in different numbers of process groups ({counts}), by which torch tells a new "
+            f"group of theirs from others; make groups on all ranks alike, as a DeviceMesh does"
+        )
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)

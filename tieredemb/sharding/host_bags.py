@@ -1,0 +1,90 @@
+"""The side of a lookup on the CPU where the bags are: which rows they ask whom for, and what becomes of these."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from tieredemb.kernels.constants import DROPPED, MAX
+from tieredemb.kernels.row_format import carrier_view
+from tieredemb.lookup.bags import EqualBags, KeySpace
+from tieredemb.lookup.bags_cpu import checked_edges, make_bags
+from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
+from tieredemb.sharding.layout import Layout
+from tieredemb.step.batch import Batch
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+
+def edges_of(batch: Batch) -> Array:
+    """The checked edges of a batch's bags, int64. Raises `InvalidInputError`."""
+    if isinstance(batch.offsets, EqualBags):
+        return batch.offsets.edges()
+    return checked_edges(batch.offsets.numpy(), len(batch.ids), batch.edges, exact=batch.exact)
+
+
+class HostBags:
+    """The bags of one width. `ids`: int64 (K,), of the rows that are asked for, by rank, feature and occurrence: their
+    numbers among those that the rank owns of a table · `counts`: int64 (W, F), how many of them."""
+
+    def __init__(self, space: KeySpace, layout: Layout, batch: Batch, edges: Array) -> None:
+        """Raises `IdOutOfRangeError`. `edges`: of `batch`, checked."""
+        self.space = space
+        bags = make_bags(
+            batch.ids.numpy(), edges, space, batch.size, padding_is_dropped=True, places=batch.places
+        )  # fmt: skip
+        self._bags = bags
+        asked = np.flatnonzero(bags.keys >= 0)
+        feature = bags.feature[asked]
+        tables = space.tables[space.table[feature]]
+        rows = bags.keys[asked] - space.first[feature]
+        ranks = layout.owners(tables, rows)
+        order = np.argsort(ranks, kind="stable")
+        self._order = asked[order]  # features come in their order, and so do occurrences
+        self.ids = torch.from_numpy(layout.local(tables[order], rows[order]))
+        counts = np.bincount(ranks * len(space.features) + feature, minlength=layout.size * len(space.features))
+        self.counts = torch.from_numpy(counts.reshape(layout.size, -1))
+        self._homes = np.full(len(bags.keys), DROPPED, np.int32)
+        self._homes[self._order] = np.arange(len(self._order), dtype=np.int32)
+        self._rows = np.empty((0, space.width), np.float32)
+        self._weights, self._argmax, self._is_weighted = NO_WEIGHTS, NO_ARGMAX, False
+
+    def pool(self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool) -> None:
+        """Pools the `rows` (K, D) that were asked for into the columns of their features in `out` (B, ΣD). `keep`:
+        whether a backward is to come."""
+        if weights is not None:
+            self._is_weighted = True
+            position = self._bags.position
+            array = weights.detach().to(torch.float32, copy=True).contiguous().numpy()
+            self._weights = array[: len(self._homes)] if position is None else array[position]
+        if keep and self.space.has_max:
+            self._argmax = np.full(out.shape, -1, np.int32)
+        self._rows = carrier_view(rows)
+        bags, space = self._bags, self.space
+        pool(self._rows, self._homes, bags, space, self._weights, carrier_view(out), self._argmax)
+
+    def weights_gradient(self, grad: Array, out: Array) -> None:
+        """Writes the gradient of the per-sample weights to their positions in `out`, float32 (N,)."""
+        gradient = weights_gradient(self._rows, self._homes, self._bags, self.space, grad)
+        out[slice(len(gradient)) if self._bags.position is None else self._bags.position] = gradient
+
+    def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Of each row that was asked for the gradient of its bag, float32 (K, D), divided by `share`, and what it is to
+        be multiplied by, float32 (K,), where that is not one."""
+        space, order, width = self.space, self._order, self.space.width
+        feature = self._bags.feature[order]
+        columns = space.column[feature][:, None] + np.arange(width)
+        samples = self._bags.sample[order][:, None]
+        rows = grad.numpy()[samples, columns]
+        if space.has_max:
+            others = (space.mode[feature] == MAX)[:, None] & (self._argmax[samples, columns] != order[:, None])
+            rows[others] = 0.0
+        if share != 1.0:
+            rows /= np.float32(share)
+        if not self._is_weighted and not space.has_mean:
+            return torch.from_numpy(rows), None
+        scale = self._weights if self._is_weighted else mean_scale(self._bags, space, self._homes)
+        return torch.from_numpy(rows), torch.from_numpy(scale[order])

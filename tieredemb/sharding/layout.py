@@ -1,0 +1,102 @@
+"""Who owns which rows of a collection that several ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tieredemb.config import TableConfig, TablePart, is_whole, keep_plain
+from tieredemb.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+WHOLE_BYTES = 1 << 20  # of weights: tables that are smaller are held whole, by default
+
+
+@dataclass(frozen=True)
+class RowWise:
+    """The rows of a table are dealt out to all ranks: row `id` of the collection's table number `t` to rank
+    (id + t) mod W. Neighbours lie on different ranks, so that rows which are used most do, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableWise:
+    """A table is held whole by one `rank`: by default by the one whose tables have fewest lookups."""
+
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        keep_plain(self)
+        if self.rank is not None and (not is_whole(self.rank) or self.rank < 0):
+            raise ConfigError(f"rank must be an integer of 0 or more, got {shown(self.rank)}")
+
+
+Sharding = RowWise | TableWise
+
+
+class Layout:
+    """Who owns the rows of `tables` in a world of `size` ranks. `owner`: int64 (T,), of each table the rank that holds
+    it whole, or −1 where its rows are dealt out."""
+
+    def __init__(
+        self, tables: Sequence[TableConfig], size: int, sharding: Mapping[str, Sharding] | Sharding | None = None
+    ) -> None:
+        """`sharding`: by the names of tables, or of all; by default tables of less than 1 MiB are held whole. Raises
+        `ConfigError`."""
+        self.tables = tuple(tables)
+        self.size = size
+        self.sharding = [_chosen(table, sharding) for table in self.tables]
+        _check_names(self.tables, sharding)
+        self.owner = np.full(len(self.tables), -1, np.int64)
+        lookups = np.zeros(size, np.int64)
+        for t in sorted(range(len(self.tables)), key=lambda t: -len(self.tables[t].features)):
+            kind, table = self.sharding[t], self.tables[t]
+            if isinstance(kind, RowWise):
+                continue
+            if kind.rank is not None and kind.rank >= size:
+                raise ConfigError(
+                    f"table {table.name!r} is to be held by rank {kind.rank}, of {size} ranks (0 … {size - 1}); leave "
+                    f"rank out, or start more processes"
+                )
+            self.owner[t] = int(lookups.argmin()) if kind.rank is None else kind.rank
+            lookups[self.owner[t]] += len(table.features)
+
+    def part(self, table: int, rank: int) -> TablePart:
+        """What of a table a rank holds."""
+        rows = self.tables[table].num_embeddings
+        if self.owner[table] < 0:
+            return TablePart(table, (rank - table) % self.size, self.size, rows)
+        return TablePart(table, 0 if self.owner[table] == rank else rows, 1, rows)
+
+    def owners(self, tables: Array, ids: Array) -> Array:
+        """The ranks that own rows, int64 (N,): `ids` of `tables`, both int64 (N,)."""
+        whole = self.owner[tables]
+        return np.where(whole < 0, (ids + tables) % self.size, whole)
+
+    def local(self, tables: Array, ids: Array) -> Array:
+        """The numbers of such rows among those that their owner holds of a table, int64 (N,)."""
+        return np.where(self.owner[tables] < 0, ids // self.size, ids)
+
+
+def _chosen(table: TableConfig, sharding: Mapping[str, Sharding] | Sharding | None) -> Sharding:
+    given = sharding.get(table.name) if isinstance(sharding, Mapping) else sharding
+    if given is None:
+        is_small = 4 * table.num_embeddings * table.embedding_dim < WHOLE_BYTES
+        return TableWise() if is_small else RowWise()
+    if not isinstance(given, (RowWise, TableWise)):
+        raise ConfigError(f"sharding of table {table.name!r} must be RowWise() or TableWise(…), got {shown(given)}")
+    return given
+
+
+def _check_names(tables: Sequence[TableConfig], sharding: Mapping[str, Sharding] | Sharding | None) -> None:
+    if isinstance(sharding, Mapping):
+        unknown = sorted(set(sharding) - {table.name for table in tables})
+        if unknown:
+            raise ConfigError(
+                f"sharding names {', '.join(map(repr, unknown))}, of which there is no table; the tables are "
+                f"{', '.join(repr(table.name) for table in tables)}"
+            )
