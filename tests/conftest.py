@@ -142,3 +142,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("data")
         if "gpu" in fixtures or (hasattr(item, "callspec") and item.callspec.params.get("device") == "cuda"):
             item.add_marker("gpu")
+
+
+@pytest.fixture(scope="session")
+def worlds():
+    """Worlds of 1 to 4 ranks, each started when a test first asks for it, and kept."""
+    from sharding.worlds import World
+
+    started = {}
+
+    def world(size):
+        if size not in started:
+            started[size] = World(size)
+        return started[size]
+
+    yield world
+    for each in started.values():
+        each.close()
