@@ -36,6 +36,17 @@ def joined(tables, batches):
     return torch.cat(ids), offsets, torch.cat(weights), torch.cat([each[3] for each in batches])
 
 
+def parted(tables, batches, values):
+    """What `joined` put together, of each rank."""
+    lengths = []
+    for f in range(len(tables)):
+        for _, offsets, _, upstream in batches:
+            size = len(upstream)
+            lengths.append(int(offsets[(f + 1) * size] - offsets[f * size]))
+    pieces = values.split(lengths)
+    return [torch.cat(pieces[rank :: len(batches)]) for rank in range(len(batches))]
+
+
 def step_of(model, batch, *, weighted):
     ids, offsets, weights, upstream = batch
     weights = weights.clone().requires_grad_() if weighted else None
@@ -58,16 +69,15 @@ def sharded_run(rank, size, tables, sharding, steps, samples, weighted, keywords
 
 
 def one_process(size, tables, steps, samples, weighted, keywords):
-    """The same alone: outputs of each rank, and the tables."""
+    """The same alone: outputs and gradients of weights of each rank, and the tables."""
     model = te.TieredEmbeddingBagCollection(tables, device="cpu", **keywords)
     outputs = [[] for _ in range(size)]
     for step in range(steps):
         batches = [batch_of(tables, step, rank, samples=samples) for rank in range(size)]
         out, gradient = step_of(model, joined(tables, batches), weighted=weighted)
-        place = 0
+        gradients = [None] * size if gradient is None else parted(tables, batches, gradient)
         for rank, rows in enumerate(out.split([len(each[3]) for each in batches])):
-            outputs[rank].append(rows)
-        del place, gradient
+            outputs[rank].append((rows, gradients[rank]))
     weights = dict(model.state_dict())
     model.close()
     return outputs, weights

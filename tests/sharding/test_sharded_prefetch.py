@@ -56,7 +56,7 @@ def test_ahead_or_not_bits_are_the_same(worlds, depth, optimizer, capacity):
     alone, expected = one_process(3, TABLES, STEPS, uneven, False, {"optimizer": optimizer, "capacity": 1.0})
     answers = worlds(3).run(runs_ahead, depth, optimizer, capacity, 5)
     for rank, (outputs, _, found, waiting) in enumerate(answers):
-        assert all(map(torch.equal, outputs, alone[rank]))
+        assert all(torch.equal(mine, theirs) for mine, (theirs, _) in zip(outputs, alone[rank], strict=True))
         assert found == STEPS
         assert waiting == 0
     for name, weight in expected.items():

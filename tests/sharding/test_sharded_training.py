@@ -16,8 +16,10 @@ def compare(world, tables, sharding, samples, *, weighted=False, steps=STEPS, **
     alone, weights = one_process(world.size, tables, steps, samples, weighted, keywords)
     found = world.run(sharded_run, tables, sharding, steps, samples, weighted, keywords)
     for rank, (outputs, its_weights) in enumerate(found):
-        for step, (out, _) in enumerate(outputs):
-            assert torch.equal(out, alone[rank][step]), (rank, step)
+        for step, (out, gradient) in enumerate(outputs):
+            assert torch.equal(out, alone[rank][step][0]), (rank, step)
+            assert (gradient is None) != weighted
+            assert gradient is None or torch.equal(gradient, alone[rank][step][1]), (rank, step)
         assert bool(its_weights) == (rank == 0)
     assert found[0][1].keys() == weights.keys()
     for name, weight in weights.items():

@@ -197,7 +197,8 @@ class ShardedCall:
         """The pooled rows, (B, ΣD)."""
         out = torch.empty((self.batch, self.context.columns), dtype=self.context.output_dtype)
         for bags, rows in zip(self._bags, self._rows, strict=True):
-            bags.pool(rows, weights, out, keep=differentiable)
+            bags.pool(rows, weights, out, keep=differentiable, keep_rows=self.keeps_rows)
+        self._rows = []
         return out
 
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:

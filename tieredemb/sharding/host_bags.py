@@ -52,9 +52,11 @@ class HostBags:
         self._rows = np.empty((0, space.width), np.float32)
         self._weights, self._argmax, self._is_weighted = NO_WEIGHTS, NO_ARGMAX, False
 
-    def pool(self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool) -> None:
+    def pool(
+        self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool
+    ) -> None:
         """Pools the `rows` (K, D) that were asked for into the columns of their features in `out` (B, ΣD). `keep`:
-        whether a backward is to come."""
+        whether a backward is to come · `keep_rows`: whether it asks for the gradient of the weights."""
         if weights is not None:
             self._is_weighted = True
             position = self._bags.position
@@ -62,9 +64,10 @@ class HostBags:
             self._weights = array[: len(self._homes)] if position is None else array[position]
         if keep and self.space.has_max:
             self._argmax = np.full(out.shape, -1, np.int32)
-        self._rows = carrier_view(rows)
-        bags, space = self._bags, self.space
-        pool(self._rows, self._homes, bags, space, self._weights, carrier_view(out), self._argmax)
+        found, bags, space = carrier_view(rows), self._bags, self.space
+        pool(found, self._homes, bags, space, self._weights, carrier_view(out), self._argmax)
+        if keep_rows:
+            self._rows = found
 
     def weights_gradient(self, grad: Array, out: Array) -> None:
         """Writes the gradient of the per-sample weights to their positions in `out`, float32 (N,)."""

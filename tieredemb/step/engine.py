@@ -53,6 +53,8 @@ class Engine:
     `ids_may_exceed_bags`: threads whose captured step gives it buffers, in which ids of longer batches are left.
     """
 
+    _over_ranks: OverRanks | None = None  # of what was pickled before there were ranks
+
     def __init__(self, tables: TableSet, follows: Optimizer = None, *, over_ranks: OverRanks | None = None) -> None:
         self.tables = tables
         self._over_ranks = over_ranks
