@@ -53,6 +53,20 @@ def launched_each_time() -> Iterator[None]:
         recording.TIMES = times
 
 
+def on_one_thread() -> Any:
+    """Inside, backward runs on the calling thread; else another one runs it, and each waits for the other."""
+    return torch.autograd.set_multithreading_enabled(False)
+
+
+ONE_THREAD = ", one thread"
+THREADS: dict[str, Callable[[], Any]] = {"": contextlib.nullcontext, ONE_THREAD: on_one_thread}
+WAYS: tuple[tuple[str, Callable[[], Any], str], ...] = (
+    ("launched", launched_each_time, ""),
+    ("recorded", contextlib.nullcontext, ""),
+    ("recorded", contextlib.nullcontext, ONE_THREAD),
+)  # how updates and plans are launched, and where backward runs
+
+
 def empty_functions(device: torch.device, rounds: int) -> tuple[Quantiles, Quantiles]:
     """Seconds of a forward and backward through one `Nothing`, and of a further one in the same backward."""
     x, grad = torch.zeros(4, device=device, requires_grad=True), torch.ones(TABLES * 4, device=device)
@@ -94,11 +108,16 @@ def parts_of_steps(
 
 
 def records(work: CudaWorkload, warm_up: int, steps: int, device: torch.device) -> list[Record]:
-    one, further = empty_functions(device, max(steps, 10))
-    found = [
-        measured("an empty autograd.Function", "torch", "forward and backward", "µs", one, scale=1e6),
-        measured("a further one", "torch", "forward and backward", "µs", further, scale=1e6),
-    ]
+    found, empty = [], {}
+    for threads, running in THREADS.items():
+        with running():
+            one, further = empty_functions(device, max(steps, 10))
+        empty[threads] = one.median
+        config = f"forward and backward{threads}"
+        found += [
+            measured("an empty autograd.Function", "torch", config, "µs", one, scale=1e6),
+            measured("a further one", "torch", config, "µs", further, scale=1e6),
+        ]
     ids = batches(work, 2 * (warm_up + steps), device)
     apart = [list(each.view(work.tables, -1).unbind()) for each in ids]
     whole = torch.full((work.batch, work.tables * work.width), 1e-2, device=device)
@@ -108,22 +127,22 @@ def records(work: CudaWorkload, warm_up: int, steps: int, device: torch.device) 
         CONVERTED: (lambda: _converted(work, device), apart, each),
     }
     for form, (make, given, gradients) in makers.items():
-        for way, recorded in (("launched", launched_each_time), ("recorded", contextlib.nullcontext)):
+        for way, recorded, threads in WAYS:
             start, (model, optimizer) = perf_counter(), make()
-            with recorded():
+            with recorded(), THREADS[threads]():
                 runs = {"": given[: warm_up + steps], ", prefetch": given[warm_up + steps :]}
                 for mode, some in runs.items():
                     source = tieredemb.prefetch(some, model) if mode else some
                     seconds = list(parts_of_steps(source, model, optimizer, gradients))[warm_up:]
                     for part, of_part in zip(PARTS, zip(*seconds, strict=True), strict=True):
                         samples = Quantiles.of(of_part)
-                        more = {"ratio": samples.median / one.median, "ratio_label": "× an empty function"}
-                        config = f"{form}, {way}{mode}"
+                        more = {"ratio": samples.median / empty[threads], "ratio_label": "× an empty function"}
+                        config = f"{form}, {way}{threads}{mode}"
                         found.append(measured(part, "tieredemb", config, "µs", samples, scale=1e6, **more))
             _tables(model)[0].close()
             del model, optimizer, source
             release(device)
-            say(f"{form}, {way}: {perf_counter() - start:.1f} s")
+            say(f"{form}, {way}{threads}: {perf_counter() - start:.1f} s")
     return found
 
 
@@ -150,7 +169,8 @@ def title(work: CudaWorkload, warm_up: int, steps: int) -> str:
         f"Host time until Python has enqueued a part's work, of eager steps under torch.optim.Adagrad: {work.tables} × "
         f"{work.rows:,} × {work.width}, batch {work.batch:,}, bags of 1 id, Zipf {work.alpha:g}, fp32, capacity "
         f"{SHARE:.0%}. Launched: plan, lookup and update are launches, as in the first steps; recorded: as later ones. "
-        f"Medians of {steps} steps, after {warm_up} of warm-up, all of the same batches."
+        f"One thread: with `torch.autograd.set_multithreading_enabled(False)`. Medians of "
+        f"{steps} steps, after {warm_up} of warm-up, all of the same batches."
     )
 
 

@@ -11,11 +11,12 @@ import torch
 
 import tieredemb
 from benchmarks.cuda_tables import run_fetched, run_fresh
-from benchmarks.cuda_timing import StepTimes
+from benchmarks.cuda_timing import QUEUED, StepTimes, run_queued
 from tieredemb.stats import CacheStats
 
 MODE_STEPS = 80  # before a mode is timed: it may compile kernels, capture, or find out whether planning ahead pays
 FETCHED, GRAPH, FETCHED_GRAPH = ", prefetch", ", CUDA graph", ", CUDA graph, prefetch"
+OF_DEVICE = ", device alone"  # behind a mode: what the GPU needs where Python is what steps wait for
 
 
 class Trained(Protocol):
@@ -29,9 +30,10 @@ class Trained(Protocol):
 
 
 def measure_modes(
-    tiered: Trained, ids: Iterator[torch.Tensor], *, warm_up: int, steps: int, fetched: bool
+    tiered: Trained, ids: Iterator[torch.Tensor], *, warm_up: int, steps: int, fetched: bool, of_device: bool = False
 ) -> dict[str, tuple[StepTimes, CacheStats]]:
-    """Times of the steps in each mode, by its name, and what they did; eager with prefetch if `fetched`."""
+    """Times of the steps in each mode, by its name, and what they did; eager with prefetch if `fetched`, and what
+    graphs take the GPU alone if `of_device`."""
     device, stats = tiered.device, tiered.module.stats
 
     def alone(step: Callable[[torch.Tensor], object], warm_up: int) -> tuple[StepTimes, CacheStats]:
@@ -49,4 +51,13 @@ def measure_modes(
         captured = tieredemb.graph_step(tiered.step)
         runs[GRAPH] = alone(captured, MODE_STEPS)
         runs[FETCHED_GRAPH] = ahead(captured)
+    if of_device and device.type == "cuda":
+        again = list(islice(ids, 3 * QUEUED))
+        runs[GRAPH + OF_DEVICE] = run_queued(captured, again), runs[GRAPH][1]
+        loop = iter(tieredemb.prefetch(again, tiered.module))  # whose first and last steps are no replays
+        for batch in islice(loop, QUEUED):
+            captured(batch)
+        runs[FETCHED_GRAPH + OF_DEVICE] = run_queued(captured, loop), runs[FETCHED_GRAPH][1]
+        for batch in loop:
+            captured(batch)
     return runs

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import tieredemb
-from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, MODE_STEPS, measure_modes
+from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, MODE_STEPS, OF_DEVICE, measure_modes
 from benchmarks.cuda_providers import (
     FBGEMM,
     OURS,
@@ -106,7 +106,10 @@ def measure_tiered(
             tiered.fill()
         elif not plan.untouched:
             tiered.load()
-        runs = measure_modes(tiered, iter(ids), warm_up=plan.warm_up, steps=plan.steps, fetched=not work.resident)
+        runs = measure_modes(
+            tiered, iter(ids), warm_up=plan.warm_up, steps=plan.steps, fetched=not work.resident,
+            of_device=work.resident,
+        )  # fmt: skip
         report = tiered.module.memory_report()
     finally:
         tiered.close()
@@ -134,9 +137,11 @@ def measure_tiered(
 
 def step_bar(cache: Cache, mode: str) -> float | None:
     """Milliseconds that a step may take."""
-    graph = cache.most_graph_ms or cache.most_ms
-    bars = {"": cache.most_ms, FETCHED: cache.most_fetched_ms, GRAPH: graph, FETCHED_GRAPH: cache.most_prefetched_ms}
-    return bars.get(mode)
+    if mode.endswith(OF_DEVICE):
+        return cache.most_device_ms
+    bars = {"": cache.most_ms, GRAPH: cache.most_ms}
+    bars |= {FETCHED: cache.most_fetched_ms, FETCHED_GRAPH: cache.most_prefetched_ms}
+    return bars[mode]
 
 
 # --- records --------------------------------------------------------------------------------------------------------

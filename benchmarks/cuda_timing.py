@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ import torch
 from benchmarks.timing import Quantiles
 
 ROUNDS, WARM_UP = 30, 3
+QUEUED = 40  # steps that `run_queued` times: the driver holds some 1,000 launches back
+SLEEP = 60_000_000  # cycles of the GPU, some 30 ms, in which Python enqueues these
 
 
 def timed(
@@ -94,6 +97,25 @@ def run_steps(step: Callable[[torch.Tensor], object], batches: Batches, device: 
     return StepTimes(
         mean_ms=1e3 * wall / len(batches), host_ms=1e3 * enqueued / len(batches), step_ms=marks.differences_ms()
     )
+
+
+def run_queued(step: Callable[[torch.Tensor], object], batches: Iterable[torch.Tensor]) -> StepTimes:
+    """What `QUEUED` steps take the GPU alone, which sleeps until Python has enqueued all of them."""
+    marks = _Marks(torch.device("cuda"), QUEUED + 1)
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP)  # type: ignore[no-untyped-call]
+    start = perf_counter()
+    marks.mark(0)
+    for i, batch in enumerate(islice(batches, QUEUED), start=1):
+        step(batch)
+        marks.mark(i)
+    enqueued = perf_counter() - start
+    if marks.events[0].query():
+        raise RuntimeError(f"Python needed {enqueued * 1e3:.1f} ms for {QUEUED} steps, and the GPU slept for less")
+    torch.cuda.synchronize()
+    times = marks.differences_ms()
+    return StepTimes(mean_ms=float(times.mean()), host_ms=1e3 * enqueued / QUEUED, step_ms=times)
 
 
 def synchronize(device: torch.device) -> None:

@@ -26,14 +26,14 @@ KAGGLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """A cache to measure, and its bars: milliseconds a step, with prefetch, as a CUDA graph where that differs, and as
-    one with prefetch; the share that PCIe alone needs of the latter; hit rate, MiB of HBM; and an eager step's time by
-    that of the same as a graph. Eager with prefetch may take 1.05 (W-1.05), 1.2 (W-1.2) and 1.5 times what a graph with
-    prefetch took when it planned one batch ahead."""
+    """A cache to measure, and its bars: milliseconds a step, of a CUDA graph on the GPU alone, with prefetch, and as a
+    CUDA graph with prefetch; the share that PCIe alone needs of the latter; hit rate, MiB of HBM; and an eager step's
+    time by that of the same as a graph. Eager with prefetch may take 1.05 (W-1.05), 1.2 (W-1.2) and 1.5 times what a
+    graph with prefetch took when it planned one batch ahead."""
 
     capacity: Capacity
     most_ms: float | None = None
-    most_graph_ms: float | None = None
+    most_device_ms: float | None = None
     most_fetched_ms: float | None = None
     most_prefetched_ms: float | None = None
     least_pcie_share: float | None = None
@@ -119,7 +119,7 @@ def workloads() -> dict[str, CudaWorkload]:
         ),
         CudaWorkload(
             name="W-small", rows=1_000_000, batch=2048, alpha=1.05,
-            caches=(Cache(capacity=1.0, most_graph_ms=0.115, most_prefetched_ms=0.115),),
+            caches=(Cache(capacity=1.0, most_device_ms=0.115),),
             peer=Peer(name=PEER_EARLIER, ms=0.439),
         ),
         CudaWorkload(
