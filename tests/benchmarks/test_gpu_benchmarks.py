@@ -40,8 +40,8 @@ def run(name, *args):
         (
             "host",
             {
-                **{"an empty autograd.Function": 1, "a further one": 1},
-                **dict.fromkeys(("next batch", "forward", "backward", "step()", "in all"), 8),
+                **{"an empty autograd.Function": 2, "a further one": 2},
+                **dict.fromkeys(("next batch", "forward", "backward", "step()", "in all"), 12),
             },
         ),
     ],
