@@ -118,7 +118,7 @@ def cannot_update(rank, size):
     for step in range(3):
         ids, offsets, _, upstream = batch(step, rank)
         out = model(ids, offsets)
-        cache = model._shards[1].engine.tables.groups[0].cache
+        cache = model._held[1].engine.tables.groups[0].cache
         check = cache.check_rows
         if (rank, step) == (1, 1):
             cache.check_rows = gone
@@ -179,7 +179,7 @@ def test_forwards_are_ordered_by_when_they_came(worlds):
 def cannot_be_saved(rank, size):
     model = model_of()
     if rank == 1:
-        model._shards[0].engine.tables.weight = gone
+        model._held[0].engine.tables.weight = gone
     found = told(model.state_dict)
     step_of(model, batch(0, rank), weighted=False)
     model.close()

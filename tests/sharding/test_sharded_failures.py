@@ -53,7 +53,7 @@ def fails_once(rank, size, who, kind):
             elif kind == "weights":
                 found = told(model, ids, offsets, weights if bad else None)
             elif kind == "storage":
-                engine = model._shards[0].engine
+                engine = model._held[0].engine
                 begin = engine.begin
 
                 def full(*args, **keywords):

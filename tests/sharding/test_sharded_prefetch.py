@@ -118,7 +118,7 @@ def leaves(rank, size):
     for batch in batches[3:]:
         step_of(model, batch, weighted=False)
     weights = dict(model.state_dict())
-    waiting = len(model.planned.waiting), len(model._shards[0].engine.planned.waiting)
+    waiting = len(model.planned.waiting), len(model._held[0].engine.planned.waiting)
     model.close()
     return weights, waiting
 

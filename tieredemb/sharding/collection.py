@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tieredemb.config import Capacity, CheckIds, Policy, TableConfig, features_of, without_functions
-from tieredemb.errors import ConfigError, PeerError, TieredEmbError, UnsupportedError
+from tieredemb.errors import ConfigError, UnsupportedError
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
 from tieredemb.modules.collection import PooledInputs, check_collection
 from tieredemb.modules.forwards import LISTENERS, tell
 from tieredemb.modules.lookup_module import LookupModule
-from tieredemb.sharding.call import ShardedCall, ShardedContext
-from tieredemb.sharding.checkpoint import ShardedRows
-from tieredemb.sharding.exchange import Exchange, Phase
+from tieredemb.sharding.alone import Alone
+from tieredemb.sharding.call import ShardedContext
+from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.layout import Layout, Sharding
 from tieredemb.sharding.optimizer import ShardedOptimizer
-from tieredemb.sharding.shard import Shard, own_tables
+from tieredemb.sharding.ranks import Ranks
+from tieredemb.sharding.shard import Held, Shard, own_tables
+from tieredemb.sharding.together import Together
 from tieredemb.stats import CacheStats
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import LOOKUP, BackwardPass, Call, inside_backward, untraced
-from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards
+from tieredemb.step.call import BackwardPass, inside_backward, untraced
+from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import TableSetConfig, table_set_config
 from tieredemb.tables.fused_optimizer import FusedOptimizer
@@ -84,6 +85,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         super().__init__()
         exchange, failed = Exchange(group, timeout), None
         given: dict[str, str] = {}
+        held: list[Held] = []
         try:
             self.table_configs = tuple(tables)
             check_collection(self.table_configs, scale_grad_by_freq=scale_grad_by_freq)
@@ -93,14 +95,18 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
                 "device": device, "check_ids": check_ids, "rounding": rounding,
             }  # fmt: skip
             config = table_set_config(self.table_configs, capacity=capacity, output_dtype=output_dtype, **settings)
-            if config.device.type != "cpu":
-                raise UnsupportedError("sharded collections run on the CPU as yet; pass device='cpu'")
-            config = self._config = replace(config, tables=without_functions(self.table_configs))
+            if config.device.type != "cpu" and exchange.size > 1:
+                raise UnsupportedError(
+                    f"collections of several ranks run on the CPU as yet, and there are {exchange.size}; pass "
+                    f"device='cpu', or start one process"
+                )
+            whole, config = config, replace(config, tables=without_functions(self.table_configs))
             self.layout = Layout(self.table_configs, exchange.size, sharding)
-            options = LookupOptions(
-                max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq, padding_is_dropped=False
-            )
-            self._shards = self._make_shards(exchange.rank, config, settings, options)
+            options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
+            if exchange.size == 1:
+                held.append(Held(range(len(config.tables)), whole, options, optimizer, self._over_ranks))
+            else:
+                self._make_shards(held, exchange.rank, config, settings, options)
             alike = config.tables, config.policy, config.optimizer, config.seed, config.dtype, config.rounding
             names = ("tables", "policy", "optimizer", "seed", "dtype", "rounding")
             given = {name: repr(value) for name, value in zip(names, alike, strict=True)}
@@ -110,27 +116,40 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         try:
             exchange.agree(failed, given)
         except BaseException:
-            for shard in getattr(self, "_shards", ()):
-                shard.engine.tables.close()
+            for each in held:
+                each.engine.tables.close()
             exchange.close()
             raise
         self._know_features()
-        self._frozen, self._reached = False, False
-        self._planned = PlannedForwards()
-        self._hook = self._make_hook()
-        fused = [each.engine.optimizer for each in self._shards if isinstance(each.engine.optimizer, FusedOptimizer)]
+        self._rank = exchange.rank
+        self._frozen = False
+        fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
         self._optimizer = ShardedOptimizer(fused) if fused else None
+        self._ranks = self._among(exchange, held, config, exchange.size if average else 1)
+        self._hook = self._make_hook()
+
+    def _among(self, exchange: Exchange, held: Sequence[Held], config: TableSetConfig, divisor: int) -> Ranks:
+        """The ranks, of which this one holds `held`; gradients are divided by `divisor`."""
+        if exchange.size == 1:
+            return Alone(held[0], exchange)
         widths = [self.table_configs[feature.table].embedding_dim for feature in features_of(self.table_configs)]
-        self._context = ShardedContext(
-            layout=self.layout, exchange=exchange, shards=self._shards, features=len(widths), columns=sum(widths),
-            output_dtype=config.output_dtype, divisor=float(exchange.size if average else 1),
+        context = ShardedContext(
+            layout=self.layout, exchange=exchange, shards=[each for each in held if isinstance(each, Shard)],
+            features=len(widths), columns=sum(widths), output_dtype=config.output_dtype, divisor=float(divisor),
             backward_pass=BackwardPass(), optimizer=self._optimizer,
         )  # fmt: skip
+        return Together(context, config)
 
     def _make_shards(
-        self, rank: int, config: TableSetConfig, settings: Mapping[str, Any], options: LookupOptions
-    ) -> list[Shard]:
-        """What this rank holds, of each width."""
+        self,
+        made: list[Held],
+        rank: int,
+        config: TableSetConfig,
+        settings: Mapping[str, Any],
+        options: LookupOptions,
+    ) -> None:
+        """What this rank holds, of each width, into `made`."""
+        options = replace(options, padding_is_dropped=False)
         widths_of = [self.table_configs[feature.table].embedding_dim for feature in features_of(self.table_configs)]
         columns = np.concatenate([[0], np.cumsum(widths_of)]).astype(np.int64)
         widths = sorted({table.embedding_dim for table in self.table_configs})
@@ -140,36 +159,34 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             Sharer(sum(t.num_embeddings for t in held), slot_bytes(row_layout(config, 1, width), config.device))
             for held, width in zip(own, widths, strict=True)
         ]
-        made: list[Shard] = []
-        try:
-            for each, width, held, share in zip(members, widths, own, shares(config.capacity, sharers), strict=True):
-                its_config = table_set_config(
-                    held, capacity=share, pooled=False, parts=tuple(self.layout.part(t, rank) for t in each),
-                    label=f"width{width}-rank{rank}of{self.layout.size}", **settings,
-                )  # fmt: skip
-                given = self.layout, each, list(columns), its_config, options
-                made.append(Shard(*given, settings["optimizer"], self._over_ranks))
-        except BaseException:
-            for shard in made:
-                shard.engine.tables.close()
-            raise
-        return made
+        for each, width, held, share in zip(members, widths, own, shares(config.capacity, sharers), strict=True):
+            its_config = table_set_config(
+                held, capacity=share, pooled=False, parts=tuple(self.layout.part(t, rank) for t in each),
+                label=f"width{width}-rank{rank}of{self.layout.size}", **settings,
+            )  # fmt: skip
+            given = self.layout, each, list(columns), its_config, options
+            made.append(Shard(*given, settings["optimizer"], self._over_ranks))
 
     def _make_hook(self) -> torch.Tensor:
         with torch.inference_mode(False):
-            return torch.zeros(0, requires_grad=not self._frozen)
+            return torch.zeros(0, device=self.tables.config.device, requires_grad=not self._frozen)
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
     @property
     def tables(self) -> TableSet:
         """Those of the smallest width, as far as they lie here."""
-        return self._shards[0].engine.tables
+        return self._held[0].engine.tables
+
+    @property
+    def _held(self) -> Sequence[Held]:
+        """What this rank holds."""
+        return self._ranks.held
 
     @property
     def planned(self) -> PlannedForwards:
         """The forwards that were planned, and have yet to come."""
-        return self._planned
+        return self._ranks.planned
 
     def plan_ahead(
         self,
@@ -179,34 +196,14 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         ages: bool = True,
         memory: CallMemory | None = None,
     ) -> Planned:
-        """See `LookupModule`: exchanges the ids, and has the rows that this rank owns fetched. A collective, which the
-        thread of the loop takes part in; what one rank raises the forward raises on all of them."""
-        del memory  # of a GPU
-        made: Made[Any]
-        try:
-            made = Made(self._planned_call(executor, inputs, trains=trains, ages=ages))
-        except PeerError:
-            raise
-        except TieredEmbError as error:
-            made = Made(None, error)
-        planned = Planned(self.tables, inputs, made)
-        self._planned.add(planned)
-        return planned
-
-    def _planned_call(self, executor: PlanExecutor, inputs: Any, *, trains: bool, ages: bool) -> ShardedCall:
-        try:
-            batch = self._batch(*inputs)
-        except Exception as error:
-            self._context.announce(Phase.PLAN, error=error)
-            raise
-        call = ShardedCall(self._context, batch, ahead=True)
-        call.plan_ahead(executor, trains=trains and not self._frozen, ages=ages)
-        return call
+        """See `LookupModule`. A collective, which the thread of the loop takes part in."""
+        trains = trains and not self._frozen
+        return self._ranks.plan_ahead(executor, inputs, self._batch, trains=trains, ages=ages, memory=memory)
 
     @property
     def is_trainable(self) -> bool:
         """Whether a backward updates the rows."""
-        return self._shards[0].engine.optimizer is not None and not self._frozen
+        return self._held[0].engine.optimizer is not None and not self._frozen
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedTieredEmbeddingBagCollection:
         """Freezes the tables (False): outputs need no gradient and rows stay; or thaws them. On all ranks alike."""
@@ -218,42 +215,15 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     @untraced
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """See `TieredEmbeddingBagCollection.forward`. A collective: what one rank raises all do."""
-        self._reached = False
-        try:
+        with self._ranks.forward():
             return super().forward(*inputs, **named)
-        except Exception as error:
-            if not self._reached:  # the others are about to exchange ids
-                self._context.announce(Phase.FORWARD, error=error)
-            raise
 
     def _lookup(self, batch: Batch) -> torch.Tensor:
         """Pools a batch: (B, ΣD). A collective."""
-        self._reached = True
-        context, hook = self._context, self._hook
         recomputed = inside_backward()
-        within = context.backward_pass.touch() if recomputed else None
-        trains, weights = hook.requires_grad and torch.is_grad_enabled(), batch.weights
         if LISTENERS and not recomputed:
-            tell(self, batch, trains=trains)
-
-        def make() -> Call:
-            planned = None if recomputed else self._planned.take(self.tables, batch.given)
-            call = ShardedCall.of(context, batch, cast("ShardedCall | None", planned))
-            call.within = within
-            try:
-                call.fetch(trains=trains, recomputed=recomputed)
-            except BaseException:
-                call.release()
-                raise
-            return cast("Call", call)
-
-        if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
-            return LOOKUP(hook.detach().requires_grad_() if trains else hook, weights, make)
-        call = make()
-        try:
-            return call.pool(weights, differentiable=False)
-        finally:
-            call.release()
+            tell(self, batch, trains=self._hook.requires_grad and torch.is_grad_enabled())
+        return self._ranks.look_up(batch, self._hook, recomputed=recomputed)
 
     def follow(self, optimizer: torch.optim.Optimizer, *, group: int | dict[str, Any] | None = None) -> None:
         """From now on the rows are updated by `optimizer.step()`, on each rank by its own; see `TieredModule.follow`.
@@ -261,28 +231,26 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         `DistributedDataParallel` would take them for its own. Their gradients are the norms over all ranks: who reads
         one, as `GradScaler` and `clip_grad_norm_` do of the params that they are given, does so on all ranks.
         `optimizer.state_dict()` does not hold the tables' state, which `save_checkpoint` saves."""
-        for shard in self._shards:
-            shard.engine.follow(optimizer, group=group, in_state_dict=False)
+        for held in self._held:
+            held.engine.follow(optimizer, group=group, in_state_dict=False)
 
     def _over_ranks(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """What all ranks have of the sums, or the maxima, float64 (T,), of the tables of a width, in their order."""
-        self._announce()
-        found = self._context.exchange.all(totals)
-        return found.amax(0) if math.isinf(norm_type) else found.sum(0)
+        """See `Ranks.total`."""
+        return self._ranks.total(totals, norm_type)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Sums the gradients of all backward passes inside the context and applies one optimizer step at its end; see
         `TieredEmbeddingBagCollection.accumulate`. On all ranks alike."""
         with contextlib.ExitStack() as all_of_them:
-            for shard in self._shards:
-                all_of_them.enter_context(shard.engine.accumulate())
+            for held in self._held:
+                all_of_them.enter_context(held.engine.accumulate())
             try:
                 yield
             except Exception as error:
-                self._announce(error)
+                self._ranks.agree(error)
                 raise
-            self._announce()
+            self._ranks.agree()
 
     @property
     def fused_optimizer(self) -> ShardedOptimizer:
@@ -299,20 +267,19 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     def stats(self) -> CacheStats:
         """Counters of the rows that this rank owns."""
-        return sum((shard.engine.tables.stats() for shard in self._shards), CacheStats())
+        return sum((held.engine.tables.stats() for held in self._held), CacheStats())
 
     def flush(self) -> None:
         """Writes all hot rows of this rank back."""
-        for shard in self._shards:
-            shard.engine.tables.flush()
+        for held in self._held:
+            held.engine.tables.flush()
 
     def close(self) -> None:
         """Flushes and closes the cold storage of this rank; the module is unusable afterwards."""
-        for shard in self._shards:
-            shard.engine.drop_gradient()
-            shard.engine.tables.close()
-        self._planned.drop_all()
-        self._context.exchange.close()
+        for held in self._held:
+            held.engine.drop_gradient()
+            held.engine.tables.close()
+        self._ranks.close()
 
     def describe(self) -> list[str]:
         """Who holds what: a line a table."""
@@ -326,54 +293,21 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for t, table in enumerate(self.table_configs):
-            weight = self._whole(t)
+            weight = self._ranks.weight(t)
             if weight is not None:
                 destination[f"{prefix}tables.{table.name}.weight"] = weight
-
-    def _whole(self, table: int) -> torch.Tensor | None:
-        """A table's weights (rows, D) on rank 0, None on the others. A collective."""
-        exchange, config = self._context.exchange, self.table_configs[table]
-        failed: Exception | None = None
-        try:
-            shard, own = self._located(table)
-            mine = shard.engine.tables.weight(own)[: self.layout.part(table, exchange.rank).own_rows]
-            weight = None
-            if exchange.rank == 0:
-                weight = torch.empty((config.num_embeddings, config.embedding_dim), dtype=mine.dtype)
-        except Exception as error:
-            failed = error
-        self._announce(failed)
-        for rank, rows in enumerate(exchange.gather(mine) or ()):
-            its = self.layout.part(table, rank)
-            assert weight is not None
-            weight[its.first :: its.step] = rows
-        return weight
 
     def save_checkpoint(self, directory: str | os.PathLike[str], *, extra: dict[str, Any] | None = None) -> None:
         """Saves the rows of all ranks, optimizer state, scores and counters to `directory`, which all of them see, and
         replaces its last checkpoint atomically. A collective. It loads at any number of ranks and any sharding, and in
         one process, by `TieredEmbeddingBagCollection.load_checkpoint`. `extra`: that of rank 0 counts. See
         `TieredModule.save_checkpoint`; what one rank raises all do."""
-        self._saved().save(directory, {} if extra is None else extra)
+        self._ranks.save(directory, {} if extra is None else extra)
 
     def load_checkpoint(self, directory: str | os.PathLike[str], *, recover: bool = False) -> dict[str, Any]:
         """Replaces all rows by those of a checkpoint, whichever collection of the same tables has saved it; returns its
         `extra`. A collective. See `TieredModule.load_checkpoint`; what one rank raises all do."""
-        self._planned.drop_all()
-        extra: dict[str, Any] = self._saved().load(directory, recover=recover)
-        return extra
-
-    def _saved(self) -> ShardedRows:
-        return ShardedRows(self._config, self.layout, self._context.exchange, self._shards, self._announce)
-
-    def _announce(self, error: Exception | None = None) -> None:
-        """All ranks are to do something with whole tables, or this one has met an `error`, which all then raise."""
-        self._context.announce(Phase.WHOLE, error=error)
-
-    def _located(self, table: int) -> tuple[Shard, int]:
-        """The shard of a table, and its number there."""
-        shard = next(each for each in self._shards if table in each.tables)
-        return shard, shard.tables.index(table)
+        return self._ranks.load(directory, recover=recover)
 
     def _load_from_state_dict(
         self,
@@ -402,25 +336,25 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
                 error_msgs.append(f"{key} has shape {tuple(weight.shape)}, the table has {shape}")
             else:
                 weights[t] = weight
-        rank = self._context.exchange.rank
-        for shard in self._shards:
+        for held in self._held:
             own = {}
-            for number, t in enumerate(shard.tables):
-                part = self.layout.part(t, rank)
+            for number, t in enumerate(held.tables):
+                part = self.layout.part(t, self._rank)
                 if t in weights and part.own_rows:
                     own[number] = weights[t][part.first :: part.step]
             if own:
-                shard.engine.tables.set_weights(own)
+                held.engine.tables.set_weights(own)
 
     # --- what nn.Module would do to parameters ------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        probe = fn(torch.zeros(1))
+        device = self.tables.config.device
+        probe = fn(torch.zeros(1, device=device))
         is_shared = probe.device.type == "cpu" and probe.is_shared()  # type: ignore[no-untyped-call]
-        if probe.dtype != torch.float32 or probe.device.type != "cpu" or is_shared:
+        if probe.dtype != torch.float32 or probe.device != device or is_shared:
             raise UnsupportedError(
-                "rows of a sharded collection stay where they are and as they are; build it with dtype=, and convert "
-                "or move the dense layers alone"
+                "rows of a sharded collection stay where they are and as they are; build it with device= and dtype=, "
+                "and convert or move the dense layers alone"
             )
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 

@@ -75,9 +75,25 @@ class Asked:
         return counts
 
 
-class Shard:
-    """The tables of one width. `tables`: their numbers in the collection · `space`: the key space of all their rows, as
-    batches name them · `engine`: that of the rows which this rank owns."""
+class Held:
+    """What a rank holds of `tables`, by their numbers in the collection. `engine`: that of the rows here."""
+
+    def __init__(
+        self,
+        tables: Sequence[int],
+        config: TableSetConfig,
+        options: LookupOptions,
+        optimizer: Optimizer,
+        over_ranks: OverRanks,
+    ) -> None:
+        self.tables = list(tables)
+        self.engine = Engine(TableSet(config), optimizer, over_ranks=over_ranks)
+        self.context = self.engine.context(options)
+
+
+class Shard(Held):
+    """Of the tables of one width those rows that others ask for, too. `space`: the key space of all rows, as batches
+    name them."""
 
     def __init__(
         self,
@@ -89,10 +105,8 @@ class Shard:
         optimizer: Optimizer,
         over_ranks: OverRanks,
     ) -> None:
-        self.tables = list(tables)
+        super().__init__(tables, config, options, optimizer, over_ranks)
         self.space = KeySpace(layout.tables, self.tables, list(columns))
-        self.engine = Engine(TableSet(config), optimizer, over_ranks=over_ranks)
-        self.context = self.engine.context(options)
 
     def plan_ahead(self, executor: PlanExecutor, ids: torch.Tensor, asked: Asked, **how: Any) -> Planned:
         """Plans what `look_up` will be asked for, by `executor`; `how`: see `Engine.plan_ahead`."""

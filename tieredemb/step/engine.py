@@ -133,7 +133,7 @@ class Engine:
         within = context.backward_pass.touch() if recomputed else None
         trains, weights = hook.requires_grad, batch.weights
         if torch.is_grad_enabled() and (trains or (weights is not None and weights.requires_grad)):
-            if trains and _MAY_BE_DISTRIBUTED and torch.distributed.is_initialized():
+            if trains and _MAY_BE_DISTRIBUTED and self._over_ranks is None and torch.distributed.is_initialized():
                 _check_world_size()
             make = functools.partial(self.begin, batch, context, trains=trains, recomputed=recomputed, within=within)
             # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a

@@ -1,0 +1,79 @@
+"""A group of one rank: nothing is exchanged, and everything is done, and costs, as in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.ranks import Ranks
+from tieredemb.sharding.shard import Held
+from tieredemb.step.batch import Batch, Given
+from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
+from tieredemb.tables.checkpoint import load, save
+
+if TYPE_CHECKING:
+    from tieredemb.step.call_memory import CallMemory
+
+
+class Alone(Ranks):
+    """The rank that holds all tables."""
+
+    def __init__(self, held: Held, exchange: Exchange) -> None:
+        self._all = held
+        self._exchange = exchange
+
+    @property
+    def held(self) -> Sequence[Held]:
+        return [self._all]
+
+    @property
+    def planned(self) -> PlannedForwards:
+        return self._all.engine.planned
+
+    def plan_ahead(
+        self,
+        executor: PlanExecutor,
+        given: Given,
+        make_batch: Callable[..., Batch],
+        *,
+        trains: bool,
+        ages: bool,
+        memory: CallMemory | None,
+    ) -> Planned:
+        engine, context = self._all.engine, self._all.context
+        return engine.plan_ahead(executor, given, make_batch, context, trains=trains, ages=ages, memory=memory)
+
+    def forward(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def look_up(self, batch: Batch, hook: torch.Tensor, *, recomputed: bool) -> torch.Tensor:
+        return self._all.engine.lookup(batch, self._all.context, hook)
+
+    def agree(self, error: Exception | None = None) -> None:
+        if error is not None:
+            raise error
+
+    def total(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
+        return totals
+
+    def weight(self, table: int) -> torch.Tensor | None:
+        return self._all.engine.tables.weight(table)
+
+    def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
+        save(self._all.engine.tables, self._all.engine.optimizer, directory, extra)
+
+    def load(self, directory: str | os.PathLike[str], *, recover: bool) -> dict[str, Any]:
+        engine = self._all.engine
+        engine.check_no_gradient("load a checkpoint")
+        engine.drop_planned()
+        extra: dict[str, Any] = load(engine.tables, engine.optimizer, directory, recover=recover)
+        return extra
+
+    def close(self) -> None:
+        self.planned.drop_all()
+        self._exchange.close()

@@ -1,0 +1,77 @@
+"""What a sharded collection asks of the ranks that it lies on: of several (`together`) or of one (`alone`)."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tieredemb.sharding.shard import Held
+from tieredemb.step.batch import Batch, Given
+from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
+
+if TYPE_CHECKING:
+    from tieredemb.step.call_memory import CallMemory
+
+
+class Ranks(abc.ABC):
+    """This rank, and the others. Where they are several every call is a collective."""
+
+    @property
+    @abc.abstractmethod
+    def held(self) -> Sequence[Held]:
+        """What this rank holds."""
+
+    @property
+    @abc.abstractmethod
+    def planned(self) -> PlannedForwards:
+        """The forwards that were planned, and have yet to come."""
+
+    @abc.abstractmethod
+    def plan_ahead(
+        self,
+        executor: PlanExecutor,
+        given: Given,
+        make_batch: Callable[..., Batch],
+        *,
+        trains: bool,
+        ages: bool,
+        memory: CallMemory | None,
+    ) -> Planned:
+        """Plans the forward of `given` before it comes, by `executor`; `make_batch` checks it and makes its batch."""
+
+    @abc.abstractmethod
+    def forward(self) -> contextlib.AbstractContextManager[None]:
+        """A forward comes inside, which may fail before it looks anything up."""
+
+    @abc.abstractmethod
+    def look_up(self, batch: Batch, hook: torch.Tensor, *, recomputed: bool) -> torch.Tensor:
+        """Pools a batch: (B, ΣD). `hook`: see `Engine.lookup` · `recomputed`: whether a backward asks for it again."""
+
+    @abc.abstractmethod
+    def agree(self, error: Exception | None = None) -> None:
+        """All are about to do something with whole tables, or this rank has met an `error`, which all then raise."""
+
+    @abc.abstractmethod
+    def total(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """What all have of the sums, or the maxima, float64 (T,), of the tables of a width, in their order."""
+
+    @abc.abstractmethod
+    def weight(self, table: int) -> torch.Tensor | None:
+        """A table's weights (rows, D) on rank 0, None on the others."""
+
+    @abc.abstractmethod
+    def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
+        """See `ShardedTieredEmbeddingBagCollection.save_checkpoint`."""
+
+    @abc.abstractmethod
+    def load(self, directory: str | os.PathLike[str], *, recover: bool) -> dict[str, Any]:
+        """See `ShardedTieredEmbeddingBagCollection.load_checkpoint`."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends what is under way between the ranks."""

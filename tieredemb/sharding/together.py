@@ -1,0 +1,157 @@
+"""Several ranks, each of which holds some of the rows, and looks batches of its own up in all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from tieredemb.errors import PeerError, TieredEmbError
+from tieredemb.sharding.call import ShardedCall, ShardedContext
+from tieredemb.sharding.checkpoint import ShardedRows
+from tieredemb.sharding.exchange import Phase
+from tieredemb.sharding.ranks import Ranks
+from tieredemb.sharding.shard import Held
+from tieredemb.step.batch import Batch, Given
+from tieredemb.step.call import LOOKUP, Call
+from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards
+from tieredemb.tables.config import TableSetConfig
+
+if TYPE_CHECKING:
+    from tieredemb.step.call_memory import CallMemory
+
+
+class Together(Ranks):
+    """The ranks of a group. `config`: of the whole tables."""
+
+    def __init__(self, context: ShardedContext, config: TableSetConfig) -> None:
+        self._context = context
+        self._config = config
+        self._planned = PlannedForwards()
+        self._reached = False
+
+    @property
+    def held(self) -> Sequence[Held]:
+        return self._context.shards
+
+    @property
+    def planned(self) -> PlannedForwards:
+        return self._planned
+
+    def plan_ahead(
+        self,
+        executor: PlanExecutor,
+        given: Given,
+        make_batch: Callable[..., Batch],
+        *,
+        trains: bool,
+        ages: bool,
+        memory: CallMemory | None,
+    ) -> Planned:
+        """See `Ranks`: exchanges the ids, and has the rows that this rank owns fetched. What one rank raises the
+        forward raises on all of them."""
+        del memory  # of a GPU
+        made: Made[Any]
+        try:
+            made = Made(self._planned_call(executor, given, make_batch, trains=trains, ages=ages))
+        except PeerError:
+            raise
+        except TieredEmbError as error:
+            made = Made(None, error)
+        planned = Planned(self.held[0].engine.tables, given, made)
+        self._planned.add(planned)
+        return planned
+
+    def _planned_call(
+        self, executor: PlanExecutor, given: Given, make_batch: Callable[..., Batch], *, trains: bool, ages: bool
+    ) -> ShardedCall:
+        try:
+            batch = make_batch(*given)
+        except Exception as error:
+            self._context.announce(Phase.PLAN, error=error)
+            raise
+        call = ShardedCall(self._context, batch, ahead=True)
+        call.plan_ahead(executor, trains=trains, ages=ages)
+        return call
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        self._reached = False
+        try:
+            yield
+        except Exception as error:
+            if not self._reached:  # the others are about to exchange ids
+                self._context.announce(Phase.FORWARD, error=error)
+            raise
+
+    def look_up(self, batch: Batch, hook: torch.Tensor, *, recomputed: bool) -> torch.Tensor:
+        self._reached = True
+        context = self._context
+        within = context.backward_pass.touch() if recomputed else None
+        trains, weights = hook.requires_grad and torch.is_grad_enabled(), batch.weights
+
+        def make() -> Call:
+            tables = self.held[0].engine.tables
+            planned = None if recomputed else self._planned.take(tables, batch.given)
+            call = ShardedCall.of(context, batch, cast("ShardedCall | None", planned))
+            call.within = within
+            try:
+                call.fetch(trains=trains, recomputed=recomputed)
+            except BaseException:
+                call.release()
+                raise
+            return cast("Call", call)
+
+        if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
+            return LOOKUP(hook.detach().requires_grad_() if trains else hook, weights, make)
+        call = make()
+        try:
+            return call.pool(weights, differentiable=False)
+        finally:
+            call.release()
+
+    def agree(self, error: Exception | None = None) -> None:
+        self._context.announce(Phase.WHOLE, error=error)
+
+    def total(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
+        self.agree()
+        found = self._context.exchange.all(totals)
+        return found.amax(0) if math.isinf(norm_type) else found.sum(0)
+
+    def weight(self, table: int) -> torch.Tensor | None:
+        exchange, layout = self._context.exchange, self._context.layout
+        failed: Exception | None = None
+        try:
+            shard = next(each for each in self.held if table in each.tables)
+            mine = shard.engine.tables.weight(shard.tables.index(table))[: layout.part(table, exchange.rank).own_rows]
+            weight = None
+            if exchange.rank == 0:
+                weight = torch.empty((layout.tables[table].num_embeddings, mine.shape[1]), dtype=mine.dtype)
+        except Exception as error:
+            failed = error
+        self.agree(failed)
+        for rank, rows in enumerate(exchange.gather(mine) or ()):
+            its = layout.part(table, rank)
+            assert weight is not None
+            weight[its.first :: its.step] = rows
+        return weight
+
+    def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
+        self._rows().save(directory, extra)
+
+    def load(self, directory: str | os.PathLike[str], *, recover: bool) -> dict[str, Any]:
+        self._planned.drop_all()
+        extra: dict[str, Any] = self._rows().load(directory, recover=recover)
+        return extra
+
+    def _rows(self) -> ShardedRows:
+        context = self._context
+        return ShardedRows(self._config, context.layout, context.exchange, context.shards, self.agree)
+
+    def close(self) -> None:
+        self._planned.drop_all()
+        self._context.exchange.close()
