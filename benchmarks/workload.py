@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,7 +112,7 @@ class TorchTables:
 
 
 class TieredTables:
-    """The same tables in a `TieredEmbeddingBagCollection`; `resident`: with all rows in the cache from the start."""
+    """The same tables in a collection that `make` makes; `resident`: with all rows in the cache from the start."""
 
     def __init__(
         self,
@@ -121,15 +122,14 @@ class TieredTables:
         capacity: Capacity,
         storage: Storage | None = None,
         resident: bool = False,
+        make: Callable[..., Any] = tieredemb.TieredEmbeddingBagCollection,
     ) -> None:
         size = work.size
         tables = [
             tieredemb.TableConfig(name=f"t{t}", num_embeddings=size.rows, embedding_dim=size.width)
             for t in range(size.tables)
         ]
-        self.module = tieredemb.TieredEmbeddingBagCollection(
-            tables, capacity=capacity, optimizer=optimizer, storage=storage
-        )
+        self.module = make(tables, capacity=capacity, optimizer=optimizer, storage=storage)
         self.module.load_state_dict({f"tables.t{t}.weight": weight for t, weight in enumerate(work.weights)})
         self.module.flush()
         self.offsets, self.gradient = work.offsets, work.gradient

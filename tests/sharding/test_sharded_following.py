@@ -69,6 +69,8 @@ def follows(rank, size, kind, how, when):
         model.follow(optimizer)
     batches = [spoilt(batch_of(TABLES, step, rank, samples=uneven), step, rank, how) for step in range(6)]
     seen = loop(model, optimizer, batches, how)
+    assert len(optimizer.state_dict()["state"]) <= 1  # the dense parameter's alone: tables are saved by checkpoints
+    assert not list(model.parameters())  # which DistributedDataParallel would take for its own
     weights = dict(model.state_dict())
     model.close()
     return seen, weights
@@ -76,17 +78,18 @@ def follows(rank, size, kind, how, when):
 
 @pytest.mark.parametrize("how", ["plain", "clip", "scale", "late"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_following_gives_the_bits_of_one_process(worlds, kind, how):
+@pytest.mark.parametrize("size", [1, 3])
+def test_following_gives_the_bits_of_one_process(worlds, size, kind, how):
     make, options = KINDS[kind]
     model = te.TieredEmbeddingBagCollection(TABLES, capacity=1.0, optimizer=make, device="cpu")
     optimizer = make([torch.nn.Parameter(torch.zeros(1)), *model.parameters()], **options)
     model.follow(optimizer)
     batches = [
-        joined(TABLES, [spoilt(batch_of(TABLES, step, rank, samples=uneven), step, rank, how) for rank in range(3)])
+        joined(TABLES, [spoilt(batch_of(TABLES, step, rank, samples=uneven), step, rank, how) for rank in range(size)])
         for step in range(6)
     ]
     seen = loop(model, optimizer, batches, how)
-    answers = worlds(3).run(follows, kind, how, "class")
+    answers = worlds(size).run(follows, kind, how, "class")
     for its_seen, _ in answers:
         assert its_seen == pytest.approx(seen, rel=1e-6)
     for name, weight in model.state_dict().items():

@@ -197,6 +197,26 @@ def test_a_group_of_some_ranks(worlds, is_mesh):
             assert torch.equal(answers[2 * half][name], weight)
 
 
+def trains_apart(rank, size):
+    """A model of its own on each rank of a larger world."""
+    groups = [dist.new_group([each]) for each in range(size)]
+    model = model_of(group=groups[rank])
+    for step in range(3):
+        step_of(model, batch_of(TABLES, step, rank, samples=uneven), weighted=False)
+    weights = dict(model.state_dict())
+    model.close()
+    return weights
+
+
+def test_a_group_of_one_rank_in_a_larger_world(worlds):
+    for rank, found in enumerate(worlds(2).run(trains_apart)):
+        model = te.TieredEmbeddingBagCollection(TABLES, optimizer=te.Adagrad(lr=0.1), capacity=1.0, device="cpu")
+        for step in range(3):
+            step_of(model, batch_of(TABLES, step, rank, samples=uneven), weighted=False)
+        for name, weight in model.state_dict().items():
+            assert torch.equal(found[name], weight)
+
+
 def refuses(rank, size):
     found = {
         "no table": told(model_of, sharding={"nobody": RowWise()}),

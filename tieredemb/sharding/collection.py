@@ -104,9 +104,12 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             self.layout = Layout(self.table_configs, exchange.size, sharding)
             options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
             if exchange.size == 1:
-                held.append(Held(range(len(config.tables)), whole, options, optimizer, self._over_ranks))
+                held.append(Held(range(len(config.tables)), whole, options, kind_of(optimizer), self._over_ranks))
             else:
                 self._make_shards(held, exchange.rank, config, settings, options)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                for each in held:
+                    each.engine.follow(optimizer, in_state_dict=False)
             alike = config.tables, config.policy, config.optimizer, config.seed, config.dtype, config.rounding
             names = ("tables", "policy", "optimizer", "seed", "dtype", "rounding")
             given = {name: repr(value) for name, value in zip(names, alike, strict=True)}
@@ -165,7 +168,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
                 label=f"width{width}-rank{rank}of{self.layout.size}", **settings,
             )  # fmt: skip
             given = self.layout, each, list(columns), its_config, options
-            made.append(Shard(*given, settings["optimizer"], self._over_ranks))
+            made.append(Shard(*given, kind_of(settings["optimizer"]), self._over_ranks))
 
     def _make_hook(self) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -366,3 +369,8 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     def extra_repr(self) -> str:
         return "\n".join(self.describe())
+
+
+def kind_of(optimizer: Optimizer) -> Optimizer:
+    """The class of a torch optimizer, which tables are laid out for before they follow it."""
+    return type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
