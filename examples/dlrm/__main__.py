@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -14,6 +15,7 @@ from examples.dlrm import locality, report, synthetic
 from examples.dlrm.config import DTYPES, CacheConfig, CheckpointConfig, ModelConfig, TrainConfig
 from examples.dlrm.criteo import CriteoFile, Log, LogError
 from examples.dlrm.optional import require
+from examples.dlrm.processes import Processes, started
 from examples.dlrm.profile import StepProfile
 from examples.dlrm.trainer import Trainer
 from tieredemb import LFU, LRU, File, HostMemory, Pmem, UnifiedMemory
@@ -123,8 +125,10 @@ def _storage(tier: str, path: Path | None) -> Storage:
 
 
 def _device(wanted: str) -> str:
-    """The GPU if it is wanted and usable. One that `auto` cannot use is said; one asked for in vain is an error."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    """The GPU if it is wanted and usable. One that `auto` cannot use is said; one asked for in vain is an error. Tables
+    of several processes are on the CPU as yet."""
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if wanted == "cpu" or (wanted == "auto" and (several or not torch.cuda.is_available())):
         return "cpu"
     try:
         check_device(torch.device("cuda"))
@@ -179,6 +183,13 @@ def train(options: argparse.Namespace) -> None:
     require("sklearn", "scikit-learn", "measuring AUC")
     torch.set_num_threads(options.threads)
     device = _device(options.device)
+    with started(device) as processes:
+        _train(options, device, processes)
+
+
+def _train(options: argparse.Namespace, device: str, processes: Processes) -> None:
+    """One process of the training. The first one talks."""
+    say = print if processes.is_first else _nothing
     tier = options.tier if options.tier != "auto" else "unified" if device == "cuda" else "host"
     config, saving = _train_config(options, tier, device), _saving(options)
     log: Log
@@ -187,24 +198,28 @@ def train(options: argparse.Namespace) -> None:
     else:
         log, name = _generated(options), "generated log"
     capacity, place = report.capacity_text(config.cache.capacity), report.device_text(device)
-    with Trainer(config, log, saving) as trainer:
-        print(
+    with Trainer(config, log, saving, processes) as trainer:
+        several = f" in {processes.size} processes" if processes.size > 1 else ""
+        say(
             f"{name}: {trainer.train_rows:,} rows to train, {len(log) - trainer.train_rows:,} to test; "
-            f"on {place}, tier {tier}, capacity {capacity}{', a CUDA graph a step' if config.captures else ''}"
+            f"on {place}{several}, tier {tier}, capacity {capacity}{', a CUDA graph a step' if config.captures else ''}"
         )
         if config.graph and not config.captures:
-            print("--graph: on the CPU there is nothing to capture, and steps run as without it")
+            say("--graph: on the CPU there is nothing to capture, and steps run as without it")
         with ExitStack() as around:
             profile = None
-            if options.profile is not None:
+            if options.profile is not None and processes.is_first:
                 profile = around.enter_context(StepProfile(options.profile, device, replays=config.captures))
             on_step = (lambda: None) if profile is None else profile.step
-            if options.quiet:
+            if options.quiet or not processes.is_first:
                 trainer.run(on_step=on_step)
             else:
                 bar = around.enter_context(closing(report.Bar(trainer.total_samples, trainer.progress.samples)))
                 trainer.run(bar, on_step)
-        scores = report.score(*trainer.predict())
+        predicted = trainer.predict()
+        if not processes.is_first:
+            return
+        scores = report.score(*predicted)
         memory = {} if config.reference else trainer.collection.memory_report()
         print(report.summary(trainer.progress, scores, tier, memory, place))
         if profile is not None:
@@ -214,6 +229,10 @@ def train(options: argparse.Namespace) -> None:
                 options.plot, trainer.progress, scores, f"DLRM on {name}, trained on {place}, capacity {capacity}"
             )
             print(f"plot written to {options.plot}")
+
+
+def _nothing(_: str) -> None:
+    pass
 
 
 def _generated(options: argparse.Namespace) -> Log:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tieredemb import TieredEmbeddingBagCollection
+from examples.dlrm.embeddings import Collection
 from tieredemb.errors import CheckpointError
 from tieredemb.storage.checkpoint.manifest import MANIFEST
 
@@ -31,29 +31,28 @@ def exists(directory: Path) -> bool:
 
 
 def save(
-    directory: Path,
-    collection: TieredEmbeddingBagCollection,
-    state: dict[str, Any],
-    identity: dict[str, Any],
+    directory: Path, collection: Collection, state: dict[str, Any], identity: dict[str, Any], *, is_first: bool
 ) -> None:
     """Writes a checkpoint. `state`: tensors, numbers, strings, lists and dicts of them, with "step" among them;
-    `identity`: JSON-able, what a run must have in common with this one to resume it. Raises `OSError`."""
+    `identity`: JSON-able, what a run must have in common with this one to resume it · `is_first`: whether this is the
+    process, of those that save together, which writes the dense file. Raises `OSError`."""
     directory.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = buffer.getvalue()
     checksum = hashlib.sha256(content).hexdigest()
     name = f"dense-{state['step']:09d}-{checksum[:16]}.pt"
-    _write_durably(directory / name, content)
+    if is_first:
+        _write_durably(directory / name, content)
     collection.save_checkpoint(
         str(directory / _TABLES), extra={"dense": name, "sha256": checksum, "identity": identity}
     )
-    for path in directory.glob("dense-*"):
+    for path in directory.glob("dense-*") if is_first else ():
         if path.name != name:
             path.unlink()
 
 
-def load(directory: Path, collection: TieredEmbeddingBagCollection, identity: dict[str, Any]) -> dict[str, Any]:
+def load(directory: Path, collection: Collection, identity: dict[str, Any]) -> dict[str, Any]:
     """Loads the tables and returns the `state` saved with them. Raises `CheckpointError` when there is no checkpoint,
     when it is damaged, or when it belongs to another run."""
     if not exists(directory):

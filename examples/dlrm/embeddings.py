@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
@@ -9,12 +10,16 @@ from torch import Tensor, nn
 
 from examples.dlrm.config import DTYPES, TrainConfig
 from examples.dlrm.model import TABLES
+from examples.dlrm.processes import Processes
 from tieredemb import SGD, Adagrad, SparseAdam, TableConfig, TieredEmbeddingBagCollection, Uniform
 from tieredemb.errors import UnsupportedError
+from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+
+Collection = TieredEmbeddingBagCollection | ShardedTieredEmbeddingBagCollection
 
 
-def tiered_tables(config: TrainConfig) -> TieredEmbeddingBagCollection:
-    """26 tables of sums, initialised as the DLRM paper's code does."""
+def tiered_tables(config: TrainConfig, processes: Processes) -> Collection:
+    """26 tables of sums, initialised as the DLRM paper's code does; each of `processes` holds a part of them."""
     bound = config.model.rows_per_table**-0.5
     tables = [
         TableConfig(
@@ -25,7 +30,10 @@ def tiered_tables(config: TrainConfig) -> TieredEmbeddingBagCollection:
         )
         for name in TABLES
     ]
-    return TieredEmbeddingBagCollection(
+    kind: Callable[..., Collection] = TieredEmbeddingBagCollection
+    if processes.size > 1:
+        kind = ShardedTieredEmbeddingBagCollection
+    return kind(
         tables=tables,
         capacity=config.cache.capacity,
         policy=config.cache.policy,

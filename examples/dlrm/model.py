@@ -74,8 +74,8 @@ class DLRM(nn.Module):
         bottom = torch.relu(self.bottom(batch.dense))
         embedded = self.embeddings(batch.ids, batch.offsets)
         size, width = bottom.shape
-        vectors = torch.cat([bottom, embedded], dim=1).view(size, -1, width)
-        products = torch.bmm(vectors, vectors.transpose(1, 2)).view(size, -1)
+        vectors = torch.cat([bottom, embedded], dim=1).view(size, len(TABLES) + 1, width)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         interactions = products.index_select(1, self.pairs)
         logits: Tensor = self.top(torch.cat([bottom, interactions], dim=1))
         return logits[:, 0]

@@ -64,8 +64,10 @@ class Bar:
 def last_tenth(points: list[Point]) -> Point:
     """Mean loss and hit rate over the last tenth of the intervals."""
     last = points[-max(1, len(points) // 10) :]
-    loss, hit_rate = (float(np.mean([getattr(p, name) for p in last])) for name in ("loss", "hit_rate"))
-    return Point(last[-1].samples, loss, hit_rate)
+    loss = float(np.mean([point.loss for point in last]))
+    # where batches are planned ahead, the last ones were looked up in an interval before
+    looked_up = [point.hit_rate for point in last if not np.isnan(point.hit_rate)]
+    return Point(last[-1].samples, loss, float(np.mean(looked_up)) if looked_up else float("nan"))
 
 
 def summary(progress: Progress, scores: Scores, tier: str, memory: dict[str, Any], device: str) -> str:

@@ -24,6 +24,7 @@ from examples.dlrm.config import CheckpointConfig, TrainConfig
 from examples.dlrm.criteo import Log, LogError
 from examples.dlrm.embeddings import EmbeddingBags, reference_optimizer, tiered_tables
 from examples.dlrm.model import DLRM, TABLES, Batch, to_batch
+from examples.dlrm.processes import Processes
 from examples.dlrm.progress import Point, Progress
 from tieredemb import graph_step, prefetch
 from tieredemb.errors import CheckpointError, UnsupportedError
@@ -38,6 +39,9 @@ POINTS = 200  # an epoch, of the curves of loss and hit rate: enough for a plot,
 class Trainer:
     """A DLRM, its optimizers, its place in the log. Used as a context manager, it closes the tables.
 
+    Of several `processes` each trains its part of every batch: together they make the update of one that has all of it,
+    within rounding of the dense layers. Every call is then one that all of them make.
+
     Raises `CheckpointError` when `saving` asks to resume what is not there, or would overwrite what is.
 
     >>> with Trainer(TrainConfig(), log) as trainer:
@@ -45,8 +49,17 @@ class Trainer:
     ...     labels, probabilities = trainer.predict()
     """
 
-    def __init__(self, config: TrainConfig, log: Log, saving: CheckpointConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        log: Log,
+        saving: CheckpointConfig | None = None,
+        processes: Processes | None = None,
+    ) -> None:
         self.config = config
+        self.processes = processes or Processes()
+        if config.reference and self.processes.size > 1:
+            raise UnsupportedError("the reference trains in one process; start it without torchrun")
         self.log = log
         self.saving = saving
         self.train_rows = len(log) - round(len(log) * config.test_share)
@@ -57,9 +70,10 @@ class Trainer:
             )
         self.progress = Progress(loss_sum=torch.zeros((), dtype=torch.float64, device=config.device))
         self._stats_base = CacheStats()
-        self.collection = tiered_tables(config)
+        self.collection = tiered_tables(config, self.processes)
         try:
             self.model = self._model().to(config.device)
+            self._together = self.processes.train_together(self.model)
             self.dense_layers = self.model.dense_layers()
             self.optimizers: list[torch.optim.Optimizer] = [
                 torch.optim.Adagrad(self.dense_layers.parameters(), lr=config.dense_lr)
@@ -109,7 +123,8 @@ class Trainer:
                 logits.append(self.model(batch).double())
                 labels.append(batch.labels.double())
         self.model.train()
-        return torch.cat(labels).cpu(), torch.sigmoid(torch.cat(logits).cpu())
+        found = self.processes.gather(torch.stack([torch.cat(labels).cpu(), torch.cat(logits).cpu()], 1))
+        return found[:, 0], torch.sigmoid(found[:, 1])
 
     def table_weights(self) -> dict[str, Tensor]:
         """Weights by table name, float32 (rows, D), of whichever embeddings are trained."""
@@ -135,17 +150,20 @@ class Trainer:
     def _batches(self, start: int, stop: int, size: int) -> Iterable[Batch]:
         """Rows of the log as the model eats them; their embeddings fetched ahead where that is asked for."""
         config = self.config
+        part = self.processes.part
         loader = (
-            to_batch(rows, config.model.rows_per_table, config.device) for rows in self.log.batches(start, stop, size)
+            to_batch(part(rows), config.model.rows_per_table, config.device)
+            for rows in self.log.batches(start, stop, size)
         )
         if config.reference or not config.cache.prefetch:
             return loader
         return prefetch(loader, self.model, config.cache.prefetch, ids_of=lambda batch: (batch.ids, batch.offsets))
 
     def _step(self, batch: Batch) -> None:
-        samples = len(batch.labels)
+        samples = min(self.config.batch_size, self.train_rows - self.progress.row)  # of all processes
         # a graph replays one size: the rest at the end of an epoch trains without
         train = self._train_whole if samples == self.config.batch_size else self._train
+        self._share = self.processes.size / samples
         loss = train(batch)
         progress = self.progress
         progress.step += 1
@@ -159,7 +177,7 @@ class Trainer:
 
         torch's Adagrad is not marked `capturable`, and is nevertheless: of the host it reads the learning rate, and the
         number of the step only for a `lr_decay` that is not 0 (torch/optim/adagrad.py)."""
-        loss = binary_cross_entropy_with_logits(self.model(batch), batch.labels)
+        loss = self._loss(self._together(batch), batch.labels)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call] # updates the tables too
@@ -167,19 +185,29 @@ class Trainer:
             optimizer.step()
         return loss.detach()
 
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss; of several processes what has that of all samples as its mean over them."""
+        if self.processes.size == 1:
+            return binary_cross_entropy_with_logits(logits, labels)
+        return binary_cross_entropy_with_logits(logits, labels, reduction="sum") * self._share
+
     def _finish_point(self) -> Point:
         progress = self.progress
         self._count()
         hit_rate = (progress.stats - progress.stats_at_point).hit_rate
-        point = Point(progress.samples, progress.loss_sum.item() / progress.pending, hit_rate)
+        point = Point(progress.samples, self._loss_sum().item() / progress.pending, hit_rate)
         progress.points.append(point)
         progress.stats_at_point = progress.stats
         progress.loss_sum.zero_()
         progress.pending = 0
         return point
 
+    def _loss_sum(self) -> Tensor:
+        """Of the samples since the last point, of all processes."""
+        return self.processes.sum(self.progress.loss_sum) / self.processes.size
+
     def _count(self) -> None:
-        self.progress.stats = self._stats_base + self.collection.stats()
+        self.progress.stats = self._stats_base + self.processes.total(self.collection.stats())
 
     def _prepare(self) -> None:
         if self.saving is None:
@@ -214,12 +242,12 @@ class Trainer:
         self._count()
         state = {
             "step": progress.step,
-            "progress": progress.state(),
+            "progress": {**progress.state(), "loss_sum": self._loss_sum()},
             "dense_layers": self.dense_layers.state_dict(),
             "optimizer": self._dense_optimizer_state(),
             "random_state": torch.get_rng_state(),
         }
-        checkpoint.save(saving.directory, self.collection, state, self._identity())
+        checkpoint.save(saving.directory, self.collection, state, self._identity(), is_first=self.processes.is_first)
 
     def _dense_optimizer_state(self) -> dict[str, Any]:
         """With the number of the step, which is on the host, where no replay counts it."""
@@ -234,7 +262,7 @@ class Trainer:
         self.optimizers[0].load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random_state"])
         self.progress = Progress.of(state["progress"], self.config.device)
-        self._stats_base = self.progress.stats - self.collection.stats()
+        self._stats_base = self.progress.stats - self.processes.total(self.collection.stats())
 
 
 def _jsonable(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -272,6 +272,10 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         """Counters of the rows that this rank owns."""
         return sum((held.engine.tables.stats() for held in self._held), CacheStats())
 
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes of every allocation of this rank, by width and purpose."""
+        return {name: part for held in self._held for name, part in held.engine.tables.memory_report().items()}
+
     def flush(self) -> None:
         """Writes all hot rows of this rank back."""
         for held in self._held:

@@ -1,0 +1,123 @@
+"""The example in several processes: what one process trains, within rounding of the dense layers, and after a kill."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2]))  # the examples are no part of the installed package
+
+from examples.dlrm.config import CheckpointConfig, ModelConfig, TrainConfig
+from examples.dlrm.processes import Processes
+from examples.dlrm.synthetic import GeneratedLog
+from examples.dlrm.trainer import Trainer
+from tieredemb import SGD
+
+REPOSITORY = Path(__file__).parents[2]
+# SGD: the first step of Adagrad makes rounding errors of gradients that are nearly zero as large as any step
+SMALL = TrainConfig(
+    model=ModelConfig(rows_per_table=300, bottom=(16,), top=(16,)), batch_size=48, optimizer=SGD(lr=0.02), dense_lr=1e-3
+)
+LOG = GeneratedLog(rows=1_240)  # 20 batches of 48 and one of 1 to train: some processes have no row of it
+TRAINED = 961
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}  # 21 steps of fp32 sums in another order
+
+
+def config_of(prefetch=0):
+    config = replace(SMALL, test_share=1 - TRAINED / len(LOG))
+    return replace(config, cache=replace(config.cache, prefetch=prefetch))
+
+
+def trains(rank, size, config, saving=None, stop=None):
+    """All numbers of a run, with the tables on rank 0; None of one that ends after `stop` steps."""
+    torch.set_num_threads(1)
+    steps = []
+    with Trainer(config, LOG, saving, Processes(rank, size)) as trainer:
+        assert trainer.train_rows == TRAINED
+
+        def step():
+            steps.append(None)
+            if len(steps) == stop:
+                raise InterruptedError
+
+        try:
+            trainer.run(on_step=step)
+        except InterruptedError:
+            return None
+        labels, probabilities = trainer.predict()
+        weights = trainer.collection.state_dict()
+        return {
+            "losses": torch.tensor([point.loss for point in trainer.progress.points], dtype=torch.float64),
+            "tables": {name: weight for name, weight in weights.items() if weight is not None},
+            "dense": dict(trainer.dense_layers.state_dict()),
+            "labels": labels.sort().values,
+            "probabilities": probabilities.sort().values,
+            "lookups": torch.tensor(trainer.progress.stats.lookups),
+        }
+
+
+def check_close(found, expected):
+    assert torch.equal(found["labels"], expected["labels"])
+    assert torch.equal(found["lookups"], expected["lookups"])
+    for name in ("losses", "probabilities"):
+        torch.testing.assert_close(found[name], expected[name], **CLOSE)
+    for kind in ("tables", "dense"):
+        assert found[kind].keys() == expected[kind].keys()
+        for name, value in expected[kind].items():
+            torch.testing.assert_close(found[kind][name], value, **CLOSE)
+
+
+def check_same(found, expected):
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[name], value), name
+        else:
+            assert all(torch.equal(found[name][key], each) for key, each in value.items()), name
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_processes_train_what_one_does(worlds, size, prefetch):
+    expected = trains(0, 1, config_of())
+    assert len(expected["losses"]) == 21
+    answers = worlds(size).run(trains, config_of(prefetch))
+    check_close(answers[0], expected)
+    for other in answers[1:]:
+        for name in ("losses", "labels", "probabilities", "lookups", "dense"):
+            check_same({name: other[name]}, {name: answers[0][name]})
+
+
+@pytest.mark.parametrize("later", [1, 2, 3])
+def test_a_run_that_ended_goes_on_in_any_number_of_processes(worlds, tmp_path, later):
+    whole = worlds(2).run(trains, config_of())[0]
+    saving = CheckpointConfig(directory=tmp_path / "run", every=8)
+    assert worlds(2).run(trains, config_of(), saving, 11) == [None, None]
+    found = worlds(later).run(trains, config_of(), replace(saving, resume=True))[0]
+    (check_same if later == 2 else check_close)(found, whole)
+
+
+def run_torchrun(*options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*command, "-m", "examples.dlrm", "train", "--rows", "1240", "--rows-per-table", "300", "--quiet", *options],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_torchrun_starts_it_and_one_process_talks():
+    done = run_torchrun("--prefetch", "1", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "on the CPU in 2 processes" in done.stdout
+    assert done.stdout.count("test AUC") == done.stdout.count("hit rate, all") == 1
+
+
+def test_what_several_processes_cannot_do_is_said():
+    done = run_torchrun("--reference", "--device", "cpu")
+    assert done.returncode != 0
+    assert "error: the reference trains in one process; start it without torchrun" in done.stderr
