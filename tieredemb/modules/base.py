@@ -39,6 +39,8 @@ class TieredModule(LookupModule):
     `parameters()` holds nothing of them, but where they follow a torch optimizer: then it lists a stand-in a table, of
     two numbers, which `state_dict()` leaves out."""
 
+    engine: Engine
+
     def __init__(self, engine: Engine, options: LookupOptions) -> None:
         super().__init__()
         self.engine = engine

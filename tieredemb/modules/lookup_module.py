@@ -15,10 +15,14 @@ if TYPE_CHECKING:
     import torch
 
     from tieredemb.step.call_memory import CallMemory
+    from tieredemb.step.engine import Engine
 
 
 class LookupModule(nn.Module, abc.ABC):
-    """A module whose forwards may be planned before they come."""
+    """A module whose forwards may be planned before they come. `engine`: what looks up and updates here; None where
+    several ranks do that together."""
+
+    engine: Engine | None
 
     @property
     @abc.abstractmethod

@@ -14,13 +14,13 @@ from tieredemb.cache.locks import Locks
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.captures import Capture, no_collector
 from tieredemb.kernels.streams import capture_lock, on_device, side_stream
-from tieredemb.modules.base import TieredModule
 from tieredemb.modules.forwards import Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.batches import detached, tensors_of
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.leaves import Leaves
 from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
+from tieredemb.step.engine import Engine
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.options_told import OptionsTold
@@ -35,7 +35,8 @@ class StepFunction(Generic[R]):
     `device`, of which tensors (`lookups`), and whether it `trains` any. `buffers`: a template of those it runs on."""
 
     def __init__(self, function: Callable[[Any], R], batch: Any, forwards: Sequence[Forward], buffers: Buffers) -> None:
-        self.modules = list(dict.fromkeys(cast("TieredModule", forward.module) for forward in forwards))
+        self.modules = list(dict.fromkeys(forward.module for forward in forwards))
+        self._engines = [cast("Engine", module.engine) for module in self.modules]
         self.device = self.modules[0].tables.config.device
         self.buffers = buffers
         self.trains = any(each.trains for each in forwards)
@@ -50,9 +51,10 @@ class StepFunction(Generic[R]):
         places = [module.tables.placed.now for module in self.modules]
         self._reports = [place.faults for place in places if place.faults is not None]
         self._other_reports = list({id(each): each for each in (place.other_faults for place in places)}.values())
-        trained = [module.engine.optimizer for module, trains in self._trainable if trains and self.trains]
+        each_trains = [trains and self.trains for _, trains in self._trainable]
+        trained = [engine.optimizer for engine, trains in zip(self._engines, each_trains, strict=True) if trains]
         self._options = OptionsTold([optimizer for optimizer in trained if optimizer is not None])
-        optimizers = [each.engine.optimizer for each in self.modules if each.tables.step_time is not None]
+        optimizers = [engine.optimizer for engine in self._engines if engine.tables.step_time is not None]
         self._fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
         self._alike = self._optimizers_alike()
         with on_device(self.device):
@@ -86,8 +88,8 @@ class StepFunction(Generic[R]):
 
     def accumulates(self) -> bool:
         """Whether gradients are being summed around the call, which a graph knows nothing of."""
-        for module in self.modules:  # noqa: SIM110 - asked of each replay, and a generator costs most of it
-            if module.engine.accumulates:
+        for engine in self._engines:  # noqa: SIM110 - asked of each replay, and a generator costs most of it
+            if engine.accumulates:
                 return True
         return False
 
@@ -107,13 +109,13 @@ class StepFunction(Generic[R]):
     def on_buffers(self) -> Iterator[None]:
         """Ids beyond the last bag are what is left of longer batches, and no fault."""
         thread = threading.get_ident()
-        for module in self.modules:
-            module.engine.ids_may_exceed_bags.add(thread)
+        for engine in self._engines:
+            engine.ids_may_exceed_bags.add(thread)
         try:
             yield
         finally:
-            for module in self.modules:
-                module.engine.ids_may_exceed_bags.discard(thread)
+            for engine in self._engines:
+                engine.ids_may_exceed_bags.discard(thread)
 
     def beside(self, run: Callable[[], R]) -> R:
         """What `run` returns, on a stream of its own, as torch asks for the steps before a capture. The caller uses it
@@ -162,9 +164,10 @@ class StepFunction(Generic[R]):
 
 def check_capturable(module: LookupModule, device: torch.device) -> None:
     """Raises `UnsupportedError` for what no graph on `device` can hold."""
-    if not isinstance(module, TieredModule):
+    if module.engine is None:
         raise UnsupportedError(
-            f"a step of a {type(module).__name__} cannot be captured in a CUDA graph: call the function itself"
+            f"a step of a {type(module).__name__} of several ranks cannot be captured in a CUDA graph: call the "
+            f"function itself"
         )
     config = module.tables.config
     if config.device != device:

@@ -13,6 +13,7 @@ from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held
 from tieredemb.step.batch import Batch, Given
+from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.tables.checkpoint import load, save
 
@@ -30,6 +31,10 @@ class Alone(Ranks):
     @property
     def held(self) -> Sequence[Held]:
         return [self._all]
+
+    @property
+    def engine(self) -> Engine:
+        return self._all.engine
 
     @property
     def planned(self) -> PlannedForwards:

@@ -129,6 +129,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
         self._optimizer = ShardedOptimizer(fused) if fused else None
         self._ranks = self._among(exchange, held, config, exchange.size if average else 1)
+        self.engine = self._ranks.engine
         self._hook = self._make_hook()
 
     def _among(self, exchange: Exchange, held: Sequence[Held], config: TableSetConfig, divisor: int) -> Ranks:

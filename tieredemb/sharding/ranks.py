@@ -16,6 +16,7 @@ from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwar
 
 if TYPE_CHECKING:
     from tieredemb.step.call_memory import CallMemory
+    from tieredemb.step.engine import Engine
 
 
 class Ranks(abc.ABC):
@@ -25,6 +26,11 @@ class Ranks(abc.ABC):
     @abc.abstractmethod
     def held(self) -> Sequence[Held]:
         """What this rank holds."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """That of a rank which looks up and updates alone."""
+        return None
 
     @property
     @abc.abstractmethod

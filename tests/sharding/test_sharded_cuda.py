@@ -1,0 +1,90 @@
+"""A group of one rank on a GPU: eager, ahead and captured, the bits of a collection without a group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from devices import require_gpu
+from sharding.ranks import tables_of
+from training import random_batch
+
+import tieredemb as te
+from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+
+TABLES = tables_of(modes=("sum", "mean"), widths=(4, 8))
+STEPS = 12
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A process group of this process alone, which meets on gloo, and on NCCL beside it."""
+    require_gpu()
+    dist.init_process_group("cpu:gloo,cuda:nccl", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def batches():
+    """ids, offsets and gradient of each step, of one form."""
+    drawn = [random_batch(TABLES, 7, step) for step in range(STEPS)]
+    longest = max(len(ids) for ids, *_ in drawn)
+    same = []
+    for ids, offsets, _, upstream in drawn:
+        padded = torch.cat([ids, ids.new_zeros(longest - len(ids))])
+        offsets = offsets.clone()
+        offsets[-1] = longest  # which only lengthens the last bag
+        same.append(tuple(part.cuda() for part in (padded, offsets, upstream)))
+    return same
+
+
+def trained(model, way):
+    """Weights after training in a `way`."""
+
+    def step(batch):
+        ids, offsets, upstream = batch
+        model(ids, offsets).backward(upstream)
+
+    run = te.graph_step(step) if "graph" in way else step
+    for batch in te.prefetch(batches(), model) if "ahead" in way else batches():
+        run(batch)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    model.close()
+    return weights
+
+
+@pytest.mark.parametrize("optimizer", [te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
+@pytest.mark.parametrize("way", ["eager", "ahead", "graph", "graph ahead"])
+def test_cuda_one_rank_has_the_bits_of_one_process(group, way, optimizer):
+    plain = te.TieredEmbeddingBagCollection(TABLES, capacity=0.5, optimizer=optimizer, device="cuda")
+    expected = trained(plain, "eager")
+    model = ShardedTieredEmbeddingBagCollection(TABLES, capacity=0.5, optimizer=optimizer, device="cuda")
+    assert model.cuda() is model  # it is there
+    found = trained(model, way)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight)
+
+
+def test_cuda_one_rank_follows_a_torch_optimizer_and_saves(group, tmp_path):
+    def make(kind):
+        dense = torch.nn.Parameter(torch.zeros(1, device="cuda"))
+        optimizer = torch.optim.Adagrad([dense], lr=0.1)
+        return kind(TABLES, capacity=0.5, optimizer=optimizer, device="cuda"), optimizer
+
+    found = []
+    for kind in (te.TieredEmbeddingBagCollection, ShardedTieredEmbeddingBagCollection):
+        model, optimizer = make(kind)
+        for ids, offsets, upstream in batches():
+            optimizer.zero_grad()
+            model(ids, offsets).backward(upstream)
+            optimizer.step()
+        model.save_checkpoint(tmp_path / kind.__name__)
+        found.append(dict(model.state_dict()))
+        model.close()
+    again = te.TieredEmbeddingBagCollection(TABLES, capacity=0.5, optimizer=torch.optim.Adagrad, device="cuda")
+    again.load_checkpoint(tmp_path / ShardedTieredEmbeddingBagCollection.__name__)
+    for name, weight in again.state_dict().items():
+        assert torch.equal(found[0][name], weight)
+        assert torch.equal(found[1][name], weight)
+    again.close()
