@@ -116,17 +116,27 @@ def has_captured(train):
 # --- what a step may do that no graph can hold ------------------------------------------------------------------------
 
 
+def other_stream():
+    """A stream that is not captured: torch hands out 32 of them in turn, some of which the capture may have."""
+    for _ in range(64):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            if not torch.cuda.is_current_stream_capturing():
+                return stream
+    raise AssertionError("all of torch's streams are captured")
+
+
 def waits_for_other_stream(out):
-    torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+    torch.cuda.current_stream().wait_stream(other_stream())
 
 
 def memory_for_other_stream(out):
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(other_stream()):
         torch.ones(1 << 26)
 
 
 def left_on_other_stream(out):
-    other = torch.cuda.Stream()
+    other = other_stream()
     other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
         out * 2
