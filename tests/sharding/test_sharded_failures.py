@@ -155,3 +155,42 @@ def test_whole_tables_are_loaded_on_every_rank(worlds):
     for _, (kind, text) in answers:
         assert kind == "RuntimeError"
         assert "tables.t2.weight" in text
+
+
+def loads_what_it_has(rank, size, kind):
+    model = model_of()
+    whole = dict(model.state_dict())  # on rank 0 alone
+    given = {name: weight + 1 for name, weight in whole.items()}
+    if kind == "shape on rank 1" and rank == 1:
+        given["tables.t1.weight"] = torch.zeros(2, 4)
+    if kind == "ranks 1 and 2 alone":
+        given = {} if rank == 0 else {"tables.t3.weight": torch.zeros(40, 4)}
+    failure = told(model.load_state_dict, given)
+    found = dict(model.state_dict())
+    model.close()
+    return whole, found, failure
+
+
+def test_what_rank_0_has_of_a_state_dict_is_loaded_by_all(worlds):
+    answers = worlds(3).run(loads_what_it_has, "rank 0 alone")
+    assert [failure for *_, failure in answers] == [None] * 3
+    before, after, _ = answers[0]
+    assert len(before) == 4
+    for name, weight in before.items():
+        assert torch.equal(after[name], weight + 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("shape on rank 1", "tables.t1.weight has shape (2, 4), the table has (3, 4)"),
+        ("ranks 1 and 2 alone", "the weights of table 't3' are given on ranks [1, 2]"),
+    ],
+)
+def test_a_state_dict_that_one_rank_cannot_load_none_loads(worlds, kind, text):
+    answers = worlds(3).run(loads_what_it_has, kind)
+    for rank, (before, after, (error, told_of)) in enumerate(answers):
+        assert error == "RuntimeError"
+        assert text in told_of
+        assert ("rank 1: " in told_of) == (kind == "shape on rank 1" and rank != 1)
+        assert all(torch.equal(after[name], weight) for name, weight in before.items())

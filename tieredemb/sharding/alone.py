@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +68,11 @@ class Alone(Ranks):
 
     def weight(self, table: int) -> torch.Tensor | None:
         return self._all.engine.tables.weight(table)
+
+    def set_weights(self, weights: Mapping[int, torch.Tensor], problems: Sequence[str]) -> tuple[set[int], list[str]]:
+        if weights and not problems:
+            self._all.engine.tables.set_weights(weights)
+        return set(weights), []
 
     def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
         save(self._all.engine.tables, self._all.engine.optimizer, directory, extra)

@@ -124,7 +124,6 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             exchange.close()
             raise
         self._know_features()
-        self._rank = exchange.rank
         self._frozen = False
         fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
         self._optimizer = ShardedOptimizer(fused) if fused else None
@@ -331,27 +330,24 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         weights: dict[int, torch.Tensor] = {}
-        for t, table in enumerate(self.table_configs):
-            key, shape = f"{prefix}tables.{table.name}.weight", (table.num_embeddings, table.embedding_dim)
+        names = [f"{prefix}tables.{table.name}.weight" for table in self.table_configs]
+        problems: list[str] = []
+        for t, (key, table) in enumerate(zip(names, self.table_configs, strict=True)):
+            shape = table.num_embeddings, table.embedding_dim
             if key in unexpected_keys:
                 unexpected_keys.remove(key)
             weight = state_dict.get(key)
             if weight is None:
-                missing_keys.append(key)
-            elif not isinstance(weight, torch.Tensor) or weight.layout is not torch.strided or weight.is_meta:
-                error_msgs.append(f"{key} must be a dense tensor with content, got {type(weight).__name__}")
+                continue
+            if not isinstance(weight, torch.Tensor) or weight.layout is not torch.strided or weight.is_meta:
+                problems.append(f"{key} must be a dense tensor with content, got {type(weight).__name__}")
             elif tuple(weight.shape) != shape:
-                error_msgs.append(f"{key} has shape {tuple(weight.shape)}, the table has {shape}")
+                problems.append(f"{key} has shape {tuple(weight.shape)}, the table has {shape}")
             else:
                 weights[t] = weight
-        for held in self._held:
-            own = {}
-            for number, t in enumerate(held.tables):
-                part = self.layout.part(t, self._rank)
-                if t in weights and part.own_rows:
-                    own[number] = weights[t][part.first :: part.step]
-            if own:
-                held.engine.tables.set_weights(own)
+        known, of_others = self._ranks.set_weights(weights, problems)
+        error_msgs += [*problems, *of_others]
+        missing_keys += [key for t, key in enumerate(names) if t not in known and state_dict.get(key) is None]
 
     # --- what nn.Module would do to parameters ------------------------------------------------------------------------
 

@@ -129,9 +129,7 @@ class Exchange:
     def _raise(self, error: BaseException | None) -> None:
         """Raises the error of the first rank that has met one, on all of them."""
         told = None if error is None else (type(error).__name__, str(error))
-        found: list[Any] = [None] * self.size
-        with self._answered(Phase.WHOLE):
-            dist.all_gather_object(found, told, group=self.group)
+        found = self.every(told)
         rank, (kind, text) = next((rank, each) for rank, each in enumerate(found) if each is not None)
         known = getattr(errors, kind, None)
         same = isinstance(known, type) and issubclass(known, TieredEmbError)
@@ -153,6 +151,13 @@ class Exchange:
             dist.all_gather(found, values.contiguous(), group=self.group)
         return torch.stack(found)
 
+    def every(self, value: Any) -> list[Any]:
+        """The `value` of every rank, on every rank."""
+        found: list[Any] = [None] * self.size
+        with self._answered(Phase.WHOLE):
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
     def told(self, value: Any) -> Any:
         """The `value` of rank 0, on every rank."""
         found = [value]
@@ -162,9 +167,7 @@ class Exchange:
 
     def agree(self, error: Exception | None, what: dict[str, str]) -> None:
         """Raises on all ranks what one has met, or `ConfigError` where they were given different things, `what`."""
-        found: list[Any] = [None] * self.size
-        with self._answered(Phase.WHOLE):
-            dist.all_gather_object(found, (error is not None, what), group=self.group)
+        found = self.every((error is not None, what))
         if any(failed for failed, _ in found):
             self._raise(error)
         for rank, (_, theirs) in enumerate(found):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +69,11 @@ class Ranks(abc.ABC):
     @abc.abstractmethod
     def weight(self, table: int) -> torch.Tensor | None:
         """A table's weights (rows, D) on rank 0, None on the others."""
+
+    @abc.abstractmethod
+    def set_weights(self, weights: Mapping[int, torch.Tensor], problems: Sequence[str]) -> tuple[set[int], list[str]]:
+        """Sets whole tables, of `weights` (rows, D) that all ranks have, or rank 0 alone. `problems`: of this rank.
+        Returns the tables that were set, and the problems of other ranks: with any of a rank none is set."""
 
     @abc.abstractmethod
     def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -139,6 +139,56 @@ class Together(Ranks):
             assert weight is not None
             weight[its.first :: its.step] = rows
         return weight
+
+    def set_weights(self, weights: Mapping[int, torch.Tensor], problems: Sequence[str]) -> tuple[set[int], list[str]]:
+        exchange, layout = self._context.exchange, self._context.layout
+        self.agree()
+        offers = exchange.every(({t: weight.dtype for t, weight in weights.items()}, list(problems)))
+        everybody, first = list(range(exchange.size)), [0]
+        told = [
+            f"rank {rank}: {problem}"
+            for rank, (_, its) in enumerate(offers)
+            if rank != exchange.rank
+            for problem in its
+        ]
+        given: dict[int, list[int]] = {}  # ranks that have a table
+        for t, table in enumerate(layout.tables):
+            ranks = [rank for rank, (tables, _) in enumerate(offers) if t in tables]
+            if ranks not in ([], first, everybody):
+                told.append(
+                    f"the weights of table {table.name!r} are given on ranks {ranks}; give them on all ranks, or on "
+                    f"rank 0 alone, as state_dict() does"
+                )
+            given |= {t: ranks} if ranks else {}
+        if told or problems:
+            return set(given), told
+        own: dict[int, torch.Tensor] = {}
+        for t, ranks in given.items():
+            parts = [layout.part(t, rank) for rank in everybody]
+            mine = parts[exchange.rank]
+            if ranks == everybody:
+                own[t] = weights[t][mine.first :: mine.step]
+                continue
+            sent = [part.own_rows if exchange.rank == 0 else 0 for part in parts]
+            if exchange.rank == 0:
+                rows = torch.cat([weights[t][part.first :: part.step].detach().cpu() for part in parts])
+            else:
+                rows = torch.empty((0, layout.tables[t].embedding_dim), dtype=offers[0][0][t])
+            own[t] = exchange.rows(rows, sent, [mine.own_rows if rank == 0 else 0 for rank in everybody])
+        self._set_own(own)
+        return set(given), []
+
+    def _set_own(self, own: Mapping[int, torch.Tensor]) -> None:
+        """Sets the rows of tables that this rank holds. Raises on all ranks what one has met."""
+        failed: Exception | None = None
+        try:
+            for held in self.held:
+                its = {n: own[t] for n, t in enumerate(held.tables) if t in own and len(own[t])}
+                if its:
+                    held.engine.tables.set_weights(its)
+        except Exception as error:
+            failed = error
+        self.agree(failed)
 
     def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
         self._rows().save(directory, extra)
