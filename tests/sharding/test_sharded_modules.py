@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -281,15 +284,22 @@ def test_rows_are_dealt_out_evenly_and_tables_by_their_lookups():
     assert sum(layout.part(4, rank).own_rows for rank in range(2)) == 1_000_000
 
 
-def test_a_collection_says_who_holds_what(worlds):
-    found = worlds(1).run(describes)[0]
-    assert found == [
-        "t0: 1 × 4, dealt out to 1 ranks",
-        "t1: 3 × 8, dealt out to 1 ranks",
-        "t2: 17 × 4, dealt out to 1 ranks",
-        "t3: 40 × 8, dealt out to 1 ranks",
-    ]
-
-
 def describes(rank, size):
-    return model_of().describe()
+    model, printed = model_of(capacity=0.5), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        te.describe(model)
+    told_of = model.describe()
+    model.close()
+    return told_of, [" ".join(line.split()) for line in printed.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_collection_says_who_holds_what(worlds, size):
+    where = "whole on rank 0" if size == 1 else "dealt out to 2 ranks"
+    for told_of, printed in worlds(size).run(describes):
+        sizes = [(1, 4), (3, 8), (17, 4), (40, 8)]
+        assert told_of == [f"t{t}: {rows} × {width}, {where}" for t, (rows, width) in enumerate(sizes)]
+        assert "4 tables, 61 rows, 416 numbers (1.6 KiB) beside the 0 that parameters() counts" in printed
+        (line,) = [line for line in printed if line.startswith("t2 ")]
+        assert line.startswith("t2 17 4 272 B ")
+        assert line.endswith(" CPU over host Adagrad, in backward")

@@ -7,10 +7,12 @@ from torch import nn
 from tieredemb.cache.base import Cache
 from tieredemb.conversion.found import find
 from tieredemb.errors import ConfigError
-from tieredemb.modules.base import TieredModule
+from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.modules.one_table import OneTable
+from tieredemb.step.engine import Engine
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.group import Group
+from tieredemb.tables.table_set import TableSet
 
 _HEADER = ("table", "rows", "width", "weights", "cache", "trained by")
 
@@ -18,8 +20,9 @@ _HEADER = ("table", "rows", "width", "weights", "cache", "trained by")
 def describe(model: nn.Module) -> None:
     """Prints the tiered tables of a model: name, rows, width, bytes of all weights, the cache and tier behind it, and
     what trains it; how many numbers they hold, which `parameters()` does not count; and the embeddings that are none,
-    with the reason where they could not be. Tables that share a cache show the number that it has in the list. Raises
-    `ConfigError` for what is no module. Does not synchronise.
+    with the reason where they could not be. Tables that share a cache show the number that it has in the list; of those
+    that several ranks hold, the cache is this rank's, of the rows that it owns. Raises `ConfigError` for what is no
+    module. Does not synchronise.
 
     >>> from tieredemb import replace_embedding_bags
     >>> describe(replace_embedding_bags(nn.Sequential(nn.EmbeddingBag(1000, 4), nn.Linear(4, 1)).eval()))
@@ -31,21 +34,23 @@ def describe(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     lines: list[tuple[str, ...]] = []
-    tiered = [module for module in model.modules() if isinstance(module, TieredModule)]
-    caches = list(dict.fromkeys(group.cache for module in tiered for group in module.tables.whole.groups))
+    tiered = {name: module for name, module in model.named_modules() if isinstance(module, LookupModule)}
+    all_tables = [engine.tables for module in tiered.values() for engine in module.engines]
+    caches = list(dict.fromkeys(group.cache for tables in all_tables for group in tables.whole.groups))
     rows = numbers = size = 0
-    for name, module in model.named_modules():
-        if not isinstance(module, TieredModule):
-            continue
-        for t, table in enumerate(module.tables.config.tables):
-            group, _, _ = module.tables.locate(t)
+    engines = [(name, module, engine) for name, module in tiered.items() for engine in module.engines]
+    for name, module, engine in engines:
+        config = engine.tables.config
+        for t, table in enumerate(config.tables):
+            its_rows = config.part(t).rows
+            group, _, _ = engine.tables.locate(t)
             row_bytes = group.cache.cold.layout.format.columns * group.cache.cold.layout.carrier.itemsize
-            rows, numbers = rows + table.num_embeddings, numbers + table.num_embeddings * table.embedding_dim
-            size += table.num_embeddings * row_bytes
+            rows, numbers = rows + its_rows, numbers + its_rows * table.embedding_dim
+            size += its_rows * row_bytes
             lines.append((
-                ".".join(part for part in (name, _table_name(module, table.name)) if part), f"{table.num_embeddings}",
-                f"{table.embedding_dim}", _bytes(table.num_embeddings * row_bytes),
-                _cache(module, group, caches), _trainer(module),
+                ".".join(part for part in (name, _table_name(module, table.name)) if part), f"{its_rows}",
+                f"{table.embedding_dim}", _bytes(its_rows * row_bytes),
+                _cache(engine.tables, group, caches), _trainer(module, engine),
             ))  # fmt: skip
     for line in _aligned([_HEADER, *lines]) if lines else ["no tiered tables"]:
         print(line)
@@ -63,12 +68,12 @@ def describe(model: nn.Module) -> None:
             print(f"  {each.shown} {each.reason or 'was left out, or came later'}")
 
 
-def _table_name(module: TieredModule, name: str) -> str:
+def _table_name(module: LookupModule, name: str) -> str:
     return "weight" if isinstance(module, OneTable) else name
 
 
-def _cache(module: TieredModule, group: Group, caches: list[Cache]) -> str:
-    rows = sum(each.space.rows for each in module.tables.whole.groups if each.cache is group.cache)
+def _cache(tables: TableSet, group: Group, caches: list[Cache]) -> str:
+    rows = sum(each.space.rows for each in tables.whole.groups if each.cache is group.cache)
     device = group.config.device
     where = "CPU" if device.type == "cpu" else str(device)
     number = f"{caches.index(group.cache) + 1}: " if len(caches) > 1 else ""
@@ -77,14 +82,14 @@ def _cache(module: TieredModule, group: Group, caches: list[Cache]) -> str:
     )
 
 
-def _trainer(module: TieredModule) -> str:
-    optimizer = module.engine.optimizer
+def _trainer(module: LookupModule, engine: Engine) -> str:
+    optimizer = engine.optimizer
     if optimizer is None:
         return "nothing: no optimizer"
     if not module.is_trainable:
         return "nothing: frozen"
     if not isinstance(optimizer, FollowedOptimizer):
-        return f"{type(module.tables.config.optimizer).__name__}, in backward"
+        return f"{type(engine.tables.config.optimizer).__name__}, in backward"
     if optimizer.optimizer is None:
         return "nothing yet: follow(optimizer) is to come"
     return f"torch.optim.{type(optimizer.optimizer).__name__}, param group {optimizer.group}"

@@ -66,6 +66,11 @@ class TieredModule(LookupModule):
         return self.engine.tables
 
     @property
+    def engines(self) -> Sequence[Engine]:
+        """That of its tables."""
+        return (self.engine,)
+
+    @property
     def planned(self) -> PlannedForwards:
         """The forwards that were planned, and have yet to come."""
         return self.engine.planned

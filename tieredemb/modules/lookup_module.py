@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -28,6 +29,11 @@ class LookupModule(nn.Module, abc.ABC):
     @abc.abstractmethod
     def tables(self) -> TableSet:
         """The tables, wherever their rows are; of a sharded module some of those that lie here."""
+
+    @property
+    @abc.abstractmethod
+    def engines(self) -> Sequence[Engine]:
+        """Those of all tables of it that lie here."""
 
     @property
     @abc.abstractmethod

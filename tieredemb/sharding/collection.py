@@ -31,6 +31,7 @@ from tieredemb.sharding.together import Together
 from tieredemb.stats import CacheStats
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import BackwardPass, inside_backward, untraced
+from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import TableSetConfig, table_set_config
@@ -182,6 +183,11 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         return self._held[0].engine.tables
 
     @property
+    def engines(self) -> Sequence[Engine]:
+        """Those of each width."""
+        return [held.engine for held in self._held]
+
+    @property
     def _held(self) -> Sequence[Held]:
         """What this rank holds."""
         return self._ranks.held
@@ -293,7 +299,8 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         lines = []
         for t, table in enumerate(self.table_configs):
             owner = int(self.layout.owner[t])
-            held = f"dealt out to {self.layout.size} ranks" if owner < 0 else f"whole on rank {owner}"
+            is_dealt_out = owner < 0 and self.layout.size > 1
+            held = f"dealt out to {self.layout.size} ranks" if is_dealt_out else f"whole on rank {max(owner, 0)}"
             lines.append(f"{table.name}: {table.num_embeddings} × {table.embedding_dim}, {held}")
         return lines
 
