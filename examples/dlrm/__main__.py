@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -15,7 +14,7 @@ from examples.dlrm import locality, report, synthetic
 from examples.dlrm.config import DTYPES, CacheConfig, CheckpointConfig, ModelConfig, TrainConfig
 from examples.dlrm.criteo import CriteoFile, Log, LogError
 from examples.dlrm.optional import require
-from examples.dlrm.processes import Processes, started
+from examples.dlrm.processes import Processes, are_several, started
 from examples.dlrm.profile import StepProfile
 from examples.dlrm.trainer import Trainer
 from tieredemb import LFU, LRU, File, HostMemory, Pmem, UnifiedMemory
@@ -127,8 +126,7 @@ def _storage(tier: str, path: Path | None) -> Storage:
 def _device(wanted: str) -> str:
     """The GPU if it is wanted and usable. One that `auto` cannot use is said; one asked for in vain is an error. Tables
     of several processes are on the CPU as yet."""
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if wanted == "cpu" or (wanted == "auto" and (several or not torch.cuda.is_available())):
+    if wanted == "cpu" or (wanted == "auto" and (are_several() or not torch.cuda.is_available())):
         return "cpu"
     try:
         check_device(torch.device("cuda"))
@@ -221,6 +219,8 @@ def _train(options: argparse.Namespace, device: str, processes: Processes) -> No
             return
         scores = report.score(*predicted)
         memory = {} if config.reference else trainer.collection.memory_report()
+        if processes.size > 1:
+            memory = {"of the first process": memory}
         print(report.summary(trainer.progress, scores, tier, memory, place))
         if profile is not None:
             print(profile.summary())

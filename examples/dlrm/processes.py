@@ -36,7 +36,11 @@ class Processes:
 
     def train_together(self, model: nn.Module) -> nn.Module:
         """The model, of which every process has the same dense layers after each step."""
-        return model if self.size == 1 else nn.parallel.DistributedDataParallel(model)
+        if self.size == 1:
+            return model
+        together = nn.parallel.DistributedDataParallel(model)
+        together.register_comm_hook(None, _in_order)  # type: ignore[no-untyped-call]
+        return together
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum of `values` over all processes, a new tensor."""
@@ -60,6 +64,26 @@ class Processes:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, values)
         return torch.cat(found)
+
+
+def _in_order(_, bucket):  # type: ignore[no-untyped-def] # torch takes annotations that are no strings, or none
+    """The mean of a gradient over the processes, summed rank by rank. Gloo's own sum goes by where a number lies in a
+    buffer, which `DistributedDataParallel` lays out anew after its first step: a resumed run would have other bits."""
+    mine = bucket.buffer()
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+
+    def mean(_: object) -> Tensor:
+        total = found[0]
+        for each in found[1:]:
+            total += each
+        return total / len(found)
+
+    return dist.all_gather(found, mine, async_op=True).get_future().then(mean)
+
+
+def are_several() -> bool:
+    """Whether torchrun has started more than this process."""
+    return dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1
 
 
 @contextmanager

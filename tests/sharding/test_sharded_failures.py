@@ -165,19 +165,36 @@ def loads_what_it_has(rank, size, kind):
         given["tables.t1.weight"] = torch.zeros(2, 4)
     if kind == "ranks 1 and 2 alone":
         given = {} if rank == 0 else {"tables.t3.weight": torch.zeros(40, 4)}
+    if kind == "float8":  # which gloo cannot send
+        given = {name: torch.ones_like(weight).to(torch.float8_e4m3fn) for name, weight in whole.items()}
+    if kind == "full on rank 1" and rank == 1:
+        cold = model._held[0].engine.tables.groups[0].cache.cold
+
+        def full(*_):
+            raise te.errors.StorageFullError("no space left")
+
+        cold.reserve_range = full
     failure = told(model.load_state_dict, given)
     found = dict(model.state_dict())
     model.close()
     return whole, found, failure
 
 
-def test_what_rank_0_has_of_a_state_dict_is_loaded_by_all(worlds):
-    answers = worlds(3).run(loads_what_it_has, "rank 0 alone")
+@pytest.mark.parametrize("kind", ["rank 0 alone", "float8"])
+def test_what_rank_0_has_of_a_state_dict_is_loaded_by_all(worlds, kind):
+    answers = worlds(3).run(loads_what_it_has, kind)
     assert [failure for *_, failure in answers] == [None] * 3
     before, after, _ = answers[0]
     assert len(before) == 4
     for name, weight in before.items():
-        assert torch.equal(after[name], weight + 1)
+        assert torch.equal(after[name], torch.ones_like(weight) if kind == "float8" else weight + 1)
+
+
+def test_tables_that_one_rank_has_no_space_for_none_loads(worlds):
+    answers = worlds(3).run(loads_what_it_has, "full on rank 1")
+    for before, after, (error, text) in answers:
+        assert (error, text) == ("StorageFullError", "rank 1: no space left")
+        assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
 @pytest.mark.parametrize(
@@ -192,5 +209,6 @@ def test_a_state_dict_that_one_rank_cannot_load_none_loads(worlds, kind, text):
     for rank, (before, after, (error, told_of)) in enumerate(answers):
         assert error == "RuntimeError"
         assert text in told_of
+        assert told_of.count("are given on ranks") == (kind != "shape on rank 1")
         assert ("rank 1: " in told_of) == (kind == "shape on rank 1" and rank != 1)
         assert all(torch.equal(after[name], weight) for name, weight in before.items())

@@ -105,3 +105,48 @@ def test_an_optimizer_may_be_given_or_come_later(worlds, when):
     found = worlds(2).run(follows, "Adam", "plain", when)[0][1]
     for name, weight in expected.items():
         assert torch.equal(found[name], weight)
+
+
+def clips(rank, size):
+    """A model that holds a sharded collection, clipped as a whole; its norm, and the gradients of its dense layer."""
+    dense = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
+    model = ShardedTieredEmbeddingBagCollection(
+        TABLES, sharding=RowWise(), capacity=1.0, optimizer=optimizer, device="cpu", average=False
+    )
+    ids, offsets, _, upstream = batch_of(TABLES, 0, rank, samples=uneven)
+    model(ids, offsets).backward(upstream)
+    found = float(te.clip_grad_norm_(torch.nn.ModuleList([model, dense]), 1.0, norm_type=1))
+    again = float(te.clip_grad_norm_(torch.nn.ModuleList([model, dense]), 1.0, norm_type=1))
+    optimizer.zero_grad()
+    model.close()
+    return found, again
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_model_with_sharded_tables_is_clipped(worlds, size):
+    model = te.TieredEmbeddingBagCollection(TABLES, capacity=1.0, optimizer=torch.optim.SGD, device="cpu")
+    model.follow(torch.optim.SGD(model.parameters(), lr=0.1))
+    ids, offsets, _, upstream = joined(TABLES, [batch_of(TABLES, 0, rank, samples=uneven) for rank in range(size)])
+    model(ids, offsets).backward(upstream)
+    expected = float(te.clip_grad_norm_(model, 1.0, norm_type=1))
+    for found, again in worlds(size).run(clips):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert again == pytest.approx(1.0, rel=1e-4)
+
+
+def fails_to_follow(rank, size):
+    """Rank 1 is given other tables; what is left in the optimizer of each."""
+    dense = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([dense], lr=0.1)
+    tables = TABLES if rank == 0 else [te.TableConfig(name="other", num_embeddings=3, embedding_dim=4)]
+    try:
+        ShardedTieredEmbeddingBagCollection(tables, optimizer=optimizer, device="cpu")
+    except te.errors.ConfigError as error:
+        return str(error), len(optimizer.param_groups[0]["params"])
+
+
+def test_a_collection_that_is_not_built_leaves_the_optimizer_as_it_was(worlds):
+    for text, params in worlds(2).run(fails_to_follow):
+        assert "tables differs between the ranks" in text
+        assert params == 1

@@ -45,7 +45,7 @@ def clip_grad_norm_(
     norm_type = float(norm_type)
     if isinstance(parameters, nn.Module):
         _check_clippable(parameters)
-        parameters = parameters.parameters()
+        parameters = _parameters_of(parameters)
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     with torch.no_grad():
         dense = [each.grad for each in params if not isinstance(each, StandIn) and each.grad is not None]
@@ -62,6 +62,16 @@ def clip_grad_norm_(
             )
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, total, foreach)
     return total
+
+
+def _stand_ins(module: LookupModule) -> list[StandIn]:
+    return [each for engine in module.engines for each in engine.stand_ins]
+
+
+def _parameters_of(model: nn.Module) -> list[torch.Tensor]:
+    """With the stand-ins of sharded tables, which `parameters()` leaves out."""
+    stand_ins = [each for module in model.modules() if isinstance(module, LookupModule) for each in _stand_ins(module)]
+    return list({id(each): each for each in (*model.parameters(), *stand_ins)}.values())
 
 
 def _table_norms(stand_ins: list[StandIn], norm_type: float) -> list[torch.Tensor]:
@@ -83,7 +93,7 @@ def _table_norms(stand_ins: list[StandIn], norm_type: float) -> list[torch.Tenso
 
 def _check_clippable(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, LookupModule) and module.is_trainable and not getattr(module, "_stand_ins", None):
+        if isinstance(module, LookupModule) and module.is_trainable and not _stand_ins(module):
             raise ConfigError(
                 f"the tables of {name or 'the model'} are updated in backward, and their gradients are gone when it "
                 f"returns; build the module with a torch optimizer, or clip the other parameters alone"

@@ -24,6 +24,7 @@ from tieredemb.sharding.shard import Asked, Shard
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import NUMBERS, BackwardPass, Call
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
+from tieredemb.tables.fused_optimizer import FusedOptimizer
 
 WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
 PLANNED = 2  # ids were exchanged before
@@ -44,7 +45,7 @@ class ShardedContext:
     output_dtype: torch.dtype
     divisor: float
     backward_pass: BackwardPass
-    optimizer: ShardedOptimizer | None
+    optimizer: FusedOptimizer | ShardedOptimizer | None
     number: int = 0
 
     def check_trainable(self) -> None:

@@ -108,9 +108,6 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
                 held.append(Held(range(len(config.tables)), whole, options, kind_of(optimizer), self._over_ranks))
             else:
                 self._make_shards(held, exchange.rank, config, settings, options)
-            if isinstance(optimizer, torch.optim.Optimizer):
-                for each in held:
-                    each.engine.follow(optimizer, in_state_dict=False)
             alike = config.tables, config.policy, config.optimizer, config.seed, config.dtype, config.rounding
             names = ("tables", "policy", "optimizer", "seed", "dtype", "rounding")
             given = {name: repr(value) for name, value in zip(names, alike, strict=True)}
@@ -119,6 +116,8 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             failed = error
         try:
             exchange.agree(failed, given)
+            if isinstance(optimizer, torch.optim.Optimizer):
+                _follow(optimizer, held, exchange)
         except BaseException:
             for each in held:
                 each.engine.tables.close()
@@ -127,7 +126,9 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         self._know_features()
         self._frozen = False
         fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
-        self._optimizer = ShardedOptimizer(fused) if fused else None
+        self._optimizer: FusedOptimizer | ShardedOptimizer | None = None
+        if fused:
+            self._optimizer = fused[0] if exchange.size == 1 else ShardedOptimizer(fused)
         self._ranks = self._among(exchange, held, config, exchange.size if average else 1)
         self.engine = self._ranks.engine
         self._hook = self._make_hook()
@@ -262,7 +263,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             self._ranks.agree()
 
     @property
-    def fused_optimizer(self) -> ShardedOptimizer:
+    def fused_optimizer(self) -> FusedOptimizer | ShardedOptimizer:
         """The optimizer that backward applies. Change its options on all ranks alike. Raises `ConfigError` where the
         module was built without one."""
         if self._optimizer is None:
@@ -382,3 +383,19 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 def kind_of(optimizer: Optimizer) -> Optimizer:
     """The class of a torch optimizer, which tables are laid out for before they follow it."""
     return type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+
+
+def _follow(optimizer: torch.optim.Optimizer, held: Sequence[Held], exchange: Exchange) -> None:
+    """Has all tables follow an optimizer, or none of them on any rank."""
+    before, failed = [list(group["params"]) for group in optimizer.param_groups], None
+    try:
+        for each in held:
+            each.engine.follow(optimizer, in_state_dict=False)
+    except Exception as error:
+        failed = error
+    try:
+        exchange.agree(failed, {})
+    except BaseException:
+        for group, params in zip(optimizer.param_groups, before, strict=True):
+            group["params"][:] = params
+        raise

@@ -128,6 +128,8 @@ class Exchange:
 
     def _raise(self, error: BaseException | None) -> None:
         """Raises the error of the first rank that has met one, on all of them."""
+        if self.size == 1 and error is not None:
+            raise error
         told = None if error is None else (type(error).__name__, str(error))
         found = self.every(told)
         rank, (kind, text) = next((rank, each) for rank, each in enumerate(found) if each is not None)

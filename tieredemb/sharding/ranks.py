@@ -73,7 +73,8 @@ class Ranks(abc.ABC):
     @abc.abstractmethod
     def set_weights(self, weights: Mapping[int, torch.Tensor], problems: Sequence[str]) -> tuple[set[int], list[str]]:
         """Sets whole tables, of `weights` (rows, D) that all ranks have, or rank 0 alone. `problems`: of this rank.
-        Returns the tables that were set, and the problems of other ranks: with any of a rank none is set."""
+        Returns the tables that are known to any rank, and the problems of other ranks: of several ranks none sets
+        anything where one has a problem."""
 
     @abc.abstractmethod
     def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:

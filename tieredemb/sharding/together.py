@@ -144,49 +144,72 @@ class Together(Ranks):
         exchange, layout = self._context.exchange, self._context.layout
         self.agree()
         offers = exchange.every(({t: weight.dtype for t, weight in weights.items()}, list(problems)))
-        everybody, first = list(range(exchange.size)), [0]
-        told = [
-            f"rank {rank}: {problem}"
-            for rank, (_, its) in enumerate(offers)
-            if rank != exchange.rank
-            for problem in its
-        ]
-        given: dict[int, list[int]] = {}  # ranks that have a table
-        for t, table in enumerate(layout.tables):
-            ranks = [rank for rank, (tables, _) in enumerate(offers) if t in tables]
-            if ranks not in ([], first, everybody):
-                told.append(
-                    f"the weights of table {table.name!r} are given on ranks {ranks}; give them on all ranks, or on "
-                    f"rank 0 alone, as state_dict() does"
-                )
-            given |= {t: ranks} if ranks else {}
-        if told or problems:
-            return set(given), told
-        own: dict[int, torch.Tensor] = {}
-        for t, ranks in given.items():
-            parts = [layout.part(t, rank) for rank in everybody]
-            mine = parts[exchange.rank]
-            if ranks == everybody:
-                own[t] = weights[t][mine.first :: mine.step]
-                continue
-            sent = [part.own_rows if exchange.rank == 0 else 0 for part in parts]
-            if exchange.rank == 0:
-                rows = torch.cat([weights[t][part.first :: part.step].detach().cpu() for part in parts])
-            else:
-                rows = torch.empty((0, layout.tables[t].embedding_dim), dtype=offers[0][0][t])
-            own[t] = exchange.rows(rows, sent, [mine.own_rows if rank == 0 else 0 for rank in everybody])
-        self._set_own(own)
-        return set(given), []
+        given = {t: [rank for rank, (its, _) in enumerate(offers) if t in its] for t in range(len(layout.tables))}
+        given = {t: ranks for t, ranks in given.items() if ranks}
+        told = [f"rank {rank}: {each}" for rank, (_, its) in enumerate(offers) if rank != exchange.rank for each in its]
+        if not (told or problems):
+            told = [
+                f"the weights of table {layout.tables[t].name!r} are given on ranks {ranks}; give them on all ranks, "
+                f"or on rank 0 alone, as state_dict() does"
+                for t, ranks in given.items()
+                if ranks != [0] and len(ranks) < exchange.size
+            ]
+        if not (told or problems):
+            own = {
+                t: self._sent(t, weights.get(t), offers[0][0][t])
+                if len(ranks) < exchange.size
+                else self._own(t, weights[t])
+                for t, ranks in given.items()
+            }
+            self._set_own(own)
+        return set(given), told
+
+    def _own(self, table: int, weight: torch.Tensor) -> torch.Tensor:
+        """Those rows of a table that this rank holds."""
+        part = self._context.layout.part(table, self._context.exchange.rank)
+        return weight[part.first :: part.step]
+
+    def _sent(self, table: int, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """The same of a `weight` that rank 0 alone has: sent as bytes, as there are dtypes that a group cannot send."""
+        exchange, layout = self._context.exchange, self._context.layout
+        parts = [layout.part(table, rank) for rank in range(exchange.size)]
+        width, failed = layout.tables[table].embedding_dim, None
+        try:
+            rows = torch.empty((0, width), dtype=dtype)
+            if weight is not None:
+                rows = torch.cat([weight[part.first :: part.step].detach().cpu() for part in parts])
+        except Exception as error:
+            failed = error
+        self.agree(failed)
+        sent = [part.own_rows if exchange.rank == 0 else 0 for part in parts]
+        came = [parts[exchange.rank].own_rows if rank == 0 else 0 for rank in range(exchange.size)]
+        raw = rows.view(torch.uint8).view(len(rows), width * dtype.itemsize)
+        return exchange.rows(raw, sent, came).view(dtype)
 
     def _set_own(self, own: Mapping[int, torch.Tensor]) -> None:
-        """Sets the rows of tables that this rank holds. Raises on all ranks what one has met."""
-        failed: Exception | None = None
+        """Sets the rows of tables that this rank holds, once there is space for them on all ranks: else none is set.
+        Raises on all ranks what one has met."""
+        todo = []
+        for held in self.held:
+            its = {n: own[t] for n, t in enumerate(held.tables) if t in own and len(own[t])}
+            todo += [(held, its)] if its else []
+        is_told, is_ready, failed = False, False, None
+
+        def write(rest: Sequence[tuple[Held, dict[int, torch.Tensor]]]) -> None:
+            nonlocal is_told, is_ready
+            if rest:
+                held, its = rest[0]
+                held.engine.tables.set_weights(its, once_ready=lambda: write(rest[1:]))
+            else:
+                is_told = True
+                self.agree()
+                is_ready = True
+
         try:
-            for held in self.held:
-                its = {n: own[t] for n, t in enumerate(held.tables) if t in own and len(own[t])}
-                if its:
-                    held.engine.tables.set_weights(its)
+            write(todo)
         except Exception as error:
+            if is_told and not is_ready:  # of another rank
+                raise
             failed = error
         self.agree(failed)
 

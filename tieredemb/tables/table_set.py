@@ -270,12 +270,16 @@ class TableSet:
         with carried(out, group.cache.cold.layout.format) as rows:
             group.export_rows(first, first + len(out), rows, np.empty((len(out), 0), np.uint32))
 
-    def set_weights(self, weights: Mapping[int, torch.Tensor]) -> None:
-        """Overwrites the weights of tables with (rows, D) each, rounded to the rows' dtype. Raises `StorageFullError`
-        before anything changes."""
+    def set_weights(
+        self, weights: Mapping[int, torch.Tensor], *, once_ready: Callable[[], object] | None = None
+    ) -> None:
+        """Overwrites the weights of tables with (rows, D) each, rounded to the rows' dtype. `once_ready`: called when
+        there is space for all, before anything changes, and may raise. Raises `StorageFullError` before it."""
         with self.changing("load_state_dict", [self._part(table, "weight") for table in weights]) as change:
             for table in weights:
                 self._reserve(table)
+            if once_ready is not None:
+                once_ready()
             change.has_begun = True
             for table, weight in weights.items():
                 self._write_weight(table, weight)
