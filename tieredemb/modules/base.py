@@ -18,6 +18,7 @@ from tieredemb.errors import ConfigError, UnsupportedError
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.forwards import LISTENERS, tell
+from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.stats import CacheStats
 from tieredemb.step.batch import Batch, Given
@@ -274,23 +275,11 @@ class TieredModule(LookupModule):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         missing_keys[:] = [key for key in missing_keys if key not in {prefix + name for name in self._stand_ins}]
-        weights: dict[int, torch.Tensor] = {}
-        for table, config in enumerate(self.tables.config.tables):
-            key = prefix + self._weight_key(table)
-            if key in unexpected_keys:
-                unexpected_keys.remove(key)
-            weight = state_dict.get(key)
-            if weight is None:
-                missing_keys.append(key)
-            elif not isinstance(weight, torch.Tensor) or weight.layout is not torch.strided or weight.is_meta:
-                error_msgs.append(f"{key} must be a dense tensor with content, got {type(weight).__name__}")
-            elif tuple(weight.shape) != (config.num_embeddings, config.embedding_dim):
-                error_msgs.append(
-                    f"{key} has shape {tuple(weight.shape)}, the table has "
-                    f"{(config.num_embeddings, config.embedding_dim)}"
-                )
-            else:
-                weights[table] = weight
+        tables = self.tables.config.tables
+        keys = [prefix + self._weight_key(table) for table in range(len(tables))]
+        weights, problems = given_weights(state_dict, keys, tables, unexpected_keys)
+        error_msgs += problems
+        missing_keys += [key for key in keys if state_dict.get(key) is None]
         if weights:
             self.tables.set_weights(weights)
 

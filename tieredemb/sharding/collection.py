@@ -19,6 +19,7 @@ from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
 from tieredemb.modules.collection import PooledInputs, check_collection
 from tieredemb.modules.forwards import LISTENERS, tell
+from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.sharding.alone import Alone
 from tieredemb.sharding.call import ShardedContext
@@ -105,7 +106,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             self.layout = Layout(self.table_configs, exchange.size, sharding)
             options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
             if exchange.size == 1:
-                held.append(Held(range(len(config.tables)), whole, options, kind_of(optimizer), self._over_ranks))
+                held.append(Held(range(len(config.tables)), whole, options, _class_of(optimizer), self._over_ranks))
             else:
                 self._make_shards(held, exchange.rank, config, settings, options)
             alike = config.tables, config.policy, config.optimizer, config.seed, config.dtype, config.rounding
@@ -170,7 +171,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
                 label=f"width{width}-rank{rank}of{self.layout.size}", **settings,
             )  # fmt: skip
             given = self.layout, each, list(columns), its_config, options
-            made.append(Shard(*given, kind_of(settings["optimizer"]), self._over_ranks))
+            made.append(Shard(*given, _class_of(settings["optimizer"]), self._over_ranks))
 
     def _make_hook(self) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -337,25 +338,11 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        weights: dict[int, torch.Tensor] = {}
-        names = [f"{prefix}tables.{table.name}.weight" for table in self.table_configs]
-        problems: list[str] = []
-        for t, (key, table) in enumerate(zip(names, self.table_configs, strict=True)):
-            shape = table.num_embeddings, table.embedding_dim
-            if key in unexpected_keys:
-                unexpected_keys.remove(key)
-            weight = state_dict.get(key)
-            if weight is None:
-                continue
-            if not isinstance(weight, torch.Tensor) or weight.layout is not torch.strided or weight.is_meta:
-                problems.append(f"{key} must be a dense tensor with content, got {type(weight).__name__}")
-            elif tuple(weight.shape) != shape:
-                problems.append(f"{key} has shape {tuple(weight.shape)}, the table has {shape}")
-            else:
-                weights[t] = weight
+        keys = [f"{prefix}tables.{table.name}.weight" for table in self.table_configs]
+        weights, problems = given_weights(state_dict, keys, self.table_configs, unexpected_keys)
         known, of_others = self._ranks.set_weights(weights, problems)
         error_msgs += [*problems, *of_others]
-        missing_keys += [key for t, key in enumerate(names) if t not in known and state_dict.get(key) is None]
+        missing_keys += [key for t, key in enumerate(keys) if t not in known and state_dict.get(key) is None]
 
     # --- what nn.Module would do to parameters ------------------------------------------------------------------------
 
@@ -380,7 +367,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         return "\n".join(self.describe())
 
 
-def kind_of(optimizer: Optimizer) -> Optimizer:
+def _class_of(optimizer: Optimizer) -> Optimizer:
     """The class of a torch optimizer, which tables are laid out for before they follow it."""
     return type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
 

@@ -155,12 +155,10 @@ class Together(Ranks):
                 if ranks != [0] and len(ranks) < exchange.size
             ]
         if not (told or problems):
-            own = {
-                t: self._sent(t, weights.get(t), offers[0][0][t])
-                if len(ranks) < exchange.size
-                else self._own(t, weights[t])
-                for t, ranks in given.items()
-            }
+            own = {}
+            for t, ranks in given.items():
+                is_sent = len(ranks) < exchange.size
+                own[t] = self._sent(t, weights.get(t), offers[0][0][t]) if is_sent else self._own(t, weights[t])
             self._set_own(own)
         return set(given), told
 
