@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from devices import assert_same_bits
+from step.recordings import ROWS, STEPS, both, count_replays, ids_of
 from torch import nn
 from training import bits
 
@@ -21,8 +22,6 @@ from tieredemb.step.recorded_updates import updates_of
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
-ROWS = 300
-STEPS = 12
 CAPACITIES = [1, 40, 1.0]
 
 
@@ -34,34 +33,7 @@ def switched_on(monkeypatch):
 
 @pytest.fixture
 def replays(monkeypatch):
-    """Counts plans that are replayed."""
-    found = []
-    replay = Recorded.replay
-
-    def counted(self, *given):
-        found.append(self)
-        replay(self, *given)
-
-    monkeypatch.setattr(Recorded, "replay", counted)
-    return found
-
-
-def ids_of(step, shape=(8, 5)):
-    generator = torch.Generator("cpu").manual_seed(step)
-    skewed = torch.rand(shape, generator=generator, device="cpu") ** 4 * ROWS
-    return skewed.to(torch.int64).cuda()
-
-
-def both(monkeypatch, replays, run):
-    """Asserts that `run` leaves the same bits with recorded plans and without; returns how many were replayed."""
-    recorded = run()
-    count = len(replays)
-    with monkeypatch.context() as patch:
-        patch.setattr(recording, "TIMES", 10**9)
-        launched = run()
-    assert len(replays) == count
-    assert_same_bits(recorded, launched)
-    return count
+    return count_replays(monkeypatch)
 
 
 def made(capacity, **keywords):

@@ -157,6 +157,10 @@ class DeviceCall(Call):
             self.release()
         return ended
 
+    def give_up_plan(self) -> None:
+        """What it was planned to did not come: it is to be planned anew."""
+        self.parts, self.pooled, self.recorded, self.source = [], None, None, None
+
     def arrive(self) -> None:
         """The current stream waits for what was planned ahead."""
         for part in self.parts:

@@ -1,6 +1,7 @@
 """Plans of eager forwards on a GPU, each recorded once for a form as a CUDA graph, and replayed: a plan is a dozen
 launches, which are the same each time but for the ids, and a replay is one. Where rows are looked up right behind their
-plan, the lookup is part of the graph."""
+plan, the lookup is part of the graph. Where rows pass through the host there are two: one up to the report of what is
+missed, and one that brings the rows in."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 import torch
 
 from tieredemb.cache.device.cache import NextPlan
+from tieredemb.cache.device.transfer import RecordedTransfer
 from tieredemb.cache.locks import Locks
 from tieredemb.kernels import recording
 from tieredemb.kernels.compiler import copy_on_device
@@ -73,7 +75,8 @@ def when_left(place: Place, recorded: Forgets) -> weakref.ref[Place]:
 
 class _Site:
     """Where the tables are while plans are recorded, which are forgotten with that. `is_recordable`: whether their
-    plans are launches alone · `pools`: whether lookups need nothing that lies between a plan and them."""
+    plans can be · `waits`: whether these wait for the host · `pools`: whether lookups need nothing that lies between a
+    plan and them."""
 
     def __init__(self, call: DeviceCall, plans: RecordedPlans) -> None:
         context = call.context
@@ -81,10 +84,11 @@ class _Site:
         self.place = when_left(place, plans)
         self.device = place.config.device
         self.groups = [cast("DeviceGroup", group) for group in place.groups]
-        self.locks = Locks(group.cache for group in self.groups)
-        self.only = self.groups[0].cache if len(self.groups) == 1 else None
-        readable = all(group.cache.cold.device_readable for group in self.groups)
-        self.is_recordable = readable and place.config.check_ids != "always" and can_record()
+        caches = [group.cache for group in self.groups]
+        self.locks, self.plan_locks = Locks(caches), Locks(caches, rows=False)
+        self.waits = not all(group.cache.cold.device_readable for group in self.groups)
+        self.only = self.groups[0].cache if len(self.groups) == 1 and not self.waits else None
+        self.is_recordable = place.config.check_ids != "always" and can_record()
         plain = all(group.past is None and not group.lookup.has_max for group in self.groups)
         self.pools = plain and context.options.max_norm is None
 
@@ -126,14 +130,27 @@ class RecordedPlans:
         return self._plan(call, site, form, batch)
 
     def _plan(self, call: DeviceCall, site: _Site, form: Form, batch: Batch) -> bool:
-        if site.only is None:
+        if site.only is not None:
+            with site.only.plan_lock, site.only.lock:
+                return self._plan_locked(call, site, form, batch)
+        if not site.waits:
             with site.locks.again():
                 return self._plan_locked(call, site, form, batch)
-        with site.only.plan_lock, site.only.lock:
-            return self._plan_locked(call, site, form, batch)
+        with site.plan_locks.again():  # others may use rows while it waits for the host
+            for group in site.groups:
+                group.cache.complete_last()
+            with site.locks.again():
+                is_planned = self._plan_locked(call, site, form, batch)
+            if not is_planned or form.ahead or call.complete():
+                return is_planned
+        call.give_up_plan()
+        return False
 
     def _plan_locked(self, call: DeviceCall, site: _Site, form: Form, batch: Batch) -> bool:
-        key = form, tuple([group.cache.next_plan(form.ids) for group in site.groups])
+        following = [group.cache.next_plan(form.ids) for group in site.groups]
+        if None in following:
+            return False
+        key = form, tuple(cast("list[NextPlan]", following))
         known = self._recorded.get(key)
         if known is not None:
             for recorded in known:
@@ -151,7 +168,7 @@ class RecordedPlans:
             made = Recorded(call, site, key, batch)
         except BaseException as error:
             call.release()
-            call.parts, call.pooled, call.recorded, call.source = [], None, None, None
+            call.give_up_plan()
             if not isinstance(error, Exception):
                 raise
             recording.note_failure(error)
@@ -175,7 +192,8 @@ class Recorded:
         tables = call.context.tables
         self._output = (call.rows, tables.output_width), tables.config.output_dtype, site.device
         pools = site.pools and min(self._output[0]) > 0
-        self._pools, self._pools_later = pools and not form.ahead, pools and form.ahead
+        later = form.ahead or site.waits
+        self._ahead, self._pools, self._pools_later = form.ahead, pools and not later, pools and later
         with torch.inference_mode(False), groups[0].cache.memory():
             self._memory: CallMemory = call.allocate(groups, form.places, trains=form.trains)
             # torch's kernels, which are told nothing, read them where padding is left out of the gradient
@@ -183,25 +201,35 @@ class Recorded:
             self._ids = torch.empty_like(ids) if copies else None
         self._overflow = [group.cache.overflow_of(plan) for plan, group in zip(following, groups, strict=True)]
         self.compute_pool = groups[0].cache.compute_pool
-        # its few blocks go before those of the step that it runs beside
-        self._graph = Recording(site.device, groups[0].cache.plan_pool, priority=-1 if form.ahead else 0)
+        self._graph = self._new_graph()
         self._lookup: Recording | None = None  # of a plan that was made ahead
         out = self._new_output() if self._pools else None
         call.memory = self._memory
-        self._record(call, key, ids, edges, out)
+        self._transfers = self._record(call, key, ids, edges, out)
+        for transfer in self._transfers:
+            if transfer is not None:
+                transfer.record_finish(self._new_graph())
         self._run(ids, edges.offsets, out)
         self._parts = [part.without_ticket() for part in call.parts]
         self._homes = [part.ticket.homes for part in call.parts]
         for group, part in zip(groups, call.parts, strict=True):
             group.cache.has_come(part.ticket)
+        self._begin_transfers(call)
         groups[0].cache.recorded.add(self)
         self._taken(call, out)
+
+    def _new_graph(self) -> Recording:
+        """For a part of the plan: its few blocks go before those of the step that it runs beside."""
+        return Recording(self._output[2], self._groups[0].cache.plan_pool, priority=-1 if self._ahead else 0)
 
     def _new_output(self) -> torch.Tensor:
         shape, dtype, device = self._output
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def _record(self, call: DeviceCall, key: Key, ids: torch.Tensor, edges: Edges, out: torch.Tensor | None) -> None:
+    def _record(
+        self, call: DeviceCall, key: Key, ids: torch.Tensor, edges: Edges, out: torch.Tensor | None
+    ) -> list[RecordedTransfer | None]:
+        """Returns the transfer of each group whose rows pass through the host."""
         form, following = key
         read, changing = self._ids, []
         if read is None:
@@ -214,14 +242,18 @@ class Recorded:
         if out is not None:
             changing.append(out)
         with ExitStack() as inside:
-            for group, plan in zip(self._groups, following, strict=True):
-                inside.enter_context(group.cache.recording(plan))
+            transfers = [
+                inside.enter_context(group.cache.recording(plan, form.ids))
+                for group, plan in zip(self._groups, following, strict=True)
+            ]
             inside.enter_context(self._graph.recorded(changing))
             call.launch(self._groups, read, edges, scored=True, ages=form.ages, ahead=form.ahead)
             for part in call.parts:
                 if out is not None:
                     part.pool(out, None, keep_argmax=False, keep_rows=False)
                 part.join()
+            changing += [argument for each in transfers if each is not None for argument in each.changing]
+        return transfers
 
     def is_free(self) -> bool:
         """Whether nobody uses what it has planned last."""
@@ -252,7 +284,14 @@ class Recorded:
             )
         ]
         call.memory = self._memory
+        self._begin_transfers(call)
         self._taken(call, out)
+
+    def _begin_transfers(self, call: DeviceCall) -> None:
+        """Behind a replay: has rows brought that pass through the host."""
+        for group, part, transfer in zip(self._groups, call.parts, self._transfers, strict=True):
+            if transfer is not None:
+                group.cache.begun(part.ticket, transfer, ahead=self._ahead)
 
     def look_up(self, call: DeviceCall) -> torch.Tensor | None:
         """The output of `call`, which was planned ahead: tells the host of a fault, and pools. None where that cannot
@@ -260,6 +299,8 @@ class Recorded:
         with ExitStack() as used:
             for part in call.parts:
                 used.enter_context(part.group.cache.using(part.ticket))
+            if self._has_moved(call):
+                return None
             out = self._new_output()
             if self._lookup is None and not self._record_lookup(call, out):
                 return None
@@ -268,6 +309,14 @@ class Recorded:
         if torch._C._cuda_getCurrentRawStream(self._output[2].index) != self._memory.stream.cuda_stream:
             call.follow()
         return out
+
+    def _has_moved(self, call: DeviceCall) -> bool:
+        """Whether rows without a slot, which pass through the host, are elsewhere than where the plan began."""
+        return any(
+            part.group.cache.overflow([part.ticket]).weight != before.weight
+            for part, transfer, before in zip(call.parts, self._transfers, self._overflow, strict=True)
+            if transfer is not None and before.slotless
+        )
 
     def _record_lookup(self, call: DeviceCall, out: torch.Tensor) -> bool:
         lookup = Recording(out.device, self.compute_pool)
@@ -296,6 +345,9 @@ class Recorded:
             now.append(offsets.data_ptr())
         if out is not None:
             now.append(out.data_ptr())
+        for transfer in self._transfers:
+            if transfer is not None:
+                now += transfer.expect()
         self._graph.replay(now)
 
     def _taken(self, call: DeviceCall, out: torch.Tensor | None) -> None:
@@ -307,4 +359,5 @@ class Recorded:
 
     def size_bytes(self) -> int:
         """Of what it plans into, and copies."""
-        return sum(each.nbytes for each in (*self._memory.tensors(), self._ids) if each is not None)
+        reports = sum(transfer.size_bytes() for transfer in self._transfers if transfer is not None)
+        return reports + sum(each.nbytes for each in (*self._memory.tensors(), self._ids) if each is not None)

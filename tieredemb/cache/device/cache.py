@@ -27,7 +27,7 @@ from tieredemb.cache.device.plan import Beside, DevicePlan, Missed, OverflowRows
 from tieredemb.cache.device.planner import LaterRows, Planner, Unfinished
 from tieredemb.cache.device.stream_order import SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
-from tieredemb.cache.device.transfer import Transfer
+from tieredemb.cache.device.transfer import RecordedTransfer, Transfer
 from tieredemb.cache.host.hot_rows import NO_KEY
 from tieredemb.cache.tickets import Hold
 from tieredemb.config import Policy
@@ -48,14 +48,16 @@ LOAD_ROWS = 1 << 20  # rows brought in at once by whole-cache calls
 
 class NextPlan(NamedTuple):
     """What the launches of the next plan will depend on but its ids: `lag`, how many batches before it lock their rows
-    · `slotless`: whether rows may be left without a slot · `records`: the address of the table of those."""
+    · `slotless`: whether rows may be left without a slot · `records`: the address of the table of those, and `away`:
+    that of their weights."""
 
     lag: int
     slotless: bool
     records: int
+    away: int
 
 
-ALL_RESIDENT = NextPlan(lag=0, slotless=False, records=0)
+ALL_RESIDENT = NextPlan(lag=0, slotless=False, records=0, away=0)
 
 
 class DeviceCache(Cache):
@@ -218,9 +220,9 @@ class DeviceCache(Cache):
 
     # --- recorded plans ---------------------------------------------------------------------------------------------
 
-    def next_plan(self, ids: int) -> NextPlan:
-        """What a plan of as many ids, one at least, would depend on now, put behind what it has to come behind. The
-        caller holds the locks of plans and rows until it has planned."""
+    def next_plan(self, ids: int) -> NextPlan | None:
+        """What a plan of as many ids, one at least, would depend on now, put behind what it has to come behind; None
+        where it is not to be recorded. The caller holds the locks of plans and rows until it has planned."""
         if not self._planner.is_over:
             self.complete_last()
         self._check_usable()
@@ -230,21 +232,26 @@ class DeviceCache(Cache):
         if self.hot.slots == 0:
             return ALL_RESIDENT
         lag, locked, slotless = self._ledger.next_locks()
+        if not self._transfer.may_record(lag):
+            return None
         if self._planner.may_lack_slots(ids, locked, slotless=slotless):
             self._transfer.make_room(min(locked + ids, self.hot.layout.rows))
-            return NextPlan(lag, True, self._plan.records.table.data_ptr())
-        return NextPlan(lag, False, 0)
+            return NextPlan(lag, True, self._plan.records.table.data_ptr(), self._transfer.overflow(True).weight)
+        return NextPlan(lag, False, 0, 0)
 
     @contextlib.contextmanager
-    def recording(self, plan: NextPlan) -> Iterator[None]:
-        """A plan is captured inside that is to be replayed wherever `next_plan` is `plan`, as it is now, and first of
-        all right behind. The caller holds the locks of plans and rows. Raises `RuntimeError` where it is not any more,
-        as another thread has released a batch."""
+    def recording(self, plan: NextPlan, ids: int) -> Iterator[RecordedTransfer | None]:
+        """A plan of `ids` ids is captured inside that is to be replayed wherever `next_plan` is `plan`, as it is now,
+        and first of all right behind; where its rows pass through the host, with the transfer. The caller holds the
+        locks of plans and rows. Raises `RuntimeError` where it is not any more, as another thread has released a
+        batch."""
+        transfer = self._transfer.recording(ids) if self.hot.slots else None
         with contextlib.ExitStack() as after:  # the last one first; interrupted there, it does the others all the same
             after.callback(setattr, self, "_recorded", None)
+            after.callback(setattr, self._planner, "recording", None)
             after.callback(self._order.whole)  # from here, and not from the stream that was captured
-            self._recorded = plan
-            yield
+            self._recorded, self._planner.recording = plan, transfer
+            yield transfer
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
@@ -267,6 +274,13 @@ class DeviceCache(Cache):
         ticket = self._planner.ticket(batch, homes, overflow)
         ticket.kept = ()  # it counts where it was planned first
         return ticket
+
+    def begun(self, ticket: DeviceTicket, transfer: RecordedTransfer, *, ahead: bool) -> None:
+        """The recorded plan of `ticket` was replayed: its rows come by `transfer`, with `complete`."""
+        pending = transfer.begun(ahead=ahead)
+        if pending is not None:
+            self._planner.leave_pending(ticket, pending)
+        self._order.after_plan()
 
     def has_come(self, ticket: DeviceTicket) -> None:
         """The plan of `ticket`, which was recorded, was replayed for the first time, right behind."""

@@ -22,7 +22,7 @@ from tieredemb.cache.device.ledger import Begun, Ledger
 from tieredemb.cache.device.plan import BatchPlan, Beside, DevicePlan, Missed, OverflowRows, PlanOf
 from tieredemb.cache.device.stream_order import Place, SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
-from tieredemb.cache.device.transfer import LaterTransfer, PendingTransfer, Transfer
+from tieredemb.cache.device.transfer import LaterTransfer, PendingTransfer, RecordedTransfer, Transfer
 from tieredemb.cache.tickets import TicketBook
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.ranges import marked
@@ -74,7 +74,7 @@ class Planner:
     and so is taken for both · `unfinished`: transfers that have yet to finish, in their order: the next plan finishes
     them first, and so there is one at most, but while a captured step is replayed that begins another · `captured`:
     those that there were when a capture began, until it was replayed · `later`: where plans are to leave rows for
-    later, if they are."""
+    later, if they are · `recording`: of the plan that is being recorded, where its rows pass through the host."""
 
     hot: DeviceHotRows
     launches: DevicePlan
@@ -87,6 +87,7 @@ class Planner:
     unfinished: list[Unfinished] = field(default_factory=list)
     captured: list[tuple[DeviceTicket, LaterTransfer]] = field(default_factory=list)
     later: LaterRows | None = None
+    recording: RecordedTransfer | None = None
 
     def check_size(self, n: int, begun: Begun) -> None:
         """Raises `InvalidInputError` for a batch of more ids than a plan can number."""
@@ -150,15 +151,22 @@ class Planner:
                 later.place(lag)
                 later.publish()
             return ticket
+        if self.recording is not None:
+            self.recording.start(plan)
+            return self.ticket(begun.number, homes, overflow)
         with marked("swap"):
             pending = self.transfer.start(plan, ahead=ahead)
             if not ahead:
                 pending.finish()
         ticket = self.ticket(begun.number, homes, overflow)
         if not pending.is_finished:
-            ticket.is_complete = False
-            self.unfinished.append(Unfinished(ticket, pending, self.order.place()))
+            self.leave_pending(ticket, pending)
         return ticket
+
+    def leave_pending(self, ticket: DeviceTicket, pending: PendingTransfer) -> None:
+        """The rows of `ticket` are on their way, and finish here, later."""
+        ticket.is_complete = False
+        self.unfinished.append(Unfinished(ticket, pending, self.order.place()))
 
     def leave(self, ticket: DeviceTicket, later: LaterTransfer) -> None:
         """The rows of `ticket` are left for later."""

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tieredemb.cache.changes import ChangeBook
-from tieredemb.cache.device.copy_threads import CopyJob
 from tieredemb.cache.device.hot_rows import DeviceHotRows
 from tieredemb.cache.device.moves import MOVE, MOVE_BLOCKS, RowMoves
 from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows, places
 from tieredemb.cache.device.row_copies import RowCopies
+from tieredemb.cache.device.staged_transfer import RecordedStaged, StagedTransfer
 from tieredemb.cache.device.staging import ExpectedMisses, MissReports, PinnedRows
 from tieredemb.cache.device.stream_order import StreamOrder
-from tieredemb.cache.device.transfer import PendingTransfer, Transfer, slots_change_hands
+from tieredemb.cache.device.transfer import PendingTransfer, RecordedTransfer, Transfer, slots_change_hands
 from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.kernels.constants import MIN_SCORE
+from tieredemb.kernels.recording import Recording
 from tieredemb.storage.base import ColdRows
 
 STAGE_ROWS = 1 << 16  # rows staged at once by whole-cache calls: bounds pinned memory
@@ -79,7 +79,7 @@ class Staged(Transfer):
         return self.overflow(planned.slotless)  # a later plan may have moved them to larger arrays
 
     def follow(self) -> None:
-        if self._grown is not None:
+        if self._grown is not None and not torch.cuda.is_current_stream_capturing():  # or it was waited for outside
             self._grown.wait()
 
     # --- a plan -----------------------------------------------------------------------------------------------------
@@ -100,28 +100,49 @@ class Staged(Transfer):
         self._slotless -= len(gone)
 
     def start(self, plan: BatchPlan, *, ahead: bool) -> PendingTransfer:
-        launches, missed = self._plan, plan.missed
-        launches.choose(missed)
-        launches.settle(plan.homes, missed, self.overflow(plan.slotless), commit=False)
+        expected = self.expect(self._reports, plan.missed.n)
+        self.launch_start(plan, expected, expected.report.number)
+        return self.begun(plan, expected, ahead=ahead)
+
+    def expect(self, reports: MissReports, n: int) -> ExpectedMisses:
+        """The report of the next plan, of `n` ids, which takes the place of those before."""
         if self._gathers:  # for a plan that has failed, by keys that are about to be overwritten
             self._copies.finish()
-        expected = self._reports.expect(missed.n)
-        sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        report = expected.report
+        return reports.expect(n)
+
+    def launch_start(self, plan: BatchPlan, expected: ExpectedMisses, number: int) -> None:
+        """Chooses what leaves, and reports that and what is missed, to where it is `expected`, by `number`."""
+        launches, missed, report = self._plan, plan.missed, expected.report
+        launches.choose(missed)
+        launches.settle(plan.homes, missed, self.overflow(plan.slotless), commit=False)
         self._tell(
             blocks_for(missed.n, 256, MOVE_BLOCKS), 256, launches.missed, launches.room, launches.needed,
             launches.selection, missed.n, missed.keys, missed.victims, missed.slots, self._hot.dirty,
-            report.words.data_ptr(), expected.flags.data_ptr(), report.number, launches.arrivals,
+            report.words.data_ptr(), expected.flags.data_ptr(), number, launches.arrivals,
         )  # fmt: skip
-        report.event.record()
-        self._send(missed)
+
+    def begun(
+        self, plan: BatchPlan, expected: ExpectedMisses, graph: Recording | None = None, *, ahead: bool
+    ) -> StagedTransfer:
+        """Behind `launch_start`: the transfer, whose rows are gathered as soon as they are reported, if it is made
+        `ahead`. `graph`: of what `launch_finish` launches."""
+        expected.report.event.record()
+        self._send(plan.missed)
+        sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
         sent.record()
         self._gathers = ahead
-        pending = StagedTransfer(self, plan, expected, sent)
+        pending = StagedTransfer(self, plan, expected, sent, graph)
         if ahead:
             pending.room = rows = self._free_rows(0)
-            pending.gather = self._copies.gather_when_reported(report, rows.weight, rows.state)
+            pending.gather = self._copies.gather_when_reported(expected.report, rows.weight, rows.state)
         return pending
+
+    def may_record(self, lag: int) -> bool:
+        self.retire(lag)  # which asks the device, and is no part of a recorded plan
+        return self._slotless == 0
+
+    def recording(self, ids: int) -> RecordedTransfer:
+        return RecordedStaged(self, ids, self._layout, self._device)
 
     def finish(self, pending: StagedTransfer) -> None:
         """Brings in the rows of a transfer that `start` has begun; see `PendingTransfer.finish`."""
@@ -135,26 +156,37 @@ class Staged(Transfer):
         weight, state = self._in(misses.keys, pending)
         count = len(misses.keys)
         new = count - misses.with_slots
+        graph = None if new else pending.graph
         if new:
             launches.records.reserve(self._slotless + new)
             self._grow(launches.records.rows)
-        overflow = self.overflow(plan.slotless)
         with slots_change_hands(self._changes, missed):
-            launches.settle(plan.homes, missed, overflow, commit=True)
-            self._moves.swap(missed, count, weight, state, scored=plan.scored, in_place=False)
-            if new:
-                records = -2 - missed.view("slots", count)[misses.with_slots :].long()
-                self._weight[records] = weight[misses.with_slots :]
-                self._state[records] = state[misses.with_slots :]
-                self._slotless += new
-            self._moves.generate_missed(missed, count, overflow)
+            if graph is None:
+                self.launch_finish(plan, count, weight, state, new)
+            else:
+                graph.replay([weight.data_ptr(), state.data_ptr()])
+            self._slotless += new
             pending.sent.synchronize()
             if len(misses.leaving):
                 keys = torch.from_numpy(misses.leaving.numpy().copy())  # the next plan reports others there
                 self._copies.scatter(keys, *self._leaving.part(misses.room, misses.with_slots))
                 self._leaving, self._written = self._written, self._leaving
-        if plan.beside:
+        if plan.beside and graph is None:
             plan.beside()
+
+    def launch_finish(
+        self, plan: BatchPlan, count: int, weight: torch.Tensor, state: torch.Tensor, new: int = 0
+    ) -> None:
+        """Has slots change hands, and brings in the missed rows of `weight` and `state`, `count` at most; the `new`
+        last ones of as many have no slot."""
+        missed, overflow = plan.missed, self.overflow(plan.slotless)
+        self._plan.settle(plan.homes, missed, overflow, commit=True)
+        self._moves.swap(missed, count, weight, state, scored=plan.scored, in_place=False)
+        if new:
+            records = -2 - missed.view("slots", count)[count - new :].long()
+            self._weight[records] = weight[count - new :]
+            self._state[records] = state[count - new :]
+        self._moves.generate_missed(missed, count, overflow)
 
     def _send(self, missed: Missed) -> None:
         """Sends as many of the victims' rows to the host as there is room for, each where the row that it leaves for is
@@ -290,21 +322,3 @@ class Staged(Transfer):
         rows = (self._coming, self._copied, self._leaving, self._written)
         staging = sum(each.size_bytes() for each in rows) + self._reports.size_bytes()
         return {"staging": staging, "away": self._weight.nbytes + self._state.nbytes}
-
-
-@dataclass
-class StagedTransfer(PendingTransfer):
-    """The rows of a plan that `staged` has started to bring in. `expected`: its misses · `sent`: comes once the rows
-    that leave are with the host · `gather`: the job that gathers the missed rows, if that has begun, and `room`: where
-    they are gathered."""
-
-    staged: Staged
-    plan: BatchPlan
-    expected: ExpectedMisses
-    sent: torch.cuda.Event
-    gather: CopyJob | None = None
-    room: PinnedRows | None = None
-
-    def finish(self) -> None:
-        self.staged.finish(self)
-        self.is_finished = True

@@ -69,11 +69,12 @@ class StreamOrder:
             if self._planned is not None and self._is_current:
                 self._planned.wait(current_stream())
                 self._planned = None
-        elif self._is_apart:
-            if self._touched is not None:
-                self._touched.wait(current_stream())
-        elif not torch.cuda.is_current_stream_capturing():
+        elif torch.cuda.is_current_stream_capturing():
+            pass
+        elif not self._is_apart:
             current_stream().wait_stream(self._stream)
+        elif self._touched is not None:
+            self._touched.wait(current_stream())
 
     def after_plan(self) -> None:
         """A plan was launched. If that took its time, what has computed on other streams meanwhile comes before what

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from tieredemb.cache.changes import Change, ChangeBook, Doubt, interrupted
 from tieredemb.cache.device.plan import BatchPlan, Missed, OverflowRows
+from tieredemb.kernels.recording import Recording
 
 
 class PendingTransfer(abc.ABC):
@@ -56,6 +57,33 @@ class LaterTransfer(PendingTransfer):
         """That of the plan that a replay makes where this one's was."""
 
 
+class RecordedTransfer(abc.ABC):
+    """The transfer of a plan that is recorded as a graph, and passes through the host: what is launched on either side
+    of that is replayed. Made outside of the capture. `changing`: what the plan's launches are told anew each time."""
+
+    changing: Sequence[torch.Tensor] = ()
+
+    @abc.abstractmethod
+    def start(self, plan: BatchPlan) -> None:
+        """Launches what `Transfer.start` does, inside the capture."""
+
+    @abc.abstractmethod
+    def record_finish(self, graph: Recording) -> None:
+        """Records what `PendingTransfer.finish` launches, if the plan moves rows."""
+
+    @abc.abstractmethod
+    def expect(self) -> list[int]:
+        """The plan is about to be replayed: what `changing` is this time."""
+
+    @abc.abstractmethod
+    def begun(self, *, ahead: bool) -> PendingTransfer | None:
+        """Behind the replay: the transfer, if rows may have to come. `ahead`: see `Transfer.start`."""
+
+    @abc.abstractmethod
+    def size_bytes(self) -> int:
+        """Of what it keeps for itself."""
+
+
 class _Finished(PendingTransfer):
     is_finished = True
 
@@ -82,6 +110,14 @@ class Transfer(abc.ABC):
     def start(self, plan: BatchPlan, *, ahead: bool) -> PendingTransfer:
         """Begins to bring in what a batch misses: victims are chosen, their slots given to the missed keys and
         published, homes resolved, rows moved and scored. `ahead`: whether other work comes before `finish`."""
+
+    def may_record(self, lag: int) -> bool:
+        """Whether the plan that comes next may be recorded or replayed; `lag` as of `retire`."""
+        return True
+
+    def recording(self, ids: int) -> RecordedTransfer | None:
+        """Of a plan of `ids` ids that is to be recorded; None where launches alone move rows. May synchronise."""
+        return None
 
     def later(self, plan: BatchPlan) -> LaterTransfer | None:
         """For a batch that is about to be planned, to be found behind that: leaves its rows for later. None where that

@@ -1,0 +1,86 @@
+"""The transfers of single plans over cold rows that the host alone reaches: begun, and, where plans are recorded, what
+is replayed of them on either side of the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tieredemb.cache.device.copy_threads import CopyJob
+from tieredemb.cache.device.plan import BatchPlan
+from tieredemb.cache.device.staging import ExpectedMisses, MissReports, PinnedRows
+from tieredemb.cache.device.transfer import PendingTransfer, RecordedTransfer
+from tieredemb.kernels.recording import Recording
+from tieredemb.storage.base import RowLayout
+
+if TYPE_CHECKING:
+    from tieredemb.cache.device.staged import Staged
+
+
+@dataclass
+class StagedTransfer(PendingTransfer):
+    """The rows of a plan that `staged` has started to bring in. `expected`: its misses · `sent`: comes once the rows
+    that leave are with the host · `graph`: of what brings them in, and of what is done beside, if that is recorded ·
+    `gather`: the job that gathers the missed rows, if that has begun, and `room`: where they are gathered."""
+
+    staged: Staged
+    plan: BatchPlan
+    expected: ExpectedMisses
+    sent: torch.cuda.Event
+    graph: Recording | None = None
+    gather: CopyJob | None = None
+    room: PinnedRows | None = None
+
+    def finish(self) -> None:
+        self.staged.finish(self)
+        self.is_finished = True
+
+
+class RecordedStaged(RecordedTransfer):
+    """See `RecordedTransfer`: of a plan of `ids` ids, of which all that are missed get slots; where some do not, the
+    second half is launched. It is told what is missed in memory of its own, and keeps what a plan uses between its
+    halves."""
+
+    def __init__(self, staged: Staged, ids: int, layout: RowLayout, device: torch.device) -> None:
+        self._staged = staged
+        self._layout = layout
+        self._plan: BatchPlan | None = None
+        self._finish: Recording | None = None
+        self._reports = MissReports()
+        self._expected = self._reports.expect(ids)
+        with torch.inference_mode(False):
+            self._number = torch.empty(1, dtype=torch.int64, device=device)  # its address stands for the number
+
+    def start(self, plan: BatchPlan) -> None:
+        self._plan, self.changing = plan, [self._number]
+        self._staged.launch_start(plan, self._expected, self._number.data_ptr())
+
+    def record_finish(self, graph: Recording) -> None:
+        plan = self._plan
+        if plan is None:
+            return
+        device, layout = self._number.device, self._layout
+        with torch.inference_mode(False):
+            weight = torch.empty((1, layout.columns), dtype=layout.device_dtype, device=device)
+            state = torch.empty((1, layout.state_width + 1), dtype=torch.int32, device=device)
+        with graph.recorded([weight, state]):
+            self._staged.launch_finish(plan, plan.missed.n, weight, state)
+            if plan.beside:
+                plan.beside()
+        self._finish = graph
+
+    def expect(self) -> list[int]:
+        if self._plan is None:
+            return []
+        self._expected = self._staged.expect(self._reports, self._plan.missed.n)
+        return [self._expected.report.number]
+
+    def begun(self, *, ahead: bool) -> PendingTransfer | None:
+        if self._plan is None:
+            return None
+        return self._staged.begun(self._plan, self._expected, self._finish, ahead=ahead)
+
+    def size_bytes(self) -> int:
+        return self._reports.size_bytes()
