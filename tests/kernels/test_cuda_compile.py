@@ -17,12 +17,20 @@ from tieredemb.lookup.gradient_norm import GradientNorm
 from tieredemb.lookup.optimizer import recipe_file, recipe_flags, state_width
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_90", "sm_100")
-PLAIN = ("hash/slot_map.cu", "cache/policy.cu", "cache/plan.cu", "lookup/bags.cu", "lookup/homes_sort.cu")
+PLAIN = (
+    "hash/slot_map.cu",
+    "cache/policy.cu",
+    "cache/plan.cu",
+    "lookup/bags.cu",
+    "lookup/homes_sort.cu",
+    "sharding/owners.cu",
+)
 BY_ROW = (
     "doctor/probe.cu",
     "storage/initial.cu",
     "cache/device/transfer.cu",
     "lookup/embedding_bag.cu",
+    "sharding/occurrences.cu",
 )
 OPTIMIZERS = dict(zip(training.NAMES, training.OPTIMIZERS, strict=True)) | {"norms": GradientNorm()}
 FLOAT, HALF, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
@@ -85,7 +93,7 @@ def test_row_kernel_compiles_for_every_format_and_width(file, dtype, width):
         ("-DAPART",),
     ],
 )
-@pytest.mark.parametrize("file", ["cache/plan.cu", "lookup/embedding_bag.cu", *OPTIMIZERS])
+@pytest.mark.parametrize("file", ["cache/plan.cu", "lookup/embedding_bag.cu", "sharding/occurrences.cu", *OPTIMIZERS])
 def test_kernel_compiles_with_what_batches_ask_for(file, flags):
     assert compile_for(file, "sm_90", (*row_flags(file, torch.bfloat16, 12), *flags)) == ""
 

@@ -46,9 +46,13 @@ from tieredemb.lookup.device_bags import (
 from tieredemb.lookup.device_lookup import DeviceLookup
 from tieredemb.lookup.gradient_norm import first_occurrences, occurrence_powers
 from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
+from tieredemb.sharding.gpu_bags import GpuWidth
+from tieredemb.sharding.layout import Layout
+from tieredemb.step.batch import Batch
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.initial_cuda import DeviceInitialRows
+from tieredemb.tables.config import table_set_config
 
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.cu"))
 REPOSITORY = Path(__file__).parents[2]
@@ -278,6 +282,32 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
     assert {*launched} == (kernels if optimizer.is_dense else kernels - dense)
 
 
+@pytest.mark.parametrize("chosen", [(0, 1), (1,)])
+def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
+    tables = [
+        te.TableConfig(name=f"t{t}", num_embeddings=50, embedding_dim=8, mode=mode)
+        for t, mode in enumerate(("mean", "max"))
+    ]
+    config = table_set_config(
+        tuple(tables), capacity=1.0, policy=None, storage=None, optimizer=None, seed=0, dtype=None, device="cpu",
+        check_ids="deferred",
+    )  # fmt: skip
+    width = GpuWidth(Layout(tables, 3), KeySpace(tables, chosen, [0, 8]), config)
+    ids, words = torch.arange(10), torch.zeros(11 + 3 * 5, dtype=torch.int64)
+    edges = Edges(torch.arange(7), 7, exact=True)
+    batch = Batch(ids, edges.offsets, 7, True, 3, None, (ids,))
+    counts = words[11:].view(3, 5)[:, 1 : 1 + len(chosen)]
+    bags = width.find(ids, edges, batch, words[:3], words[3:].data_ptr(), counts)
+    bags.told(torch.tensor([[4], [3], [0]]))
+    assert (bags.ids.shape, bags._order.shape) == ((7,), (7,))
+    for columns, total in ((16, 16), (15, 16)):
+        grad = torch.zeros(3, total)[:, :columns].contiguous()
+        gradient = width.gradient(bags._bags, bags._order, grad, torch.zeros(3, columns, dtype=torch.int32), 2.0)
+        assert (gradient.shape, gradient.dtype) == ((7, 8), torch.float32)
+    kernels = {*read("sharding/owners.cu").kernels, *read("sharding/occurrences.cu").kernels}
+    assert {*launched} == kernels | {"offsets_check", "bags_fill"}
+
+
 def test_norms_of_gradients_are_launched_as_they_fit(launched):
     space = a_space()
     lookup = DeviceLookup(space, RowFormat(width=8, state_width=16), te.SparseAdam())
@@ -362,7 +392,7 @@ def test_rows_are_moved_in_place_by_launches_that_fit(launched):
     plan, cold = DevicePlan(hot, scoring(LFU()), CPU), te.HostMemory().open(layout, name="", identity={})
     table = InitialTable(start=0, number=3, init=Normal(), padding_idx=None)
     initial = InitialRows([table], seed=1, state_value=0.0, device=CPU)
-    words = {"seed": np.array([1, 0], np.uint32), "state_word": np.uint32(0)}
+    words = {"ids": initial._ids, "seed": np.array([1, 0], np.uint32), "state_word": np.uint32(0)}
     initial._device = DeviceInitialRows(initial.tables, **words, device=CPU)
     moves = RowMoves(layout, hot, plan, initial)
     transfer = InPlace(cold, hot, plan, moves, side=None, changes=ChangeBook(Doubts()))
@@ -383,8 +413,9 @@ def test_rows_are_moved_in_place_by_launches_that_fit(launched):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_initial_rows_are_launched_as_they_fit(launched, dtype):
     table = InitialTable(start=0, number=3, init=Normal(), padding_idx=None)
-    tables = InitialRows([table], seed=2**63, state_value=0.1, device=CPU).tables
-    rows = DeviceInitialRows(tables, seed=np.array([7, 2**31], np.uint32), state_word=np.uint32(2**32 - 1), device=CPU)
+    initial = InitialRows([table], seed=2**63, state_value=0.1, device=CPU)
+    words = {"seed": np.array([7, 2**31], np.uint32), "state_word": np.uint32(2**32 - 1)}
+    rows = DeviceInitialRows(initial.tables, ids=initial._ids, **words, device=CPU)
     hot, missed = hot_rows(dtype=dtype), Missed(5, CPU)
     count = torch.zeros(1, dtype=torch.int32)
     rows.generate_missed(

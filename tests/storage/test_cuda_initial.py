@@ -3,6 +3,8 @@ TIEREDEMB_REQUIRE_CUDA=1 fails."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -16,9 +18,9 @@ GPU = torch.device("cuda")
 FLOAT, HALF, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 WIDTHS = [1, 3, 4, 12, 64, 130]
 HUGE = 2**33
-TABLES = [  # keys 0 … 999, 1,000 … 4,999, 5,000 … beyond 2³³
+TABLES = [  # keys 0 … 999, 1,000 … 4,999, of every fifth row of a table, 5,000 … beyond 2³³
     InitialTable(start=0, number=5, init=Normal(mean=0.25, std=1.5), padding_idx=7),
-    InitialTable(start=1000, number=0, init=Uniform(low=-0.3, high=0.7), padding_idx=None),
+    InitialTable(start=1000, number=0, init=Uniform(low=-0.3, high=0.7), padding_idx=None, first_id=3, id_step=5),
     InitialTable(start=5000, number=2, init=Normal(), padding_idx=HUGE + 1),
 ]
 SEED, STATE_VALUE = 2**63 + 2**31 + 12345, 0.1
@@ -137,6 +139,20 @@ def test_normal_values_have_the_bits_of_the_cpu_far_into_the_tails():
     right, _ = expected(np.arange(5000, 5000 + n), width, FLOAT)
     assert np.abs(right).max() > 5  # a tail probability of 3 in 10⁷
     assert bits(weight) == right.tobytes()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_parts_of_a_table_are_generated_as_its_rows_are():
+    whole = InitialTable(start=0, number=4, init=Normal(), padding_idx=2**34 + 4)
+    weight, state = device_rows(100, 12, 0, FLOAT)
+    rows_on(GPU, [whole]).on_device().generate_range(2**34, 0, 100, weight, state, 0)
+    for first in range(3):
+        begin = -(-(2**34 - first) // 3)
+        padding = 2**34 + 4 - first
+        part = replace(whole, first_id=first, id_step=3, padding_idx=None if padding % 3 else padding // 3)
+        mine, state = device_rows(33, 12, 0, FLOAT)
+        rows_on(GPU, [part]).on_device().generate_range(begin, 0, 33, mine, state, 0)
+        assert bits(mine) == bits(weight[first + 3 * begin - 2**34 :: 3][:33])
 
 
 @pytest.mark.usefixtures("gpu")

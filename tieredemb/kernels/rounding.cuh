@@ -10,14 +10,15 @@ constexpr bool IS_STOCHASTIC = false;
 #endif
 
 // What the random bits of a row depend on. Of the features' tables: their first key, the slot of their first row if they
-// are resident or −1, what the generator calls them, and their place among `steps` · `key`: of each slot that is not a
+// are resident or −1, what the generator calls them, and their place among `steps` · `ids`: of each table two, what the
+// generator calls its first row, and by how much it counts on from row to row · `key`: of each slot that is not a
 // resident table's · `records`: of rows without a slot · `steps`: taken by the tables.
 struct Draws {
     u32 seed_low, seed_high;
     const i64 *first, *resident;
     const u32 *number;
     const int *table;
-    const i64 *key;
+    const i64 *ids, *key;
     const Record *records;
     const i64 *steps;
 };
@@ -31,11 +32,12 @@ struct Drawn {
 __device__ __forceinline__ Drawn drawn_of(const Draws &draws, int home, int feature) {
     if constexpr (!IS_STOCHASTIC) return {};
     const i64 first_slot = draws.resident[feature];
-    i64 id;
+    i64 row;
     if (home < 0)
-        id = draws.records[-2 - (i64)home].key - 1 - draws.first[feature];
+        row = draws.records[-2 - (i64)home].key - 1 - draws.first[feature];
     else
-        id = first_slot >= 0 ? home - first_slot : draws.key[home] - draws.first[feature];
+        row = first_slot >= 0 ? home - first_slot : draws.key[home] - draws.first[feature];
+    const i64 id = draws.ids[2 * feature] + draws.ids[2 * feature + 1] * row;
     return {draws.seed_low, draws.seed_high, (u32)id, (u32)((u64)id >> 32), draws.number[feature],
             (u32)draws.steps[draws.table[feature]]};
 }

@@ -188,6 +188,21 @@ def number_one_by_one(bags: DeviceBags, own: torch.Tensor) -> None:
     own.mul_(n).add_(torch.arange(n, dtype=torch.int32, device=own.device))
 
 
+def fault_in(
+    words: Sequence[int], names: Sequence[str], rows: Sequence[int], told: str = ""
+) -> InvalidInputError | IdOutOfRangeError | None:
+    """The error that the words of a `Report` tell of, if any. `names`, `rows`: of each feature, as messages name it,
+    and of its table · `told`: what the message ends with."""
+    said = dict(zip([field.name for field in read(FILE).layout("Report").fields], words, strict=True))
+    if said["state"] == 0:
+        return None
+    position, value, feature = said["position"], said["value"], said["feature"]
+    if said["kind"] == BAD_ID:
+        return IdOutOfRangeError(id_out_of_range(names[feature], rows[feature], value, position) + told)
+    wrong = offsets_out_of_order(position, value, said["before"], said["ids"], said["edges"])
+    return InvalidInputError(wrong + told)
+
+
 class FaultReport:
     """The first fault that nobody was told of: a `Report` in host memory, which kernels write to. `names`, `rows`: of
     each feature, as messages name it, and of its table."""
@@ -195,8 +210,8 @@ class FaultReport:
     def __init__(self, names: Sequence[str], rows: Sequence[int]) -> None:
         self._names = names
         self._rows = rows
-        self._fields = [field.name for field in read(FILE).layout("Report").fields]
-        self._state = self._fields.index("state")  # not 0 once the other words are there
+        fields = [field.name for field in read(FILE).layout("Report").fields]
+        self._state = fields.index("state")  # not 0 once the other words are there
         self._words = torch.zeros(words_of("Report"), dtype=torch.int64, device="cpu", pin_memory=True)
         self._seen = self._words.numpy().data  # numbers of Python: before each forward one is read
         self.address = self._words.data_ptr()
@@ -206,10 +221,7 @@ class FaultReport:
         `told`: what the message ends with."""
         if self._seen[self._state] == 0:
             return
-        said = dict(zip(self._fields, self._seen, strict=True))
+        error = fault_in([*self._seen], self._names, self._rows, told)
         self._seen[self._state] = 0
-        position, value, feature = said["position"], said["value"], said["feature"]
-        if said["kind"] == BAD_ID:
-            raise IdOutOfRangeError(id_out_of_range(self._names[feature], self._rows[feature], value, position) + told)
-        wrong = offsets_out_of_order(position, value, said["before"], said["ids"], said["edges"])
-        raise InvalidInputError(wrong + told)
+        if error is not None:
+            raise error

@@ -74,6 +74,7 @@ class DeviceDraws:
             "resident": upload(np.array(resident, np.int64)[space.table]),
             "number": upload(draws.number[table].view(np.int32)),
             "table": upload(table.astype(np.int32)),
+            "ids": upload(np.ascontiguousarray(draws.ids[table])),
             "steps": steps,
         }
 
@@ -85,5 +86,5 @@ class DeviceDraws:
 
 def no_draws(file: str) -> StructValue:
     """What kernels of `file` take that round to nearest."""
-    names = ("seed_low", "seed_high", "first", "resident", "number", "table", "key", "records", "steps")
+    names = ("seed_low", "seed_high", "first", "resident", "number", "table", "ids", "key", "records", "steps")
     return struct_type(file, "Draws")(**dict.fromkeys(names, 0))

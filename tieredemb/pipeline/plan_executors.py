@@ -138,7 +138,8 @@ class StreamExecutor(PlanExecutor):
         if not lookups:
             yield ()
             return
-        caches = {group.cache: None for lookup in lookups for group in lookup.module.tables.groups}
+        engines = [engine for lookup in lookups for engine in lookup.module.engines]
+        caches = {group.cache: None for engine in engines for group in engine.tables.groups}
         if caches != self._caches:
             self._caches, self._locks = caches, Locks(caches, rows=False)
         inputs = [part for lookup in lookups for part in lookup.given]

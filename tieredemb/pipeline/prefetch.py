@@ -101,9 +101,11 @@ def prefetch(
 
 
 def pace_of(modules: Iterable[LookupModule], depth: int) -> Pace | None:
-    """What finds out whether planning ahead pays: where all plans are launches on one GPU, and cost the host alone."""
-    kinds = {kind_of(module) for module in modules}
-    if depth == 0 or len(kinds) > 1:
+    """What finds out whether planning ahead pays: where all plans are launches on one GPU, and cost the host alone.
+    Several ranks have to plan alike, and each would find something else."""
+    given = list(modules)
+    kinds = {kind_of(module) for module in given}
+    if depth == 0 or len(kinds) > 1 or any(module.engine is None for module in given):
         return None
     ((device, waits),) = kinds
     return None if waits or device.type != "cuda" else Pace(device, depth)

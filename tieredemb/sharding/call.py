@@ -8,19 +8,20 @@ has the batches of all ranks, one after the other.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from tieredemb.errors import PeerError, TieredEmbError
+from tieredemb.sharding.bags import Bags, Finder
 from tieredemb.sharding.exchange import Exchange, Header, Phase
-from tieredemb.sharding.host_bags import HostBags, edges_of
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.shard import Asked, Shard
+from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import NUMBERS, BackwardPass, Call
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
@@ -34,15 +35,17 @@ Reached = list[tuple["ShardedCall", torch.Tensor]]  # calls that a backward has 
 
 @dataclass(eq=False)
 class ShardedContext:
-    """What the calls of one module share. `columns`: ΣD of an output · `divisor`: what gradients are divided by ·
-    `number`: of the last exchange."""
+    """What the calls of one module share. `find`: finds the bags of a batch · `columns`: ΣD of an output, which are of
+    `output_dtype`, on `device` · `divisor`: what gradients are divided by · `number`: of the last exchange."""
 
     layout: Layout
     exchange: Exchange
     shards: Sequence[Shard]
+    find: Finder
     features: int
     columns: int
     output_dtype: torch.dtype
+    device: torch.device
     divisor: float
     backward_pass: BackwardPass
     optimizer: FusedOptimizer | ShardedOptimizer | None
@@ -84,7 +87,7 @@ class ShardedContext:
 
     def no_counts(self) -> torch.Tensor:
         """Of a header that announces nothing to come."""
-        return torch.zeros((self.exchange.size, self.features), dtype=torch.int64)
+        return torch.zeros((self.exchange.size, self.features), dtype=torch.int64, device="cpu")
 
 
 def _check_update(call: Call) -> None:
@@ -109,8 +112,11 @@ class ShardedCall:
         self.number = -1
         self.batch = batch.size
         self._n_ids = len(batch.ids)
+        self._use = StreamUse(context.device)
         self._bags = self._find(batch, Phase.PLAN if ahead else Phase.FORWARD)
         self._asked, self._ids = self._ask(ahead=ahead, flag=WEIGHTED * (batch.weights is not None))
+        if ahead:
+            self._use.made()
         self._planned: list[tuple[PlannedForwards, Planned]] = []
         self._calls: list[Call] = []
         self._rows: list[torch.Tensor] = []
@@ -132,14 +138,12 @@ class ShardedCall:
         planned.release()
         return cls(context, batch)
 
-    def _find(self, batch: Batch, phase: Phase) -> list[HostBags]:
-        """The bags, once all ranks have found theirs to be good."""
-        context = self.context
+    def _find(self, batch: Batch, phase: Phase) -> Sequence[Bags]:
+        """The bags, which are found to be good; what is wrong with them all ranks raise."""
         try:
-            edges = edges_of(batch)
-            return [HostBags(shard.space, context.layout, batch, edges) for shard in context.shards]
+            return self.context.find(batch)
         except Exception as error:
-            context.announce(phase, error=error)
+            self.context.announce(phase, error=error)
             raise
 
     def _ask(self, *, ahead: bool, flag: int) -> tuple[list[Asked], list[torch.Tensor]]:
@@ -155,7 +159,8 @@ class ShardedCall:
             is_asked = not bool((header.flags & PLANNED).any())
             _check_weighted(header.flags)
         features = [bags.counts.shape[1] for bags in self._bags]
-        asked = [Asked.of(each.contiguous()) for each in torch.split(header.counts, features, 1)]  # type: ignore[no-untyped-call]
+        counts_of = torch.split(header.counts, features, 1)  # type: ignore[no-untyped-call]
+        asked = [Asked.of(each.contiguous(), context.device) for each in counts_of]
         ids = [
             its.by_feature(exchange.rows(bags.ids, bags.counts.sum(1).tolist(), its.per_rank))
             for bags, its in zip(self._bags, asked, strict=True)
@@ -174,6 +179,7 @@ class ShardedCall:
         """The forward has come: answers what was asked of this rank, and has its own rows brought. Raises on all ranks
         what one has met."""
         exchange, context = self.context.exchange, self.context
+        self._follow()
         self.number = next(NUMBERS)
         failed: Exception | None = None
         rows = []
@@ -196,7 +202,8 @@ class ShardedCall:
 
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         """The pooled rows, (B, ΣD)."""
-        out = torch.empty((self.batch, self.context.columns), dtype=self.context.output_dtype)
+        context = self.context
+        out = torch.empty((self.batch, context.columns), dtype=context.output_dtype, device=context.device)
         for bags, rows in zip(self._bags, self._rows, strict=True):
             bags.pool(rows, weights, out, keep=differentiable, keep_rows=self.keeps_rows)
         self._rows = []
@@ -204,15 +211,17 @@ class ShardedCall:
 
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Gradient of the per-sample weights, float32 (N,), given that of the outputs, float32 (B, ΣD)."""
-        out = np.zeros(self._n_ids, np.float32)
+        self._follow(grad)
+        out = torch.zeros(self._n_ids, dtype=torch.float32, device=grad.device)
         for bags in self._bags:
-            bags.weights_gradient(grad.numpy(), out)
-        return torch.from_numpy(out)
+            bags.weights_gradient(grad, out)
+        return out
 
     def gradients(self, grad: torch.Tensor) -> list[tuple[Call, torch.Tensor]]:
         """Of each shard the call of the rows that this rank owns, and the gradients of all their occurrences, given
         that of the outputs here. Every rank takes part."""
         exchange, context = self.context.exchange, self.context
+        self._follow(grad)
         is_infinite = context.is_scaled and not bool(torch.isfinite(grad).all())
         is_infinite = bool(context.announce(Phase.BACKWARD, flag=INFINITE * is_infinite).flags.any())
         found = []
@@ -220,12 +229,18 @@ class ShardedCall:
             rows, scale = bags.gradient(grad, context.divisor)
             sent, came = bags.counts.sum(1).tolist(), asked.per_rank
             if scale is not None:
-                call.parts[0].weights = asked.by_feature(exchange.rows(scale, sent, came)).numpy()
+                call.weigh(asked.by_feature(exchange.rows(scale, sent, came)))
             came_rows = asked.by_feature(exchange.rows(rows, sent, came))
             if is_infinite:  # a row behind those of occurrences, which the optimizer sees, and no row of a table
                 came_rows = torch.cat([came_rows, came_rows.new_full((1, came_rows.shape[1]), torch.inf)])
             found.append((call, came_rows))
         return found
+
+    def _follow(self, *more: torch.Tensor) -> None:
+        """The current stream uses what was made of the call, and `more`."""
+        held = (tensor for bags in self._bags for tensor in bags.tensors())
+        asked = (tensor for each in self._asked for tensor in (each.place, each.edges))
+        self._use.follow(itertools.chain(held, asked, self._ids, more))
 
     def release(self) -> None:
         """No backward will come, or no forward: its rows may leave the caches."""

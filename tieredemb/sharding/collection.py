@@ -22,6 +22,7 @@ from tieredemb.modules.forwards import LISTENERS, tell
 from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.sharding.alone import Alone
+from tieredemb.sharding.bags import bag_finder
 from tieredemb.sharding.call import ShardedContext
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.layout import Layout, Sharding
@@ -56,9 +57,14 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     gradients of the outputs. `group`: the ranks, by default all; made by `torch.distributed.init_process_group` or a
     `DeviceMesh` · `sharding`: by the names of tables `RowWise()` or `TableWise()`, or one for all; by default tables of
     less than 1 MiB are held whole · `capacity`: of each rank · `average`: whether gradients of the tables are divided
-    by the number of ranks, as `DistributedDataParallel` divides those of the dense layers · `timeout`: how long a rank
-    waits for another, by default as long as torch does. The other keywords are those of `TieredEmbeddingBagCollection`,
-    and equal on all ranks. To construct it is a collective.
+    by the number of ranks, as `DistributedDataParallel` divides those of the dense layers · `device`: of this rank;
+    "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all on GPUs · `timeout`: how long
+    a rank waits for another, by default as long as torch does. The other keywords are those of
+    `TieredEmbeddingBagCollection`, and equal on all ranks. To construct it is a collective.
+
+    GPUs send each other rows by NCCL where the `group` has it, as "nccl" and "cpu:gloo,cuda:nccl" do; what ranks tell
+    each other goes by gloo in any case, between hosts. In a group of gloo alone rows pass through host memory. A
+    forward waits for the GPU once, to learn how many rows each rank is asked for, and whether an id is wrong.
     """
 
     def __init__(
@@ -97,15 +103,10 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
                 "device": device, "check_ids": check_ids, "rounding": rounding,
             }  # fmt: skip
             config = table_set_config(self.table_configs, capacity=capacity, output_dtype=output_dtype, **settings)
-            if config.device.type != "cpu" and exchange.size > 1:
-                raise UnsupportedError(
-                    f"collections of several ranks run on the CPU as yet, and there are {exchange.size}; pass "
-                    f"device='cpu', or start one process"
-                )
             whole, config = config, replace(config, tables=without_functions(self.table_configs))
             self.layout = Layout(self.table_configs, exchange.size, sharding)
             options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
-            if exchange.size == 1:
+            if is_alone(exchange):
                 held.append(Held(range(len(config.tables)), whole, options, _class_of(optimizer), self._over_ranks))
             else:
                 self._make_shards(held, exchange.rank, config, settings, options)
@@ -113,10 +114,12 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             names = ("tables", "policy", "optimizer", "seed", "dtype", "rounding")
             given = {name: repr(value) for name, value in zip(names, alike, strict=True)}
             given |= {"options": repr(options), "sharding": repr(self.layout.sharding), "average": repr(average)}
+            given["the kind of device"] = config.device.type
         except Exception as error:
             failed = error
         try:
             exchange.agree(failed, given)
+            exchange.check_device(config.device)
             if isinstance(optimizer, torch.optim.Optimizer):
                 _follow(optimizer, held, exchange)
         except BaseException:
@@ -129,20 +132,22 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
         self._optimizer: FusedOptimizer | ShardedOptimizer | None = None
         if fused:
-            self._optimizer = fused[0] if exchange.size == 1 else ShardedOptimizer(fused)
+            self._optimizer = fused[0] if is_alone(exchange) else ShardedOptimizer(fused)
         self._ranks = self._among(exchange, held, config, exchange.size if average else 1)
         self.engine = self._ranks.engine
         self._hook = self._make_hook()
 
     def _among(self, exchange: Exchange, held: Sequence[Held], config: TableSetConfig, divisor: int) -> Ranks:
         """The ranks, of which this one holds `held`; gradients are divided by `divisor`."""
-        if exchange.size == 1:
+        if is_alone(exchange):
             return Alone(held[0], exchange)
         widths = [self.table_configs[feature.table].embedding_dim for feature in features_of(self.table_configs)]
+        shards = [each for each in held if isinstance(each, Shard)]
         context = ShardedContext(
-            layout=self.layout, exchange=exchange, shards=[each for each in held if isinstance(each, Shard)],
-            features=len(widths), columns=sum(widths), output_dtype=config.output_dtype, divisor=float(divisor),
-            backward_pass=BackwardPass(), optimizer=self._optimizer,
+            layout=self.layout, exchange=exchange, shards=shards,
+            find=bag_finder(self.layout, [shard.space for shard in shards], config),
+            features=len(widths), columns=sum(widths), output_dtype=config.output_dtype, device=config.device,
+            divisor=float(divisor), backward_pass=BackwardPass(), optimizer=self._optimizer,
         )  # fmt: skip
         return Together(context, config)
 
@@ -156,6 +161,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     ) -> None:
         """What this rank holds, of each width, into `made`."""
         options = replace(options, padding_is_dropped=False)
+        settings = {**settings, "device": config.device, "check_ids": "deferred"}  # who has the bags checks the ids
         widths_of = [self.table_configs[feature.table].embedding_dim for feature in features_of(self.table_configs)]
         columns = np.concatenate([[0], np.cumsum(widths_of)]).astype(np.int64)
         widths = sorted({table.embedding_dim for table in self.table_configs})
@@ -170,8 +176,12 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
                 held, capacity=share, pooled=False, parts=tuple(self.layout.part(t, rank) for t in each),
                 label=f"width{width}-rank{rank}of{self.layout.size}", **settings,
             )  # fmt: skip
-            given = self.layout, each, list(columns), its_config, options
-            made.append(Shard(*given, _class_of(settings["optimizer"]), self._over_ranks))
+            made.append(
+                Shard(
+                    self.layout, each, list(columns), its_config, options, _class_of(settings["optimizer"]),
+                    self._over_ranks,
+                )
+            )  # fmt: skip
 
     def _make_hook(self) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -365,6 +375,11 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     def extra_repr(self) -> str:
         return "\n".join(self.describe())
+
+
+def is_alone(exchange: Exchange) -> bool:
+    """Whether a rank has nobody to exchange anything with."""
+    return exchange.size == 1
 
 
 def _class_of(optimizer: Optimizer) -> Optimizer:

@@ -3,12 +3,16 @@
 Every exchange of a step is announced by a header of fixed size, so that ranks which do different things, or of which
 one has failed, learn of it from each other and all raise: nobody waits for what never comes, unless a rank calls
 nothing at all. Then the group's timeout ends the wait.
+
+Hosts tell each other headers, by gloo, also where rows lie on GPUs: no header waits for a GPU, and a rank that has gone
+is noticed before NCCL would wait for it. Rows go from GPU to GPU by NCCL, or, in a group without it, through the hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -51,7 +55,8 @@ class Header(NamedTuple):
 
 
 class Exchange:
-    """The collectives of one collection, over a group of its own. `timeout`: how long a rank waits for another."""
+    """The collectives of one collection, over a group of its own. `timeout`: how long a rank waits for another ·
+    `has_nccl`: whether GPUs send each other what lies on them: where the given group is one of NCCL."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -62,9 +67,9 @@ class Exchange:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         if dist.get_rank() not in ranks:
             raise ConfigError(f"rank {dist.get_rank()} is none of the group's, which are {ranks}")
-        self.device = torch.device("cpu")
+        self.has_nccl = "cuda:nccl" in dist.get_backend_config(group)
         self.timeout = timeout or dist.default_pg_timeout
-        self.group: Any = _own_group(group, ranks, self.timeout)
+        self.group: Any = _own_group(group, ranks, self.timeout, _backend(group))
         self._broken = ""
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self.ranks = ranks
@@ -72,17 +77,16 @@ class Exchange:
     def header(
         self, phase: Phase, number: int, counts: torch.Tensor, *, flag: int = 0, error: BaseException | None = None
     ) -> Header:
-        """Tells all ranks what this one is about to do, and for which step, `number`; `counts`, int64 (W, K), what it
-        sends to each. K is the same in every call. Raises on every rank alike where one has met an `error`, or does
-        something else."""
+        """Tells all ranks what this one is about to do, and for which step, `number`; `counts`, int64 (W, K) on the
+        CPU, what it sends to each. K is the same in every call. Raises on every rank alike where one has met an
+        `error`, or does something else. Does not wait for a GPU."""
         self._check()
-        mine = torch.empty((self.size, counts.shape[1] + 4), dtype=torch.int64)
+        mine = torch.empty((self.size, counts.shape[1] + 4), dtype=torch.int64, device="cpu")
         mine[:, 0], mine[:, 1], mine[:, 2], mine[:, 3] = int(phase), number, error is not None, flag
         mine[:, 4:] = counts
-        theirs = torch.empty_like(mine, device=self.device)
+        theirs = torch.empty_like(mine)
         with self._answered(phase):
-            dist.all_to_all_single(theirs, mine.to(self.device), group=self.group)
-            theirs = theirs.cpu()
+            dist.all_to_all_single(theirs, mine, group=self.group)
         if bool(theirs[:, 2].any()):
             self._raise(error)
         others = (theirs[:, :2] != mine[:, :2]).any(1)
@@ -103,7 +107,9 @@ class Exchange:
         """Says what it means that a rank has not answered in time, or has gone."""
         try:
             yield
-        except RuntimeError as error:
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # of gloo and of NCCL alike, an aborted communicator's too
             raise self._broken_by(
                 f"rank {self.rank} {phase.told}, and another rank did not: it has ended, or did nothing within "
                 f"{self.timeout.total_seconds():g} s (timeout=). Each rank has to take part; start all of them again "
@@ -140,18 +146,28 @@ class Exchange:
 
     def rows(self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """Sends the first `sent[0]` of the rows `values` (N, …) to rank 0, the next to rank 1, …; returns those that
-        came, in the order of the ranks, `received` of them from each."""
+        came, in the order of the ranks, `received` of them from each, on the same device. By NCCL the current stream
+        waits for them, and not the host."""
+        given = self._sendable(values)
         out = torch.empty((sum(received), *values.shape[1:]), dtype=values.dtype, device=values.device)
+        came = out if given.device == out.device else _pinned(out.shape, out.dtype)
         with self._answered(Phase.ROWS):
-            dist.all_to_all_single(out, values.contiguous(), list(received), list(sent), group=self.group)
-        return out
+            dist.all_to_all_single(came, given, list(received), list(sent), group=self.group)
+        return out if came is out else out.copy_(came, non_blocking=True)
+
+    def _sendable(self, values: torch.Tensor) -> torch.Tensor:
+        """The same where the group can send it: from a GPU without NCCL in host memory, for which it waits."""
+        if not values.is_cuda or self.has_nccl:
+            return values.contiguous()
+        return _pinned(values.shape, values.dtype).copy_(values)
 
     def all(self, values: torch.Tensor) -> torch.Tensor:
         """The `values` (…) of every rank, (W, …), on every rank."""
-        found = [torch.empty_like(values) for _ in range(self.size)]
+        given = self._sendable(values)
+        found = [torch.empty_like(given) for _ in range(self.size)]
         with self._answered(Phase.WHOLE):
-            dist.all_gather(found, values.contiguous(), group=self.group)
-        return torch.stack(found)
+            dist.all_gather(found, given, group=self.group)
+        return torch.stack(found).to(values.device)
 
     def every(self, value: Any) -> list[Any]:
         """The `value` of every rank, on every rank."""
@@ -180,6 +196,21 @@ class Exchange:
                     f"{rank}; build the collection with the same arguments on all of them"
                 )
 
+    def check_device(self, device: torch.device) -> None:
+        """Raises `ConfigError` on all ranks where two of them are on one GPU, which NCCL takes for a mistake."""
+        if device.type != "cuda" or not self.has_nccl:
+            return
+        told = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+        ranks: dict[tuple[str, str], int] = {}
+        for rank, where in enumerate(self.every(told)):
+            other = ranks.setdefault(where, rank)
+            if other != rank:
+                raise ConfigError(
+                    f"ranks {other} and {rank} are on the same GPU, which NCCL does not take; call "
+                    f"torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before, or make the process group by "
+                    f"init_process_group('gloo') to have several ranks on one"
+                )
+
     def gather(self, value: Any, to: int = 0) -> list[Any] | None:
         """The `value` of every rank, on rank `to` alone."""
         found: list[Any] | None = [None] * self.size if self.rank == to else None
@@ -188,11 +219,23 @@ class Exchange:
         return found
 
 
-def _own_group(group: dist.ProcessGroup | None, ranks: list[int], timeout: timedelta) -> Any:
+def _pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+
+def _backend(group: dist.ProcessGroup | None) -> str | None:
+    """What a group of our own is made with, beside the given one: gloo between hosts, whatever that has."""
+    given = dist.get_backend_config(group)
+    if "cuda:nccl" in given:
+        return "cpu:gloo,cuda:nccl"
+    return "gloo" if "cpu:gloo" in given else None
+
+
+def _own_group(group: dist.ProcessGroup | None, ranks: list[int], timeout: timedelta, backend: str | None) -> Any:
     """Another group of the same ranks. Torch names one of some ranks by how many groups a process has made: ranks that
     have made others would wait for each other."""
     if len(ranks) == dist.get_world_size():
-        return dist.new_group(ranks, timeout=timeout)
+        return dist.new_group(ranks, timeout=timeout, backend=backend)
     counts: list[Any] = [None] * len(ranks)
     dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
     if len(set(counts)) > 1:
@@ -200,4 +243,4 @@ def _own_group(group: dist.ProcessGroup | None, ranks: list[int], timeout: timed
             f"the ranks {ranks} are in different numbers of process groups ({counts}), by which torch tells a new "
             f"group of theirs from others; make groups on all ranks alike, as a DeviceMesh does"
         )
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)

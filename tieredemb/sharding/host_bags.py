@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,9 +27,19 @@ def edges_of(batch: Batch) -> Array:
     return checked_edges(batch.offsets.numpy(), len(batch.ids), batch.edges, exact=batch.exact)
 
 
+class HostFinder:
+    """Finds the bags of all key `spaces`, one a width. See `Finder`."""
+
+    def __init__(self, layout: Layout, spaces: Sequence[KeySpace]) -> None:
+        self._layout, self._spaces = layout, spaces
+
+    def __call__(self, batch: Batch) -> Sequence[HostBags]:
+        edges = edges_of(batch)
+        return [HostBags(space, self._layout, batch, edges) for space in self._spaces]
+
+
 class HostBags:
-    """The bags of one width. `ids`: int64 (K,), of the rows that are asked for, by rank, feature and occurrence: their
-    numbers among those that the rank owns of a table · `counts`: int64 (W, F), how many of them."""
+    """See `Bags`."""
 
     def __init__(self, space: KeySpace, layout: Layout, batch: Batch, edges: Array) -> None:
         """Raises `IdOutOfRangeError`. `edges`: of `batch`, checked."""
@@ -55,8 +66,6 @@ class HostBags:
     def pool(
         self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool
     ) -> None:
-        """Pools the `rows` (K, D) that were asked for into the columns of their features in `out` (B, ΣD). `keep`:
-        whether a backward is to come · `keep_rows`: whether it asks for the gradient of the weights."""
         if weights is not None:
             self._is_weighted = True
             position = self._bags.position
@@ -69,14 +78,11 @@ class HostBags:
         if keep_rows:
             self._rows = found
 
-    def weights_gradient(self, grad: Array, out: Array) -> None:
-        """Writes the gradient of the per-sample weights to their positions in `out`, float32 (N,)."""
-        gradient = weights_gradient(self._rows, self._homes, self._bags, self.space, grad)
-        out[slice(len(gradient)) if self._bags.position is None else self._bags.position] = gradient
+    def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
+        gradient = weights_gradient(self._rows, self._homes, self._bags, self.space, grad.numpy())
+        out.numpy()[slice(len(gradient)) if self._bags.position is None else self._bags.position] = gradient
 
     def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of each row that was asked for the gradient of its bag, float32 (K, D), divided by `share`, and what it is to
-        be multiplied by, float32 (K,), where that is not one."""
         space, order, width = self.space, self._order, self.space.width
         feature = self._bags.feature[order]
         columns = space.column[feature][:, None] + np.arange(width)
@@ -91,3 +97,6 @@ class HostBags:
             return torch.from_numpy(rows), None
         scale = self._weights if self._is_weighted else mean_scale(self._bags, space, self._homes)
         return torch.from_numpy(rows), torch.from_numpy(scale[order])
+
+    def tensors(self) -> list[torch.Tensor]:
+        return []

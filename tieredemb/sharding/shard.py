@@ -40,33 +40,38 @@ def own_tables(layout: Layout, tables: Sequence[int], rank: int) -> tuple[TableC
 
 @dataclass(frozen=True)
 class Asked:
-    """What all ranks ask of this one. `counts`: int64 (W, F), ids of each rank and feature · `place`: int64 (N,), where
-    what comes feature by feature, and in these rank by rank, lies among what comes rank by rank · `edges`: int64
-    (F + 1,), of the features."""
+    """What all ranks ask of this one. `counts`: int64 (W, F) on the CPU, ids of each rank and feature · on the tables'
+    device, `place`: int64 (N,), where what comes feature by feature, and in these rank by rank, lies among what comes
+    rank by rank, and `edges`: int64 (F + 1,), of the features."""
 
     counts: torch.Tensor
     place: torch.Tensor
     edges: torch.Tensor
 
     @classmethod
-    def of(cls, counts: torch.Tensor) -> Asked:
-        """What `counts` announce."""
+    def of(cls, counts: torch.Tensor, device: torch.device) -> Asked:
+        """What `counts` announce. Does not synchronise."""
         lengths = counts.numpy()
         starts = (np.cumsum(lengths) - lengths.ravel()).reshape(lengths.shape)  # rank by rank, features in their order
         by_feature, first = lengths.T.ravel(), starts.T.ravel()
         before = np.cumsum(by_feature) - by_feature
-        place = np.repeat(first - before, by_feature) + np.arange(int(by_feature.sum()))
-        edges = np.concatenate([[0], np.cumsum(lengths.sum(0))])
-        return cls(counts, torch.from_numpy(place), torch.from_numpy(edges))
+        told = torch.from_numpy(np.concatenate([first - before, by_feature, [0], np.cumsum(lengths.sum(0))]))
+        if device.type == "cuda":
+            told = told.pin_memory().to(device, non_blocking=True)
+        parts = [counts.numel(), counts.numel(), counts.shape[1] + 1]
+        shift, length, edges = torch.split(told, parts)  # type: ignore[no-untyped-call]
+        total = int(by_feature.sum())
+        place = torch.repeat_interleave(shift, length, output_size=total)
+        return cls(counts, place.add_(torch.arange(total, device=device)), edges)
 
     def by_feature(self, values: torch.Tensor) -> torch.Tensor:
         """What came rank by rank, feature by feature: as one batch of all ranks has it."""
-        return values[self.place.to(values.device)]
+        return values[self.place]
 
     def by_rank(self, values: torch.Tensor) -> torch.Tensor:
         """The other way round."""
         out = torch.empty_like(values)
-        out[self.place.to(values.device)] = values
+        out[self.place] = values
         return out
 
     @property

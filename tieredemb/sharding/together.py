@@ -130,7 +130,8 @@ class Together(Ranks):
             mine = shard.engine.tables.weight(shard.tables.index(table))[: layout.part(table, exchange.rank).own_rows]
             weight = None
             if exchange.rank == 0:
-                weight = torch.empty((layout.tables[table].num_embeddings, mine.shape[1]), dtype=mine.dtype)
+                rows = layout.tables[table].num_embeddings
+                weight = torch.empty((rows, mine.shape[1]), dtype=mine.dtype, device="cpu")
         except Exception as error:
             failed = error
         self.agree(failed)
@@ -173,7 +174,7 @@ class Together(Ranks):
         parts = [layout.part(table, rank) for rank in range(exchange.size)]
         width, failed = layout.tables[table].embedding_dim, None
         try:
-            rows = torch.empty((0, width), dtype=dtype)
+            rows = torch.empty((0, width), dtype=dtype, device="cpu")
             if weight is not None:
                 rows = torch.cat([weight[part.first :: part.step].detach().cpu() for part in parts])
         except Exception as error:

@@ -179,6 +179,11 @@ class Call(abc.ABC):
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Gradient of the per-sample weights, float32 (N,), given that of the outputs, float32 (B, ΣD)."""
 
+    @abc.abstractmethod
+    def weigh(self, scale: torch.Tensor) -> None:
+        """Where rows are not pooled, in tables of one width: the gradient of each is to be multiplied by its `scale`,
+        float32 (N,)."""
+
     @staticmethod
     @abc.abstractmethod
     def apply(sets: Sequence[Collected]) -> None:

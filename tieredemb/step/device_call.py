@@ -253,6 +253,10 @@ class DeviceCall(Call):
             part.weights_gradient(grad, out)
         return out
 
+    def weigh(self, scale: torch.Tensor) -> None:
+        (part,) = self.parts
+        part.weights = scale
+
     def follow(self, *more: torch.Tensor) -> None:
         """Tells torch's allocator where another stream uses the memory of the one that computed before, and `more`."""
         stream = torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())

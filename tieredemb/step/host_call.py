@@ -246,6 +246,10 @@ class HostCall(Call):
             part.weights_gradient(grad.numpy(), array)
         return torch.from_numpy(array)
 
+    def weigh(self, scale: torch.Tensor) -> None:
+        (part,) = self.parts
+        part.weights = scale.numpy()
+
     @staticmethod
     def apply(sets: Sequence[Collected]) -> None:
         todo: list[tuple[HostGroup, Pass, Hyperparameters | None]] = []

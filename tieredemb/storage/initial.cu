@@ -13,11 +13,12 @@ struct alignas(4 * sizeof(row_t)) row_quad {
 };
 
 // What a row is generated from: what all words of state start as (but the last one, where that is the step that the row
-// stands at), the seed, and the key space's tables, sorted by their first key.
+// stands at), the seed, and the key space's tables, sorted by their first key; `ids`: of each two, what the generator
+// calls its first row, and by how much it counts on from row to row.
 struct Generator {
     u32 state_word, seed_low, seed_high;
     int n_tables, has_last_step;
-    const i64 *start;
+    const i64 *start, *ids;
     const u32 *number;
     const int *kind;
     const float *params;
@@ -119,12 +120,12 @@ __device__ __forceinline__ void row_generate(i64 key, row_t *weight, u32 *state,
         state[w] = from.has_last_step && w == state_words - 1 ? 0 : from.state_word;
     const int table = table_of(key, from);
     const bool padding = key == from.padding_key[table];
-    const u64 local = (u64)(key - from.start[table]);
+    const u64 id = (u64)(from.ids[2 * table] + from.ids[2 * table + 1] * (key - from.start[table]));
     const u32 number = from.number[table];
     const int kind = from.kind[table];
     const float a = from.params[2 * table], b = from.params[2 * table + 1];
     for (int quad = lane; quad < QUADS; quad += LANES) {
-        uint4 r = philox((u32)local, (u32)(local >> 32), (u32)quad, number, from.seed_low, from.seed_high);
+        uint4 r = philox((u32)id, (u32)(id >> 32), (u32)quad, number, from.seed_low, from.seed_high);
         const u32 bits[4] = {r.x, r.y, r.z, r.w};
         row_quad value;
 #pragma unroll

@@ -77,12 +77,11 @@ class InitialRows:
         self._host: Any = twin(__name__, torch.device("cpu"))
         self._device: DeviceInitialRows | None = None
         if device.type == "cuda":
-            if any((t.first_id, t.id_step) != (0, 1) for t in tables):
-                raise UnsupportedError("parts of tables cannot be generated on a GPU yet; use device='cpu'")
             from tieredemb.storage.initial_cuda import DeviceInitialRows
 
             self._device = DeviceInitialRows(
                 self.tables,
+                ids=self._ids,
                 seed=self._seed,
                 state_word=self._state_word,
                 device=device,

@@ -38,20 +38,22 @@ def _blocks(rows: int, width: int) -> int:
 class DeviceInitialRows:
     """The tables of one key space on a CUDA device, and the launches that generate their rows there.
 
-    `tables`: the arrays of `InitialRows.tables`; they are copied once, here. Nothing else synchronises.
+    `tables`: the arrays of `InitialRows.tables` · `ids`: int64 (T, 2), what the generator calls the first row of each,
+    and by how much it counts on. They are copied once, here. Nothing else synchronises.
     """
 
     def __init__(
         self,
         tables: tuple[Array, ...],
         *,
+        ids: Array,
         seed: Array,
         state_word: np.uint32,
         device: torch.device,
         has_last_step: bool = False,
     ) -> None:
         start, number, kind, params, padding_key = tables
-        held = {"start": start, "number": number.view(np.int32), "kind": kind, "params": params}
+        held = {"start": start, "ids": ids, "number": number.view(np.int32), "kind": kind, "params": params}
         held["padding_key"] = padding_key
         self._generator = struct_type(_FILE, "Generator")(
             state_word=int(state_word), seed_low=int(seed[0]), seed_high=int(seed[1]), n_tables=len(start),

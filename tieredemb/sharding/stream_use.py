@@ -1,0 +1,40 @@
+"""Tensors of a call that is made on one stream of a GPU, and used on others: who uses them waits, and the allocator is
+told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tieredemb.kernels.streams import current_stream
+
+
+class StreamUse:
+    """Of tensors on a `device`, which are made on the stream that is current now. On a CPU there is nothing to do."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index if device.type == "cuda" else None
+        self._known: set[int] = set()
+        self._made: torch.cuda.Event | None = None
+        if self._index is not None:
+            self._known.add(current_stream(self._index).cuda_stream)
+
+    def made(self) -> None:
+        """Other streams are to wait for what was launched on this one by now."""
+        if self._index is not None:
+            self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._made.record(current_stream(self._index))
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The current stream uses the `tensors` from now on. Does not synchronise."""
+        if self._index is None:
+            return
+        stream = current_stream(self._index)
+        if stream.cuda_stream in self._known:
+            return
+        self._known.add(stream.cuda_stream)
+        if self._made is not None:
+            self._made.wait(stream)
+        for tensor in tensors:
+            tensor.record_stream(stream)
