@@ -12,10 +12,16 @@ from devices import assert_same_bits, equal
 from torch import nn
 
 import tieredemb as te
+from tieredemb.config import TablePart
 from tieredemb.errors import ConfigError
 from tieredemb.kernels.cpu import jit
 from tieredemb.kernels.rounding_cpu import stochastic_bfloat16, stochastic_half
+from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import MIX
+from tieredemb.step.batch import Batch
+from tieredemb.step.engine import Engine
+from tieredemb.tables.config import table_set_config
+from tieredemb.tables.table_set import TableSet
 
 HALVES = (torch.bfloat16, torch.float16)
 ALL_BITS = np.arange(1 << 16, dtype=np.uint32)
@@ -155,6 +161,29 @@ def test_collections_number_their_tables(device):
         target = before[key][ids].float().cpu() - gradient[:, slice(*columns)].bfloat16().float().cpu()
         found = module.state_dict()[key][ids].cpu()
         assert equal(found, expected_rows(torch.bfloat16, target, ids=ids, seed=9, table=t, step=1))
+
+
+@pytest.mark.parametrize("capacity", [1, 20])
+def test_rows_of_a_part_are_rounded_as_those_of_the_whole_table(device, capacity):
+    tables = tuple(te.TableConfig(name=f"t{t}", num_embeddings=20, embedding_dim=12) for t in range(2))
+    config = table_set_config(
+        tables, capacity=capacity, policy=None, storage=None, optimizer=te.SGD(lr=1.0), seed=9, dtype=torch.bfloat16,
+        device=None, check_ids="deferred", rounding="stochastic",
+        parts=(TablePart(3, 1, 4, 80), TablePart(0, 2**33, 2, 2**33 + 40)),
+    )  # fmt: skip
+    engine = Engine(TableSet(config))
+    before = [engine.tables.weight(table) for table in range(2)]
+    ids, offsets = torch.tensor([3, 19, 0, 0, 7, 19]), torch.arange(7)
+    batch = Batch(ids, offsets, 7, True, 3, None, (ids, offsets))
+    hook = torch.zeros(0, requires_grad=True)
+    gradient = torch.linspace(-1e-3, 2e-3, 3 * 24).view(3, 24).bfloat16()
+    engine.lookup(batch, engine.context(LookupOptions()), hook).backward(gradient)
+    for table, (rows, part) in enumerate(zip(ids.view(2, 3).tolist(), config.parts, strict=True)):
+        target = before[table][rows].float() - gradient[:, 12 * table : 12 * table + 12].float().cpu()
+        whole = [part.first + part.step * row for row in rows]
+        expected = expected_rows(torch.bfloat16, target, ids=whole, seed=9, table=part.number, step=1)
+        assert equal(engine.tables.weight(table)[rows], expected)
+    engine.tables.close()
 
 
 OPTIMIZERS = {

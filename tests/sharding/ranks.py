@@ -1,4 +1,5 @@
-"""What ranks do in tests, and one process that does it alone on the batches of all of them."""
+"""What ranks do in tests, and one process that does it alone on the batches of all of them: on the default
+device, which is a world's own."""
 
 from __future__ import annotations
 
@@ -57,9 +58,7 @@ def step_of(model, batch, *, weighted):
 
 def sharded_run(rank, size, tables, sharding, steps, samples, weighted, keywords):
     """Trains on the ranks; outputs and gradients of weights here, and the tables on rank 0."""
-    model = ShardedTieredEmbeddingBagCollection(
-        tables, sharding=SHARDINGS[sharding], average=False, device="cpu", **keywords
-    )
+    model = ShardedTieredEmbeddingBagCollection(tables, sharding=SHARDINGS[sharding], average=False, **keywords)
     outputs = [
         step_of(model, batch_of(tables, step, rank, samples=samples), weighted=weighted) for step in range(steps)
     ]
@@ -70,7 +69,7 @@ def sharded_run(rank, size, tables, sharding, steps, samples, weighted, keywords
 
 def one_process(size, tables, steps, samples, weighted, keywords):
     """The same alone: outputs and gradients of weights of each rank, and the tables."""
-    model = te.TieredEmbeddingBagCollection(tables, device="cpu", **keywords)
+    model = te.TieredEmbeddingBagCollection(tables, **keywords)
     outputs = [[] for _ in range(size)]
     for step in range(steps):
         batches = [batch_of(tables, step, rank, samples=samples) for rank in range(size)]

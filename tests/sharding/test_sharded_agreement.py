@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import equal
 from sharding.ranks import batch_of, joined, step_of, tables_of
 from sharding.test_sharded_failures import told
 
@@ -20,7 +21,7 @@ def samples(rank):
 
 
 def model_of(**keywords):
-    keywords = {"sharding": RowWise(), "optimizer": te.Adagrad(lr=0.1), "capacity": 0.5, "device": "cpu"} | keywords
+    keywords = {"sharding": RowWise(), "optimizer": te.Adagrad(lr=0.1), "capacity": 0.5} | keywords
     return ShardedTieredEmbeddingBagCollection(TABLES, average=False, **keywords)
 
 
@@ -30,7 +31,10 @@ def batch(step, rank):
 
 def trained(steps, **keywords):
     """One process, on two ranks' batches of these steps."""
-    keywords = {"optimizer": te.Adagrad(lr=0.1), "capacity": 1.0, "device": "cpu"} | keywords
+    keywords = {
+        "optimizer": te.Adagrad(lr=0.1),
+        "capacity": 1.0,
+    } | keywords
     model = te.TieredEmbeddingBagCollection(TABLES, **keywords)
     for step in steps:
         step_of(model, joined(TABLES, [batch(step, rank) for rank in range(2)]), weighted=False)
@@ -40,7 +44,7 @@ def trained(steps, **keywords):
 def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
-        assert torch.equal(found[name], weight), name
+        assert equal(found[name], weight), name
 
 
 def misshapes(rank, size, ahead):
@@ -82,7 +86,7 @@ def changes_ids(rank, size):
 
 
 def test_a_plan_that_one_rank_cannot_take_is_given_up_on_all(worlds):
-    model = te.TieredEmbeddingBagCollection(TABLES, optimizer=te.Adagrad(lr=0.1), capacity=1.0, device="cpu")
+    model = te.TieredEmbeddingBagCollection(TABLES, optimizer=te.Adagrad(lr=0.1), capacity=1.0)
     for step in range(4):
         batches = [list(batch(step, rank)) for rank in range(2)]
         if step == 1:
@@ -223,7 +227,7 @@ def saves_what_it_does_not_hold(rank, size, where):
     """Table b is rank 1's, and a rank 0's, each of which has a row of the other that nobody asks for."""
     model = ShardedTieredEmbeddingBagCollection(
         RESIDENT, sharding={"a": TableWise(rank=0), "b": TableWise(rank=1)}, capacity=0.9,
-        optimizer=te.Adagrad(lr=0.1), device="cpu",
+        optimizer=te.Adagrad(lr=0.1),
     )  # fmt: skip
     ids = torch.tensor([0, 1, 0, 1, 0, 1])
     model(ids, torch.arange(7)).sum().backward()
@@ -239,7 +243,7 @@ def saves_what_it_does_not_hold(rank, size, where):
 def test_a_checkpoint_holds_no_row_that_is_nobodys(worlds, tmp_path):
     before, after = worlds(2).run(saves_what_it_does_not_hold, tmp_path / "saved")[0]
     assert_same(after, before)
-    alone = te.TieredEmbeddingBagCollection(RESIDENT, capacity=0.9, optimizer=te.Adagrad(lr=0.1), device="cpu")
+    alone = te.TieredEmbeddingBagCollection(RESIDENT, capacity=0.9, optimizer=te.Adagrad(lr=0.1))
     alone.load_checkpoint(tmp_path / "saved")
     assert_same(alone.state_dict(), before)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from devices import equal
 from sharding.ranks import SHARDINGS, batch_of, joined, step_of, tables_of, uneven
 from sharding.test_sharded_failures import told
 
@@ -28,9 +28,9 @@ def batch_for(step, rank, size):
 
 def make(size, sharding, optimizer, **keywords):
     if size == 0:
-        return te.TieredEmbeddingBagCollection(TABLES, capacity=0.5, optimizer=optimizer, device="cpu", **keywords)
+        return te.TieredEmbeddingBagCollection(TABLES, capacity=0.5, optimizer=optimizer, **keywords)
     return ShardedTieredEmbeddingBagCollection(
-        TABLES, sharding=SHARDINGS[sharding], capacity=0.5, optimizer=optimizer, device="cpu", average=False, **keywords
+        TABLES, sharding=SHARDINGS[sharding], capacity=0.5, optimizer=optimizer, average=False, **keywords
     )
 
 
@@ -65,7 +65,7 @@ def test_saved_by_any_world_loaded_by_any_other(worlds, tmp_path, optimizer, siz
         assert extra is None if last is None else extra == {"step": 3 * turn - 1, "rank": 0}
         last = tmp_path / "saved"
     for name, weight in expected.items():
-        assert torch.equal(found[name], weight), name
+        assert equal(found[name], weight), name
 
 
 def fails_to_save(rank, size, who, where, when):
@@ -99,14 +99,14 @@ def test_a_save_that_fails_on_one_rank_leaves_the_last_checkpoint(worlds, tmp_pa
         assert extra == {"step": 0}
     _, _, before, after = answers[0]
     for name, weight in before.items():
-        assert torch.equal(after[name], weight)
+        assert equal(after[name], weight)
     files = sorted(path.name for path in (tmp_path / "saved").iterdir())
     assert len(files) == 1 + 2 * 2  # the manifest, and of each rank a file for each width
 
 
 def loads_other_things(rank, size, where):
     model = make(size, "rows", OPTIMIZERS[0])
-    other = ShardedTieredEmbeddingBagCollection(TABLES[:2], capacity=0.5, optimizer=OPTIMIZERS[0], device="cpu")
+    other = ShardedTieredEmbeddingBagCollection(TABLES[:2], capacity=0.5, optimizer=OPTIMIZERS[0])
     model.save_checkpoint(where)
     found = told(other.load_checkpoint, where), told(model.load_checkpoint, f"{where}-none")
     step_of(model, batch_for(0, rank, size), weighted=False)

@@ -1,4 +1,5 @@
-"""A group of one rank on a GPU: eager, ahead and captured, the bits of a collection without a group."""
+"""A group of one rank on a GPU: eager, ahead and captured, the bits of a collection without a group. And the same where
+that rank exchanges all with itself, as several do: by NCCL."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from sharding.ranks import tables_of
 from training import random_batch
 
 import tieredemb as te
+from tieredemb.errors import UnsupportedError
+from tieredemb.sharding import collection
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
 TABLES = tables_of(modes=("sum", "mean"), widths=(4, 8))
@@ -43,7 +46,8 @@ def trained(model, way):
 
     def step(batch):
         ids, offsets, upstream = batch
-        model(ids, offsets).backward(upstream)
+        out = model(ids, offsets)
+        out.backward(upstream.to(out.dtype))
 
     run = te.graph_step(step) if "graph" in way else step
     for batch in te.prefetch(batches(), model) if "ahead" in way else batches():
@@ -88,3 +92,62 @@ def test_cuda_one_rank_follows_a_torch_optimizer_and_saves(group, tmp_path):
         assert torch.equal(found[0][name], weight)
         assert torch.equal(found[1][name], weight)
     again.close()
+
+
+# --- with itself ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["cpu:gloo,cuda:nccl", "nccl"])
+def with_itself(request, tmp_path, monkeypatch):
+    """A process group of this process alone, whose collections are those of several ranks."""
+    require_gpu()
+    monkeypatch.setattr(collection, "is_alone", lambda exchange: False)
+    torch.cuda.set_device(0)
+    dist.init_process_group(request.param, f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("optimizer", [te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
+@pytest.mark.parametrize("way", ["eager", "ahead"])
+def test_cuda_one_rank_exchanges_with_itself_by_nccl(with_itself, way, optimizer):
+    keywords = {"capacity": 0.3, "optimizer": optimizer, "device": "cuda", "dtype": torch.bfloat16}
+    expected = trained(te.TieredEmbeddingBagCollection(TABLES, rounding="stochastic", **keywords), "eager")
+    model = ShardedTieredEmbeddingBagCollection(TABLES, rounding="stochastic", **keywords)
+    assert model._ranks._context.exchange.has_nccl
+    found = trained(model, way)
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight)
+
+
+def test_cuda_one_rank_with_itself_follows_weighs_saves_and_refuses_captures(with_itself, tmp_path):
+    tables = tables_of(widths=(4, 8))
+    models, outs = [], []
+    for kind in (te.TieredEmbeddingBagCollection, ShardedTieredEmbeddingBagCollection):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cuda"))], lr=0.1, momentum=0.5)
+        model = kind(tables, capacity=0.5, optimizer=optimizer, device="cuda")
+        for step in range(4):
+            ids, offsets, weights, upstream = (part.cuda() for part in random_batch(tables, 9, step))
+            weights.requires_grad_()
+            optimizer.zero_grad()
+            out = model(ids, offsets, weights)
+            out.backward(upstream)
+            te.clip_grad_norm_(torch.nn.ModuleList([model]), 1.0)
+            optimizer.step()
+            outs.append((out, weights.grad))
+        models.append(model)
+    for (out, grad), (its_out, its_grad) in zip(outs[:4], outs[4:], strict=True):
+        assert torch.equal(out, its_out)
+        assert torch.equal(grad, its_grad)
+    plain, sharded = models
+    sharded.save_checkpoint(tmp_path / "saved")
+    expected = dict(plain.state_dict())
+    plain.load_checkpoint(tmp_path / "saved")
+    sharded.load_state_dict(plain.state_dict())
+    for name, weight in expected.items():
+        assert torch.equal(plain.state_dict()[name], weight)
+        assert torch.equal(sharded.state_dict()[name], weight)
+    with pytest.raises(UnsupportedError, match="of several ranks cannot be captured"):
+        te.graph_step(lambda ids: sharded(ids, offsets))(ids)
+    plain.close()
+    sharded.close()

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from devices import equal
 from sharding.ranks import batch_of, seven, step_of, tables_of
 
 import tieredemb as te
@@ -20,7 +21,7 @@ QUICK = timedelta(seconds=3)
 
 def model_of(**keywords):
     return ShardedTieredEmbeddingBagCollection(
-        TABLES, sharding=RowWise(), capacity=0.5, optimizer=te.Adagrad(lr=0.1), device="cpu", **keywords
+        TABLES, sharding=RowWise(), capacity=0.5, optimizer=te.Adagrad(lr=0.1), **keywords
     )
 
 
@@ -86,7 +87,7 @@ def test_a_rank_that_fails_is_told_of_on_all(worlds, who, kind, name, text):
         assert text in found[1]
         assert f"[{who}]" in found[1] if kind == "weights" else found[1].startswith(f"rank {who}: ")
     for table, weight in expected.items():
-        assert torch.equal(answers[0][1][table], weight)
+        assert equal(answers[0][1][table], weight)
 
 
 def does_other_things(rank, size):
@@ -151,7 +152,7 @@ def test_whole_tables_are_loaded_on_every_rank(worlds):
     state = {f"tables.t{t}.weight": torch.randn(n, 4) for t, n in enumerate((1, 3, 17, 40))}
     answers = worlds(3).run(loads_whole, state)
     for name, weight in state.items():
-        assert torch.equal(answers[0][0][name], weight)
+        assert equal(answers[0][0][name], weight)
     for _, (kind, text) in answers:
         assert kind == "RuntimeError"
         assert "tables.t2.weight" in text
@@ -187,14 +188,14 @@ def test_what_rank_0_has_of_a_state_dict_is_loaded_by_all(worlds, kind):
     before, after, _ = answers[0]
     assert len(before) == 4
     for name, weight in before.items():
-        assert torch.equal(after[name], torch.ones_like(weight) if kind == "float8" else weight + 1)
+        assert equal(after[name], torch.ones_like(weight) if kind == "float8" else weight + 1)
 
 
 def test_tables_that_one_rank_has_no_space_for_none_loads(worlds):
     answers = worlds(3).run(loads_what_it_has, "full on rank 1")
     for before, after, (error, text) in answers:
         assert (error, text) == ("StorageFullError", "rank 1: no space left")
-        assert all(torch.equal(after[name], weight) for name, weight in before.items())
+        assert all(equal(after[name], weight) for name, weight in before.items())
 
 
 @pytest.mark.parametrize(
@@ -211,4 +212,4 @@ def test_a_state_dict_that_one_rank_cannot_load_none_loads(worlds, kind, text):
         assert text in told_of
         assert told_of.count("are given on ranks") == (kind != "shape on rank 1")
         assert ("rank 1: " in told_of) == (kind == "shape on rank 1" and rank != 1)
-        assert all(torch.equal(after[name], weight) for name, weight in before.items())
+        assert all(equal(after[name], weight) for name, weight in before.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import equal
 from sharding.ranks import batch_of, joined, tables_of, uneven
 
 import tieredemb as te
@@ -26,7 +27,7 @@ def params_of(optimizer):
 def loop(model, optimizer, batches, how):
     """Steps; "clip": by the norm · "scale": with a scaler, and an infinite gradient in the second · "late": of several
     backwards, and one step without any. What was seen of norms and scales."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0, growth_interval=100)
     seen = []
     for step, (ids, offsets, _, upstream) in enumerate(batches):
         if how != "late" or step % 2 == 0:
@@ -63,7 +64,7 @@ def follows(rank, size, kind, how, when):
     optimizer = make([dense], **options)
     given = {"class": make, "instance": optimizer, "later": None}[when]
     model = ShardedTieredEmbeddingBagCollection(
-        TABLES, sharding=RowWise(), capacity=1.0, optimizer=given, device="cpu", average=False
+        TABLES, sharding=RowWise(), capacity=1.0, optimizer=given, average=False
     )
     if when != "instance":
         model.follow(optimizer)
@@ -81,7 +82,7 @@ def follows(rank, size, kind, how, when):
 @pytest.mark.parametrize("size", [1, 3])
 def test_following_gives_the_bits_of_one_process(worlds, size, kind, how):
     make, options = KINDS[kind]
-    model = te.TieredEmbeddingBagCollection(TABLES, capacity=1.0, optimizer=make, device="cpu")
+    model = te.TieredEmbeddingBagCollection(TABLES, capacity=1.0, optimizer=make)
     optimizer = make([torch.nn.Parameter(torch.zeros(1)), *model.parameters()], **options)
     model.follow(optimizer)
     batches = [
@@ -96,7 +97,7 @@ def test_following_gives_the_bits_of_one_process(worlds, size, kind, how):
         if how == "clip":  # rows of several ranks are summed in another order, before the norm is rounded to float32
             torch.testing.assert_close(answers[0][1][name], weight, rtol=1e-6, atol=1e-7)
         else:
-            assert torch.equal(answers[0][1][name], weight), name
+            assert equal(answers[0][1][name], weight), name
 
 
 @pytest.mark.parametrize("when", ["instance", "later"])
@@ -104,7 +105,7 @@ def test_an_optimizer_may_be_given_or_come_later(worlds, when):
     expected = worlds(2).run(follows, "Adam", "plain", "class")[0][1]
     found = worlds(2).run(follows, "Adam", "plain", when)[0][1]
     for name, weight in expected.items():
-        assert torch.equal(found[name], weight)
+        assert equal(found[name], weight)
 
 
 def clips(rank, size):
@@ -112,7 +113,7 @@ def clips(rank, size):
     dense = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
     model = ShardedTieredEmbeddingBagCollection(
-        TABLES, sharding=RowWise(), capacity=1.0, optimizer=optimizer, device="cpu", average=False
+        TABLES, sharding=RowWise(), capacity=1.0, optimizer=optimizer, average=False
     )
     ids, offsets, _, upstream = batch_of(TABLES, 0, rank, samples=uneven)
     model(ids, offsets).backward(upstream)
@@ -125,7 +126,7 @@ def clips(rank, size):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_model_with_sharded_tables_is_clipped(worlds, size):
-    model = te.TieredEmbeddingBagCollection(TABLES, capacity=1.0, optimizer=torch.optim.SGD, device="cpu")
+    model = te.TieredEmbeddingBagCollection(TABLES, capacity=1.0, optimizer=torch.optim.SGD)
     model.follow(torch.optim.SGD(model.parameters(), lr=0.1))
     ids, offsets, _, upstream = joined(TABLES, [batch_of(TABLES, 0, rank, samples=uneven) for rank in range(size)])
     model(ids, offsets).backward(upstream)
@@ -141,7 +142,7 @@ def fails_to_follow(rank, size):
     optimizer = torch.optim.SGD([dense], lr=0.1)
     tables = TABLES if rank == 0 else [te.TableConfig(name="other", num_embeddings=3, embedding_dim=4)]
     try:
-        ShardedTieredEmbeddingBagCollection(tables, optimizer=optimizer, device="cpu")
+        ShardedTieredEmbeddingBagCollection(tables, optimizer=optimizer)
     except te.errors.ConfigError as error:
         return str(error), len(optimizer.param_groups[0]["params"])
 

@@ -8,6 +8,7 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from devices import equal
 from sharding.ranks import batch_of, joined, step_of, tables_of, uneven
 from sharding.test_sharded_failures import told
 from torch import nn
@@ -22,14 +23,14 @@ WIDTH = sum(table.embedding_dim for table in TABLES)
 
 
 def model_of(**keywords):
-    keywords = {"sharding": RowWise(), "optimizer": te.Adagrad(lr=0.1), "capacity": 0.5, "device": "cpu"} | keywords
+    keywords = {"sharding": RowWise(), "optimizer": te.Adagrad(lr=0.1), "capacity": 0.5} | keywords
     return ShardedTieredEmbeddingBagCollection(TABLES, **keywords)
 
 
 def run_with_scaler(rank, size, bad):
     """Steps of which one has an infinite gradient, on one rank alone."""
     model, found = model_of(average=False), []
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0, growth_interval=1000)
     model.fused_optimizer.attach_grad_scaler(scaler)
     for step in range(4):
         ids, offsets, _, upstream = batch_of(TABLES, step, rank, samples=uneven)
@@ -47,7 +48,7 @@ def run_with_scaler(rank, size, bad):
 
 @pytest.mark.parametrize("who", [0, 2])
 def test_an_infinite_gradient_of_one_rank_keeps_all_from_the_step(worlds, who):
-    model = te.TieredEmbeddingBagCollection(TABLES, optimizer=te.Adagrad(lr=0.1), capacity=1.0, device="cpu")
+    model = te.TieredEmbeddingBagCollection(TABLES, optimizer=te.Adagrad(lr=0.1), capacity=1.0)
     for step in (0, 2, 3):
         batches = [batch_of(TABLES, step, rank, samples=uneven) for rank in range(3)]
         step_of(model, joined(TABLES, batches), weighted=False)
@@ -56,7 +57,7 @@ def test_an_infinite_gradient_of_one_rank_keeps_all_from_the_step(worlds, who):
     for found, _ in answers:
         assert found == [(False, 8.0), (True, 8.0), (False, 4.0), (False, 4.0)]
     for name, weight in answers[0][1].items():
-        assert torch.equal(weight, expected[name])
+        assert equal(weight, expected[name])
 
 
 class Ranked(nn.Module):
@@ -91,7 +92,7 @@ def trains_with_dense_layers(rank, size, prefetched):
 @pytest.mark.parametrize("prefetched", [False, True])
 def test_tables_train_beside_dense_layers_at_one_rate(worlds, prefetched):
     """Of two ranks gradients are halved, which is exact; DDP's sum of the dense ones may round otherwise."""
-    alone = Ranked(te.TieredEmbeddingBagCollection(TABLES, optimizer=te.Adagrad(lr=0.1), capacity=1.0, device="cpu"))
+    alone = Ranked(te.TieredEmbeddingBagCollection(TABLES, optimizer=te.Adagrad(lr=0.1), capacity=1.0))
     optimizer = torch.optim.SGD(alone.dense.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(alone.tables.fused_optimizer, 2, 0.5)
     for step in range(5):
@@ -103,7 +104,7 @@ def test_tables_train_beside_dense_layers_at_one_rate(worlds, prefetched):
         schedule.step()
     (weights, dense), (_, others) = worlds(2).run(trains_with_dense_layers, prefetched)
     for mine, theirs, single in zip(dense, others, alone.dense.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+        assert equal(mine, theirs)
         torch.testing.assert_close(mine, single.detach(), rtol=1e-5, atol=1e-6)
     for name, weight in alone.tables.state_dict().items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
@@ -128,7 +129,7 @@ def accumulates(rank, size):
 
 
 def test_several_forwards_are_one_step(worlds):
-    model = te.TieredEmbeddingBagCollection(TABLES, optimizer=te.Adagrad(lr=0.1), capacity=1.0, device="cpu")
+    model = te.TieredEmbeddingBagCollection(TABLES, optimizer=te.Adagrad(lr=0.1), capacity=1.0)
 
     def batch(step):
         return joined(TABLES, [batch_of(TABLES, step, rank, samples=uneven) for rank in range(3)])
@@ -142,10 +143,10 @@ def test_several_forwards_are_one_step(worlds):
         served = model(*batch(6)[:2])
     answers = worlds(3).run(accumulates)
     for name, weight in model.state_dict().items():
-        assert torch.equal(answers[0][0][name], weight)
+        assert equal(answers[0][0][name], weight)
     for (_, frozen, its), rows in zip(answers, served.split([5, 0, 9]), strict=True):
         assert not frozen
-        assert torch.equal(its, rows)
+        assert equal(its, rows)
 
 
 def filled(rows, generator):
@@ -159,7 +160,7 @@ FILLED = [
 
 
 def fills(rank, size, sharding):
-    model = ShardedTieredEmbeddingBagCollection(FILLED, sharding=sharding, capacity=0.5, device="cpu")
+    model = ShardedTieredEmbeddingBagCollection(FILLED, sharding=sharding, capacity=0.5)
     weights = dict(model.state_dict())
     model.close()
     return weights
@@ -167,10 +168,10 @@ def fills(rank, size, sharding):
 
 @pytest.mark.parametrize("sharding", [RowWise(), TableWise()])
 def test_initial_rows_are_those_of_the_whole_table(worlds, sharding):
-    expected = te.TieredEmbeddingBagCollection(FILLED, capacity=0.5, device="cpu").state_dict()
+    expected = te.TieredEmbeddingBagCollection(FILLED, capacity=0.5).state_dict()
     found = worlds(3).run(fills, sharding)[0]
     for name, weight in expected.items():
-        assert torch.equal(found[name], weight)
+        assert equal(found[name], weight)
 
 
 def trains_in_halves(rank, size, is_mesh):
@@ -192,12 +193,12 @@ def trains_in_halves(rank, size, is_mesh):
 def test_a_group_of_some_ranks(worlds, is_mesh):
     answers = worlds(4).run(trains_in_halves, is_mesh)
     for half in range(2):
-        model = te.TieredEmbeddingBagCollection(TABLES, optimizer=te.Adagrad(lr=0.1), capacity=1.0, device="cpu")
+        model = te.TieredEmbeddingBagCollection(TABLES, optimizer=te.Adagrad(lr=0.1), capacity=1.0)
         for step in range(3):
             batches = [batch_of(TABLES, step, rank, samples=uneven) for rank in (2 * half, 2 * half + 1)]
             step_of(model, joined(TABLES, batches), weighted=False)
         for name, weight in model.state_dict().items():
-            assert torch.equal(answers[2 * half][name], weight)
+            assert equal(answers[2 * half][name], weight)
 
 
 def trains_apart(rank, size):
@@ -213,11 +214,11 @@ def trains_apart(rank, size):
 
 def test_a_group_of_one_rank_in_a_larger_world(worlds):
     for rank, found in enumerate(worlds(2).run(trains_apart)):
-        model = te.TieredEmbeddingBagCollection(TABLES, optimizer=te.Adagrad(lr=0.1), capacity=1.0, device="cpu")
+        model = te.TieredEmbeddingBagCollection(TABLES, optimizer=te.Adagrad(lr=0.1), capacity=1.0)
         for step in range(3):
             step_of(model, batch_of(TABLES, step, rank, samples=uneven), weighted=False)
         for name, weight in model.state_dict().items():
-            assert torch.equal(found[name], weight)
+            assert equal(found[name], weight)
 
 
 def refuses(rank, size):

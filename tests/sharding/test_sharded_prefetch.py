@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 import pytest
-import torch
+from devices import equal
 from sharding.ranks import batch_of, one_process, step_of, tables_of, uneven
 from sharding.test_sharded_failures import told
 from torch import nn
@@ -20,7 +20,7 @@ STEPS = 8
 
 def model_of(optimizer, **keywords):
     return ShardedTieredEmbeddingBagCollection(
-        TABLES, sharding=RowWise(), optimizer=optimizer, device="cpu", average=False, **keywords
+        TABLES, sharding=RowWise(), optimizer=optimizer, average=False, **keywords
     )
 
 
@@ -57,11 +57,11 @@ def test_ahead_or_not_bits_are_the_same(worlds, size, depth, optimizer, capacity
     alone, expected = one_process(size, TABLES, STEPS, uneven, False, {"optimizer": optimizer, "capacity": 1.0})
     answers = worlds(size).run(runs_ahead, depth, optimizer, capacity, 5)
     for rank, (outputs, _, found, waiting) in enumerate(answers):
-        assert all(torch.equal(mine, theirs) for mine, (theirs, _) in zip(outputs, alone[rank], strict=True))
+        assert all(equal(mine, theirs) for mine, (theirs, _) in zip(outputs, alone[rank], strict=True))
         assert found == STEPS
         assert waiting == 0
     for name, weight in expected.items():
-        assert torch.equal(answers[0][1][name], weight)
+        assert equal(answers[0][1][name], weight)
 
 
 def learns(rank, size):
@@ -86,7 +86,7 @@ def test_what_is_looked_up_is_learned_from_the_first_batch(worlds):
         assert ahead[0] == 0
         assert min(ahead[1:4]) >= 1
     for name, weight in expected.items():
-        assert torch.equal(answers[0][1][name], weight)
+        assert equal(answers[0][1][name], weight)
 
 
 def meets_a_bad_id(rank, size):
@@ -129,4 +129,4 @@ def test_a_loop_that_is_left_leaves_nothing_behind(worlds):
     (weights, waiting), _ = worlds(2).run(leaves)
     assert waiting == (0, 0)
     for name, weight in expected.items():
-        assert torch.equal(weights[name], weight)
+        assert equal(weights[name], weight)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import equal
 from sharding.ranks import one_process, seven, sharded_run, tables_of, uneven
 from training import NAMES, OPTIMIZERS
 
@@ -17,13 +18,13 @@ def compare(world, tables, sharding, samples, *, weighted=False, steps=STEPS, **
     found = world.run(sharded_run, tables, sharding, steps, samples, weighted, keywords)
     for rank, (outputs, its_weights) in enumerate(found):
         for step, (out, gradient) in enumerate(outputs):
-            assert torch.equal(out, alone[rank][step][0]), (rank, step)
+            assert equal(out, alone[rank][step][0]), (rank, step)
             assert (gradient is None) != weighted
-            assert gradient is None or torch.equal(gradient, alone[rank][step][1]), (rank, step)
+            assert gradient is None or equal(gradient, alone[rank][step][1]), (rank, step)
         assert bool(its_weights) == (rank == 0)
     assert found[0][1].keys() == weights.keys()
     for name, weight in weights.items():
-        assert torch.equal(found[0][1][name], weight), name
+        assert equal(found[0][1][name], weight), name
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

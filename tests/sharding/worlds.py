@@ -1,4 +1,5 @@
-"""Worlds of processes on gloo, which run functions for tests: started once, as a process takes seconds to start."""
+"""Worlds of processes on gloo, which run functions for tests: started once, as a process takes seconds to start. Those
+of a world on a GPU share it."""
 
 from __future__ import annotations
 
@@ -10,39 +11,53 @@ import traceback
 from datetime import timedelta
 
 START = multiprocessing.get_context("spawn")
-WAIT_S = 30
+WAIT_S = {"cpu": 30, "cuda": 60}  # on a GPU the first ones wait for compilers
 
 
-def serve(rank, size, meeting, pipe):
+def on_cpu(value):
+    """The same with its tensors in host memory, as a process on a GPU is not to open the memory of another."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {name: on_cpu(part) for name, part in value.items()}
+    return type(value)(map(on_cpu, value)) if type(value) in (list, tuple) else value
+
+
+def serve(rank, size, meeting, pipe, device):
     """What a process of a world does: calls what it is sent, until nothing more comes."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if device != "cpu":
+        torch.set_default_device(device)
+        torch.zeros(1)
     where = f"file://{meeting}"  # a port that is free now may be another world's in a moment
-    dist.init_process_group("gloo", where, rank=rank, world_size=size, timeout=timedelta(seconds=WAIT_S))
+    dist.init_process_group("gloo", where, rank=rank, world_size=size, timeout=timedelta(seconds=WAIT_S[device]))
     pipe.send(("ready", None))
     with contextlib.suppress(EOFError):
         while True:
             function, args = pipe.recv()
             try:
-                pipe.send(("returned", function(rank, size, *args)))
+                pipe.send(("returned", on_cpu(function(rank, size, *args))))
             except BaseException as error:
                 pipe.send(("raised", (type(error).__name__, str(error), traceback.format_exc())))
     dist.destroy_process_group()
 
 
 class World:
-    """`size` processes, each a rank."""
+    """`size` processes, each a rank, whose default device is `device`."""
 
-    def __init__(self, size):
-        self.size = size
+    def __init__(self, size, device="cpu"):
+        self.size, self.device = size, device
         self._meeting = tempfile.TemporaryDirectory(prefix="tieredemb-world-")
         meeting = os.path.join(self._meeting.name, "store")
         self.pipes, self.processes = [], []
         for rank in range(size):
             ours, theirs = START.Pipe()
-            process = START.Process(target=serve, args=(rank, size, meeting, theirs), daemon=True)
+            process = START.Process(target=serve, args=(rank, size, meeting, theirs, device), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -53,7 +68,7 @@ class World:
         """(kind, value) of each rank, of `function(rank, size, *args)`: "returned" and what, or "raised" and the
         error's name, text and traceback."""
         for pipe in self.pipes:
-            pipe.send((function, args))
+            pipe.send((function, on_cpu(args)))
         return self._answers()
 
     def run(self, function, *args):
@@ -66,7 +81,7 @@ class World:
     def _answers(self):
         answers = []
         for rank, pipe in enumerate(self.pipes):
-            assert pipe.poll(WAIT_S), f"rank {rank} of {self.size} does not answer"
+            assert pipe.poll(WAIT_S[self.device]), f"rank {rank} of {self.size} does not answer"
             answers.append(pipe.recv())
         return answers
 

@@ -1,0 +1,132 @@
+"""Which rows a GPU asks whom for, and what becomes of them, against the CPU twin. Skips without a GPU;
+TIEREDEMB_REQUIRE_CUDA=1 fails."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from devices import assert_close, equal
+
+import tieredemb as te
+from tieredemb.errors import IdOutOfRangeError, InvalidInputError
+from tieredemb.lookup.bags import KeySpace, Places
+from tieredemb.sharding.bags import bag_finder
+from tieredemb.sharding.layout import Layout, RowWise, TableWise
+from tieredemb.step.batch import Batch
+from tieredemb.tables.config import table_set_config
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SHAPES = {  # tables, samples, most ids of a bag
+    "several ids": (9, 500, 5),
+    "one sample": (40, 1, 4),
+    "one table": (1, 3000, 3),
+    "no ids": (3, 5, 1),
+    "no samples": (3, 0, 5),
+    "long": (26, 1200, 7),
+}
+MODES = {"sum": ("sum",), "mean": ("sum", "mean"), "all": ("max", "sum", "mean")}
+
+
+def a_batch(shape, modes, rng):
+    """Tables of two widths, ids and offsets; some ids are the padding of their table."""
+    count, samples, most = SHAPES[shape]
+    tables = [
+        te.TableConfig(
+            name=f"t{t}", num_embeddings=3 + 7 * t, embedding_dim=(4, 6)[t % 2], padding_idx=0 if t % 3 else None,
+            mode=modes[t % len(modes)], feature_names=("x", "y") if t == 2 else (),
+        )
+        for t in range(count)
+    ]  # fmt: skip
+    features = [table for table in tables for _ in table.features]
+    sizes = rng.integers(0, most, len(features) * samples)
+    each = sizes.reshape(len(features), samples).sum(1)
+    ids = [
+        (rng.random(n) ** 2 * table.num_embeddings).astype(np.int64) for table, n in zip(features, each, strict=True)
+    ]
+    return tables, np.concatenate([*ids, np.empty(0, np.int64)]), np.concatenate([[0], np.cumsum(sizes)])
+
+
+def finders(tables, ranks, sharding, **keywords):
+    """What finds bags, on a CPU and on a GPU, and ΣD."""
+    layout = Layout(tables, ranks, sharding)
+    widths = [table.embedding_dim for table in tables for _ in table.features]
+    columns = np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
+    of = [[t for t, table in enumerate(tables) if table.embedding_dim == width] for width in sorted({*widths})]
+    spaces = [KeySpace(tables, each, list(columns)) for each in of]
+    made = []
+    for device in (CPU, GPU):
+        config = table_set_config(
+            tuple(tables), capacity=1.0, policy=None, storage=None, optimizer=None, seed=0, dtype=torch.float32,
+            device=device, check_ids="deferred", **keywords,
+        )  # fmt: skip
+        made.append(bag_finder(layout, spaces, config))
+    return made, int(columns[-1])
+
+
+def batch_on(device, ids, offsets, samples, places=None):
+    ids, offsets = torch.from_numpy(ids).to(device), torch.from_numpy(offsets).to(device)
+    return Batch(ids, offsets, len(offsets), True, samples, None, (ids, offsets), places)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 300])
+@pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_are_asked_for_pooled_and_trained_as_on_a_cpu(shape, modes, ranks):
+    rng = np.random.default_rng(0)
+    tables, ids, offsets = a_batch(shape, MODES[modes], rng)
+    sharding = {table.name: TableWise() if t % 4 == 1 else RowWise() for t, table in enumerate(tables)}
+    samples, share = SHAPES[shape][1], float(ranks)
+    both, columns = finders(tables, ranks, sharding)
+    weights = torch.from_numpy(rng.standard_normal(len(ids))).float() if modes == "sum" else None
+    grad = torch.from_numpy(rng.standard_normal((samples, columns))).float()
+    found = []
+    for find, device in zip(both, (CPU, GPU), strict=True):
+        out = torch.zeros((samples, columns), device=device)
+        of_weights, gathered = torch.zeros(len(ids), device=device), []
+        for number, bags in enumerate(find(batch_on(device, ids, offsets, samples))):
+            width = (4, 6)[number]
+            rows = torch.from_numpy(np.random.default_rng(number).standard_normal((len(bags.ids), width))).float()
+            its = None if weights is None else weights.to(device)
+            bags.pool(rows.to(device), its, out, keep=True, keep_rows=weights is not None)
+            gathered += [bags.ids, bags.counts, *bags.gradient(grad.to(device), share)]
+            if weights is not None:
+                bags.weights_gradient(grad.to(device), of_weights)
+        found.append((gathered, out, of_weights))
+    (mine, out, of_weights), (theirs, its_out, its_of_weights) = found
+    for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        assert (one is None and other is None) or equal(one, other), number
+    assert equal(out, its_out)
+    assert_close(of_weights, its_of_weights)  # a GPU sums along a tree
+
+
+def test_features_may_come_in_another_order():
+    rng = np.random.default_rng(1)
+    tables, ids, offsets = a_batch("several ids", ("sum",), rng)
+    tables = [te.TableConfig(name=f"t{t}", num_embeddings=500, embedding_dim=(4, 6)[t % 2]) for t in range(9)]
+    places = Places((3, 0, 8, 1, 9, 5, 2, 7, 4), 10)  # table 2 of the batch has two features
+    both, _ = finders(tables, 3, RowWise())
+    host, device = (
+        find(batch_on(where, ids, offsets, 500, places)) for find, where in zip(both, (CPU, GPU), strict=True)
+    )
+    for mine, theirs in zip(host, device, strict=True):
+        assert equal(mine.ids, theirs.ids)
+        assert equal(mine.counts, theirs.counts)
+
+
+@pytest.mark.parametrize("kind", ["id", "negative id", "offset", "end"])
+def test_what_is_wrong_is_told_in_the_same_words(kind):
+    tables, ids, offsets = a_batch("several ids", ("sum",), np.random.default_rng(2))
+    both, _ = finders(tables, 2, RowWise())
+    if kind in ("id", "negative id"):
+        ids[[17, 400]] = 1000 if kind == "id" else -5
+    else:
+        offsets[70 if kind == "offset" else -1] = offsets[-1] - 1 if kind == "end" else -3
+    told = []
+    for find, device in zip(both, (CPU, GPU), strict=True):
+        with pytest.raises((IdOutOfRangeError, InvalidInputError)) as error:
+            find(batch_on(device, ids, offsets, 500))
+        told.append((error.type, str(error.value)))
+    assert told[0] == told[1]

@@ -1,0 +1,211 @@
+"""Several ranks on one GPU, which send each other rows through their hosts: the tests of worlds on CPUs, with the bits
+of one process on the GPU. Skips without a GPU; TIEREDEMB_REQUIRE_CUDA=1 fails."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from devices import equal, require_gpu
+from sharding import (
+    test_sharded_agreement,
+    test_sharded_checkpoints,
+    test_sharded_failures,
+    test_sharded_following,
+    test_sharded_modules,
+    test_sharded_prefetch,
+)
+from sharding.ranks import batch_of, one_process, seven, step_of, tables_of, uneven
+from sharding.test_sharded_training import compare
+from sharding.worlds import World
+from torch.utils.checkpoint import checkpoint
+from training import NAMES, OPTIMIZERS
+
+import tieredemb as te
+from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+from tieredemb.sharding.layout import RowWise
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    """Worlds of ranks on the GPU, each started when a test first asks for it, and kept."""
+    require_gpu()
+    started = {}
+
+    def world(size):
+        if size not in started:
+            started[size] = World(size, "cuda")
+        return started[size]
+
+    yield world
+    for each in started.values():
+        each.close()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
+def test_cuda_every_optimizer(worlds, optimizer):
+    compare(worlds(2), tables_of(), "both", uneven, optimizer=optimizer, capacity=1.0)
+
+
+@pytest.mark.parametrize("sharding", ["rows", "tables", "both"])
+@pytest.mark.parametrize("modes", [("mean",), ("sum", "mean", "max")], ids="-".join)
+def test_cuda_every_mode_and_sharding(worlds, sharding, modes):
+    tables = tables_of(modes=modes, widths=(4, 6))
+    compare(worlds(3), tables, sharding, uneven, optimizer=te.Adagrad(lr=0.1), capacity=1.0)
+
+
+@pytest.mark.parametrize("capacity", [1, 5, 0.3])
+@pytest.mark.parametrize("optimizer", [te.Adagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
+def test_cuda_any_capacity(worlds, optimizer, capacity):
+    compare(worlds(3), tables_of(), "both", uneven, optimizer=optimizer, capacity=capacity, steps=6)
+
+
+@pytest.mark.parametrize("sharding", ["rows", "tables"])
+def test_cuda_weighted(worlds, sharding):
+    keywords = {"optimizer": te.Adagrad(lr=0.1), "capacity": 1.0, "weighted": True}
+    compare(worlds(2), tables_of(widths=(4, 8)), sharding, uneven, **keywords)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"max_norm": 0.5, "optimizer": te.Adam(lr=0.1)},
+        {"scale_grad_by_freq": True, "optimizer": te.Adagrad(lr=0.1)},
+        {"dtype": torch.bfloat16, "rounding": "stochastic", "optimizer": te.Adagrad(lr=0.1)},
+        {"dtype": torch.float16, "rounding": "stochastic", "optimizer": te.Adam(lr=0.1), "output_dtype": torch.float32},
+        {"check_ids": "always", "policy": te.LRU(), "optimizer": te.SGD(lr=0.1)},
+        {"storage": te.HostMemory(), "optimizer": te.SGD(lr=0.1)},
+    ],
+    ids=lambda keywords: "-".join(map(str, keywords)),
+)
+def test_cuda_every_option(worlds, keywords):
+    compare(worlds(3), tables_of(modes=("sum", "mean")), "both", uneven, capacity=0.5, **keywords)
+
+
+def test_cuda_equal_batches_have_their_plans_recorded(worlds):
+    compare(worlds(2), tables_of(), "tables", seven, optimizer=te.SGD(lr=0.1), capacity=0.5, steps=12)
+
+
+@pytest.mark.parametrize("optimizer", [te.Adagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("capacity", [1, 0.5])
+def test_cuda_ahead(worlds, depth, optimizer, capacity):
+    test_sharded_prefetch.test_ahead_or_not_bits_are_the_same(worlds, 3, depth, optimizer, capacity)
+
+
+def test_cuda_a_loop_learns_meets_bad_ids_and_is_left(worlds):
+    test_sharded_prefetch.test_what_is_looked_up_is_learned_from_the_first_batch(worlds)
+    test_sharded_prefetch.test_a_bad_id_that_was_planned_comes_at_its_batch_on_all_ranks(worlds)
+    test_sharded_prefetch.test_a_loop_that_is_left_leaves_nothing_behind(worlds)
+    test_sharded_agreement.test_a_plan_that_one_rank_cannot_take_is_given_up_on_all(worlds)
+    test_sharded_agreement.test_forwards_are_ordered_by_when_they_came(worlds)
+
+
+def runs_from_host(rank, size, path, steps):
+    """Over a file, whose plans a thread may make, of batches that come from host memory."""
+    model = test_sharded_prefetch.model_of(te.Adagrad(lr=0.1), capacity=4, storage=te.File(str(path)))
+    tables = test_sharded_prefetch.TABLES
+    batches = [[part.cpu() for part in batch_of(tables, step, rank, samples=uneven)] for step in range(steps)]
+    outputs = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a rank without samples cannot tell its tensors apart
+        for batch in te.prefetch(batches, model, 2, ids_of=lambda batch: batch[:2]):
+            outputs.append(step_of(model, batch, weighted=False)[0])
+    weights = dict(model.state_dict())
+    model.close()
+    return outputs, weights
+
+
+def test_cuda_batches_of_host_memory_over_a_file(worlds, tmp_path):
+    tables = test_sharded_prefetch.TABLES
+    alone, expected = one_process(3, tables, 8, uneven, False, {"optimizer": te.Adagrad(lr=0.1), "capacity": 1.0})
+    answers = worlds(3).run(runs_from_host, tmp_path / "rows", 8)
+    for rank, (outputs, _) in enumerate(answers):
+        assert all(equal(mine, theirs) for mine, (theirs, _) in zip(outputs, alone[rank], strict=True))
+    for name, weight in expected.items():
+        assert equal(answers[0][1][name], weight)
+
+
+@pytest.mark.parametrize("kind", ["id", "offset", "weights", "storage"])
+def test_cuda_a_rank_that_fails_is_told_of_on_all(worlds, kind):
+    told = {
+        "id": ("IdOutOfRangeError", "id 40 at position"),
+        "offset": ("InvalidInputError", "offsets"),
+        "weights": ("PeerError", "per_sample_weights are given on ranks"),
+        "storage": ("StorageFullError", "no space is left"),
+    }
+    test_sharded_failures.test_a_rank_that_fails_is_told_of_on_all(worlds, 1, kind, *told[kind])
+
+
+def test_cuda_whole_tables_are_loaded_or_refused(worlds):
+    test_sharded_failures.test_whole_tables_are_loaded_on_every_rank(worlds)
+    test_sharded_failures.test_what_rank_0_has_of_a_state_dict_is_loaded_by_all(worlds, "rank 0 alone")
+    test_sharded_failures.test_tables_that_one_rank_has_no_space_for_none_loads(worlds)
+
+
+def test_cuda_an_update_that_one_rank_cannot_make_none_makes(worlds):
+    test_sharded_agreement.test_an_update_that_one_rank_cannot_make_none_makes(worlds)
+    test_sharded_agreement.test_an_accumulation_that_one_rank_leaves_is_dropped_on_all(worlds)
+
+
+@pytest.mark.parametrize("how", ["plain", "clip", "scale", "late"])
+@pytest.mark.parametrize("kind", ["Adagrad", "Adam"])
+def test_cuda_following(worlds, kind, how):
+    test_sharded_following.test_following_gives_the_bits_of_one_process(worlds, 3, kind, how)
+
+
+def test_cuda_a_model_is_clipped(worlds):
+    test_sharded_following.test_a_model_with_sharded_tables_is_clipped(worlds, 3)
+
+
+def test_cuda_scaled_losses_and_several_forwards(worlds):
+    test_sharded_modules.test_an_infinite_gradient_of_one_rank_keeps_all_from_the_step(worlds, 2)
+    test_sharded_modules.test_several_forwards_are_one_step(worlds)
+    test_sharded_modules.test_initial_rows_are_those_of_the_whole_table(worlds, RowWise())
+
+
+@pytest.mark.parametrize("optimizer", [te.Adam(lr=0.05), te.RowWiseAdagrad(lr=0.1)], ids=["dense", "sparse"])
+def test_cuda_saved_by_any_world_loaded_by_any_other(worlds, tmp_path, optimizer):
+    test_sharded_checkpoints.test_saved_by_any_world_loaded_by_any_other(worlds, tmp_path, optimizer, (0, 2, 3, 0))
+
+
+def computes_again(rank, size, recomputed):
+    """A forward that is computed again in its backward, and one on a stream of its own."""
+    model = test_sharded_agreement.model_of()
+    stream = torch.cuda.Stream()
+    for step in range(4):
+        ids, offsets, _, upstream = test_sharded_agreement.batch(step, rank)
+        hook = torch.zeros((), requires_grad=True)
+
+        def run(hook, ids=ids, offsets=offsets):
+            return model(ids, offsets) + hook
+
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            out = checkpoint(run, hook, use_reentrant=False) if recomputed else run(hook)
+            out.backward(upstream)
+        torch.cuda.current_stream().wait_stream(stream)
+    weights = dict(model.state_dict())
+    model.close()
+    return weights
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_cuda_forwards_computed_again_and_on_other_streams(worlds, recomputed):
+    found = worlds(2).run(computes_again, recomputed)[0]
+    test_sharded_agreement.assert_same(found, test_sharded_agreement.trained(range(4)))
+
+
+def differs_in_device(rank, size):
+    return test_sharded_failures.told(
+        ShardedTieredEmbeddingBagCollection, test_sharded_agreement.TABLES, device="cpu" if rank else "cuda"
+    )
+
+
+def test_cuda_ranks_on_other_kinds_of_devices_are_refused(worlds):
+    for kind, text in worlds(2).run(differs_in_device):
+        assert kind == "ConfigError"
+        assert "the kind of device differs between the ranks" in text
