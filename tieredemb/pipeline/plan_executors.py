@@ -123,6 +123,10 @@ class StreamExecutor(PlanExecutor):
         with contextlib.nullcontext() if self.is_entered else self._entered():
             return _called(lambda: function(*args, **keywords))
 
+    def wait_for_inputs(self) -> None:
+        if not self.is_entered and self.arrived is not None:
+            self.arrived.wait(current_stream(self.device.index))
+
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
         self.stream.wait_stream(current_stream(self.device.index))  # which may be writing the ids
@@ -173,6 +177,10 @@ class WorkerExecutor(ThreadExecutor):
         self._is_quick = True
         self._begun: weakref.WeakSet[Call] = weakref.WeakSet()  # planned on the submitting thread, and maybe incomplete
         self._under_way: set[Future[Any]] = set()
+
+    def wait_for_inputs(self) -> None:
+        if self.arrived is not None:
+            self.arrived.wait(current_stream(self.device.index))
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
         arrived, written = self.arrived, torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -10,93 +10,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tieredemb.errors import PeerError, TieredEmbError
-from tieredemb.sharding.bags import Bags, Finder
-from tieredemb.sharding.exchange import Exchange, Header, Phase
-from tieredemb.sharding.layout import Layout
-from tieredemb.sharding.optimizer import ShardedOptimizer
-from tieredemb.sharding.shard import Asked, Shard
+from tieredemb.sharding.bags import Bags
+from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.exchange import Phase
+from tieredemb.sharding.shard import Asked
 from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import NUMBERS, BackwardPass, Call
+from tieredemb.step.call import NUMBERS, Call
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
-from tieredemb.tables.fused_optimizer import FusedOptimizer
 
 WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
 PLANNED = 2  # ids were exchanged before
 INFINITE = 1  # of a backward: a gradient is not finite, which is to keep all ranks from the update
-Reached = list[tuple["ShardedCall", torch.Tensor]]  # calls that a backward has reached, and gradients of their outputs
-
-
-@dataclass(eq=False)
-class ShardedContext:
-    """What the calls of one module share. `find`: finds the bags of a batch · `columns`: ΣD of an output, which are of
-    `output_dtype`, on `device` · `divisor`: what gradients are divided by · `number`: of the last exchange."""
-
-    layout: Layout
-    exchange: Exchange
-    shards: Sequence[Shard]
-    find: Finder
-    features: int
-    columns: int
-    output_dtype: torch.dtype
-    device: torch.device
-    divisor: float
-    backward_pass: BackwardPass
-    optimizer: FusedOptimizer | ShardedOptimizer | None
-    number: int = 0
-
-    def check_trainable(self) -> None:
-        """Raises `BackwardError` where the tables have no optimizer."""
-        for shard in self.shards:
-            shard.context.check_trainable()
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether infinite gradients keep the tables from an update: all ranks have to know."""
-        return self.optimizer is not None and self.optimizer.is_scaled
-
-    def apply(self, reached: Any) -> None:
-        """Applies what one backward pass has reached, in forward order, as one update. Every rank takes part, and none
-        updates where one of them could not."""
-        pairs = [pair for call, grad in reached for pair in call.gradients(grad)]
-        failed: Exception | None = None
-        try:
-            for call, _ in pairs:
-                _check_update(call)
-        except Exception as error:
-            failed = error
-        try:
-            self.announce(Phase.BACKWARD, error=failed)
-        except BaseException:
-            for call, _ in pairs:
-                call.release()
-            raise
-        self.shards[0].context.apply(sorted(pairs, key=lambda pair: pair[0].number))
-
-    def announce(self, phase: Phase, *, flag: int = 0, error: Exception | None = None) -> Header:
-        """All ranks are to do something of which no ids are told, or this one has met an `error`, which all then
-        raise."""
-        self.number += 1
-        return self.exchange.header(phase, self.number, self.no_counts(), flag=flag, error=error)
-
-    def no_counts(self) -> torch.Tensor:
-        """Of a header that announces nothing to come."""
-        return torch.zeros((self.exchange.size, self.features), dtype=torch.int64, device="cpu")
-
-
-def _check_update(call: Call) -> None:
-    """Raises what an update of the rows of a call would, before it changes any."""
-    tables = call.context.tables.placed.now
-    for group, part in zip(tables.groups, call.parts, strict=True):
-        group.cache.check_rows(part.ticket)
-    optimizer = call.context.check_trainable()
-    optimizer.check_options(optimizer.options())
 
 
 class ShardedCall:
@@ -114,6 +44,7 @@ class ShardedCall:
         self._n_ids = len(batch.ids)
         self._use = StreamUse(context.device)
         self._bags = self._find(batch, Phase.PLAN if ahead else Phase.FORWARD)
+        self._sent: list[list[int]] = [bags.counts.sum(1).tolist() for bags in self._bags]
         self._asked, self._ids = self._ask(ahead=ahead, flag=WEIGHTED * (batch.weights is not None))
         if ahead:
             self._use.made()
@@ -162,8 +93,8 @@ class ShardedCall:
         counts_of = torch.split(header.counts, features, 1)  # type: ignore[no-untyped-call]
         asked = [Asked.of(each.contiguous(), context.device) for each in counts_of]
         ids = [
-            its.by_feature(exchange.rows(bags.ids, bags.counts.sum(1).tolist(), its.per_rank))
-            for bags, its in zip(self._bags, asked, strict=True)
+            its.by_feature(exchange.rows(bags.ids, sent, its.per_rank))
+            for bags, sent, its in zip(self._bags, self._sent, asked, strict=True)
         ]
         return asked, ids
 
@@ -179,21 +110,22 @@ class ShardedCall:
         """The forward has come: answers what was asked of this rank, and has its own rows brought. Raises on all ranks
         what one has met."""
         exchange, context = self.context.exchange, self.context
-        self._follow()
         self.number = next(NUMBERS)
         failed: Exception | None = None
         rows = []
         try:
+            self._follow()
             for shard, ids, asked in zip(context.shards, self._ids, self._asked, strict=True):
                 call, found = shard.look_up(ids, asked, trains=trains, recomputed=recomputed, within=None)
                 self._calls.append(call)
                 rows.append(found)
+            room = [exchange.room(found, sent) for found, sent in zip(rows, self._sent, strict=True)]
         except Exception as error:
             failed = error
         context.announce(Phase.ROWS, error=failed)
         self._rows = [
-            exchange.rows(found, asked.per_rank, bags.counts.sum(1).tolist())
-            for found, asked, bags in zip(rows, self._asked, self._bags, strict=True)
+            exchange.rows(found, asked.per_rank, sent, out)
+            for found, asked, sent, out in zip(rows, self._asked, self._sent, room, strict=True)
         ]
 
     def complete(self) -> bool:
@@ -221,19 +153,26 @@ class ShardedCall:
         """Of each shard the call of the rows that this rank owns, and the gradients of all their occurrences, given
         that of the outputs here. Every rank takes part."""
         exchange, context = self.context.exchange, self.context
-        self._follow(grad)
-        is_infinite = context.is_scaled and not bool(torch.isfinite(grad).all())
-        is_infinite = bool(context.announce(Phase.BACKWARD, flag=INFINITE * is_infinite).flags.any())
-        found = []
-        for bags, asked, call in zip(self._bags, self._asked, self._calls, strict=True):
-            rows, scale = bags.gradient(grad, context.divisor)
-            sent, came = bags.counts.sum(1).tolist(), asked.per_rank
-            if scale is not None:
-                call.weigh(asked.by_feature(exchange.rows(scale, sent, came)))
-            came_rows = asked.by_feature(exchange.rows(rows, sent, came))
-            if is_infinite:  # a row behind those of occurrences, which the optimizer sees, and no row of a table
-                came_rows = torch.cat([came_rows, came_rows.new_full((1, came_rows.shape[1]), torch.inf)])
-            found.append((call, came_rows))
+        failed: Exception | None = None
+        is_infinite, mine = False, []
+        try:
+            self._follow(grad)
+            is_infinite = context.is_scaled and not bool(torch.isfinite(grad).all())
+            for bags, asked in zip(self._bags, self._asked, strict=True):
+                rows, scale = bags.gradient(grad, context.divisor)
+                mine.append((rows, scale, exchange.room(rows, asked.per_rank)))
+        except Exception as error:
+            failed = error
+        flags = context.announce(Phase.BACKWARD, flag=INFINITE * is_infinite, error=failed).flags
+        is_infinite, found = bool(flags.any()), []
+        with context.telling(Phase.BACKWARD):
+            for (rows, scale, out), sent, asked, call in zip(mine, self._sent, self._asked, self._calls, strict=True):
+                if scale is not None:
+                    call.weigh(asked.by_feature(exchange.rows(scale, sent, asked.per_rank)))
+                came = asked.by_feature(exchange.rows(rows, sent, asked.per_rank, out))
+                if is_infinite:  # a row behind those of occurrences, which the optimizer sees, and no row of a table
+                    came = torch.cat([came, came.new_full((1, came.shape[1]), torch.inf)])
+                found.append((call, came))
         return found
 
     def _follow(self, *more: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.sharding.alone import Alone
 from tieredemb.sharding.bags import bag_finder
-from tieredemb.sharding.call import ShardedContext
+from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.layout import Layout, Sharding
 from tieredemb.sharding.optimizer import ShardedOptimizer
@@ -160,7 +160,6 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         options: LookupOptions,
     ) -> None:
         """What this rank holds, of each width, into `made`."""
-        options = replace(options, padding_is_dropped=False)
         settings = {**settings, "device": config.device, "check_ids": "deferred"}  # who has the bags checks the ids
         widths_of = [self.table_configs[feature.table].embedding_dim for feature in features_of(self.table_configs)]
         columns = np.concatenate([[0], np.cumsum(widths_of)]).astype(np.int64)

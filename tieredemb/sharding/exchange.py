@@ -144,12 +144,19 @@ class Exchange:
         message = f"rank {rank}: {text}" if same else f"rank {rank}: {kind}: {text}"
         raise (known if same else PeerError)(message) from error  # type: ignore[misc]
 
-    def rows(self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+    @staticmethod
+    def room(values: torch.Tensor, received: Sequence[int]) -> torch.Tensor:
+        """For rows as `values` (·, …), `received` of them from each rank: who takes it before all agree to exchange
+        them does not find memory short while others wait."""
+        return torch.empty((sum(received), *values.shape[1:]), dtype=values.dtype, device=values.device)
+
+    def rows(
+        self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Sends the first `sent[0]` of the rows `values` (N, …) to rank 0, the next to rank 1, …; returns those that
-        came, in the order of the ranks, `received` of them from each, on the same device. By NCCL the current stream
-        waits for them, and not the host."""
-        given = self._sendable(values)
-        out = torch.empty((sum(received), *values.shape[1:]), dtype=values.dtype, device=values.device)
+        came, in the order of the ranks, `received` of them from each, on the same device, in the `room` for them if
+        that is given. By NCCL the current stream waits for them, and not the host."""
+        given, out = self._sendable(values), self.room(values, received) if out is None else out
         came = out if given.device == out.device else _pinned(out.shape, out.dtype)
         with self._answered(Phase.ROWS):
             dist.all_to_all_single(came, given, list(received), list(sent), group=self.group)

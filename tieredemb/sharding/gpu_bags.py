@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tieredemb.config import features_of
-from tieredemb.errors import InvalidInputError
+from tieredemb.errors import InvalidInputError, UnsupportedError
 from tieredemb.kernels.arguments import struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.kernels.row_format import RowFormat
@@ -177,6 +177,11 @@ class GpuFinder:
     def __call__(self, batch: Batch) -> Sequence[GpuBags]:
         """Waits for the current stream."""
         columns = sum(self._features)
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "a lookup of several ranks waits for the GPU, to learn how many rows each is asked for, which a CUDA "
+                "graph cannot hold: run the step eagerly"
+            )
         if columns * batch.size > MAX_BAGS:
             raise InvalidInputError(
                 f"{columns} features × {batch.size} samples are more than {MAX_BAGS} bags; split the batch"

@@ -131,4 +131,4 @@ class Shard(Held):
 
 def _batch(ids: torch.Tensor, asked: Asked) -> Batch:
     """A bag of each feature, whose rows are not pooled."""
-    return Batch(ids, asked.edges, len(asked.edges), True, 1, None, (ids,), names_ends=False)
+    return Batch(ids, asked.edges, len(asked.edges), True, 1, None, (ids, asked.edges))

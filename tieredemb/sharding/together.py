@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tieredemb.errors import PeerError, TieredEmbError
-from tieredemb.sharding.call import ShardedCall, ShardedContext
+from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.checkpoint import ShardedRows
+from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held
@@ -70,6 +71,7 @@ class Together(Ranks):
         self, executor: PlanExecutor, given: Given, make_batch: Callable[..., Batch], *, trains: bool, ages: bool
     ) -> ShardedCall:
         try:
+            executor.wait_for_inputs()
             batch = make_batch(*given)
         except Exception as error:
             self._context.announce(Phase.PLAN, error=error)

@@ -28,6 +28,10 @@ class PlanExecutor(Executor):
     apart: bool
     is_entered = False
 
+    def wait_for_inputs(self) -> None:
+        """To be called by who reads inputs of what is to be planned, and not by `submit`: the current stream of a GPU
+        waits for those that are being copied there."""
+
 
 class Made(Future[T]):
     """A future that has come: a plan that was made at once, or the `error` that it has ended in. A step makes one for

@@ -1,0 +1,97 @@
+"""What the calls of one sharded module share, and how those that a backward pass has reached become one update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tieredemb.errors import PeerError
+from tieredemb.sharding.bags import Finder
+from tieredemb.sharding.exchange import Exchange, Header, Phase
+from tieredemb.sharding.layout import Layout
+from tieredemb.sharding.optimizer import ShardedOptimizer
+from tieredemb.sharding.shard import Shard
+from tieredemb.step.call import BackwardPass, Call
+from tieredemb.tables.fused_optimizer import FusedOptimizer
+
+
+@dataclass(eq=False)
+class ShardedContext:
+    """What the calls of one module share. `find`: finds the bags of a batch · `columns`: ΣD of an output, which are of
+    `output_dtype`, on `device` · `divisor`: what gradients are divided by · `number`: of the last exchange."""
+
+    layout: Layout
+    exchange: Exchange
+    shards: Sequence[Shard]
+    find: Finder
+    features: int
+    columns: int
+    output_dtype: torch.dtype
+    device: torch.device
+    divisor: float
+    backward_pass: BackwardPass
+    optimizer: FusedOptimizer | ShardedOptimizer | None
+    number: int = 0
+
+    def check_trainable(self) -> None:
+        """Raises `BackwardError` where the tables have no optimizer."""
+        for shard in self.shards:
+            shard.context.check_trainable()
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether infinite gradients keep the tables from an update: all ranks have to know."""
+        return self.optimizer is not None and self.optimizer.is_scaled
+
+    def apply(self, reached: Any) -> None:
+        """Applies what one backward pass has reached, in forward order, as one update. Every rank takes part, and none
+        updates where one of them could not."""
+        pairs = [pair for call, grad in reached for pair in call.gradients(grad)]
+        failed: Exception | None = None
+        try:
+            for call, _ in pairs:
+                _check_update(call)
+        except Exception as error:
+            failed = error
+        try:
+            self.announce(Phase.BACKWARD, error=failed)
+        except BaseException:
+            for call, _ in pairs:
+                call.release()
+            raise
+        self.shards[0].context.apply(sorted(pairs, key=lambda pair: pair[0].number))
+
+    def announce(self, phase: Phase, *, flag: int = 0, error: Exception | None = None) -> Header:
+        """All ranks are to do something of which no ids are told, or this one has met an `error`, which all then
+        raise."""
+        self.number += 1
+        return self.exchange.header(phase, self.number, self.no_counts(), flag=flag, error=error)
+
+    @contextlib.contextmanager
+    def telling(self, phase: Phase) -> Iterator[None]:
+        """What this rank alone fails in, inside, the others learn of by the next header, which is of that `phase`."""
+        try:
+            yield
+        except PeerError:
+            raise
+        except Exception as error:
+            self.announce(phase, error=error)
+            raise
+
+    def no_counts(self) -> torch.Tensor:
+        """Of a header that announces nothing to come."""
+        return torch.zeros((self.exchange.size, self.features), dtype=torch.int64, device="cpu")
+
+
+def _check_update(call: Call) -> None:
+    """Raises what an update of the rows of a call would, before it changes any."""
+    tables = call.context.tables.placed.now
+    with tables.rows.again():
+        for group, part in zip(tables.groups, call.parts, strict=True):
+            group.cache.check_rows(part.ticket)
+    optimizer = call.context.check_trainable()
+    optimizer.check_options(optimizer.options())
