@@ -13,6 +13,7 @@ from sharding import (
     test_sharded_checkpoints,
     test_sharded_failures,
     test_sharded_following,
+    test_sharded_memory,
     test_sharded_modules,
     test_sharded_prefetch,
 )
@@ -108,7 +109,7 @@ def runs_from_host(rank, size, path, steps):
     """Over a file, whose plans a thread may make, of batches that come from host memory."""
     model = test_sharded_prefetch.model_of(te.Adagrad(lr=0.1), capacity=4, storage=te.File(str(path)))
     tables = test_sharded_prefetch.TABLES
-    batches = [[part.cpu() for part in batch_of(tables, step, rank, samples=uneven)] for step in range(steps)]
+    batches = [tuple(part.cpu() for part in batch_of(tables, step, rank, samples=uneven)) for step in range(steps)]
     outputs = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a rank without samples cannot tell its tensors apart
@@ -149,6 +150,11 @@ def test_cuda_whole_tables_are_loaded_or_refused(worlds):
 def test_cuda_an_update_that_one_rank_cannot_make_none_makes(worlds):
     test_sharded_agreement.test_an_update_that_one_rank_cannot_make_none_makes(worlds)
     test_sharded_agreement.test_an_accumulation_that_one_rank_leaves_is_dropped_on_all(worlds)
+
+
+@pytest.mark.parametrize("where", ["rows", "gradients", "order"])
+def test_cuda_a_rank_short_of_memory_is_told_of_on_all(worlds, where):
+    test_sharded_memory.test_a_rank_short_of_memory_is_told_of_on_all(worlds, where)
 
 
 @pytest.mark.parametrize("how", ["plain", "clip", "scale", "late"])

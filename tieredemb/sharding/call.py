@@ -92,11 +92,11 @@ class ShardedCall:
         features = [bags.counts.shape[1] for bags in self._bags]
         counts_of = torch.split(header.counts, features, 1)  # type: ignore[no-untyped-call]
         asked = [Asked.of(each.contiguous(), context.device) for each in counts_of]
-        ids = [
-            its.by_feature(exchange.rows(bags.ids, sent, its.per_rank))
+        came = [
+            exchange.rows(bags.ids, sent, its.per_rank)
             for bags, sent, its in zip(self._bags, self._sent, asked, strict=True)
         ]
-        return asked, ids
+        return asked, [its.by_feature(ids) for its, ids in zip(asked, came, strict=True)]
 
     def plan_ahead(self, executor: PlanExecutor, *, trains: bool, ages: bool) -> None:
         """Has the rows that are asked of this rank planned and fetched by `executor`, before the forward comes. What
@@ -159,20 +159,25 @@ class ShardedCall:
             self._follow(grad)
             is_infinite = context.is_scaled and not bool(torch.isfinite(grad).all())
             for bags, asked in zip(self._bags, self._asked, strict=True):
-                rows, scale = bags.gradient(grad, context.divisor)
-                mine.append((rows, scale, exchange.room(rows, asked.per_rank)))
+                given = [each for each in bags.gradient(grad, context.divisor) if each is not None]
+                mine.append([(each, exchange.room(each, asked.per_rank)) for each in given])
         except Exception as error:
             failed = error
         flags = context.announce(Phase.BACKWARD, flag=INFINITE * is_infinite, error=failed).flags
-        is_infinite, found = bool(flags.any()), []
+        is_infinite = bool(flags.any())
+        came = [
+            [exchange.rows(each, sent, asked.per_rank, out) for each, out in its]
+            for its, sent, asked in zip(mine, self._sent, self._asked, strict=True)
+        ]
+        found = []
         with context.telling(Phase.BACKWARD):
-            for (rows, scale, out), sent, asked, call in zip(mine, self._sent, self._asked, self._calls, strict=True):
-                if scale is not None:
-                    call.weigh(asked.by_feature(exchange.rows(scale, sent, asked.per_rank)))
-                came = asked.by_feature(exchange.rows(rows, sent, asked.per_rank, out))
+            for (rows, *scale), asked, call in zip(came, self._asked, self._calls, strict=True):
+                for each in scale:
+                    call.weigh(asked.by_feature(each))
+                rows = asked.by_feature(rows)
                 if is_infinite:  # a row behind those of occurrences, which the optimizer sees, and no row of a table
-                    came = torch.cat([came, came.new_full((1, came.shape[1]), torch.inf)])
-                found.append((call, came))
+                    rows = torch.cat([rows, rows.new_full((1, rows.shape[1]), torch.inf)])
+                found.append((call, rows))
         return found
 
     def _follow(self, *more: torch.Tensor) -> None:

@@ -50,17 +50,14 @@ class ShardedContext:
     def apply(self, reached: Any) -> None:
         """Applies what one backward pass has reached, in forward order, as one update. Every rank takes part, and none
         updates where one of them could not."""
-        pairs = [pair for call, grad in reached for pair in call.gradients(grad)]
-        failed: Exception | None = None
         try:
-            for call, _ in pairs:
-                _check_update(call)
-        except Exception as error:
-            failed = error
-        try:
-            self.announce(Phase.BACKWARD, error=failed)
+            pairs = [pair for call, grad in reached for pair in call.gradients(grad)]
+            with self.telling(Phase.BACKWARD):
+                for call, _ in pairs:
+                    _check_update(call)
+            self.announce(Phase.BACKWARD)
         except BaseException:
-            for call, _ in pairs:
+            for call, _ in reached:
                 call.release()
             raise
         self.shards[0].context.apply(sorted(pairs, key=lambda pair: pair[0].number))

@@ -55,7 +55,7 @@ class Together(Ranks):
     ) -> Planned:
         """See `Ranks`: exchanges the ids, and has the rows that this rank owns fetched. What one rank raises the
         forward raises on all of them."""
-        del memory  # of a GPU
+        del memory  # of captured steps
         made: Made[Any]
         try:
             made = Made(self._planned_call(executor, given, make_batch, trains=trains, ages=ages))

@@ -1,0 +1,86 @@
+"""A rank that runs short of memory in the middle of a step: all ranks raise that, and go on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sharding.test_sharded_agreement import assert_same, batch, model_of, trained
+from sharding.test_sharded_failures import told
+
+from tieredemb.errors import StorageFullError
+from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.shard import Asked
+
+
+def short(room):
+    """The same, but for rows."""
+
+    def make(*given):
+        if any(isinstance(each, torch.Tensor) and each.is_floating_point() for each in given):
+            raise StorageFullError("no memory is left")
+        return room(*given)
+
+    return make
+
+
+def runs_short(rank, size, where):
+    """Rank 1 has no memory in the second step: for the rows that come back, for gradients of others that come, or for
+    these in their order."""
+    model, errors = model_of(), []
+    exchange, by_feature = model._ranks._context.exchange, Asked.by_feature
+    for step in range(4):
+        ids, offsets, _, upstream = batch(step, rank)
+        fails = (rank, step) == (1, 1)
+        if fails and where == "rows":
+            exchange.room = short(Exchange.room)
+        out = None
+
+        def run(ids=ids, offsets=offsets, upstream=upstream, fails=fails):
+            nonlocal out
+            out = model(ids, offsets)
+            if fails and where == "gradients":
+                exchange.room = short(Exchange.room)
+            if fails and where == "order":
+                Asked.by_feature = short(by_feature)
+            out.backward(upstream)
+
+        errors.append(told(run))
+        exchange.room, Asked.by_feature = Exchange.room, by_feature
+    weights = dict(model.state_dict())
+    model.close()
+    return errors, weights
+
+
+@pytest.mark.parametrize("where", ["rows", "gradients", "order"])
+def test_a_rank_short_of_memory_is_told_of_on_all(worlds, where):
+    answers = worlds(2).run(runs_short, where)
+    for errors, _ in answers:
+        assert [each is None for each in errors] == [True, False, True, True]
+        assert errors[1] == ("StorageFullError", "rank 1: no memory is left")
+    assert_same(answers[0][1], trained([0, 2, 3]))
+
+
+class Gpu:
+    """What torch tells of one."""
+
+    def __init__(self, uuid):
+        self.uuid = uuid
+
+
+def shares_a_gpu(rank, size):
+    """As if there were GPUs, of which ranks 0 and 2 have the same one."""
+    exchange = Exchange(None, None)
+    exchange.has_nccl = True
+    before, torch.cuda.get_device_properties = torch.cuda.get_device_properties, lambda device: Gpu(rank % 2)
+    found = told(exchange.check_device, torch.device("cuda", 0)), told(exchange.check_device, torch.device("cpu"))
+    torch.cuda.get_device_properties = before
+    exchange.close()
+    return found
+
+
+def test_ranks_on_one_gpu_are_refused_where_they_would_meet_by_nccl(worlds):
+    for found, on_cpu in worlds(3).run(shares_a_gpu):
+        assert found[0] == "ConfigError"
+        assert found[1].startswith("ranks 0 and 2 are on the same GPU")
+        assert on_cpu is None
+    assert all(found is None for found, _ in worlds(2).run(shares_a_gpu))
