@@ -11,7 +11,7 @@ import traceback
 from datetime import timedelta
 
 START = multiprocessing.get_context("spawn")
-WAIT_S = {"cpu": 30, "cuda": 60}  # on a GPU the first ones wait for compilers
+WAIT_S = {"cpu": 30, "cuda": 120}  # on a GPU the first ones wait for compilers
 
 
 def on_cpu(value):
