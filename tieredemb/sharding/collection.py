@@ -115,6 +115,11 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             given = {name: repr(value) for name, value in zip(names, alike, strict=True)}
             given |= {"options": repr(options), "sharding": repr(self.layout.sharding), "average": repr(average)}
             given["the kind of device"] = config.device.type
+            fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
+            self._optimizer: FusedOptimizer | ShardedOptimizer | None = None
+            if fused:
+                self._optimizer = fused[0] if is_alone(exchange) else ShardedOptimizer(fused)
+            self._ranks = self._among(exchange, held, config, exchange.size if average else 1)
         except Exception as error:
             failed = error
         try:
@@ -129,11 +134,6 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             raise
         self._know_features()
         self._frozen = False
-        fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
-        self._optimizer: FusedOptimizer | ShardedOptimizer | None = None
-        if fused:
-            self._optimizer = fused[0] if is_alone(exchange) else ShardedOptimizer(fused)
-        self._ranks = self._among(exchange, held, config, exchange.size if average else 1)
         self.engine = self._ranks.engine
         self._hook = self._make_hook()
 

@@ -61,6 +61,7 @@ class GpuWidth:
         )  # fmt: skip
         floats = RowFormat(width=space.width, dtype=torch.float32)
         self._lanes, self._vector = floats.lanes, floats.vector
+        self._columns_fit = not (space.column % self._vector).any()
         most = ("-DHAS_MAX",) if self.lookup.has_max else ()
         self._gradient = (*OPTIONS, *floats.flags, *most)
         kernel(OWNERS, "owners_find").prepare(device.index)
@@ -93,8 +94,7 @@ class GpuWidth:
         """The gradients of the occurrences `order`, int64 (K,): float32 (K, D); see `Bags.gradient`."""
         n, columns = order.shape[0], self.space.column
         rows = torch.empty((n, self.width), dtype=torch.float32, device=grad.device)
-        fits = not (self.space.space.column % self._vector).any() and grad.shape[1] % self._vector == 0
-        fits = fits and grad.data_ptr() % 16 == 0
+        fits = self._columns_fit and grad.shape[1] % self._vector == 0 and grad.data_ptr() % 16 == 0
         gradient = kernel(OCCURRENCES, "occurrences_gradient", *self._gradient, *(() if fits else ("-DUNALIGNED",)))
         gradient(
             blocks_for(n * self._lanes, THREADS, MOST_BLOCKS), THREADS, order, n, bags.bag, max(1, bags.batch), columns,
