@@ -124,8 +124,8 @@ def _storage(tier: str, path: Path | None) -> Storage:
 
 
 def _device(wanted: str) -> str:
-    """The GPU if it is wanted and usable. One that `auto` cannot use is said; one asked for in vain is an error. Tables
-    of several processes are on the CPU as yet."""
+    """The GPU if it is wanted and usable. One that `auto` cannot use is said; one asked for in vain is an error. For
+    several processes `auto` takes the CPU."""
     if wanted == "cpu" or (wanted == "auto" and (are_several() or not torch.cuda.is_available())):
         return "cpu"
     try:

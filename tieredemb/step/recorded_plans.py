@@ -202,7 +202,7 @@ class Recorded:
         self._overflow = [group.cache.overflow_of(plan) for plan, group in zip(following, groups, strict=True)]
         self.compute_pool = groups[0].cache.compute_pool
         self._graph = self._new_graph()
-        self._lookup: Recording | None = None  # of a plan that was made ahead
+        self._lookup: Recording | None = None  # where that is no part of the plan's graph
         out = self._new_output() if self._pools else None
         call.memory = self._memory
         self._transfers = self._record(call, key, ids, edges, out)
@@ -294,8 +294,8 @@ class Recorded:
                 group.cache.begun(part.ticket, transfer, ahead=self._ahead)
 
     def look_up(self, call: DeviceCall) -> torch.Tensor | None:
-        """The output of `call`, which was planned ahead: tells the host of a fault, and pools. None where that cannot
-        be recorded, and is to be launched."""
+        """The output of `call`, whose rows came behind its plan's graph: tells the host of a fault, and pools. None
+        where that cannot be recorded, and is to be launched."""
         with ExitStack() as used:
             for part in call.parts:
                 used.enter_context(part.group.cache.using(part.ticket))
