@@ -24,7 +24,7 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 KERNELS = {  # by the range that launches them; for a lookup rows catch up and their norms are limited
     "plan": (
-        *("edges_join", "offsets_check", "bags_fill", "fault_tell"),
+        *("edges_join", "offsets_check", "bags_fill", "fault_tell", "owners_find", "asked_place"),
         *("plan_begin", "records_clear", "records_index", "keys_find", "victims_select", "missed_settle"),
         *("missed_place", "homes_count"),
         *("slot_map_find", "slot_map_insert", "slot_map_erase", "slot_map_rebuild"),
@@ -33,7 +33,7 @@ KERNELS = {  # by the range that launches them; for a lookup rows catch up and t
     "sort": ("digits_count", "digits_sort", "bags_place", "segments_find"),  # beside the swap, within the plan
     "lookup": ("bags_pool", "rows_gather", "segments_limit_norm", "segments_catch_up", "rows_read_current"),
     "update": (
-        *("options_set", "step_begin", "bags_mean_scale", "weights_gradient", "scale_gather"),
+        *("options_set", "step_begin", "bags_mean_scale", "weights_gradient", "scale_gather", "occurrences_gradient"),
         *("segments_update", "long_segments_update", "step_end"),
     ),
 }

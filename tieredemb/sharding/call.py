@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tieredemb.errors import PeerError, TieredEmbError
+from tieredemb.kernels.ranges import ranged
 from tieredemb.sharding.bags import Bags
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase
@@ -69,6 +70,7 @@ class ShardedCall:
         planned.release()
         return cls(context, batch)
 
+    @ranged("plan")
     def _find(self, batch: Batch, phase: Phase) -> Sequence[Bags]:
         """The bags, which are found to be good; what is wrong with them all ranks raise."""
         try:
@@ -132,6 +134,7 @@ class ShardedCall:
         """See `Call.complete`."""
         return True
 
+    @ranged("lookup")
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         """The pooled rows, (B, ΣD)."""
         context = self.context
@@ -149,6 +152,7 @@ class ShardedCall:
             bags.weights_gradient(grad, out)
         return out
 
+    @ranged("update")
     def gradients(self, grad: torch.Tensor) -> list[tuple[Call, torch.Tensor]]:
         """Of each shard the call of the rows that this rank owns, and the gradients of all their occurrences, given
         that of the outputs here. Every rank takes part."""
