@@ -204,6 +204,28 @@ def test_a_hold_amid_a_plan_keeps_what_is_being_planned():
     assert ledger.begin().oldest == begun.number + 1
 
 
+def test_a_plan_finds_locked_what_was_released_since_its_hold():
+    """It may come, on the device, before what was launched for that."""
+    book = TicketBook()
+    ledger = Ledger(book)
+    flights = []
+    for _ in range(3):
+        begun = ledger.begin()
+        ledger.count(begun)
+        flights.append(PlainFlight(begun.number, book))
+        ledger.open(flights[-1], 1)
+        ledger.over()
+    flights[0].release()
+    hold = ledger.hold()
+    flights[1].release()
+    assert [ledger.is_locked(flight.batch) for flight in flights] == [False, True, True]
+    hold.release()
+    assert [ledger.is_locked(flight.batch) for flight in flights] == [False, False, True]
+    flights[2].release()
+    ledger.restart(1)  # numbers begin anew: none of before is locked
+    assert not any(ledger.is_locked(number) for number in (2, 3))
+
+
 @pytest.mark.parametrize(("ids", "more"), [(5, 0), (4, 0), (6, 0), (5, 1)])
 def test_a_step_is_replayed_over_no_more_than_was_locked_at_its_capture(ids, more):
     """Its plans look no further back, and have room for no more rows without a slot."""

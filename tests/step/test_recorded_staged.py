@@ -88,6 +88,26 @@ def test_prefetch(monkeypatch, replays, made, capacity, depth, on_thread):
         assert count > STEPS
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_prefetch_of_a_gpu_that_lags_behind_the_host(monkeypatch, replays, made, depth):
+    """A plan on the thread replays into nothing that the GPU has yet to read for an earlier batch, which the host has
+    released."""
+    monkeypatch.setattr(WorkerExecutor, "QUICK", 0.0)
+
+    def run():
+        bag, outputs = made(250), []
+        for ids in te.prefetch([ids_of(step) for step in range(4 * STEPS)], bag, depth):
+            torch.cuda._sleep(5_000_000)  # clock cycles: some 3 ms
+            out = bag(ids)
+            out.square().sum().backward()
+            outputs.append(out.detach())
+        found = [*outputs, *bits(bag)]
+        bag.close()
+        return found
+
+    assert both(monkeypatch, replays, run) > 0
+
+
 def test_rows_without_a_slot(monkeypatch, replays, made):
     """A replayed plan finds some, whose second half is launched then; while there are any, plans are."""
     halves = []

@@ -256,7 +256,10 @@ class Recorded:
         return transfers
 
     def is_free(self) -> bool:
-        """Whether nobody uses what it has planned last."""
+        """Whether nobody uses what it has planned last, on the device either."""
+        for group, batch in zip(self._groups, self._batches, strict=True):
+            if not group.cache.is_behind(batch):
+                return False
         call = self._call()
         if call is None:
             return True
@@ -352,6 +355,7 @@ class Recorded:
 
     def _taken(self, call: DeviceCall, out: torch.Tensor | None) -> None:
         call.pooled, call.recorded = out, self
+        self._batches = [part.ticket.batch for part in call.parts]
         call.source = self if self._pools_later else None
         self._call: weakref.ref[DeviceCall] = weakref.ref(call)
         if torch._C._cuda_getCurrentRawStream(self._output[2].index) != self._memory.stream.cuda_stream:

@@ -80,7 +80,7 @@ class RecordedUpdates:
             *(each.data_ptr() for each in kept),
             *(0 if away.records is None else away.records.data_ptr() for away in overflow),
             *(away.slotless for away in overflow),
-            *(away.weight if away.slotless else 0 for away in overflow),
+            *(address if away.slotless else 0 for away in overflow for address in (away.weight, away.state)),
         )
         update = self._updates.get(key)
         if update is None:

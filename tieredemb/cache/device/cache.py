@@ -261,6 +261,12 @@ class DeviceCache(Cache):
         finally:
             self._order.compute()  # as above
 
+    def is_behind(self, batch: int) -> bool:
+        """Whether a plan that is made now comes, on the device, behind all that was launched for a `batch` that was
+        released. One by a thread of its own comes behind those alone that were released when it was asked for, and
+        finds the rows of the others locked. The caller holds the locks of plans and rows."""
+        return self._order.is_behind or not self._ledger.is_locked(batch)
+
     def count_next(self) -> int:
         """A recorded plan is about to be replayed: the number of its batch."""
         return self._ledger.count_next()

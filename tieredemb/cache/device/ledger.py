@@ -82,6 +82,11 @@ class Ledger:
         oldest = self._oldest(batch)
         return batch - oldest, *self._book.locked(oldest)
 
+    def is_locked(self, batch: int) -> bool:
+        """Whether the batch that is planned next finds the rows of a planned one locked. A number that is yet to come
+        is of before a `restart`."""
+        return self._oldest(self.last + 1) <= batch <= self.last
+
     def lag_of(self, batch: int) -> int:
         """How many batches before a planned one, which is in flight, lock their rows now."""
         return max(0, batch - self._oldest(batch))

@@ -83,4 +83,5 @@ class RecordedStaged(RecordedTransfer):
         return self._staged.begun(self._plan, self._expected, self._finish, ahead=ahead)
 
     def size_bytes(self) -> int:
-        return self._reports.size_bytes()
+        kept = 0 if self._plan is None else self._plan.missed.size_bytes
+        return self._reports.size_bytes() + kept

@@ -93,6 +93,12 @@ class StreamOrder:
             self._touched.record(current_stream())
 
     @property
+    def is_behind(self) -> bool:
+        """Whether what is launched now comes behind all that the computing stream has queued: a plan by a thread of its
+        own does not."""
+        return not (self._is_ahead and self._is_apart)
+
+    @property
     def _is_ahead(self) -> bool:
         return self._planner != 0 and self._planner == threading.get_ident()
 
