@@ -6,8 +6,10 @@ is no bar. The line of a kernel goes when it is done, so that what the user prin
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from numba.core import event
@@ -25,8 +27,22 @@ class CompileNotice(event.Listener):  # type: ignore[misc]
         self._line = ""  # what stands on the terminal
 
     def on_start(self, notice: Any) -> None:
+        self._begin(notice.data["dispatcher"].py_func)
+
+    def on_end(self, notice: Any) -> None:
+        self._finish()
+
+    @contextlib.contextmanager
+    def at(self, function: Any) -> Iterator[None]:
+        """A kernel is waited for inside, which is compiled elsewhere."""
+        self._begin(function)
+        try:
+            yield
+        finally:
+            self._finish()
+
+    def _begin(self, function: Any) -> None:
         self._depth += 1
-        function = notice.data["dispatcher"].py_func
         if self._depth > 1 or not str(function.__module__).startswith("tieredemb"):
             return
         if not self._kernels:
@@ -38,13 +54,16 @@ class CompileNotice(event.Listener):  # type: ignore[misc]
             self._line = f"  {seconds:.0f} s, kernel {self._kernels}: {function.__name__}"
             print(self._line, end="\r", file=sys.stderr, flush=True)
 
-    def on_end(self, notice: Any) -> None:
+    def _finish(self) -> None:
         self._depth -= 1
         if self._line and not self._depth:
             print(" " * len(self._line), end="\r", file=sys.stderr, flush=True)
             self._line = ""
 
 
+NOTICE = CompileNotice()
+
+
 def tell_of_compiling() -> None:
     """From now on, in this process."""
-    event.register("numba:compile", CompileNotice())  # type: ignore[no-untyped-call]
+    event.register("numba:compile", NOTICE)  # type: ignore[no-untyped-call]

@@ -76,6 +76,11 @@ class Pass:
         self._job = _job(_NOBODY, bounds)
 
     @property
+    def call(self) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel, and what it is called with."""
+        return self._kernel, (self._job, *self._args)
+
+    @property
     def begun(self) -> bool:
         """Whether a range was run."""
         return bool(self._job[_WHO + len(self._bounds) :].any())

@@ -78,8 +78,6 @@ class History:
     def append(self, step: int, rate: float, numbers: Sequence[float], terms: StepTerms) -> None:
         """Keeps what rows that missed `step`, the next one, will need: its rate, the `numbers` by which they replay it,
         and its terms. Of a step that it has it takes no notice."""
-        from tieredemb.lookup.history_cpu import step_append
-
         if step <= self.steps:
             return
         if step != self.steps + 1:
@@ -88,12 +86,19 @@ class History:
         if at == len(self.rates):
             self._grow()
         self.rates[at], self.numbers[at] = rate, numbers
+        kernel, given = self.append_call(terms, at)
+        self.first[at % 2] = kernel(*given)
+        self.steps = step
+
+    def append_call(self, terms: StepTerms, at: int = 1) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel that appends a step, and what it is called with."""
+        from tieredemb.lookup.history_cpu import step_append
+
         before, after = (at - 1) % 2, at % 2
-        self.first[after] = step_append(
+        return step_append, (
             at, np.array(terms, np.float64), self.first[before], self.windows[before], self.windows[after],
             self.sums, self.ends, self.logs, self.coupled,
         )  # fmt: skip
-        self.steps = step
 
     def _grow(self) -> None:
         arrays = self.arrays()

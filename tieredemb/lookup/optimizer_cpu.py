@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,11 +28,11 @@ from tieredemb.kernels.cpu import (
 )
 from tieredemb.kernels.parallel_cpu import Pass, even_bounds, over_ranges
 from tieredemb.kernels.rounding_cpu import NEAREST, OF_TABLES, is_nearest, row_put
-from tieredemb.lookup.embedding_bag_cpu import row_prefetch
-from tieredemb.lookup.optimizer import Hyperparameters
+from tieredemb.kernels.segments_cpu import Segments
+from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, row_prefetch
+from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters
 
 if TYPE_CHECKING:
-    from tieredemb.kernels.segments_cpu import Segments
     from tieredemb.lookup.bags import KeySpace
     from tieredemb.lookup.history import History
 
@@ -125,6 +125,21 @@ def catch_up(hot: Any, slots: Array, history: History, rounding: Any = NEAREST) 
     dense = (hot.state, history.past(), history.steps, rounding)
     kernel = _kernels(history.recipe).rows_catch_up
     return CountedPass(kernel, even_bounds(len(slots), 512), slots, hot.weight, hot.state.view(F), hot.dirty, dense)
+
+
+def update_calls(
+    hot: Any, space: KeySpace, optimizer: OptimizerConfig, history: History | None, rounding: Any
+) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The kernels by which rows of `hot` will be updated, in the order of their use, each with arguments as it will be
+    called with, for whoever compiles them."""
+    none = np.empty(0, np.int32)
+    segments = Segments(none, np.zeros(1, np.int64), none)
+    gradient = Gradient(np.empty((0, space.width), F), none, none, NO_WEIGHTS, NO_ARGMAX)
+    hyper = hyperparameters(optimizer, asdict(optimizer), np.ones(len(space), np.int64), 1.0)
+    updated = update(hot, segments, gradient, space, hyper, history, rounding)
+    if history is None or hyper.terms is None:
+        return [updated.call]
+    return [catch_up(hot, none, history, rounding).call, updated.call, history.append_call(hyper.terms)]
 
 
 def limit_norms(hot: Any, slots: Array, max_norm: float, norm_type: float, rounding: Any = NEAREST) -> Pass:

@@ -360,6 +360,18 @@ class HostGroup(Group):
             clients=self._client_keys(),
         )  # fmt: skip
 
+    def _connect(self) -> None:
+        """Has the kernels of updates compiled beside those of forwards, which come first."""
+        if self.config.optimizer is None:
+            return
+        from tieredemb.kernels.compile_beside import compile_beside
+        from tieredemb.lookup.optimizer_cpu import update_calls
+
+        hot, histories = self.cache.hot, self.cache.cold.history
+        history = None if histories is None else histories.of[0]
+        rounding = self.rounding(hot.key, ahead=1)
+        compile_beside(update_calls(hot, self.space, self.config.optimizer, history, rounding))
+
 
 class DeviceGroup(Group):
     """A group on a GPU: what it knows of its tables, its kernels and the steps taken live there."""

@@ -1,0 +1,160 @@
+# mypy: allow-untyped-calls
+"""Kernels that a process beside compiles, while this one compiles those that it needs before.
+
+A first process waits for its compiler, some eight seconds for a table under Adam, and numba compiles one kernel at a
+time, whatever the threads. So kernels that are needed last, those of the update, are compiled by a fork of this
+process, which keeps them in numba's cache on the disk and ends. This one finds them there, waits for the one at work,
+or takes one that was not begun. Nothing depends on it: what the fork does not bring is compiled here.
+
+It is a fork, as another process would have to import torch first, which takes as long. It does nothing but compile:
+this process's files are closed in it, no object is collected, no handler of an exit runs, and it prints nothing.
+
+`TIEREDEMB_COMPILE_BESIDE=0` in the environment switches it off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import mmap
+import os
+import select
+import signal
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from numba import typeof
+from numba.core import sigutils
+from numba.core.compiler_lock import global_compiler_lock
+
+from tieredemb.kernels.compile_notice import NOTICE
+
+PATIENCE = (
+    30.0  # seconds without a kernel, after which this process compiles for itself; one takes two, or six at worst
+)
+FREE, AT_WORK, DONE, TAKEN = range(4)  # a kernel: not begun, begun beside, there, begun here
+
+Call = tuple[Any, tuple[Any, ...]]  # a kernel, and arguments as it will be called with
+_known: set[tuple[Any, Any]] = set()  # kernels and types of arguments that were seen to
+
+
+def compile_beside(calls: Sequence[Call]) -> None:
+    """Has the kernels of `calls` compiled by a process beside, in their order, if they have yet to be, and if there is a
+    core for it. Returns at once."""
+    wanted = []
+    for kernel, args in calls:
+        kinds = tuple(map(typeof, args))
+        if (kernel, kinds) not in _known:
+            _known.add((kernel, kinds))
+            if not _is_compiled(kernel, kinds):
+                wanted.append((kernel, kinds))
+    if wanted and _may_fork():
+        with contextlib.suppress(OSError):  # no process, no memory: they are compiled here
+            Beside(wanted)
+
+
+def _may_fork() -> bool:
+    """Whether it is not switched off, and a core is left, of those of this process's share."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0)) // processes
+    return cores > 1 and os.environ.get("TIEREDEMB_COMPILE_BESIDE", "1") not in ("", "0")
+
+
+def _is_compiled(kernel: Any, kinds: tuple[Any, ...]) -> bool:
+    """Whether a kernel is there for arguments of these types, or lies on the disk. Where numba does not say it is taken
+    for that."""
+    if kinds in kernel.overloads:
+        return True
+    try:
+        cache = kernel._cache
+        return cache._cache_file.load(cache._index_key(kinds, kernel.targetctx.codegen())) is not None
+    except AttributeError:
+        return True
+
+
+class Beside:
+    """A fork of this process that compiles `wanted`, kernels with the types of their arguments. Raises `OSError` where
+    there can be none."""
+
+    def __init__(self, wanted: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
+        self._process = os.getpid()
+        self._states = mmap.mmap(-1, len(wanted))  # of each kernel, which both processes see
+        self._lock = threading.RLock()
+        self._end, written = os.pipe()  # a byte for each kernel that is done, and its end is that of the fork
+        try:
+            with warnings.catch_warnings(), global_compiler_lock:  # which the fork then has, and no other thread
+                warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the fork has none of
+                child = os.fork()
+            if child == 0:
+                _compile_all(wanted, self._states, written)
+            os.waitpid(child, 0)
+        except OSError:
+            self._over()
+            raise
+        finally:
+            os.close(written)
+        for number, (kernel, kinds) in enumerate(wanted):
+            kernel.compile = functools.partial(self._compile, number, kernel, kinds)
+
+    def _compile(self, number: int, kernel: Any, kinds: tuple[Any, ...], given: Any) -> Any:
+        """What a kernel's `compile` is until it was asked for these types of arguments."""
+        if sigutils.normalize_signature(given)[0] == kinds:
+            if os.getpid() == self._process:
+                self._wait(number, kernel)
+            with contextlib.suppress(AttributeError):  # another thread was here, too
+                del kernel.compile
+        return type(kernel).compile(kernel, given)
+
+    def _wait(self, number: int, kernel: Any) -> None:
+        """Returns when the fork is through with a kernel, or will not come to it."""
+        with self._lock:
+            if self._states[number] == FREE:
+                self._states[number] = TAKEN
+            if self._states[number] == AT_WORK:
+                with NOTICE.at(kernel.py_func):
+                    while self._states[number] == AT_WORK and self._goes_on():
+                        pass
+            if all(state in (DONE, TAKEN) for state in self._states[:]):
+                self._over()
+
+    def _goes_on(self) -> bool:
+        """Waits until the fork has done something; returns whether it is alive."""
+        if self._end < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._end, select.POLLIN)
+        if poll.poll(PATIENCE * 1000) and os.read(self._end, 1):
+            return True
+        self._over()
+        return False
+
+    def _over(self) -> None:
+        """Nothing is waited for any more. A fork that is yet at work ends when it has something to say."""
+        if self._end >= 0:
+            end, self._end = self._end, -1
+            os.close(end)
+
+
+def _compile_all(wanted: Sequence[tuple[Any, tuple[Any, ...]]], states: mmap.mmap, told: int) -> NoReturn:
+    """What the fork does, in a fork of its own: so it is no child that somebody would have to wait for."""
+    try:
+        if os.fork():
+            os._exit(0)
+        gc.disable()  # what it has of this process is not its to end
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for each in range(3):
+            os.dup2(nothing, each)
+        os.closerange(3, told)
+        os.closerange(told + 1, os.sysconf("SC_OPEN_MAX"))
+        for number, (kernel, kinds) in enumerate(wanted):
+            if states[number] == FREE:
+                states[number] = AT_WORK
+                kernel.compile(kinds)
+                states[number] = DONE
+                os.write(told, b"\0")
+    finally:
+        os._exit(0)
