@@ -32,9 +32,7 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from tieredemb.kernels.compile_notice import NOTICE
 
-PATIENCE = (
-    30.0  # seconds without a kernel, after which this process compiles for itself; one takes two, or six at worst
-)
+PATIENCE = 30.0  # seconds without a kernel, after which this process compiles for itself; one takes two, or some more
 FREE, AT_WORK, DONE, TAKEN = range(4)  # a kernel: not begun, begun beside, there, begun here
 
 Call = tuple[Any, tuple[Any, ...]]  # a kernel, and arguments as it will be called with
@@ -42,8 +40,8 @@ _known: set[tuple[Any, Any]] = set()  # kernels and types of arguments that were
 
 
 def compile_beside(calls: Sequence[Call]) -> None:
-    """Has the kernels of `calls` compiled by a process beside, in their order, if they have yet to be, and if there is a
-    core for it. Returns at once."""
+    """Has the kernels of `calls` compiled by a process beside, in their order, if they have yet to be, and if there is
+    a core for it. Returns at once."""
     wanted = []
     for kernel, args in calls:
         kinds = tuple(map(typeof, args))
@@ -58,8 +56,8 @@ def compile_beside(calls: Sequence[Call]) -> None:
 
 def _may_fork() -> bool:
     """Whether it is not switched off, and a core is left, of those of this process's share."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0)) // processes
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # that torchrun has started here
+    cores = len(os.sched_getaffinity(0)) // max(1, processes)
     return cores > 1 and os.environ.get("TIEREDEMB_COMPILE_BESIDE", "1") not in ("", "0")
 
 
