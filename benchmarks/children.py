@@ -5,6 +5,8 @@ Nothing is imported before it is timed.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -54,6 +56,26 @@ def first_step() -> dict[str, float]:
     out.sum().backward()
     done = perf_counter()
     return {"forward": forward_done - start, "backward": done - forward_done, "compiled": len(compiled)}
+
+
+def first_example() -> dict[str, float]:
+    """Seconds of the README's first example, from the start of the import of torch."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    start = perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(code, "README.md", "exec"), {})
+    return {"seconds": perf_counter() - start}
+
+
+def first_command() -> dict[str, float]:
+    """Seconds of the README's first `cache-hit`, over a trace that is short beside what is compiled."""
+    from tieredemb.__main__ import main
+
+    start = perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        main([*["cache-hit", "--zipf", "1.05", "--target", "0.8", "--rows", "10000", "--accesses", "20000", "--quiet"]])
+    return {"seconds": perf_counter() - start}
 
 
 def first_step_on(device: str) -> dict[str, float]:
@@ -166,7 +188,7 @@ def _resident_bytes() -> int:
 
 
 def main(name: str, *args: str) -> None:
-    each = (imports, first_step, first_step_on, open_tables, open_file)
+    each = (imports, first_example, first_command, first_step, first_step_on, open_tables, open_file)
     jobs: dict[str, Any] = {job.__name__: job for job in each}
     print(json.dumps(jobs[name](*(int(arg) if arg.isdecimal() else arg for arg in args))))
 

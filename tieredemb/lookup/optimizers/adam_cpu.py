@@ -52,12 +52,10 @@ def row_catch_up(weight, row, state, home, none, past, start, stop):
     """Brings a row from step `start` to step `stop`; returns how many steps it has replayed."""
     _, _, _, _, sums, ends, logs, coupled = past
     width = none.shape[0]
-    if coupled[stop] != coupled[start] or ends[start] < 0:
-        replay(weight, row, state, home, none, past, start, stop)
-        return stop - start
     of = sums[start]
-    if of[SUM_IS_SERIES] == F(0.0):
-        end = ends[start] if ends[start] > 0 else stop
+    has_no_end = coupled[stop] != coupled[start] or ends[start] < 0
+    if has_no_end or of[SUM_IS_SERIES] == F(0.0):
+        end = stop if has_no_end or ends[start] == 0 else np.int64(ends[start])
         replay(weight, row, state, home, none, past, start, end)
         if end < stop:
             first = factor_between(logs, FIRST_LOG, end, stop)
