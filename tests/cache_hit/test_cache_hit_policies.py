@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -114,6 +115,25 @@ def test_capacity_for_is_the_smallest_that_reaches_the_target() -> None:
         again = capacity_for(0.5, contender, workload, known)
         assert again is not None
         assert again.capacity == pytest.approx(found.capacity, rel=0.011)
+
+
+def test_a_capacity_between_known_points_is_found_in_a_few_runs(monkeypatch) -> None:
+    """By halves it takes seven between 20,000 and 50,000, and a run takes seconds."""
+    runs = []
+
+    def measured(self: Contender, workload: Workload, capacity: int, advance: object = None) -> SimpleNamespace:
+        runs.append(capacity)
+        return SimpleNamespace(capacity=capacity, hit_rate=0.08 * math.log(capacity) - 0.03 * (capacity / 50_000) ** 2)
+
+    monkeypatch.setattr(Contender, "measure", measured)
+    contender = Contender(name="lru", policy=LRU())
+    known = [measured(contender, None, capacity) for capacity in (5_000, 20_000, 50_000)]
+    for target in np.linspace(known[1].hit_rate + 1e-3, known[2].hit_rate - 1e-3, 20):
+        runs.clear()
+        found = capacity_for(target, contender, None, known)
+        assert len(runs) <= 6
+        assert found.hit_rate >= target
+        assert measured(contender, None, found.capacity - int(0.011 * found.capacity)).hit_rate < target
 
 
 def test_contenders_adds_the_references_that_are_not_asked_for() -> None:

@@ -112,7 +112,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         "--target",
         type=float,
         metavar="RATE",
-        help="find the capacity at which each policy reaches this hit rate: bisects over real runs, to 1 %%",
+        help="find the capacity at which each policy reaches this hit rate, by real runs, to 1 %%",
     )
     measured.add_argument("--no-references", action="store_true", help="run only the policies asked for")
     output = parser.add_argument_group("output")

@@ -189,22 +189,43 @@ def capacity_for(
 ) -> HitRate | None:
     """The smallest capacity that reaches the hit rate `target`, as measured there; None if all rows do not.
 
-    Bisects on a log scale by running, from the bracket that the contender's `known` points give, down to
-    `TARGET_PRECISION`: a capacity one percent (or one row) smaller was run and fell short. Takes for granted
-    that the hit rate grows with capacity, which a policy may break by a hair.
+    Narrows the bracket that the contender's `known` points give by running in it, down to `TARGET_PRECISION`: a
+    capacity one percent (or one row) smaller was run and fell short. Takes for granted that the hit rate grows with
+    capacity, which a policy may break by a hair.
     """
     reached = min((p for p in known if p.hit_rate >= target), key=lambda p: p.capacity, default=None)
     if reached is None:
         reached = contender.measure(workload, workload.trace.rows, advance)
         if reached.hit_rate < target:
             return None
-    short = max((p.capacity for p in known if p.capacity < reached.capacity), default=0)
-    while reached.capacity - short > max(1, int(short * TARGET_PRECISION)):
-        middle = math.isqrt(max(short, 1) * reached.capacity)
-        middle = min(max(middle, short + 1), reached.capacity - 1)
-        point = contender.measure(workload, middle, advance)
+    short = max((p for p in known if p.capacity < reached.capacity), key=lambda p: p.capacity, default=None)
+    halve = False
+    while reached.capacity - _rows(short) > max(1, int(_rows(short) * TARGET_PRECISION)):
+        width = _width(short, reached)
+        point = contender.measure(workload, _between(short, reached, target, halve=halve), advance)
         if point.hit_rate >= target:
             reached = point
         else:
-            short = middle
+            short = point
+        halve = not halve and _width(short, reached) > width / 2
     return reached
+
+
+def _rows(short: HitRate | None) -> int:
+    return 0 if short is None else short.capacity
+
+
+def _width(short: HitRate | None, reached: HitRate) -> float:
+    return math.log(reached.capacity / max(1, _rows(short)))
+
+
+def _between(short: HitRate | None, reached: HitRate, target: float, *, halve: bool) -> int:
+    """The capacity to run next: where a line between the ends, over the logarithm of the capacity, meets `target`, or
+    with `halve`, as the last one did not bring them close, the middle. It goes beyond the line by half the precision,
+    towards the end that is further away, so that the next one closes the bracket."""
+    width, share, beyond = _width(short, reached), 0.5, 0.0
+    if short is not None and not halve:
+        share = (target - short.hit_rate) / (reached.hit_rate - short.hit_rate)
+        beyond = math.copysign(math.log1p(TARGET_PRECISION) / 2, 0.5 - share)
+    middle = round(max(1, _rows(short)) * math.exp(share * width + beyond))
+    return min(max(middle, _rows(short) + 1), reached.capacity - 1)
