@@ -114,16 +114,25 @@ def model_of(tables, sharding, **keywords):
 
 
 def runs_ahead(rank, size, tables, sharding, depth, weighted, shape):
-    model, outputs = model_of(tables, sharding), []
+    model, outputs, found = model_of(tables, sharding), [], []
     batches = [batch_of(tables, step, rank, samples=uneven, shape=shape) for step in range(6)]
+    planned = [model.planned, *(held.engine.planned for held in model._held)]  # what was asked, and by whom answered
+    for each in planned:
+
+        def counted(tables, given, take=each.take):
+            call = take(tables, given)
+            found.append(call is not None)
+            return call
+
+        each.take = counted
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a rank without samples cannot tell its tensors apart
         for batch in te.prefetch(batches, model, depth, ids_of=lambda batch: batch[:2]):
             outputs.append(step_of(model, batch, weighted=weighted))
     weights = dict(model.state_dict())
-    waiting = len(model.planned.waiting)
+    waiting = sum(len(each.waiting) for each in planned)
     model.close()
-    return outputs, weights, waiting
+    return outputs, weights, found, waiting
 
 
 @pytest.mark.parametrize(("weighted", "shape"), [(False, "some equal"), (False, "ones"), (True, "some equal")])
@@ -134,7 +143,8 @@ def test_ahead_or_not_bits_are_the_same(worlds, sharding, depth, weighted, shape
     keywords = {"optimizer": te.Adagrad(lr=0.1), "capacity": 1.0}
     alone, expected = one_process(3, tables, 6, uneven, weighted, keywords, shape)
     answers = worlds(3).run(runs_ahead, tables, sharding, depth, weighted, shape)
-    for rank, (outputs, _, waiting) in enumerate(answers):
+    for rank, (outputs, _, found, waiting) in enumerate(answers):
+        assert found == [True] * 18  # by the module, and by each width
         for (out, gradient), (its_out, its_gradient) in zip(outputs, alone[rank], strict=True):
             assert equal(out, its_out)
             assert gradient is None if its_gradient is None else equal(gradient, its_gradient)
