@@ -292,9 +292,9 @@ def test_ranks_agree_on_what_bags_are_rounded_to(worlds):
 # --- what travels -----------------------------------------------------------------------------------------------------
 
 
-def counts_values(rank, size, sharding, shape):
+def counts_values(rank, size, sharding, shape, padding=None):
     """How many numbers this rank sends in each exchange of a step, but for headers."""
-    tables = tables_of(rows=(40, 40, 40, 40), padding=(None,))
+    tables = tables_of(rows=(40, 40, 40, 40), padding=(padding,))
     model, sent = model_of(tables, sharding), []
     exchange = model._ranks._context.exchange
     rows = exchange.rows
@@ -327,6 +327,13 @@ def test_lengths_travel_of_bags_that_differ_in_them(worlds):
     for rank, sent in enumerate(worlds(2).run(counts_values, "tables", "some equal")):
         ids, *_ = batch_of(tables, 0, rank, samples=seven, shape="some equal")
         assert sent[0] == len(ids) + 2 * 7  # of two features
+
+
+def test_padding_does_not_travel(worlds):
+    tables = tables_of(rows=(40, 40, 40, 40), padding=(0,))
+    for rank, sent in enumerate(worlds(2).run(counts_values, "tables", "long", 0)):
+        ids, *_ = batch_of(tables, 0, rank, samples=seven, shape="long")
+        assert sent[0] == int((ids != 0).sum()) + 4 * 7
 
 
 def test_a_table_of_one_rank_is_no_part_of_another(worlds):
