@@ -69,8 +69,9 @@ class Asked:
 
 class AskedPart:
     """What is asked of the tables of one part. `message`: what comes of it · `answer`: what goes back, a row of each
-    id, or of whole tables one of each bag. Once the message has come (`take`), `ids`: int64 (N,), feature by feature,
-    and of whole tables `edges`: int64 (K + 1,), where their bags begin and end among those."""
+    id, or of whole tables one of each bag · `has_ones`: whether that is the same. Once the message has come (`take`),
+    `ids`: int64 (N,), feature by feature, and of whole tables `edges`: int64 (K + 1,), where their bags begin and end
+    among those."""
 
     ids: torch.Tensor
     edges: torch.Tensor
@@ -82,9 +83,11 @@ class AskedPart:
         this one."""
         self.is_whole, self._device, self._features = part.is_whole, device, len(part.space.features)
         self.message = self.answer = Asked.of(counts.contiguous(), device)
+        self.has_ones = True
         if part.is_whole:
             bags = samples[:, None] * torch.from_numpy((part.owner == rank).astype(np.int64))
-            self.answer = Asked.of(bags, device)
+            self.has_ones = torch.equal(counts, torch.cat([bags, torch.zeros_like(bags)], 1))
+            self.answer = self.message if self.has_ones else Asked.of(bags, device)
 
     @functools.cached_property
     def order(self) -> Asked:
@@ -98,18 +101,15 @@ class AskedPart:
         """Where features begin and end among the ids: F + 1."""
         return self.message.ends[: self._features + 1]
 
-    @property
-    def has_ones(self) -> bool:
-        """Whether every bag of whole tables has one id."""
-        return bool((self.message.counts[:, : self._features] == self.answer.counts).all()) and (
-            self.order is self.message
-        )
-
     def take(self, came: torch.Tensor) -> None:
         """Its message has come. Does not synchronise."""
         values = self.message.by_feature(came)
         self.ids, lengths = values[: self.ends[-1]], values[self.ends[-1] :]
-        if self.is_whole:
+        if not self.is_whole:
+            return
+        if self.has_ones:
+            self.edges = torch.arange(self.ends[-1] + 1, device=self._device)
+        else:
             self.edges = torch.zeros(self.answer.ends[-1] + 1, dtype=torch.int64, device=self._device)
             torch.cumsum(self._lengths(lengths), 0, out=self.edges[1:])
 
@@ -130,5 +130,4 @@ class AskedPart:
 
     def tensors(self) -> list[torch.Tensor]:
         """All that lie on the device."""
-        held = self.message.place, self.answer.place, self.ids, getattr(self, "edges", None)
-        return [each for each in held if each is not None]
+        return [self.message.place, self.answer.place, self.ids, *([self.edges] if self.is_whole else [])]

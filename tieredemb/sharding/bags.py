@@ -5,8 +5,10 @@ Of a table that is dealt out rows come back, and are pooled here; of one that a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,19 +20,20 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Part:
     """The tables of one width of one kind. `space`: their key space, as batches name rows · `owner`: int64 (F,), of
     each feature the rank that holds its table whole; −1 where all are dealt out."""
 
     space: KeySpace
     owner: Array
 
-    @property
+    @functools.cached_property
     def is_whole(self) -> bool:
         """Whether each of the tables is held by one rank."""
         return bool((self.owner >= 0).all())
 
-    @property
+    @functools.cached_property
     def columns(self) -> int:
         """How many numbers say what a rank is asked for: how many ids of each feature, and of whole tables how many
         lengths of bags."""

@@ -74,10 +74,9 @@ class Request:
         row = []
         for part in self.parts:
             numbers = torch.arange(part.answer.ends[-1], dtype=torch.int32, device=self._device)
-            if part.is_whole:
-                row.append(torch.repeat_interleave(numbers, part.edges.diff(), output_size=part.ends[-1]))
-            else:
-                row.append(numbers + self._bags)
+            if not part.has_ones:
+                numbers = torch.repeat_interleave(numbers, part.edges.diff(), output_size=part.ends[-1])
+            row.append(numbers if part.is_whole else numbers + self._bags)
         rows = sum(part.answer.ends[-1] for part in self.parts)
         is_plain = all(part.is_whole and part.has_ones for part in self.parts)
         is_plain = is_plain and all(run.mode != "max" for run in runs)
