@@ -79,7 +79,7 @@ class Request:
             row.append(numbers if part.is_whole else numbers + self._bags)
         rows = sum(part.answer.ends[-1] for part in self.parts)
         is_plain = all(part.is_whole and part.has_ones for part in self.parts)
-        is_plain = is_plain and all(run.mode != "max" for run in runs)
+        is_plain = is_plain and all(run.mode == "sum" for run in runs)
         return Stack(runs, self._joined(row), self._bags, rows, is_plain)
 
     def _joined(self, values: Sequence[torch.Tensor]) -> torch.Tensor:

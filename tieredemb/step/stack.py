@@ -29,7 +29,7 @@ class Run(NamedTuple):
 class Stack:
     """What the rows of such an output are. `runs`: of features, in their order · `row`: int32 (N,), that of each id ·
     `bags`: how many are of bags · `rows`: how many there are · `is_plain`: whether each id has its own, in their order,
-    and is no maximum. Tensors lie on the tables' device."""
+    and all are sums, so that a lookup and an update need nothing of it. Tensors lie on the tables' device."""
 
     runs: Sequence[Run]
     row: torch.Tensor
