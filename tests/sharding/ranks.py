@@ -3,7 +3,9 @@ device, which is a world's own."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from devices import from_numpy
 from training import random_batch, table_configs
 
 import tieredemb as te
@@ -15,18 +17,47 @@ SHARDINGS = {
     "tables": TableWise(),
     "both": {"t0": RowWise(), "t1": TableWise(), "t2": RowWise(), "t3": TableWise(rank=0)},
     "chosen": None,
+    "one rank": TableWise(rank=1),
 }
 
 
-def batch_of(tables, step, rank, *, samples):
-    """ids, offsets, weights and gradient of a rank's own batch. Ranks differ in samples, and one may have none."""
-    return random_batch(tables, samples(rank), 1000 * step + rank)
+def sharding_of(name, tables):
+    """One of `SHARDINGS`, or "every other": two tables that are dealt out, two that ranks hold whole, and so on."""
+    if name != "every other":
+        return SHARDINGS[name]
+    return {table.name: (RowWise(), TableWise())[n // 2 % 2] for n, table in enumerate(tables)}
+
+
+SHAPES = {  # how many ids the bags of feature f have, of a rank, by a generator
+    "ones": lambda rng, f, rank, size: np.ones(size, np.int64),
+    "equal": lambda rng, f, rank, size: np.full(size, (3, 0, 1, 7)[(f + rank) % 4]),
+    "some equal": lambda rng, f, rank, size: rng.integers(0, 6, size) if (f + rank) % 2 else np.full(size, 2),
+    "long": lambda rng, f, rank, size: rng.integers(0, 40, size),
+    "mostly empty": lambda rng, f, rank, size: rng.integers(0, 12, size) // 11,
+}
+
+
+def batch_of(tables, step, rank, *, samples, shape=None):
+    """ids, offsets, weights and gradient of a rank's own batch. Ranks differ in samples, and one may have none.
+    `shape`: one of `SHAPES`; else bags have up to 4 ids."""
+    size, seed = samples(rank), 1000 * step + rank
+    if shape is None:
+        return random_batch(tables, size, seed)
+    rng = np.random.default_rng(seed)
+    features = [table for table in tables for _ in table.features]
+    sizes = [SHAPES[shape](rng, f, rank, size) for f in range(len(features))]
+    ids = [rng.random(n.sum()) ** 3 * table.num_embeddings for n, table in zip(sizes, features, strict=True)]
+    offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))]).astype(np.int64)
+    upstream = rng.standard_normal((size, sum(table.embedding_dim for table in features)))
+    weights = rng.standard_normal(offsets[-1])
+    ids = np.concatenate(ids).astype(np.int64)
+    return from_numpy(ids), from_numpy(offsets), from_numpy(weights).float(), from_numpy(upstream).float()
 
 
 def joined(tables, batches):
     """The batches of all ranks as one: feature by feature, and in these rank by rank."""
     ids, lengths, weights = [], [], []
-    for f in range(len(tables)):
+    for f in range(sum(len(table.features) for table in tables)):
         for its_ids, offsets, its_weights, upstream in batches:
             size = len(upstream)
             edges = offsets[f * size : (f + 1) * size + 1]
@@ -40,7 +71,7 @@ def joined(tables, batches):
 def parted(tables, batches, values):
     """What `joined` put together, of each rank."""
     lengths = []
-    for f in range(len(tables)):
+    for f in range(sum(len(table.features) for table in tables)):
         for _, offsets, _, upstream in batches:
             size = len(upstream)
             lengths.append(int(offsets[(f + 1) * size] - offsets[f * size]))
@@ -49,30 +80,34 @@ def parted(tables, batches, values):
 
 
 def step_of(model, batch, *, weighted):
+    """`weighted`: with weights of the samples and their gradient, "constant": without it."""
     ids, offsets, weights, upstream = batch
-    weights = weights.clone().requires_grad_() if weighted else None
+    weights = weights.clone().requires_grad_(weighted != "constant") if weighted else None
     out = model(ids, offsets, weights) if weighted else model(ids, offsets)
     out.backward(upstream.to(out.dtype))
-    return out.detach().clone(), None if weights is None else weights.grad.clone()
+    return out.detach().clone(), None if weights is None or weights.grad is None else weights.grad.clone()
 
 
-def sharded_run(rank, size, tables, sharding, steps, samples, weighted, keywords):
+def sharded_run(rank, size, tables, sharding, steps, samples, weighted, keywords, shape=None):
     """Trains on the ranks; outputs and gradients of weights here, and the tables on rank 0."""
-    model = ShardedTieredEmbeddingBagCollection(tables, sharding=SHARDINGS[sharding], average=False, **keywords)
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=sharding_of(sharding, tables), average=False, **keywords
+    )
     outputs = [
-        step_of(model, batch_of(tables, step, rank, samples=samples), weighted=weighted) for step in range(steps)
+        step_of(model, batch_of(tables, step, rank, samples=samples, shape=shape), weighted=weighted)
+        for step in range(steps)
     ]
     weights = model.state_dict()
     model.close()
     return outputs, dict(weights)
 
 
-def one_process(size, tables, steps, samples, weighted, keywords):
+def one_process(size, tables, steps, samples, weighted, keywords, shape=None):
     """The same alone: outputs and gradients of weights of each rank, and the tables."""
     model = te.TieredEmbeddingBagCollection(tables, **keywords)
     outputs = [[] for _ in range(size)]
     for step in range(steps):
-        batches = [batch_of(tables, step, rank, samples=samples) for rank in range(size)]
+        batches = [batch_of(tables, step, rank, samples=samples, shape=shape) for rank in range(size)]
         out, gradient = step_of(model, joined(tables, batches), weighted=weighted)
         gradients = [None] * size if gradient is None else parted(tables, batches, gradient)
         for rank, rows in enumerate(out.split([len(each[3]) for each in batches])):

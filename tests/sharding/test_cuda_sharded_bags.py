@@ -11,7 +11,8 @@ from devices import assert_close, equal
 import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
 from tieredemb.lookup.bags import KeySpace, Places
-from tieredemb.sharding.bags import bag_finder
+from tieredemb.sharding.bags import Part
+from tieredemb.sharding.finder import bag_finder
 from tieredemb.sharding.layout import Layout, RowWise, TableWise
 from tieredemb.step.batch import Batch
 from tieredemb.tables.config import table_set_config
@@ -50,20 +51,25 @@ def a_batch(shape, modes, rng):
 
 
 def finders(tables, ranks, sharding, **keywords):
-    """What finds bags, on a CPU and on a GPU, and ΣD."""
+    """What finds bags, on a CPU and on a GPU, the width of each part, and ΣD."""
     layout = Layout(tables, ranks, sharding)
     widths = [table.embedding_dim for table in tables for _ in table.features]
     columns = np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
-    of = [[t for t, table in enumerate(tables) if table.embedding_dim == width] for width in sorted({*widths})]
-    spaces = [KeySpace(tables, each, list(columns)) for each in of]
+    parts = []
+    for width in sorted({*widths}):
+        of_width = [t for t, table in enumerate(tables) if table.embedding_dim == width]
+        for its in ([t for t in of_width if layout.owner[t] < 0], [t for t in of_width if layout.owner[t] >= 0]):
+            if its:
+                space = KeySpace(tables, its, list(columns))
+                parts.append(Part(space, layout.owner[space.tables[space.table]]))
     made = []
     for device in (CPU, GPU):
         config = table_set_config(
             tuple(tables), capacity=1.0, policy=None, storage=None, optimizer=None, seed=0, dtype=torch.float32,
             device=device, check_ids="deferred", **keywords,
         )  # fmt: skip
-        made.append(bag_finder(layout, spaces, config))
-    return made, int(columns[-1])
+        made.append(bag_finder(layout, parts, config))
+    return made, [part.space.width for part in parts], int(columns[-1])
 
 
 def batch_on(device, ids, offsets, samples, places=None):
@@ -79,7 +85,7 @@ def test_rows_are_asked_for_pooled_and_trained_as_on_a_cpu(shape, modes, ranks):
     tables, ids, offsets = a_batch(shape, MODES[modes], rng)
     sharding = {table.name: TableWise() if t % 4 == 1 else RowWise() for t, table in enumerate(tables)}
     samples, share = SHAPES[shape][1], float(ranks)
-    both, columns = finders(tables, ranks, sharding)
+    both, widths, columns = finders(tables, ranks, sharding)
     weights = torch.from_numpy(rng.standard_normal(len(ids))).float() if modes == "sum" else None
     grad = torch.from_numpy(rng.standard_normal((samples, columns))).float()
     found = []
@@ -87,12 +93,16 @@ def test_rows_are_asked_for_pooled_and_trained_as_on_a_cpu(shape, modes, ranks):
         out = torch.zeros((samples, columns), device=device)
         of_weights, gathered = torch.zeros(len(ids), device=device), []
         for number, bags in enumerate(find(batch_on(device, ids, offsets, samples))):
-            width = (4, 6)[number]
-            rows = torch.from_numpy(np.random.default_rng(number).standard_normal((len(bags.ids), width))).float()
+            rng, width = np.random.default_rng(number), widths[number]
+            rows = torch.from_numpy(rng.standard_normal((sum(bags.back), width))).float()
+            every = torch.from_numpy(rng.standard_normal((sum(bags.ids), width))).float()
             its = None if weights is None else weights.to(device)
             bags.pool(rows.to(device), its, out, keep=True, keep_rows=weights is not None)
-            gathered += [bags.ids, bags.counts, *bags.gradient(grad.to(device), share)]
+            gathered += [bags.asked, bags.counts, torch.tensor([bags.ids, bags.back])]
+            gathered += bags.gradient(grad.to(device), share)
             if weights is not None:
+                gathered.append(bags.sent_weights(its))
+                bags.keep(every.to(device))
                 bags.weights_gradient(grad.to(device), of_weights)
         found.append((gathered, out, of_weights))
     (mine, out, of_weights), (theirs, its_out, its_of_weights) = found
@@ -107,19 +117,19 @@ def test_features_may_come_in_another_order():
     tables, ids, offsets = a_batch("several ids", ("sum",), rng)
     tables = [te.TableConfig(name=f"t{t}", num_embeddings=500, embedding_dim=(4, 6)[t % 2]) for t in range(9)]
     places = Places((3, 0, 8, 1, 9, 5, 2, 7, 4), 10)  # table 2 of the batch has two features
-    both, _ = finders(tables, 3, RowWise())
+    both, *_ = finders(tables, 3, {table.name: TableWise() if t < 4 else RowWise() for t, table in enumerate(tables)})
     host, device = (
         find(batch_on(where, ids, offsets, 500, places)) for find, where in zip(both, (CPU, GPU), strict=True)
     )
     for mine, theirs in zip(host, device, strict=True):
-        assert equal(mine.ids, theirs.ids)
+        assert equal(mine.asked, theirs.asked)
         assert equal(mine.counts, theirs.counts)
 
 
 @pytest.mark.parametrize("kind", ["id", "negative id", "offset", "end"])
 def test_what_is_wrong_is_told_in_the_same_words(kind):
     tables, ids, offsets = a_batch("several ids", ("sum",), np.random.default_rng(2))
-    both, _ = finders(tables, 2, RowWise())
+    both, *_ = finders(tables, 2, RowWise())
     if kind in ("id", "negative id"):
         ids[[17, 400]] = 1000 if kind == "id" else -5
     else:

@@ -16,6 +16,7 @@ from sharding import (
     test_sharded_memory,
     test_sharded_modules,
     test_sharded_prefetch,
+    test_sharded_whole_tables,
 )
 from sharding.ranks import batch_of, one_process, seven, step_of, tables_of, uneven
 from sharding.test_sharded_training import compare
@@ -176,6 +177,56 @@ def test_cuda_scaled_losses_and_several_forwards(worlds):
 @pytest.mark.parametrize("optimizer", [te.Adam(lr=0.05), te.RowWiseAdagrad(lr=0.1)], ids=["dense", "sparse"])
 def test_cuda_saved_by_any_world_loaded_by_any_other(worlds, tmp_path, optimizer):
     test_sharded_checkpoints.test_saved_by_any_world_loaded_by_any_other(worlds, tmp_path, optimizer, (0, 2, 3, 0))
+
+
+@pytest.mark.parametrize("shape", ["ones", "some equal", "mostly empty"])
+def test_cuda_whole_tables_pool_their_bags(worlds, shape):
+    test_sharded_whole_tables.test_bags_of_any_lengths(worlds, 3, shape)
+
+
+@pytest.mark.parametrize("sharding", ["tables", "every other"])
+def test_cuda_whole_tables_of_all_kinds(worlds, sharding):
+    sparse, dense = te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)
+    test_sharded_whole_tables.test_both_kinds_of_tables_of_all_modes_in_two_widths(worlds, sparse, 1.0, sharding)
+    test_sharded_whole_tables.test_both_kinds_of_tables_of_all_modes_in_two_widths(worlds, dense, 1, sharding)
+    test_sharded_whole_tables.test_tables_of_several_features(worlds, sharding)
+    test_sharded_whole_tables.test_several_forwards_are_one_update(worlds, sharding)
+    test_sharded_whole_tables.test_gradients_are_divided_by_the_ranks(worlds, sharding)
+    test_sharded_whole_tables.test_gradients_that_wait_for_a_step_are_scaled(worlds, sharding)
+
+
+@pytest.mark.parametrize("weighted", ["constant", True])
+@pytest.mark.parametrize("sharding", ["tables", "every other"])
+def test_cuda_whole_tables_weighted(worlds, sharding, weighted):
+    for options in ({}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}):
+        test_sharded_whole_tables.test_weights_of_samples(worlds, options, sharding, weighted)
+    test_sharded_whole_tables.test_ahead_or_not_bits_are_the_same(worlds, sharding, 1, True, "some equal")
+
+
+def test_cuda_whole_tables_weighted_on_one_rank(worlds):
+    test_sharded_whole_tables.test_the_gradient_of_weights_may_be_asked_for_on_one_rank(worlds)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"dtype": torch.bfloat16, "output_dtype": torch.float32, "optimizer": te.SGD(lr=0.1)},
+        {"dtype": torch.float32, "output_dtype": torch.bfloat16, "optimizer": te.SGD(lr=0.1)},
+    ],
+    ids=lambda keywords: "-".join(map(str, keywords.values())),
+)
+def test_cuda_whole_tables_of_other_outputs(worlds, keywords):
+    test_sharded_whole_tables.test_every_option(worlds, keywords, "every other")
+
+
+@pytest.mark.parametrize("kind", ["id", "offset", "memory"])
+def test_cuda_whole_tables_on_a_rank_that_fails(worlds, kind):
+    told = {
+        "id": ("IdOutOfRangeError", "rank 1: id 40 at position"),
+        "offset": ("InvalidInputError", "rank 1: offsets"),
+        "memory": ("StorageFullError", "rank 1: no memory is left"),
+    }
+    test_sharded_whole_tables.test_a_rank_that_fails_is_told_of_on_all(worlds, kind, *told[kind])
 
 
 def computes_again(rank, size, recomputed):

@@ -8,8 +8,8 @@ from sharding.test_sharded_agreement import assert_same, batch, model_of, traine
 from sharding.test_sharded_failures import told
 
 from tieredemb.errors import StorageFullError
+from tieredemb.sharding.asked import Asked
 from tieredemb.sharding.exchange import Exchange
-from tieredemb.sharding.shard import Asked
 
 
 def short(room):

@@ -13,13 +13,13 @@ import tieredemb as te
 STEPS = 3
 
 
-def compare(world, tables, sharding, samples, *, weighted=False, steps=STEPS, **keywords):
-    alone, weights = one_process(world.size, tables, steps, samples, weighted, keywords)
-    found = world.run(sharded_run, tables, sharding, steps, samples, weighted, keywords)
+def compare(world, tables, sharding, samples, *, weighted=False, steps=STEPS, shape=None, **keywords):
+    alone, weights = one_process(world.size, tables, steps, samples, weighted, keywords, shape)
+    found = world.run(sharded_run, tables, sharding, steps, samples, weighted, keywords, shape)
     for rank, (outputs, its_weights) in enumerate(found):
         for step, (out, gradient) in enumerate(outputs):
             assert equal(out, alone[rank][step][0]), (rank, step)
-            assert (gradient is None) != weighted
+            assert (gradient is None) == (weighted in (False, "constant"))
             assert gradient is None or equal(gradient, alone[rank][step][1]), (rank, step)
         assert bool(its_weights) == (rank == 0)
     assert found[0][1].keys() == weights.keys()

@@ -184,8 +184,13 @@ def join_edges(offsets: torch.Tensor, parts: torch.Tensor, batch: int, ids: int)
 def number_one_by_one(bags: DeviceBags, own: torch.Tensor) -> None:
     """Writes the bag that each occurrence would have if it were a sample of its own to `own`, int32 (N,)."""
     n = own.shape[0]
+    number_below(bags, own, torch.arange(n, dtype=torch.int32, device=own.device), n)
+
+
+def number_below(bags: DeviceBags, own: torch.Tensor, row: torch.Tensor, rows: int) -> None:
+    """Writes the bag that each occurrence would have if the sample `row`, int32 (N,), of `rows`, were its own."""
     torch.div(bags.bag, max(1, bags.batch), rounding_mode="floor", out=own)
-    own.mul_(n).add_(torch.arange(n, dtype=torch.int32, device=own.device))
+    own.mul_(rows).add_(row)
 
 
 def fault_in(

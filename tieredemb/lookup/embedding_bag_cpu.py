@@ -41,10 +41,11 @@ def pool(weight: Array, homes: Array, bags: Bags, space: KeySpace, weights: Arra
     parallel_for(bags_pool, _samples(bags, space.width), *args)
 
 
-def mean_scale(bags: Bags, space: KeySpace, homes: Array) -> Array:
+def mean_scale(bags: Bags, space: KeySpace, homes: Array, scale: Array | None = None) -> Array:
     """What each occurrence's share of the output's gradient is multiplied by, float32 (N,): one over the bag's size in
-    a mean."""
-    scale = np.empty(len(homes), np.float32)
+    a mean. Written to `scale`, where that is given, for the occurrences of `bags` alone."""
+    if scale is None:
+        scale = np.empty(len(homes), np.float32)
     bags_mean_scale(homes, bags.offsets, bags.batch, space.mode, scale)
     return scale
 

@@ -1,56 +1,85 @@
-"""The side of a lookup where the bags are, on either device: which rows they ask whom for, and what becomes of them."""
+"""The side of a lookup where the bags are, on either device: what they ask whom for, and what becomes of it.
+
+Of a table that is dealt out rows come back, and are pooled here; of one that a rank holds whole, pooled bags.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
 from tieredemb.lookup.bags import KeySpace
-from tieredemb.sharding.layout import Layout
 from tieredemb.step.batch import Batch
-from tieredemb.tables.config import TableSetConfig
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The tables of one width of one kind. `space`: their key space, as batches name rows · `owner`: int64 (F,), of
+    each feature the rank that holds its table whole; −1 where all are dealt out."""
+
+    space: KeySpace
+    owner: Array
+
+    @functools.cached_property
+    def is_whole(self) -> bool:
+        """Whether each of the tables is held by one rank."""
+        return bool((self.owner >= 0).all())
+
+    @functools.cached_property
+    def columns(self) -> int:
+        """How many numbers say what a rank is asked for: how many ids of each feature, and of whole tables how many
+        lengths of bags."""
+        return len(self.space.features) * (1 + self.is_whole)
 
 
 class Bags(Protocol):
-    """The bags of one width in one batch; tensors lie on the tables' device, but for `counts`.
+    """The bags of one part in one batch; tensors lie on the tables' device, but for `counts`.
 
-    `ids`: int64 (K,), of the rows that are asked for, by rank, feature and occurrence: their numbers among those that
-    the rank owns of a table · `counts`: int64 (W, F) on the CPU, how many of them.
+    `asked`: int64 (M,), by rank: by feature and occurrence the ids of the rows, which are their numbers among those
+    that the rank owns of a table; behind them, of whole tables, by feature and sample how many ids a bag has, of those
+    features whose bags differ in that · `counts`: int64 (W, columns) on the CPU, how many of each · `ids`: how many
+    ids each rank is asked for · `back`: how many rows come back from each: those of the ids (K, D), or of whole tables
+    one of each bag, by feature and sample.
     """
 
-    ids: torch.Tensor
+    asked: torch.Tensor
     counts: torch.Tensor
+    ids: list[int]
+    back: list[int]
+
+    def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
+        """Those of the ids that are asked for, float32 (K,), where their owner pools, of `weights`: floats (N,), of the
+        samples. Does not synchronise."""
+
+    def keep(self, every: torch.Tensor) -> None:
+        """Keeps the rows of the ids, (K, D), for the gradient of their weights, where their owner pools."""
 
     def pool(
         self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool
     ) -> None:
-        """Pools the `rows` (K, D) that were asked for into the columns of their features in `out` (B, ΣD). `weights`:
-        floats (N,), of the samples · `keep`: whether a backward is to come · `keep_rows`: whether it asks for the
-        gradient of the weights. Does not synchronise."""
+        """Makes of what has come back, `rows`, the columns of their features in `out` (B, ΣD). `weights`: as of
+        `sent_weights` · `keep`: whether a backward is to come · `keep_rows`: whether it asks for the gradient of the
+        weights. Does not synchronise."""
 
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         """Adds the gradient of the per-sample weights to their positions in `out`, float32 (N,), given that of the
         outputs, float32 (B, ΣD). Does not synchronise."""
 
     def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of each row that was asked for the gradient of its bag, float32 (K, D), divided by `share`, and what it is to
-        be multiplied by, float32 (K,), where that is not one. Does not synchronise."""
+        """Of each row that has come back the gradient, that of its bag, float32 (·, D), divided by `share`; and what it
+        is to be multiplied by, float32 (K,), where that is not one, and its owner does not know. Does not
+        synchronise."""
 
     def tensors(self) -> list[torch.Tensor]:
         """All that it holds on a GPU."""
 
 
-Finder = Callable[[Batch], Sequence[Bags]]  # of all widths; raises `InvalidInputError` and `IdOutOfRangeError`
-
-
-def bag_finder(layout: Layout, spaces: Sequence[KeySpace], config: TableSetConfig) -> Finder:
-    """What finds the bags of key `spaces`, one a width, on the device of `config`, that of the whole tables."""
-    if config.device.type == "cuda":
-        from tieredemb.sharding.gpu_bags import GpuFinder
-
-        return GpuFinder(layout, spaces, config)
-    from tieredemb.sharding.host_bags import HostFinder
-
-    return HostFinder(layout, spaces)
+Finder = Callable[[Batch], Sequence[Bags]]  # of all parts; raises `InvalidInputError` and `IdOutOfRangeError`

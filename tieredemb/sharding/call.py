@@ -1,42 +1,57 @@
 """One forward of a sharded collection and its backward: what is exchanged, and in which order.
 
-Forward: ids go to the ranks that own their rows, which look them up; the rows come back, and are pooled where the bags
-are. Backward: the gradient of every occurrence goes to the owner of its row, which updates it as one process would that
-has the batches of all ranks, one after the other.
+Forward: ids go to the ranks that own their rows, which look them up. Rows of tables that are dealt out come back, and
+are pooled where the bags are; of tables that a rank holds whole it pools the bags, whose lengths it is sent where they
+differ, and whose weights come with the forward. Backward: the gradient of every row, and of every pooled bag, goes to
+the owner, which updates its rows as one process would that has the batches of all ranks, one after the other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.kernels.ranges import ranged
+from tieredemb.sharding.asked import AskedPart
 from tieredemb.sharding.bags import Bags
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase
-from tieredemb.sharding.shard import Asked
+from tieredemb.sharding.request import Request
 from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import NUMBERS, Call
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 
+T = TypeVar("T")
 WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
 PLANNED = 2  # ids were exchanged before
+GRADIENT = 4  # that of the weights is asked for, which takes the rows of all ids
 INFINITE = 1  # of a backward: a gradient is not finite, which is to keep all ranks from the update
+
+
+class _Sending(NamedTuple):
+    """Values (·, …) for the other ranks, how many of them each is sent, and what comes of each, for which there is
+    `room`."""
+
+    values: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    room: torch.Tensor
 
 
 class ShardedCall:
     """One forward. It tells the owners of its rows which it asks for, which may be long before the forward comes and
-    the rows are fetched. Of each shard: the bags here, what was asked of this rank, and the call that answers.
-    `number`: in the order of forwards, once it has come."""
+    the rows are fetched. Of each part of each shard: the bags here; of each shard what was asked of this rank, and the
+    call that answers. `number`: in the order of forwards, once it has come."""
 
-    def __init__(self, context: ShardedContext, batch: Batch, *, ahead: bool = False) -> None:
-        """Exchanges ids. Raises on all ranks what one has met. `ahead`: whether the forward has yet to come."""
+    def __init__(self, context: ShardedContext, batch: Batch, *, flag: int = 0, ahead: bool = False) -> None:
+        """Exchanges ids. Raises on all ranks what one has met. `flag`: of the forward (`forward_flag`) · `ahead`:
+        whether that has yet to come."""
         self.context = context
         self.consumed = self.keeps_rows = False
         self.within: Any = None
@@ -45,8 +60,7 @@ class ShardedCall:
         self._n_ids = len(batch.ids)
         self._use = StreamUse(context.device)
         self._bags = self._find(batch, Phase.PLAN if ahead else Phase.FORWARD)
-        self._sent: list[list[int]] = [bags.counts.sum(1).tolist() for bags in self._bags]
-        self._asked, self._ids = self._ask(ahead=ahead, flag=WEIGHTED * (batch.weights is not None))
+        self._requests = self._ask(ahead=ahead, flag=flag)
         if ahead:
             self._use.made()
         self._planned: list[tuple[PlannedForwards, Planned]] = []
@@ -54,21 +68,21 @@ class ShardedCall:
         self._rows: list[torch.Tensor] = []
 
     @classmethod
-    def of(cls, context: ShardedContext, batch: Batch, planned: ShardedCall | None) -> ShardedCall:
+    def of(cls, context: ShardedContext, batch: Batch, flag: int, planned: ShardedCall | None) -> ShardedCall:
         """The call of a forward that has come: the one that was `planned`, if all ranks have theirs, or another."""
         if planned is None:
-            return cls(context, batch)
-        flag = PLANNED | WEIGHTED * (batch.weights is not None)
+            return cls(context, batch, flag=flag)
         try:
-            flags = context.announce(Phase.FORWARD, flag=flag).flags
+            flags = context.announce(Phase.FORWARD, flag=PLANNED | flag).flags
             _check_weighted(flags)
         except BaseException:
             planned.release()
             raise
         if bool((flags & PLANNED).all()):
+            planned._flags = flags
             return planned
         planned.release()
-        return cls(context, batch)
+        return cls(context, batch, flag=flag)
 
     @ranged("plan")
     def _find(self, batch: Batch, phase: Phase) -> Sequence[Bags]:
@@ -79,10 +93,11 @@ class ShardedCall:
             self.context.announce(phase, error=error)
             raise
 
-    def _ask(self, *, ahead: bool, flag: int) -> tuple[list[Asked], list[torch.Tensor]]:
-        """Of each shard what is asked of this rank, and which ids, feature by feature."""
+    def _ask(self, *, ahead: bool, flag: int) -> list[Request]:
+        """What is asked of each shard here."""
         context, exchange = self.context, self.context.exchange
-        counts = torch.cat([bags.counts for bags in self._bags], 1)
+        samples = torch.full((exchange.size, 1), self.batch, dtype=torch.int64, device="cpu")
+        counts = torch.cat([*(bags.counts for bags in self._bags), samples], 1)
         is_asked = False
         while not is_asked:  # others may have had a plan, which they then give up
             context.number += 1
@@ -91,44 +106,108 @@ class ShardedCall:
             )
             is_asked = not bool((header.flags & PLANNED).any())
             _check_weighted(header.flags)
-        features = [bags.counts.shape[1] for bags in self._bags]
-        counts_of = torch.split(header.counts, features, 1)  # type: ignore[no-untyped-call]
-        asked = [Asked.of(each.contiguous(), context.device) for each in counts_of]
-        came = [
-            exchange.rows(bags.ids, sent, its.per_rank)
-            for bags, sent, its in zip(self._bags, self._sent, asked, strict=True)
-        ]
-        return asked, [its.by_feature(ids) for its, ids in zip(asked, came, strict=True)]
+        self._flags = header.flags
+        columns = [sum(part.columns for part in shard.parts) for shard in context.shards]
+        *its, samples = torch.split(header.counts, [*columns, 1], 1)  # type: ignore[no-untyped-call]
+        requests = [shard.request(each, samples[:, 0]) for shard, each in zip(context.shards, its, strict=True)]
+        messages = [part.message.per_rank for request in requests for part in request.parts]
+        sent = [bags.counts.sum(1).tolist() for bags in self._bags]
+        came = exchange.joined([bags.asked for bags in self._bags], sent, messages)
+        for request, messages_of in zip(requests, self._by_shard(came), strict=True):
+            request.take(messages_of)
+        return requests
+
+    def _by_shard(self, of_parts: Sequence[T]) -> Iterator[Sequence[T]]:
+        """What there is of each part, shard by shard."""
+        begin = 0
+        for shard in self.context.shards:
+            yield of_parts[begin : begin + len(shard.parts)]
+            begin += len(shard.parts)
+
+    def _sending(self, values: torch.Tensor, sent: list[int], received: list[int]) -> _Sending:
+        return _Sending(values, sent, received, self.context.exchange.room(values, received))
+
+    @property
+    def _parts(self) -> list[AskedPart]:
+        """What is asked of this rank, of the parts of all shards."""
+        return [part for request in self._requests for part in request.parts]
 
     def plan_ahead(self, executor: PlanExecutor, *, trains: bool, ages: bool) -> None:
         """Has the rows that are asked of this rank planned and fetched by `executor`, before the forward comes. What
         cannot be planned now the forward plans, and finds out why."""
-        for shard, ids, asked in zip(self.context.shards, self._ids, self._asked, strict=True):
+        for shard, request in zip(self.context.shards, self._requests, strict=True):
             with contextlib.suppress(TieredEmbError):
-                planned = shard.plan_ahead(executor, ids, asked, trains=trains, ages=ages)
+                planned = shard.plan_ahead(executor, request, trains=trains, ages=ages)
                 self._planned.append((shard.engine.planned, planned))
 
-    def fetch(self, *, trains: bool, recomputed: bool) -> None:
+    def fetch(self, weights: torch.Tensor | None, *, trains: bool, recomputed: bool) -> None:
         """The forward has come: answers what was asked of this rank, and has its own rows brought. Raises on all ranks
-        what one has met."""
+        what one has met. `weights`: floats (N,), of the samples here."""
         exchange, context = self.context.exchange, self.context
         self.number = next(NUMBERS)
+        of_ids = self._weights(weights)
         failed: Exception | None = None
-        rows = []
+        answers: list[torch.Tensor] = []
+        every: list[torch.Tensor | None] = []
         try:
             self._follow()
-            for shard, ids, asked in zip(context.shards, self._ids, self._asked, strict=True):
-                call, found = shard.look_up(ids, asked, trains=trains, recomputed=recomputed, within=None)
+            for shard, request, its in zip(context.shards, self._requests, self._by_shard(of_ids), strict=True):
+                call = shard.begin(request, trains=trains, recomputed=recomputed, within=None)
                 self._calls.append(call)
-                rows.append(found)
-            room = [exchange.room(found, sent) for found, sent in zip(rows, self._sent, strict=True)]
+                found = request.look_up(call, its, context.output_dtype, trains=trains, every=any(self._asks))
+                answers += found[0]
+                every += found[1]
+            sending = [
+                self._sending(answer, part.answer.per_rank, bags.back)
+                for answer, part, bags in zip(answers, self._parts, self._bags, strict=True)
+            ]
+            kept = self._rows_for_weights(every)
         except Exception as error:
             failed = error
         context.announce(Phase.ROWS, error=failed)
-        self._rows = [
-            exchange.rows(found, asked.per_rank, sent, out)
-            for found, asked, sent, out in zip(rows, self._asked, self._sent, room, strict=True)
-        ]
+        self._rows = [exchange.rows(*each) for each in sending]
+        for bags, each in kept:
+            came = exchange.rows(*each)
+            if self._asks[exchange.rank]:
+                bags.keep(came)
+
+    def _weights(self, weights: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Of each part the weights of the ids that are asked of this rank, where it pools them."""
+        found: list[torch.Tensor | None] = [None] * len(self._bags)
+        if weights is None or not any(part.is_whole for part in self._parts):
+            return found
+        failed: Exception | None = None
+        sending: dict[int, _Sending] = {}
+        try:
+            self._follow(weights)
+            for number, (bags, part) in enumerate(zip(self._bags, self._parts, strict=True)):
+                mine = bags.sent_weights(weights)
+                if mine is not None:
+                    sending[number] = self._sending(mine, bags.ids, part.order.per_rank)
+        except Exception as error:
+            failed = error
+        self.context.announce(Phase.FORWARD, error=failed)
+        for number, each in sending.items():
+            found[number] = self.context.exchange.rows(*each)
+        return found
+
+    @property
+    def _asks(self) -> list[bool]:
+        """Which ranks ask for the gradient of weights."""
+        asks: list[bool] = (self._flags & GRADIENT).bool().tolist()
+        return asks
+
+    def _rows_for_weights(self, every: Sequence[torch.Tensor | None]) -> list[tuple[Bags, _Sending]]:
+        """The rows of ids that are pooled where they are, for those ranks that ask for the gradient of weights."""
+        kept, asks = [], self._asks
+        mine = asks[self.context.exchange.rank]
+        for bags, part, rows in zip(self._bags, self._parts, every, strict=True):
+            if rows is not None:
+                pieces = rows.split(part.order.per_rank)  # type: ignore[no-untyped-call]
+                rows = torch.cat([its for its, is_asked in zip(pieces, asks, strict=True) if is_asked])
+                sent = [n * is_asked for n, is_asked in zip(part.order.per_rank, asks, strict=True)]
+                kept.append((bags, self._sending(rows, sent, [n * mine for n in bags.ids])))
+        return kept
 
     def complete(self) -> bool:
         """See `Call.complete`."""
@@ -154,31 +233,26 @@ class ShardedCall:
 
     @ranged("update")
     def gradients(self, grad: torch.Tensor) -> list[tuple[Call, torch.Tensor]]:
-        """Of each shard the call of the rows that this rank owns, and the gradients of all their occurrences, given
-        that of the outputs here. Every rank takes part."""
+        """Of each shard the call of the rows that this rank owns, and the gradient of its output, given that of the
+        outputs here. Every rank takes part."""
         exchange, context = self.context.exchange, self.context
         failed: Exception | None = None
         is_infinite, mine = False, []
         try:
             self._follow(grad)
             is_infinite = context.is_scaled and not bool(torch.isfinite(grad).all())
-            for bags, asked in zip(self._bags, self._asked, strict=True):
+            for bags, part in zip(self._bags, self._parts, strict=True):
                 given = [each for each in bags.gradient(grad, context.divisor) if each is not None]
-                mine.append([(each, exchange.room(each, asked.per_rank)) for each in given])
+                mine.append([self._sending(each, bags.back, part.answer.per_rank) for each in given])
         except Exception as error:
             failed = error
         flags = context.announce(Phase.BACKWARD, flag=INFINITE * is_infinite, error=failed).flags
         is_infinite = bool(flags.any())
-        came = [
-            [exchange.rows(each, sent, asked.per_rank, out) for each, out in its]
-            for its, sent, asked in zip(mine, self._sent, self._asked, strict=True)
-        ]
+        came = [[exchange.rows(*each) for each in its] for its in mine]
         found = []
         with context.telling(Phase.BACKWARD):
-            for (rows, *scale), asked, call in zip(came, self._asked, self._calls, strict=True):
-                for each in scale:
-                    call.weigh(asked.by_feature(each))
-                rows = asked.by_feature(rows)
+            for request, call, its in zip(self._requests, self._calls, self._by_shard(came), strict=True):
+                rows = request.gradient(call, its)
                 if is_infinite:  # a row behind those of occurrences, which the optimizer sees, and no row of a table
                     rows = torch.cat([rows, rows.new_full((1, rows.shape[1]), torch.inf)])
                 found.append((call, rows))
@@ -187,8 +261,8 @@ class ShardedCall:
     def _follow(self, *more: torch.Tensor) -> None:
         """The current stream uses what was made of the call, and `more`."""
         held = (tensor for bags in self._bags for tensor in bags.tensors())
-        asked = (tensor for each in self._asked for tensor in (each.place, each.edges))
-        self._use.follow(itertools.chain(held, asked, self._ids, more))
+        asked = (tensor for request in self._requests for tensor in request.tensors())
+        self._use.follow(itertools.chain(held, asked, more))
 
     def release(self) -> None:
         """No backward will come, or no forward: its rows may leave the caches."""
@@ -196,6 +270,13 @@ class ShardedCall:
             among.drop(planned)
         for call in self._calls:
             call.release()
+
+
+def forward_flag(weights: torch.Tensor | None) -> int:
+    """What the header of a forward says of its per-sample weights."""
+    if weights is None:
+        return 0
+    return WEIGHTED | GRADIENT * (torch.is_grad_enabled() and weights.requires_grad)
 
 
 def _check_weighted(flags: torch.Tensor) -> None:

@@ -22,9 +22,9 @@ from tieredemb.modules.forwards import LISTENERS, tell
 from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.sharding.alone import Alone
-from tieredemb.sharding.bags import bag_finder
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.finder import bag_finder
 from tieredemb.sharding.layout import Layout, Sharding
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.ranks import Ranks
@@ -56,11 +56,12 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     Rows are bit for bit those of one process that trains the batches of all ranks as one, rank by rank, given equal
     gradients of the outputs. `group`: the ranks, by default all; made by `torch.distributed.init_process_group` or a
     `DeviceMesh` · `sharding`: by the names of tables `RowWise()` or `TableWise()`, or one for all; by default tables of
-    less than 1 MiB are held whole · `capacity`: of each rank · `average`: whether gradients of the tables are divided
-    by the number of ranks, as `DistributedDataParallel` divides those of the dense layers · `device`: of this rank;
-    "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all on GPUs · `timeout`: how long
-    a rank waits for another, by default as long as torch does. The other keywords are those of
-    `TieredEmbeddingBagCollection`, and equal on all ranks. To construct it is a collective.
+    less than 1 MiB are held whole. Of these pooled bags travel, of others a row for each id · `capacity`: of each rank
+    · `average`: whether gradients of the tables are divided by the number of ranks, as `DistributedDataParallel` does
+    those of the dense layers · `device`: of this rank; "cuda" is the current one (`torch.cuda.set_device`), and all
+    ranks are on CPUs, or all on GPUs · `timeout`: how long a rank waits for another, by default as long as torch does.
+    The other keywords are those of `TieredEmbeddingBagCollection`, and equal on all ranks. To construct it is a
+    collective.
 
     GPUs send each other rows by NCCL where the `group` has it, as "nccl" and "cpu:gloo,cuda:nccl" do; what ranks tell
     each other goes by gloo in any case, between hosts. In a group of gloo alone rows pass through host memory. A
@@ -114,7 +115,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             names = ("tables", "policy", "optimizer", "seed", "dtype", "rounding")
             given = {name: repr(value) for name, value in zip(names, alike, strict=True)}
             given |= {"options": repr(options), "sharding": repr(self.layout.sharding), "average": repr(average)}
-            given["the kind of device"] = config.device.type
+            given |= {"the kind of device": config.device.type, "output_dtype": str(config.output_dtype)}
             fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
             self._optimizer: FusedOptimizer | ShardedOptimizer | None = None
             if fused:
@@ -145,8 +146,8 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         shards = [each for each in held if isinstance(each, Shard)]
         context = ShardedContext(
             layout=self.layout, exchange=exchange, shards=shards,
-            find=bag_finder(self.layout, [shard.space for shard in shards], config),
-            features=len(widths), columns=sum(widths), output_dtype=config.output_dtype, device=config.device,
+            find=bag_finder(self.layout, [part for shard in shards for part in shard.parts], config),
+            columns=sum(widths), output_dtype=config.output_dtype, device=config.device,
             divisor=float(divisor), backward_pass=BackwardPass(), optimizer=self._optimizer,
         )  # fmt: skip
         return Together(context, config)
@@ -177,7 +178,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             )  # fmt: skip
             made.append(
                 Shard(
-                    self.layout, each, list(columns), its_config, options, _class_of(settings["optimizer"]),
+                    self.layout, rank, each, list(columns), its_config, options, _class_of(settings["optimizer"]),
                     self._over_ranks,
                 )
             )  # fmt: skip

@@ -28,7 +28,6 @@ class ShardedContext:
     exchange: Exchange
     shards: Sequence[Shard]
     find: Finder
-    features: int
     columns: int
     output_dtype: torch.dtype
     device: torch.device
@@ -81,7 +80,8 @@ class ShardedContext:
 
     def no_counts(self) -> torch.Tensor:
         """Of a header that announces nothing to come."""
-        return torch.zeros((self.exchange.size, self.features), dtype=torch.int64, device="cpu")
+        columns = sum(part.columns for shard in self.shards for part in shard.parts)
+        return torch.zeros((self.exchange.size, columns + 1), dtype=torch.int64, device="cpu")
 
 
 def _check_update(call: Call) -> None:

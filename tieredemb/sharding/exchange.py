@@ -162,6 +162,18 @@ class Exchange:
             dist.all_to_all_single(came, given, list(received), list(sent), group=self.group)
         return out if came is out else out.copy_(came, non_blocking=True)
 
+    def joined(
+        self, values: Sequence[torch.Tensor], sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """The same of several `values` (·, …) of one kind in one exchange; `sent`, `received`: of each."""
+        if len(values) == 1:
+            return [self.rows(values[0], sent[0], received[0])]
+        pieces = [torch.split(each, list(its)) for each, its in zip(values, sent, strict=True)]  # type: ignore[no-untyped-call]
+        given = torch.cat([its[rank] for rank in range(self.size) for its in pieces])
+        came = self.rows(given, [*map(sum, zip(*sent, strict=True))], [*map(sum, zip(*received, strict=True))])
+        parts = torch.split(came, [its[rank] for rank in range(self.size) for its in received])  # type: ignore[no-untyped-call]
+        return [torch.cat(parts[k :: len(values)]) for k in range(len(values))]
+
     def _sendable(self, values: torch.Tensor) -> torch.Tensor:
         """The same where the group can send it: from a GPU without NCCL in host memory, for which it waits."""
         if not values.is_cuda or self.has_nccl:

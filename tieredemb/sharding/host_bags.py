@@ -13,7 +13,9 @@ from tieredemb.kernels.row_format import carrier_view
 from tieredemb.lookup.bags import EqualBags, KeySpace
 from tieredemb.lookup.bags_cpu import checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
+from tieredemb.sharding.bags import Bags, Part
 from tieredemb.sharding.layout import Layout
+from tieredemb.sharding.whole_bags import HostWholeBags
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -28,18 +30,23 @@ def edges_of(batch: Batch) -> Array:
 
 
 class HostFinder:
-    """Finds the bags of all key `spaces`, one a width. See `Finder`."""
+    """Finds the bags of all `parts`. See `Finder`."""
 
-    def __init__(self, layout: Layout, spaces: Sequence[KeySpace]) -> None:
-        self._layout, self._spaces = layout, spaces
+    def __init__(self, layout: Layout, parts: Sequence[Part]) -> None:
+        self._layout, self._parts = layout, parts
 
-    def __call__(self, batch: Batch) -> Sequence[HostBags]:
+    def __call__(self, batch: Batch) -> Sequence[Bags]:
         edges = edges_of(batch)
-        return [HostBags(space, self._layout, batch, edges) for space in self._spaces]
+        return [
+            HostWholeBags(part, self._layout.size, batch, edges)
+            if part.is_whole
+            else HostBags(part.space, self._layout, batch, edges)
+            for part in self._parts
+        ]
 
 
 class HostBags:
-    """See `Bags`."""
+    """See `Bags`: of tables that are dealt out."""
 
     def __init__(self, space: KeySpace, layout: Layout, batch: Batch, edges: Array) -> None:
         """Raises `IdOutOfRangeError`. `edges`: of `batch`, checked."""
@@ -55,13 +62,20 @@ class HostBags:
         ranks = layout.owners(tables, rows)
         order = np.argsort(ranks, kind="stable")
         self._order = asked[order]  # features come in their order, and so do occurrences
-        self.ids = torch.from_numpy(layout.local(tables[order], rows[order]))
+        self.asked = torch.from_numpy(layout.local(tables[order], rows[order]))
         counts = np.bincount(ranks * len(space.features) + feature, minlength=layout.size * len(space.features))
         self.counts = torch.from_numpy(counts.reshape(layout.size, -1))
+        self.ids = self.back = self.counts.sum(1).tolist()
         self._homes = np.full(len(bags.keys), DROPPED, np.int32)
         self._homes[self._order] = np.arange(len(self._order), dtype=np.int32)
         self._rows = np.empty((0, space.width), np.float32)
         self._weights, self._argmax, self._is_weighted = NO_WEIGHTS, NO_ARGMAX, False
+
+    def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+    def keep(self, every: torch.Tensor) -> None:
+        """Nothing: rows are pooled here."""
 
     def pool(
         self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool

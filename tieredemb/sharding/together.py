@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tieredemb.errors import PeerError, TieredEmbError
-from tieredemb.sharding.call import ShardedCall
+from tieredemb.sharding.call import ShardedCall, forward_flag
 from tieredemb.sharding.checkpoint import ShardedRows
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase
@@ -95,14 +95,15 @@ class Together(Ranks):
         context = self._context
         within = context.backward_pass.touch() if recomputed else None
         trains, weights = hook.requires_grad and torch.is_grad_enabled(), batch.weights
+        flag = forward_flag(weights)
 
         def make() -> Call:
             tables = self.held[0].engine.tables
             planned = None if recomputed else self._planned.take(tables, batch.given)
-            call = ShardedCall.of(context, batch, cast("ShardedCall | None", planned))
+            call = ShardedCall.of(context, batch, flag, cast("ShardedCall | None", planned))
             call.within = within
             try:
-                call.fetch(trains=trains, recomputed=recomputed)
+                call.fetch(weights, trains=trains, recomputed=recomputed)
             except BaseException:
                 call.release()
                 raise

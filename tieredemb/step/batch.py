@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tieredemb.lookup.bags import EqualBags, Places
+from tieredemb.step.stack import Stack
 
 Given = tuple[torch.Tensor | Places, ...]  # what a forward is known by before it comes; the ids come first
 
@@ -16,7 +17,8 @@ class Batch(NamedTuple):
     · `edges`: F·B + 1, how many there are; the last may be missing and is then N · `exact`: whether the last must be N
     · `size`: B · `weights`: floats (N,) or None · `given`: ids, offsets where there are any, and `places` where there
     are, as the caller passed them · `places`: where features have their bags, if not in their order; there may be more
-    bags then · `names_ends`: whether offsets were given, as the second of those."""
+    bags then · `names_ends`: whether offsets were given, as the second of those · `stack`: of tables whose rows are not
+    pooled, what the rows of the output are where they are not those of the ids; `size` is 1 then."""
 
     ids: torch.Tensor
     offsets: torch.Tensor | EqualBags
@@ -27,3 +29,4 @@ class Batch(NamedTuple):
     given: Given
     places: Places | None = None
     names_ends: bool = True
+    stack: Stack | None = None

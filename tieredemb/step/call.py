@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
@@ -53,6 +53,15 @@ def inside_backward() -> bool:
 
 
 Collected = list[tuple["Call", torch.Tensor]]  # calls, and the gradients of their outputs, float32 (B, ΣD)
+
+
+class StackRows(NamedTuple):
+    """An output that has a `Stack`: its pooled bags (K, D), and the rows of single ids, (·, D) in the rows' dtype; and
+    where they are asked for those of all ids, (N, D)."""
+
+    bags: torch.Tensor
+    rows: torch.Tensor
+    every: torch.Tensor | None
 
 
 class Updater(Protocol):
@@ -165,15 +174,22 @@ class Call(abc.ABC):
     @property
     @abc.abstractmethod
     def rows(self) -> int:
-        """Those of the output: B, or where rows are not pooled as many as there are ids."""
+        """Those of the output: B, or where rows are not pooled as many as there are ids, or as a `Stack` says."""
 
     @abc.abstractmethod
     def tables_of_rows(self) -> torch.Tensor:
-        """The table of each row of an output whose rows are not pooled, int64 (N,)."""
+        """The table of each row of an output that has no columns of features, int64 (R,)."""
 
     @abc.abstractmethod
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         """The pooled rows, (B, ΣD) in the rows' dtype; or the rows of the ids, (N, D), feature by feature."""
+
+    def pool_stack(
+        self, weights: torch.Tensor | None, dtype: torch.dtype, *, differentiable: bool, all_rows: bool
+    ) -> StackRows:
+        """The output of a batch that has a `Stack`. `weights`: float32 (N,), of which those of ids in bags count ·
+        `dtype`: of pooled bags · `all_rows`: whether the rows of all ids are asked for, too."""
+        raise NotImplementedError  # of calls that are planned together no batch has one
 
     @abc.abstractmethod
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
@@ -181,8 +197,8 @@ class Call(abc.ABC):
 
     @abc.abstractmethod
     def weigh(self, scale: torch.Tensor) -> None:
-        """Where rows are not pooled, in tables of one width: the gradient of each is to be multiplied by its `scale`,
-        float32 (N,)."""
+        """Where the output has no columns of features: the gradient of each id's row is to be multiplied by its
+        `scale`, float32 (N,), which is 1 in a bag that takes a mean."""
 
     @staticmethod
     @abc.abstractmethod

@@ -14,12 +14,13 @@ from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.streams import current_stream, on_device, synchronize
 from tieredemb.lookup.bags import EqualBags, Places
-from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, number_one_by_one, tell_fault
+from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, number_below, number_one_by_one, tell_fault
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import NUMBERS, Call, Collected
+from tieredemb.step.call import NUMBERS, Call, Collected, StackRows
 from tieredemb.step.call_memory import CallMemory
 from tieredemb.step.device_group_call import DeviceGroupCall, shallow_copy
 from tieredemb.step.device_update import take_step, those_alike, update, update_together
+from tieredemb.step.stack import Stack
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 
@@ -41,6 +42,7 @@ class DeviceCall(Call):
     source: Recorded | None = None  # the same, where it is to look the output up yet
     joint: JointCall | None = None  # whose part it is, if it was planned together with others
     position: int  # its place among those
+    stack: Stack | None = None  # what the rows of its output are, if that has one
     tells_at_once = True  # of a fault, where it is not planned ahead
     _told_stream: int | None = None  # the last one that the allocator was told of, see `follow`
 
@@ -56,7 +58,9 @@ class DeviceCall(Call):
         memory: CallMemory | None = None,
     ) -> None:
         self.ids, self.tells_later = batch.ids.shape[0], ahead or not self.tells_at_once
+        self.stack = batch.stack
         recurs = memory is None and scored and not may_exceed_bags  # the buffers of captured steps are planned there
+        recurs = recurs and (batch.stack is None or batch.stack.is_plain)  # else its rows are numbered by what comes
         if recurs and self.context.recorded.plan(self, batch, trains=trains, ages=ages, ahead=ahead):
             return
         tables = self.context.tables
@@ -102,7 +106,10 @@ class DeviceCall(Call):
                 group.cache.complete_last()
             parts = zip(groups, self.memory.bags, self.memory.segments, self.memory.trained, strict=True)
             for group, bags, segments, trained in parts:
-                part = DeviceGroupCall(group, bags, self.context.options, segments, trained, self.memory.own_bag)
+                samples = bags.batch if self.memory.own_bag is None else self.rows
+                part = DeviceGroupCall(
+                    group, bags, self.context.options, segments, trained, self.memory.own_bag, samples
+                )
                 part.plan(ids, scored=scored, ages=ages, given=given, ahead=ahead)
                 self.parts.append(part)
         except BaseException:
@@ -136,7 +143,10 @@ class DeviceCall(Call):
             find_device_bags(bags, ids, edges, space, memory.fault, report, memory.places, padding_is_dropped=dropped)
         if memory.own_bag is not None:
             (bags,) = memory.bags
-            number_one_by_one(bags, memory.own_bag)
+            if self.stack is None or self.stack.is_plain:
+                number_one_by_one(bags, memory.own_bag)
+            else:
+                number_below(bags, memory.own_bag, self.stack.row, self.stack.rows)
 
     @property
     def tickets(self) -> list[DeviceTicket]:
@@ -215,6 +225,8 @@ class DeviceCall(Call):
     @property
     def rows(self) -> int:
         config = self.context.tables.config
+        if self.stack is not None:
+            return self.stack.rows
         return self.ids if not config.pooled else self.batch * len(config.tables) if config.apart else self.batch
 
     def tables_of_rows(self) -> torch.Tensor:
@@ -246,6 +258,31 @@ class DeviceCall(Call):
         self.memory.joined()
         self.follow()
         return out
+
+    @ranged("lookup")
+    def pool_stack(
+        self, weights: torch.Tensor | None, dtype: torch.dtype, *, differentiable: bool, all_rows: bool
+    ) -> StackRows:
+        (part,), stack, config = self.parts, self.stack, self.context.tables.config
+        assert stack is not None
+        part.stack = stack
+        if stack.is_plain and weights is None and not all_rows:
+            bags = self.pool(None, differentiable=differentiable)
+            return StackRows(bags.to(dtype), bags[:0], None)
+        if self.pooled is not None or self.source is not None:  # of a recorded plan, which has not known of weights
+            self.pooled = self.source = None
+            self.follow()
+            if self.tells_later:
+                self._tell_now()
+        width, device = self.context.tables.output_width, config.device
+        bags = torch.empty((stack.bags, width), dtype=dtype, device=device)
+        rows = torch.empty((stack.rows - stack.bags, width), dtype=config.output_dtype, device=device)
+        every = torch.empty((self.ids, width), dtype=config.output_dtype, device=device) if all_rows else None
+        part.pool_stack(stack, bags, rows, every, weights, keep_argmax=differentiable)
+        part.join()
+        self.memory.joined()
+        self.follow()
+        return StackRows(bags, rows, every)
 
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         out = torch.zeros(self.ids, dtype=torch.float32, device=grad.device)

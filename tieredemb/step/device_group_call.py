@@ -4,16 +4,20 @@ tiers."""
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from tieredemb.cache.device.plan import Beside, OverflowRows
+from tieredemb.config import Mode
 from tieredemb.kernels.constants import DROPPED
-from tieredemb.kernels.streams import current_stream
+from tieredemb.kernels.row_format import RowFormat
+from tieredemb.kernels.streams import current_stream, on_device
+from tieredemb.lookup.bags import rows_space
 from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace
-from tieredemb.lookup.device_lookup import HotTensors, Segments, frequency_scale
+from tieredemb.lookup.device_lookup import DeviceLookup, HotTensors, Segments, frequency_scale
+from tieredemb.step.stack import Run, Stack
 from tieredemb.tables.group import DeviceGroup
 
 if TYPE_CHECKING:
@@ -36,7 +40,7 @@ class ReadRows:
 class DeviceGroupCall:
     """One forward in one group: its bags, its ticket, and what its gradient needs. `segments`, `trained`: room for
     them, where they are found with the plan · `own_bag`: see `CallMemory`. In terms of the outputs: `bag`, that of each
-    occurrence, among `samples` of each feature."""
+    occurrence, among `samples` of each feature, which are their rows."""
 
     ticket: DeviceTicket
 
@@ -48,13 +52,15 @@ class DeviceGroupCall:
         segments: Segments | None,
         trained: torch.Tensor | None,
         own_bag: torch.Tensor | None,
+        samples: int,
     ) -> None:
         self.group = group
         self.bags = bags
         self.options = options
         self._segments = segments
         self.bag = bags.bag if own_bag is None else own_bag
-        self.samples = bags.batch if own_bag is None else own_bag.shape[0]
+        self.samples = samples
+        self.stack: Stack | None = None  # once its output was looked up, if that has one
         # homes of the occurrences that gradients reach: padding that lookups read is left out
         self.trained = bags.homes if trained is None else trained
         self.weights: torch.Tensor | None = None
@@ -114,7 +120,7 @@ class DeviceGroupCall:
         """The call of `ticket`, which a replay has planned to where this one was."""
         call = shallow_copy(self)
         call.ticket = ticket
-        call.weights = call.argmax = call.forward_rows = None
+        call.weights = call.argmax = call.forward_rows = call.stack = None
         call._found, call._is_caught_up = None, False
         return call
 
@@ -161,13 +167,7 @@ class DeviceGroupCall:
         with group.cache.using(self.ticket):
             if weights is not None:
                 self.weights = weights if bags.position is None else weights[bags.position]
-            hot: HotTensors = group.cache.hot
-            overflow, homes = group.cache.overflow([self.ticket]), self.ticket.homes
-            if group.past is not None and not self._is_caught_up:
-                rows, homes = group.lookup.read_current(
-                    hot, overflow, homes, group.past, group.device_steps, bags=bags, tables=group.tables
-                )
-                hot, overflow = ReadRows(rows, hot.state, hot.dirty), NO_OVERFLOW
+            hot, overflow, homes = self._rows_now()
             if group.config.pooled:
                 group.lookup.pool(hot, overflow, homes, bags, self.weights, out, self.argmax)
             elif out.dtype == hot.weight.dtype:
@@ -177,11 +177,67 @@ class DeviceGroupCall:
             if keep_rows:
                 self.forward_rows = group.lookup.gather(hot, overflow, homes)
 
+    def _rows_now(self) -> tuple[HotTensors, OverflowRows, torch.Tensor]:
+        """Rows as they are at the steps that were taken, and the homes of the occurrences among them. The caller uses
+        the ticket."""
+        group = self.group
+        hot: HotTensors = group.cache.hot
+        overflow, homes = group.cache.overflow([self.ticket]), self.ticket.homes
+        if group.past is not None and not self._is_caught_up:
+            rows, homes = group.lookup.read_current(
+                hot, overflow, homes, group.past, group.device_steps, bags=self.bags, tables=group.tables
+            )
+            hot, overflow = ReadRows(rows, hot.state, hot.dirty), NO_OVERFLOW
+        return hot, overflow, homes
+
+    def pool_stack(
+        self,
+        stack: Stack,
+        bags: torch.Tensor,
+        rows: torch.Tensor,
+        every: torch.Tensor | None,
+        weights: torch.Tensor | None,
+        *,
+        keep_argmax: bool,
+    ) -> None:
+        """Pools run by run into `bags` and `rows` (·, D), and writes the rows of all ids to `every`."""
+        self.weights = weights
+        if keep_argmax and self.group.lookup.has_max:
+            shape = stack.rows, bags.shape[1]
+            self.argmax = torch.full(shape, -1, dtype=torch.int32, device=bags.device)
+        with self.group.cache.using(self.ticket):
+            hot, overflow, homes = self._rows_now()
+            for run in stack.runs:
+                low, high = run.rows
+                if run.mode is None:
+                    out = rows[low - stack.bags : high - stack.bags]
+                    self.group.lookup.gather(hot, overflow, homes[run.ids[0] : run.ids[1]], out)
+                    continue
+                argmax = None if self.argmax is None else self.argmax[low:high]
+                lookup = self._lookup_of(run, bags.dtype)
+                lookup.pool(hot, overflow, homes, self._bags_of(run), weights, bags[low:high], argmax)
+            if every is not None:
+                self.group.lookup.gather(hot, overflow, homes, every)
+
+    def _bags_of(self, run: Run) -> DeviceBags:
+        """Those of a run that pools, each of a sample of its own."""
+        assert run.edges is not None
+        return replace(self.bags, offsets=run.edges, position=None, batch=run.rows[1] - run.rows[0])
+
+    def _lookup_of(self, run: Run, dtype: torch.dtype | None = None) -> DeviceLookup:
+        """What pools the bags of a run, into outputs of a `dtype`, by default the rows'."""
+        space, row = self.group.space, self.group.cache.cold.layout.format
+        return _pooling(space.width, run.mode or "sum", row, dtype or row.device_dtype, self.bags.keys.device)
+
     def tables_of_rows(self) -> torch.Tensor:
         """See `Call`."""
         feature = torch.div(self.bags.bag, max(1, self.bags.batch), rounding_mode="floor")
         table = self.group.device_space.table
-        return feature.to(torch.int64) if table is None else table[feature]
+        tables = feature.to(torch.int64) if table is None else table[feature]
+        if self.stack is None:
+            return tables
+        of = torch.zeros(self.samples, dtype=torch.int64, device=tables.device)  # of an empty bag none
+        return of.scatter_(0, self.stack.row.to(torch.int64), tables)
 
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         """Adds the gradient of the per-sample weights to `out`, float32 (N,), at their positions."""
@@ -196,12 +252,24 @@ class DeviceGroupCall:
     def scale(self) -> torch.Tensor | None:
         """What each occurrence's share of the gradient is multiplied by, float32 (N,), or None for ones."""
         scale = self.weights
-        if scale is None and self.group.lookup.has_mean:
+        if self.stack is not None:
+            for run in self.stack.runs:
+                if run.mode == "mean":
+                    share = self._lookup_of(run).mean_scale(self.ticket.homes, self._bags_of(run))
+                    scale = share if scale is None else scale * share
+        elif scale is None and self.group.lookup.has_mean:
             scale = self.group.lookup.mean_scale(self.ticket.homes, self.bags)
         if self.options.scale_grad_by_freq:
             share = frequency_scale(self.trained)
             scale = share if scale is None else scale * share
         return scale
+
+
+@functools.cache
+def _pooling(width: int, mode: Mode, row: RowFormat, dtype: torch.dtype, device: torch.device) -> DeviceLookup:
+    """The kernels that pool bags of rows, whichever tables these are of, into outputs of a dtype."""
+    with torch.inference_mode(False), on_device(device):
+        return DeviceLookup(DeviceKeySpace(rows_space(width, mode), [-1], device), row, None, dtype)
 
 
 def _leave_out(space: DeviceKeySpace, ids: torch.Tensor, bags: DeviceBags, trained: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from tieredemb.lookup.optimizer import Hyperparameters
 from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, catch_up, limit_norms, update
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import Call, Collected
+from tieredemb.step.call import Call, Collected, StackRows
+from tieredemb.step.stack import Run, Stack
 from tieredemb.tables.group import HostGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
@@ -95,7 +97,9 @@ def carry_out(passes: Sequence[tuple[HostGroup, Pass, Hyperparameters | None]]) 
 class HostGroupCall:
     """One forward in one group: its bags, its ticket, and what its gradient needs."""
 
-    def __init__(self, group: HostGroup, bags: Bags, options: LookupOptions, ticket: Ticket) -> None:
+    def __init__(
+        self, group: HostGroup, bags: Bags, options: LookupOptions, ticket: Ticket, stack: Stack | None = None
+    ) -> None:
         self.group = group
         self.bags = bags
         self.options = options
@@ -104,7 +108,12 @@ class HostGroupCall:
         self.argmax: Array = NO_ARGMAX
         self.forward_rows: Array | None = None
         self.is_caught_up = False  # the rows of a dense optimizer are at the steps that were taken
-        self.outputs = bags if group.config.pooled else one_by_one(bags)  # what the rows of the output are made of
+        self.stack = stack
+        self.outputs = bags  # what the rows of the output are made of
+        if stack is not None:
+            self.outputs = replace(bags, sample=stack.row.numpy(), batch=stack.rows)
+        elif not group.config.pooled:
+            self.outputs = one_by_one(bags)
 
     def catch_up(self) -> Pass:
         """What brings the rows of this forward to the steps that were taken, of a dense optimizer."""
@@ -121,7 +130,7 @@ class HostGroupCall:
 
     def pool(self, out: Array, weights: Array | None, *, keep_argmax: bool, keep_rows: bool) -> None:
         """Pools into `out` (carrier (B, ΣD)); keeps what a backward will want to know of the forward."""
-        homes, space, cache = self.ticket.homes, self.group.space, self.group.cache
+        space = self.group.space
         if not self.group.config.pooled:
             space = rows_space(space.width, "sum")
         if weights is not None:
@@ -129,14 +138,48 @@ class HostGroupCall:
             self.weights = weights[: len(self.bags.keys)] if position is None else weights[position]
         if keep_argmax and space.has_max:
             self.argmax = np.full(out.shape, -1, np.int32)
-        with cache.lock:  # an update on another thread would be seen half
-            cache.check_rows(self.ticket)
-            weight = cache.hot.weight
-            if self.group.kept is not None and not self.is_caught_up:
-                weight, homes = self._caught_up(self.group.kept)
+        with self.group.cache.lock:  # an update on another thread would be seen half
+            weight, homes = self._rows_now()
             pool(weight, homes, self.outputs, space, self.weights, out, self.argmax)
             if keep_rows:
                 self.forward_rows = weight[np.maximum(homes, 0)]
+
+    def pool_stack(
+        self, stack: Stack, bags: Array, rows: Array, every: Array | None, weights: Array | None, *, keep_argmax: bool
+    ) -> None:
+        """Pools run by run into `bags` and `rows`, carriers (·, D), and writes the rows of all ids to `every`."""
+        width = self.group.space.width
+        if weights is not None:
+            self.weights = weights
+        if keep_argmax and self.group.space.has_max:
+            self.argmax = np.full((stack.rows, width), -1, np.int32)
+        with self.group.cache.lock:
+            weight, homes = self._rows_now()
+            for run in stack.runs:
+                low, high = run.rows
+                out, its_weights, argmax = rows[low - stack.bags : high - stack.bags], NO_WEIGHTS, NO_ARGMAX
+                if run.mode is not None:
+                    out, its_weights, argmax = bags[low:high], self.weights, self.argmax[low:high]
+                space = rows_space(width, run.mode or "sum")
+                pool(weight, homes, self._bags_of(run), space, its_weights, out, argmax)
+            if every is not None:
+                space = rows_space(width, "sum")
+                pool(weight, homes, one_by_one(self.bags), space, NO_WEIGHTS, every, NO_ARGMAX)
+
+    def _bags_of(self, run: Run) -> Bags:
+        """Those of a run, each of a sample of its own."""
+        bags, (first, last) = self.bags, run.ids
+        edges = np.arange(first, last + 1) if run.edges is None else run.edges.numpy()
+        return Bags(bags.keys[first:last], edges, bags.sample, bags.feature, None, len(edges) - 1)
+
+    def _rows_now(self) -> tuple[Array, Array]:
+        """Rows as they are at the steps that were taken, carrier (·, D), and which of them each occurrence has. The
+        caller holds the cache's lock."""
+        cache = self.group.cache
+        cache.check_rows(self.ticket)
+        if self.group.kept is not None and not self.is_caught_up:
+            return self._caught_up(self.group.kept)
+        return cache.hot.weight, self.ticket.homes
 
     def _caught_up(self, history: History) -> tuple[Array, Array]:
         """Copies of the rows of this forward, carrier (U, D), as they are at the steps that were taken, and which of
@@ -157,7 +200,9 @@ class HostGroupCall:
     def gradient(self, grad: Array) -> Gradient:
         """The gradient of the rows, given that of the outputs: float32 (B, ΣD)."""
         scale = self.weights
-        if len(scale) == 0 and self.group.space.has_mean:
+        if self.stack is not None:
+            scale = self._with_means(self.stack, scale)
+        elif len(scale) == 0 and self.group.space.has_mean:
             scale = mean_scale(self.bags, self.group.space, self.ticket.homes)
         if self.options.scale_grad_by_freq:
             inverse = self.ticket.inverse
@@ -165,6 +210,17 @@ class HostGroupCall:
             share = np.where(inverse >= 0, 1 / counts[inverse].astype(np.float32), 0).astype(np.float32)
             scale = share if len(scale) == 0 else scale * share
         return Gradient(grad, self.outputs.sample, self.bags.feature, scale, self.argmax)
+
+    def _with_means(self, stack: Stack, scale: Array) -> Array:
+        """The `scale` of a stack's occurrences, in whose means each has a share, too."""
+        means = [run for run in stack.runs if run.mode == "mean"]
+        if not means:
+            return scale
+        homes, space = self.ticket.homes, rows_space(self.group.space.width, "mean")
+        scale = np.ones(len(homes), np.float32) if len(scale) == 0 else scale.copy()
+        for run in means:
+            mean_scale(self._bags_of(run), space, homes, scale)
+        return scale
 
     def is_trained(self) -> Array | None:
         """Which occurrences a gradient may reach, bool (N,): not the padding where lookups read it. None for all."""
@@ -205,7 +261,7 @@ class HostCall(Call):
             for group, its_bags in zip(groups, bags, strict=True):
                 assert isinstance(group, HostGroup)
                 ticket = group.cache.plan(its_bags.keys, score=scored, ages=ages, client=group.client)
-                self.parts.append(HostGroupCall(group, its_bags, options, ticket))
+                self.parts.append(HostGroupCall(group, its_bags, options, ticket, batch.stack))
         except BaseException:
             self.release()
             raise
@@ -226,7 +282,10 @@ class HostCall(Call):
 
     def tables_of_rows(self) -> torch.Tensor:
         (part,) = self.parts
-        return torch.from_numpy(part.group.space.tables[part.group.space.table[part.bags.feature]])
+        tables = part.group.space.tables[part.group.space.table[part.bags.feature]]
+        of = np.zeros(self.rows, np.int64)  # of an empty bag none
+        of[part.outputs.sample] = tables
+        return torch.from_numpy(of)
 
     @ranged("lookup")
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
@@ -239,6 +298,22 @@ class HostCall(Call):
         for part in self.parts:
             part.pool(out, array, keep_argmax=differentiable, keep_rows=self.keeps_rows)
         return torch.from_numpy(out).view(dtype)
+
+    @ranged("lookup")
+    def pool_stack(
+        self, weights: torch.Tensor | None, dtype: torch.dtype, *, differentiable: bool, all_rows: bool
+    ) -> StackRows:
+        (part,) = self.parts
+        stack, width, own = part.stack, part.group.space.width, self.context.tables.placed.now.config.output_dtype
+        assert stack is not None
+        # numpy's memory, as in `pool`
+        bags = np.empty((stack.bags, width), CARRIERS[dtype])
+        rows = np.empty((stack.rows - stack.bags, width), CARRIERS[own])
+        every = np.empty((self.ids, width), CARRIERS[own]) if all_rows else None
+        array = None if weights is None else weights.numpy()
+        part.pool_stack(stack, bags, rows, every, array, keep_argmax=differentiable)
+        tensors = torch.from_numpy(bags).view(dtype), torch.from_numpy(rows).view(own)
+        return StackRows(*tensors, None if every is None else torch.from_numpy(every).view(own))
 
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         array = np.zeros(self.ids, np.float32)

@@ -223,7 +223,7 @@ class PartCall(DeviceCall):
             position=None,
             batch=batch,
         )
-        part = DeviceGroupCall(group, own, self.context.options, None, trained, None)
+        part = DeviceGroupCall(group, own, self.context.options, None, trained, None, own.batch)
         part.ticket = cast("DeviceTicket", TicketShare(whole.ticket, own.homes))
         return part
 
