@@ -200,7 +200,7 @@ class Exchange:
             if other is not None:
                 raise ConfigError(
                     f"{other} differs between the ranks: {found[0][1][other]} on rank 0, {theirs[other]} on rank "
-                    f"{rank}; build the collection with the same arguments on all of them"
+                    f"{rank}; give the same on all of them"
                 )
 
     def check_device(self, device: torch.device) -> None:
@@ -217,6 +217,13 @@ class Exchange:
                     f"torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before, or make the process group by "
                     f"init_process_group('gloo') to have several ranks on one"
                 )
+
+    def dealt(self, values: list[Any] | None) -> Any:
+        """Of the `values` of rank 0, one a rank, this one's; the others give None."""
+        found: list[Any] = [None]
+        with self._answered(Phase.WHOLE):
+            dist.scatter_object_list(found, values, src=self.ranks[0], group=self.group)
+        return found[0]
 
     def gather(self, value: Any, to: int = 0) -> list[Any] | None:
         """The `value` of every rank, on rank `to` alone."""

@@ -47,6 +47,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.on_device = DeviceOptions(tables)
 
     @property
+    def config(self) -> OptimizerConfig:
+        """What the rows are laid out for."""
+        return self._config
+
+    @property
     def source(self) -> torch.optim.Optimizer:
         """See `RowOptimizer`."""
         return self
