@@ -14,7 +14,7 @@ import torch
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import InvalidInputError
 from tieredemb.sharding.agreed import agreed
-from tieredemb.sharding.states import RowStates
+from tieredemb.sharding.states import RowStates, refuse_names
 from tieredemb.tables.followed_optimizer import FollowedOptimizer, GroupChoice
 from tieredemb.tables.followers import followers_of
 from tieredemb.tables.table_set import LoadedState
@@ -130,6 +130,7 @@ class Following:
 
     def add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """See `Follower`: those of all ranks on rank 0, none on the others. A collective."""
+        refuse_names()
         if not self._in_state_dict or self._optimizer is None:
             return state_dict
         kind, config, state = kind_of(type(self._optimizer)), self._config(), dict(state_dict["state"])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tieredemb.errors import ConfigError, InvalidInputError
-from tieredemb.sharding.states import RowStates
+from tieredemb.sharding.states import RowStates, refuse_names
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.param_groups import options_in
 
@@ -55,6 +55,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """As `FusedOptimizer.state_dict`, of whole tables, on rank 0; on the others the param group alone. A
         collective. Raises `StorageFullError` where memory cannot hold the state."""
+        refuse_names()
         states, state = self._states(), {}
         states.announce()
         for table in states.tables:

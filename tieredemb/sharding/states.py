@@ -3,6 +3,7 @@ and taken from rank 0 alone or from every rank. Each call is a collective: what 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from tieredemb.config import OptimizerConfig
-from tieredemb.errors import InvalidInputError
+from tieredemb.errors import InvalidInputError, UnsupportedError
 from tieredemb.sharding.agreed import Announce, Change, agreed, change_together
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.layout import Layout
@@ -171,6 +172,21 @@ class RowStates:
 
     def _agreed(self, action: Callable[[], R]) -> R:
         return agreed(self.announce, action)
+
+
+def refuse_names() -> None:
+    """Raises `UnsupportedError` inside of `torch.distributed.checkpoint.state_dict`, which calls an optimizer's params
+    by the names that a model has for them."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise UnsupportedError(
+                "torch.distributed.checkpoint calls an optimizer's params by their names in the model, and sharded "
+                "tables are no parameters of it; give it the optimizer of the dense layers alone, with tables that "
+                "have an optimizer of tieredemb, and save them by save_checkpoint(directory) beside; or save "
+                "optimizer.state_dict() by torch.save on rank 0"
+            )
+        frame = frame.f_back
 
 
 def _change(shard: Shard, states: Mapping[int, LoadedState]) -> Change:
