@@ -61,7 +61,9 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     by the number of ranks, as `DistributedDataParallel` divides those of the dense layers · `device`: of this rank;
     "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all on GPUs · `timeout`: how long
     a rank waits for another, by default as long as torch does. The other keywords are those of
-    `TieredEmbeddingBagCollection`, and equal on all ranks. To construct it is a collective.
+    `TieredEmbeddingBagCollection`. `capacity`, `storage`, `device`, `check_ids` and `timeout` may differ between the
+    ranks, and so may the machines; the others are equal on all of them. To construct it is a collective, which raises
+    `ConfigError` where they are not.
 
     GPUs send each other rows by NCCL where the `group` has it, as "nccl" and "cpu:gloo,cuda:nccl" do; what ranks tell
     each other goes by gloo in any case, between hosts. In a group of gloo alone rows pass through host memory. A
@@ -115,6 +117,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             names = ("tables", "policy", "optimizer", "seed", "dtype", "rounding")
             given = {name: repr(value) for name, value in zip(names, alike, strict=True)}
             given |= {"options": repr(options), "sharding": repr(self.layout.sharding), "average": repr(average)}
+            given |= {"output_dtype": repr(config.output_dtype), "is_weighted": repr(is_weighted)}
             given["the kind of device"] = config.device.type
             fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
             self._optimizer: FusedOptimizer | ShardedOptimizer | None = None

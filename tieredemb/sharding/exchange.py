@@ -124,12 +124,24 @@ class Exchange:
     def _check(self) -> None:
         if self._broken:
             raise PeerError(f"nothing is exchanged any more since an earlier call: {self._broken}")
+        if not self._is_there():
+            raise self._broken_by(
+                "torch.distributed.destroy_process_group() came before this call, and nothing can be exchanged since; "
+                "call it after the last use of the module, and close() the module before it"
+            )
+
+    def _is_there(self) -> bool:
+        """Whether the group was not destroyed with all others."""
+        try:
+            return dist.is_initialized() and len(dist.get_process_group_ranks(self.group)) == self.size
+        except (KeyError, ValueError):  # of a world of before
+            return False
 
     def close(self) -> None:
         """Gives up the group."""
         if not self._broken:
             self._broken = "the module was closed"
-            if dist.is_initialized():
+            if self._is_there():
                 dist.destroy_process_group(self.group)
 
     def _raise(self, error: BaseException | None) -> None:
