@@ -365,5 +365,6 @@ def _check_world_size() -> None:
     if processes > 1:
         raise UnsupportedError(
             f"training in a world of {processes} processes is not supported: each would update its own copy "
-            f"of the rows and they would drift apart; train in one process, or serve under no_grad()"
+            f"of the rows and they would drift apart; build a tieredemb.ShardedTieredEmbeddingBagCollection, whose "
+            f"rows the processes share, train in one process, or serve under no_grad()"
         )
