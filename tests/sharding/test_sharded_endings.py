@@ -3,6 +3,7 @@ gone first. Nobody waits, and nothing aborts."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -11,20 +12,22 @@ import textwrap
 import time
 
 import pytest
+import torch
+
+import tieredemb as te
 
 SCRIPT = """
 import sys
 import torch
 import torch.distributed as dist
 import tieredemb as te
-from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
 how = sys.argv[1]
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 storage = te.File(sys.argv[2]) if how == "without close, on files" else None
 tables = [te.TableConfig(name="a", num_embeddings=500, embedding_dim=4)]
-model = ShardedTieredEmbeddingBagCollection(tables, capacity=0.5, optimizer=te.Adagrad(lr=0.1), storage=storage)
+model = te.ShardedTieredEmbeddingBagCollection(tables, capacity=0.5, optimizer=te.Adagrad(lr=0.1), storage=storage)
 loader = [(torch.arange(6) + 10 * step, torch.arange(7)) for step in range(4)]
 for step, batch in enumerate(te.prefetch(loader, model)):
     if step == 2 and rank == 1 and how == "an error":
@@ -35,8 +38,31 @@ if how.startswith("destroyed"):
     if how == "destroyed and used":
         model.state_dict()
     model.close()
-print("ended", rank)
+print(f"ended {rank}\\n", end="")
 """
+
+
+def leaves_threads(rank, size, closes):
+    """How many threads the process has once a collection has come and gone, for the second time and the third."""
+    found = []
+    for _ in range(3):
+        model = te.ShardedTieredEmbeddingBagCollection(
+            [te.TableConfig(name="a", num_embeddings=500, embedding_dim=4)], optimizer=te.Adagrad(lr=0.1)
+        )
+        model(torch.arange(6), torch.arange(7)).sum().backward()
+        if closes:
+            model.close()
+        del model
+        gc.collect()
+        found.append(len(os.listdir("/proc/self/task")))
+    return found[1:]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_collection_that_is_gone_leaves_no_thread_of_its_group(worlds, closes):
+    """Threads of gloo drop tensors of the last exchange, and abort a process whose interpreter has ended."""
+    for second, third in worlds(2).run(leaves_threads, closes):
+        assert third == second
 
 
 def run(tmp_path, how):

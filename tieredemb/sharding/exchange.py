@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import socket
+import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -69,10 +70,17 @@ class Exchange:
             raise ConfigError(f"rank {dist.get_rank()} is none of the group's, which are {ranks}")
         self.has_nccl = "cuda:nccl" in dist.get_backend_config(group)
         self.timeout = timeout or dist.default_pg_timeout
-        self.group: Any = _own_group(group, ranks, self.timeout, _backend(group))
+        self._held: list[Any] = [_own_group(group, ranks, self.timeout, _backend(group))]
+        if not self.has_nccl:  # NCCL's is given up together, by close()
+            weakref.finalize(self, _give_up, self._held)
         self._broken = ""
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self.ranks = ranks
+
+    @property
+    def group(self) -> Any:
+        """That of its own."""
+        return self._held[0]
 
     def header(
         self, phase: Phase, number: int, counts: torch.Tensor, *, flag: int = 0, error: BaseException | None = None
@@ -132,17 +140,13 @@ class Exchange:
 
     def _is_there(self) -> bool:
         """Whether the group was not destroyed with all others."""
-        try:
-            return dist.is_initialized() and len(dist.get_process_group_ranks(self.group)) == self.size
-        except (KeyError, ValueError):  # of a world of before
-            return False
+        return bool(self._held) and _is_known(self.group)
 
     def close(self) -> None:
         """Gives up the group."""
         if not self._broken:
             self._broken = "the module was closed"
-            if self._is_there():
-                dist.destroy_process_group(self.group)
+            _give_up(self._held)
 
     def _raise(self, error: BaseException | None) -> None:
         """Raises the error of the first rank that has met one, on all of them."""
@@ -243,6 +247,23 @@ class Exchange:
         with self._answered(Phase.WHOLE):
             dist.gather_object(value, found, dst=self.ranks[to], group=self.group)
         return found
+
+
+def _is_known(group: Any) -> bool:
+    """Whether it was not destroyed yet."""
+    try:
+        return dist.is_initialized() and len(dist.get_process_group_ranks(group)) > 0
+    except (KeyError, ValueError):  # of a world of before
+        return False
+
+
+def _give_up(held: list[Any]) -> None:
+    """Ends a group that one of our own holds, and its threads with the last reference. One of gloo's may be about to
+    drop tensors of the last exchange: if the interpreter ends meanwhile, it aborts the process."""
+    if held:
+        group = held.pop()
+        if _is_known(group):
+            dist.destroy_process_group(group)
 
 
 def _pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
