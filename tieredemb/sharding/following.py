@@ -135,16 +135,18 @@ class Following:
             return state_dict
         kind, config, state = kind_of(type(self._optimizer)), self._config(), dict(state_dict["state"])
         self._states.announce()
+        is_there = False
         for table, (g, at) in self._places(self._optimizer.param_groups).items():
             if not self._states.steps(table) and not kind.at_once:
                 continue
             steps, entry = self._states.gathered(config, table)
+            is_there = is_there or bool(config.tensors) or config.is_dense
             if entry:
                 counted = {} if kind.step is None else {"step": kind.step(steps)}
                 state[state_dict["param_groups"][g]["params"][at]] = {**counted, **entry}
         if all(isinstance(number, int) for number in state):
             state = dict(sorted(state.items()))
-        return {**state_dict, "state": state}
+        return {**state_dict, "state": state, **(self._states.elsewhere() if is_there else {})}
 
     def take_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """See `Follower`: checked on all ranks. A collective."""
@@ -168,9 +170,9 @@ class Following:
                 for _, followed in self._followed():
                     followed.check_rows(config_of(type(self._optimizer), as_numbers(saved[g])))
                 entries[table] = state.pop(saved[g]["params"][at], {})
-            return entries if config.tensors or config.is_dense else {}
+            return entries
 
-        loaded = self._states.taken(config, given)
+        loaded = self._states.taken(config, state_dict, given)
         if config.tensors or config.is_dense:
             self._loading = loaded
         return {**state_dict, "state": state}

@@ -62,7 +62,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             steps, entry = states.gathered(self._of_widths[0].config, table)
             if entry:
                 state[table] = {"step": torch.tensor(float(steps), dtype=torch.float32, device="cpu"), **entry}
-        return {"state": state, "param_groups": [self._of_widths[0].options() | {"params": [*states.tables]}]}
+        groups = [self._of_widths[0].options() | {"params": [*states.tables]}]
+        return {"state": state, "param_groups": groups, **states.elsewhere()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` has returned, of this collection or of one in one process, or what torch's
@@ -76,5 +77,5 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise InvalidInputError(f"the state dict must have one param group of {len(states.tables)} tables")
             return {t: state_dict["state"].get(key, {}) for t, key in enumerate(groups[0]["params"])}
 
-        loaded = states.taken(self._of_widths[0].config, given)
+        loaded = states.taken(self._of_widths[0].config, state_dict, given)
         states.set(loaded, lambda: self._of_widths[0].set_options(state_dict["param_groups"][0]))

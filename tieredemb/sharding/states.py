@@ -16,7 +16,16 @@ from tieredemb.sharding.agreed import Announce, Change, agreed, change_together
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.shard import Shard
-from tieredemb.tables.row_state import LAGGING, check_together, lagging_rows, loaded_state, state_tensors, steps_of
+from tieredemb.tables.row_state import (
+    ELSEWHERE,
+    LAGGING,
+    check_is_here,
+    check_together,
+    lagging_rows,
+    loaded_state,
+    state_tensors,
+    steps_of,
+)
 from tieredemb.tables.table_set import LoadedState, check_memory
 
 Entry = Mapping[str, Any]  # of a table in a state dict, without its steps: tensors by name
@@ -54,6 +63,10 @@ class RowStates:
         """Optimizer steps that a table has taken: the same on all ranks. Synchronises with a GPU."""
         shard, number = self._place(table)
         return steps_of(shard.engine.tables, number)
+
+    def elsewhere(self) -> dict[str, int]:
+        """What a state dict says that does not hold the tables' state, as another rank's does."""
+        return {} if self.exchange.rank == 0 else {ELSEWHERE: 0}
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
@@ -109,11 +122,18 @@ class RowStates:
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
-    def taken(self, config: OptimizerConfig, given: Callable[[], Mapping[int, Entry]]) -> dict[int, LoadedState]:
-        """What this rank holds of the state that was `given` for tables: to all ranks, to rank 0 alone, or to none, as
-        before the first step. Changes nothing. Raises `InvalidInputError` for what does not fit."""
+    def taken(
+        self,
+        config: OptimizerConfig,
+        state_dict: Mapping[str, Any],
+        given: Callable[[], Mapping[int, Entry]],
+    ) -> dict[int, LoadedState]:
+        """What this rank holds of the state that was `given` for tables in a `state_dict`: to all ranks, to rank 0
+        alone, or to none, as before the first step. Changes nothing. Raises `InvalidInputError` for what does not
+        fit."""
         entries = self._agreed(given)
         ranks_of = self._ranks_of(entries)
+        self._agreed(lambda: check_is_here(state_dict, ranks_of.values()))
         sent = {t for t, ranks in ranks_of.items() if 0 < len(ranks) < self.exchange.size}
         if wrong := [t for t in sorted(sent) if ranks_of[t] != [0]]:
             raise InvalidInputError(

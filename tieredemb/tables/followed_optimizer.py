@@ -22,7 +22,14 @@ from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.followers import Followers, Meaning, followers_of
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.layout import lay_out
-from tieredemb.tables.row_state import check_together, lagging_rows, loaded_state, state_tensors, steps_of
+from tieredemb.tables.row_state import (
+    check_is_here,
+    check_together,
+    lagging_rows,
+    loaded_state,
+    state_tensors,
+    steps_of,
+)
 from tieredemb.tables.stand_in import Gradients, StandIn
 from tieredemb.tables.table_set import LoadedState, TableSet
 from tieredemb.tables.torch_kinds import as_numbers, config_of, kind_of
@@ -483,12 +490,14 @@ class FollowedOptimizer:
         groups, saved = self.optimizer.param_groups, state_dict["param_groups"]
         if [len(each["params"]) for each in groups] != [len(each["params"]) for each in saved]:
             return None  # torch refuses it
-        state, loading = dict(state_dict["state"]), {}
+        state, loading, entries = dict(state_dict["state"]), {}, []
         for table, g, at in self.numbered(groups):
             self.check_rows(config_of(type(self.optimizer), as_numbers(saved[g])))
-            entry = state.pop(saved[g]["params"][at], {})
+            entries.append(entry := state.pop(saved[g]["params"][at], {}))
             if self.in_state_dict and (self.config.tensors or self.config.is_dense):
                 loading[table] = loaded_state(self._tables, self.config, table, entry)
+        if self.in_state_dict:
+            check_is_here(state_dict, entries)
         check_together(self.config, loading)
         self._loading = loading
         return {**state_dict, "state": state}

@@ -3,7 +3,7 @@ of larger ones, entries that are loaded are of the whole, and what is taken of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,17 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.tables.table_set import LaggingRows, LoadedState, TableSet
 
 LAGGING = "lagging"  # of an entry: what torch's optimizers have not
+ELSEWHERE = "tables_on_rank"  # of a state dict that another rank's is to be loaded with: whose has the tables' state
+
+
+def check_is_here(state_dict: Mapping[str, Any], entries: Iterable[Sized]) -> None:
+    """Raises `InvalidInputError` where the state of tables lies in another rank's state dict, and their `entries` are
+    empty: it would be lost without a word."""
+    if ELSEWHERE in state_dict and not any(entries):
+        raise InvalidInputError(
+            f"this state dict is of a rank that does not hold the tables' state; load that of rank "
+            f"{state_dict[ELSEWHERE]}, which holds all of it"
+        )
 
 
 def steps_of(tables: TableSet, table: int) -> int:
