@@ -12,7 +12,9 @@ from sharding.ranks import SHARDINGS, batch_of, joined, step_of, tables_of, unev
 from sharding.test_sharded_failures import told
 
 import tieredemb as te
+from tieredemb.config import TablePart
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+from tieredemb.tables.row_state import loaded_state
 
 TABLES = tables_of(widths=(4, 8), padding=(None, 0))
 WORLD = 3  # ranks whose batches are trained, however many processes do
@@ -292,3 +294,15 @@ def test_a_state_that_memory_cannot_hold_is_told_on_all(worlds, kind):
         assert name == "StorageFullError"
         assert text.startswith("rank 0: table 't3' as one tensor")
         assert "save_checkpoint" in text
+
+
+def test_a_part_of_no_rows_is_a_new_row():
+    """A table has a row, if one that nobody asks for: it is brought to the step that is loaded, as others are."""
+    model = te.TieredEmbeddingBagCollection(TABLES[:1], optimizer=te.Adam(lr=0.1))
+    step_of(model, batch_of(TABLES[:1], 0, 0, samples=uneven), weighted=False)
+    entry = model.fused_optimizer.state_dict()["state"][0]
+    for part, rows in ((TablePart(0, 0, 1, 1), entry["exp_avg"]), (TablePart(0, 1, 1, 1), torch.zeros(1, 4))):
+        found = loaded_state(model.tables, model.fused_optimizer.config, 0, entry, part)
+        assert found.step == 1
+        assert equal(found.words[:, :4], rows)
+        assert found.words.shape == (1, 8)
