@@ -201,13 +201,16 @@ def builds_otherwise(rank, size):
         "sharding": told(model_of, sharding=(RowWise(), TableWise())[rank]),
         "output_dtype": told(model_of, output_dtype=(None, torch.bfloat16)[rank]),
         "is_weighted": told(model_of, is_weighted=bool(rank)),
+        "what updates the rows": told(
+            model_of, optimizer=(torch.optim.Adam, torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]))[rank]
+        ),
         "fails": told(model_of, capacity=-1 if rank else 0.5),
     }
 
 
 def test_ranks_that_build_different_collections_are_refused(worlds):
     for found in worlds(2).run(builds_otherwise):
-        for name in ("seed", "optimizer", "sharding", "output_dtype", "is_weighted"):
+        for name in ("seed", "optimizer", "sharding", "output_dtype", "is_weighted", "what updates the rows"):
             assert found[name][0] == "ConfigError"
             assert f"{name} differs between the ranks" in found[name][1]
         assert found["fails"][0] == "ConfigError"

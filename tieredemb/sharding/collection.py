@@ -42,7 +42,7 @@ from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.group import row_layout, slot_bytes
 from tieredemb.tables.shares import Sharer, shares
 from tieredemb.tables.table_set import TableSet
-from tieredemb.tables.torch_kinds import Optimizer
+from tieredemb.tables.torch_kinds import Optimizer, is_torch_optimizer
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -118,7 +118,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             given = {name: repr(value) for name, value in zip(names, alike, strict=True)}
             given |= {"options": repr(options), "sharding": repr(self.layout.sharding), "average": repr(average)}
             given |= {"output_dtype": repr(config.output_dtype), "is_weighted": repr(is_weighted)}
-            given["the kind of device"] = config.device.type
+            given |= {"the kind of device": config.device.type, "what updates the rows": _updater(optimizer)}
             fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
             self._optimizer: FusedOptimizer | ShardedOptimizer | None = None
             if fused:
@@ -399,6 +399,13 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 def is_alone(exchange: Exchange) -> bool:
     """Whether a rank has nobody to exchange anything with."""
     return exchange.size == 1
+
+
+def _updater(optimizer: Optimizer) -> str:
+    """What updates rows, in words."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return "a torch optimizer, which tables follow at once"
+    return "a torch optimizer that is to come" if is_torch_optimizer(optimizer) else "tieredemb's, or none"
 
 
 def _class_of(optimizer: Optimizer) -> Optimizer:
