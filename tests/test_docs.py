@@ -77,8 +77,14 @@ def test_page_python_runs(page, tmp_path, monkeypatch):
     """The blocks of a page build on each other, so they run in one namespace, in order."""
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
-    for line, block in blocks(page, "python"):
-        exec(compile("\n" * (line - 1) + block, REPOSITORY / page, "exec"), namespace)  # errors name the page's line
+    try:
+        for line, block in blocks(page, "python"):
+            exec(
+                compile("\n" * (line - 1) + block, REPOSITORY / page, "exec"), namespace
+            )  # errors name the page's line
+    finally:
+        if torch.distributed.is_initialized():  # a page that has failed leaves no world to other tests
+            torch.distributed.destroy_process_group()
 
 
 def test_pages_show_python():
@@ -108,6 +114,10 @@ def test_pages_commands_exist(command, capsys):
         assert importlib.util.find_spec(words[2]), f"no module {words[2]}"
     elif words[0] == "pip":
         assert words[1] == "install"
+    elif words[0] == "torchrun":
+        scripts = [word for word in words if word.endswith(".py")]
+        assert scripts
+        assert all(any(list(blocks(page, f"python {script}")) for page in PAGES) for script in scripts)
     elif words[0] != "make":
         assert words[0] in ("bash", "pytest"), f"unknown command {command!r}: teach this test to check it"
 

@@ -33,6 +33,27 @@ def test_import_of_command_line_loads_no_compiler_and_no_extras(loaded_with_torc
     assert loaded_after("import tieredemb.__main__").intersection(LATE) - loaded_with_torch == set()
 
 
+def test_import_leaves_what_several_processes_need_for_later():
+    code = """
+import sys, tieredemb
+late = [name for name in sys.modules if name.startswith("tieredemb.sharding")]
+assert not late, late
+assert {"RowWise", "TableWise", "ShardedTieredEmbeddingBagCollection"} <= set(dir(tieredemb))
+from tieredemb import RowWise, ShardedTieredEmbeddingBagCollection, TableWise
+assert tieredemb.RowWise is RowWise
+assert "tieredemb.sharding.collection" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+def test_public_names_are_there_and_others_are_not():
+    import tieredemb
+
+    assert all(getattr(tieredemb, name) is not None for name in tieredemb.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'RowWize'"):
+        _ = tieredemb.RowWize
+
+
 def test_import_check_sees_what_a_statement_loads(loaded_with_torch):
     assert "numba" in loaded_after("import tieredemb.kernels.cpu") - loaded_with_torch
 

@@ -1,4 +1,11 @@
-"""Embedding tables larger than memory, behind a hot cache: bit for bit the results of a table held whole."""
+"""Embedding tables larger than memory, behind a hot cache: bit for bit the results of a table held whole.
+
+What several processes need is loaded when it is first asked for: most programs have one, and there are builds of torch
+without `torch.distributed`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from tieredemb.config import LFU, LRU, Normal, TableConfig, Uniform
 from tieredemb.conversion.description import describe
@@ -24,6 +31,10 @@ from tieredemb.storage.host import HostMemory
 from tieredemb.storage.pmem import Pmem
 from tieredemb.storage.unified import UnifiedMemory
 
+if TYPE_CHECKING:
+    from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+    from tieredemb.sharding.layout import RowWise, TableWise
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -38,10 +49,13 @@ __all__ = [
     "HostMemory",
     "Normal",
     "Pmem",
+    "RowWise",
     "RowWiseAdagrad",
+    "ShardedTieredEmbeddingBagCollection",
     "SparseAdam",
     "SparseLion",
     "TableConfig",
+    "TableWise",
     "TieredEmbError",
     "TieredEmbedding",
     "TieredEmbeddingBag",
@@ -57,3 +71,20 @@ __all__ = [
     "replace_embedding_bags",
     "scores",
 ]
+
+_LATE = {
+    "RowWise": "tieredemb.sharding.layout",
+    "ShardedTieredEmbeddingBagCollection": "tieredemb.sharding.collection",
+    "TableWise": "tieredemb.sharding.layout",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_LATE[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,9 +11,16 @@ from torch import Tensor, nn
 from examples.dlrm.config import DTYPES, TrainConfig
 from examples.dlrm.model import TABLES
 from examples.dlrm.processes import Processes
-from tieredemb import SGD, Adagrad, SparseAdam, TableConfig, TieredEmbeddingBagCollection, Uniform
+from tieredemb import (
+    SGD,
+    Adagrad,
+    ShardedTieredEmbeddingBagCollection,
+    SparseAdam,
+    TableConfig,
+    TieredEmbeddingBagCollection,
+    Uniform,
+)
 from tieredemb.errors import UnsupportedError
-from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
 Collection = TieredEmbeddingBagCollection | ShardedTieredEmbeddingBagCollection
 

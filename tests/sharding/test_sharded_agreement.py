@@ -199,17 +199,37 @@ def builds_otherwise(rank, size):
         "seed": told(model_of, seed=rank),
         "optimizer": told(model_of, optimizer=te.SGD(lr=0.1 + rank)),
         "sharding": told(model_of, sharding=(RowWise(), TableWise())[rank]),
+        "output_dtype": told(model_of, output_dtype=(None, torch.bfloat16)[rank]),
+        "is_weighted": told(model_of, is_weighted=bool(rank)),
+        "what updates the rows": told(
+            model_of, optimizer=(torch.optim.Adam, torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]))[rank]
+        ),
         "fails": told(model_of, capacity=-1 if rank else 0.5),
     }
 
 
 def test_ranks_that_build_different_collections_are_refused(worlds):
     for found in worlds(2).run(builds_otherwise):
-        for name in ("seed", "optimizer", "sharding"):
+        for name in ("seed", "optimizer", "sharding", "output_dtype", "is_weighted", "what updates the rows"):
             assert found[name][0] == "ConfigError"
             assert f"{name} differs between the ranks" in found[name][1]
         assert found["fails"][0] == "ConfigError"
         assert found["fails"][1].startswith("rank 1: ")
+
+
+def differs(rank, size, path):
+    """In what may differ: each rank has a cache and a tier of its own."""
+    own = {"capacity": (3, 0.7)[rank], "storage": (te.File(str(path)), te.HostMemory())[rank]}
+    model = model_of(**own, check_ids=("always", "deferred")[rank])
+    for step in range(3):
+        step_of(model, batch(step, rank), weighted=False)
+    weights = dict(model.state_dict())
+    model.close()
+    return weights
+
+
+def test_ranks_may_differ_in_capacity_and_tier(worlds, tmp_path):
+    assert_same(worlds(2).run(differs, tmp_path / "rows")[0], trained(range(3)))
 
 
 def ones(rows, generator):

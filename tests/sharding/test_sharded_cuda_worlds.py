@@ -16,6 +16,7 @@ from sharding import (
     test_sharded_memory,
     test_sharded_modules,
     test_sharded_prefetch,
+    test_sharded_states,
     test_sharded_whole_tables,
 )
 from sharding.ranks import batch_of, one_process, seven, step_of, tables_of, uneven
@@ -266,3 +267,9 @@ def test_cuda_ranks_on_other_kinds_of_devices_are_refused(worlds):
     for kind, text in worlds(2).run(differs_in_device):
         assert kind == "ConfigError"
         assert "the kind of device differs between the ranks" in text
+
+
+@pytest.mark.parametrize("kind", ["SGD momentum", "Adam L2", "fused Adam"])
+def test_cuda_state_dicts(worlds, kind):
+    test_sharded_states.test_rank_0_has_the_state_dict_of_one_process(worlds, kind, "both")
+    test_sharded_states.test_what_any_number_of_processes_saved_any_other_goes_on_with(worlds, kind, (2, 3), "rank 0")

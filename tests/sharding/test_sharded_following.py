@@ -6,6 +6,7 @@ import pytest
 import torch
 from devices import equal
 from sharding.ranks import batch_of, joined, tables_of, uneven
+from sharding.test_sharded_failures import told
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
@@ -70,7 +71,6 @@ def follows(rank, size, kind, how, when):
         model.follow(optimizer)
     batches = [spoilt(batch_of(TABLES, step, rank, samples=uneven), step, rank, how) for step in range(6)]
     seen = loop(model, optimizer, batches, how)
-    assert len(optimizer.state_dict()["state"]) <= 1  # the dense parameter's alone: tables are saved by checkpoints
     assert not list(model.parameters())  # which DistributedDataParallel would take for its own
     weights = dict(model.state_dict())
     model.close()
@@ -134,6 +134,73 @@ def test_a_model_with_sharded_tables_is_clipped(worlds, size):
     for found, again in worlds(size).run(clips):
         assert found == pytest.approx(expected, rel=1e-6)
         assert again == pytest.approx(1.0, rel=1e-4)
+
+
+def follows_later(rank, size, how):
+    """Rank 1 does otherwise than rank 0 when it follows; then all follow as they should, and take a step."""
+    kind, options = torch.optim.Adagrad, {"lr": 0.1}
+    model = ShardedTieredEmbeddingBagCollection(
+        TABLES, sharding=RowWise(), capacity=1.0, optimizer=None if how == "memory" else kind, average=False
+    )
+    dense = torch.nn.Parameter(torch.zeros(1))
+    wrong, params = kind([dense], lr=0.1), 1
+    group = None
+    if rank == 1 and how == "kind":
+        wrong = torch.optim.SGD([dense], lr=0.1)
+    elif rank == 1 and how == "options":
+        wrong = kind([dense], lr=0.2)
+    elif how == "group":
+        wrong.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+        group = rank
+    elif rank == 1 and how == "none":
+        wrong = "Adagrad"
+    elif rank == 1 and how == "memory":
+        tables = model._held[1].engine.tables
+        tables.placed.now.groups[0].cache.check_idle = full
+    found = told(model.follow, wrong, group=group)
+    if how == "memory" and rank == 1:
+        del tables.placed.now.groups[0].cache.check_idle
+    if wrong != "Adagrad":
+        assert [len(each["params"]) for each in wrong.param_groups] == [params] * len(wrong.param_groups)
+        wrong.step()
+        assert not any(entry for entry in wrong.state_dict()["state"] if entry > 1)
+    optimizer = kind([dense], **options)
+    model.follow(optimizer)
+    ids, offsets, _, upstream = batch_of(TABLES, 0, rank, samples=uneven)
+    model(ids, offsets).backward(upstream)
+    optimizer.step()
+    weights = dict(model.state_dict())
+    model.close()
+    return found, weights
+
+
+def full(*_):
+    raise te.errors.StorageFullError("no space left")
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("kind", "ConfigError", "differs between the ranks: torch.optim.Adagrad, Adagrad(lr=0.1"),
+        ("options", "ConfigError", "what the tables are to follow differs between the ranks"),
+        ("group", "ConfigError", "the param group differs between the ranks: number 0 on rank 0, number 1 on rank 1"),
+        ("none", "ConfigError", "rank 1: follow needs a torch.optim.Optimizer"),
+        ("memory", "StorageFullError", "rank 1: no space left"),
+    ],
+)
+def test_what_one_rank_cannot_follow_none_follows(worlds, how, error, text):
+    model = te.TieredEmbeddingBagCollection(TABLES, capacity=1.0, optimizer=torch.optim.Adagrad)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    model.follow(optimizer)
+    ids, offsets, _, upstream = joined(TABLES, [batch_of(TABLES, 0, rank, samples=uneven) for rank in range(2)])
+    model(ids, offsets).backward(upstream)
+    optimizer.step()
+    answers = worlds(2).run(follows_later, how)
+    for (name, said), _ in answers:
+        assert name == error
+        assert text in said
+    for name, weight in model.state_dict().items():
+        assert equal(answers[0][1][name], weight), name
 
 
 def fails_to_follow(rank, size):

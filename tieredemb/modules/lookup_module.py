@@ -19,11 +19,26 @@ if TYPE_CHECKING:
     from tieredemb.step.engine import Engine
 
 
+class _Named:
+    """Has every name that a state dict may have for a table."""
+
+    def __getattr__(self, name: str) -> _Named:
+        if name.startswith("__") or name == "_fqn_modifiers":
+            raise AttributeError(name)
+        return self
+
+
 class LookupModule(nn.Module, abc.ABC):
     """A module whose forwards may be planned before they come. `engine`: what looks up and updates here; None where
     several ranks do that together."""
 
     engine: Engine | None
+    _named = _Named()
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Asked by `torch.distributed.checkpoint.state_dict`, which looks for names of the state dict among attributes:
+        where to look for those behind "tables", which no attribute has."""
+        return {"tables": "_named"}
 
     @property
     @abc.abstractmethod

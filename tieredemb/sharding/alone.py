@@ -63,6 +63,11 @@ class Alone(Ranks):
         if error is not None:
             raise error
 
+    def follow(
+        self, optimizer: torch.optim.Optimizer, *, group: int | dict[str, Any] | None, in_state_dict: bool
+    ) -> None:
+        self._all.engine.follow(optimizer, group=group, in_state_dict=in_state_dict)
+
     def total(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
         return totals
 

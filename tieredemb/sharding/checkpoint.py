@@ -21,6 +21,7 @@ import numpy as np
 from tieredemb.config import TablePart
 from tieredemb.errors import CheckpointError
 from tieredemb.lookup.bags import KeySpace
+from tieredemb.sharding.agreed import Announce, agreed
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.shard import Shard
@@ -90,7 +91,7 @@ class ShardedRows:
     layout: Layout
     exchange: Exchange
     shards: Sequence[Shard]
-    announce: Callable[..., None]
+    announce: Announce
 
     def save(self, directory: str | os.PathLike[str], extra: Any) -> None:
         """See `ShardedTieredEmbeddingBagCollection.save_checkpoint`."""
@@ -195,14 +196,7 @@ class ShardedRows:
             return found.extra["extra"]
 
     def _agreed(self, action: Callable[[], R]) -> R:
-        """Does something, and returns what it has returned once all ranks have done it; raises what one has met."""
-        failed: Exception | None = None
-        try:
-            done = action()
-        except Exception as error:
-            failed = error
-        self.announce(failed)
-        return done
+        return agreed(self.announce, action)
 
     def _parts(self, shard: Shard) -> dict[str, OwnKeys]:
         (group,) = shard.engine.tables.groups

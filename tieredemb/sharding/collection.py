@@ -29,6 +29,7 @@ from tieredemb.sharding.layout import Layout, Sharding
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held, Shard, own_tables
+from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.together import Together
 from tieredemb.stats import CacheStats
 from tieredemb.step.batch import Batch
@@ -41,7 +42,7 @@ from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.group import row_layout, slot_bytes
 from tieredemb.tables.shares import Sharer, shares
 from tieredemb.tables.table_set import TableSet
-from tieredemb.tables.torch_kinds import Optimizer
+from tieredemb.tables.torch_kinds import Optimizer, is_torch_optimizer
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -60,8 +61,9 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     · `average`: whether gradients of the tables are divided by the number of ranks, as `DistributedDataParallel` does
     those of the dense layers · `device`: of this rank; "cuda" is the current one (`torch.cuda.set_device`), and all
     ranks are on CPUs, or all on GPUs · `timeout`: how long a rank waits for another, by default as long as torch does.
-    The other keywords are those of `TieredEmbeddingBagCollection`, and equal on all ranks. To construct it is a
-    collective.
+    The other keywords are those of `TieredEmbeddingBagCollection`. `capacity`, `storage`, `device`, `check_ids` and
+    `timeout` may differ between the ranks, and so may the machines; the others are equal on all of them. To construct
+    it is a collective, which raises `ConfigError` where they are not.
 
     GPUs send each other rows by NCCL where the `group` has it, as "nccl" and "cpu:gloo,cuda:nccl" do; what ranks tell
     each other goes by gloo in any case, between hosts. In a group of gloo alone rows pass through host memory. A
@@ -115,11 +117,12 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             names = ("tables", "policy", "optimizer", "seed", "dtype", "rounding")
             given = {name: repr(value) for name, value in zip(names, alike, strict=True)}
             given |= {"options": repr(options), "sharding": repr(self.layout.sharding), "average": repr(average)}
-            given |= {"the kind of device": config.device.type, "output_dtype": str(config.output_dtype)}
+            given |= {"output_dtype": repr(config.output_dtype), "is_weighted": repr(is_weighted)}
+            given |= {"the kind of device": config.device.type, "what updates the rows": _updater(optimizer)}
             fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
             self._optimizer: FusedOptimizer | ShardedOptimizer | None = None
             if fused:
-                self._optimizer = fused[0] if is_alone(exchange) else ShardedOptimizer(fused)
+                self._optimizer = fused[0] if is_alone(exchange) else ShardedOptimizer(fused, self._states)
             self._ranks = self._among(exchange, held, config, exchange.size if average else 1)
         except Exception as error:
             failed = error
@@ -127,7 +130,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             exchange.agree(failed, given)
             exchange.check_device(config.device)
             if isinstance(optimizer, torch.optim.Optimizer):
-                _follow(optimizer, held, exchange)
+                self._ranks.follow(optimizer, group=None, in_state_dict=True)
         except BaseException:
             for each in held:
                 each.engine.tables.close()
@@ -246,14 +249,30 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             tell(self, batch, trains=self._hook.requires_grad and torch.is_grad_enabled())
         return self._ranks.look_up(batch, self._hook, recomputed=recomputed)
 
-    def follow(self, optimizer: torch.optim.Optimizer, *, group: int | dict[str, Any] | None = None) -> None:
+    def follow(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        group: int | dict[str, Any] | None = None,
+        in_state_dict: bool = True,
+    ) -> None:
         """From now on the rows are updated by `optimizer.step()`, on each rank by its own; see `TieredModule.follow`.
-        The tables' stand-ins are added to the params of `group`; `parameters()` does not list them, as
-        `DistributedDataParallel` would take them for its own. Their gradients are the norms over all ranks: who reads
-        one, as `GradScaler` and `clip_grad_norm_` do of the params that they are given, does so on all ranks.
-        `optimizer.state_dict()` does not hold the tables' state, which `save_checkpoint` saves."""
-        for held in self._held:
-            held.engine.follow(optimizer, group=group, in_state_dict=False)
+        A collective: what one rank raises all do, and then nobody follows.
+
+        The tables' stand-ins are added to the params of `group`, in the order of the tables; `parameters()` does not
+        list them, as `DistributedDataParallel` would take them for its own. Their gradients are the norms over all
+        ranks: who reads one, as `GradScaler` and `clip_grad_norm_` do of the params that they are given, does so on all
+        ranks.
+
+        `in_state_dict`: whether `optimizer.state_dict()` and loading it are collectives and hold the tables' state:
+        whole on rank 0, the others have the dense part alone; taken from all ranks, or from rank 0 alone. False for
+        tables larger than memory, whose state `save_checkpoint` saves."""
+        self._ranks.follow(optimizer, group=group, in_state_dict=in_state_dict)
+
+    def _states(self) -> RowStates:
+        """What the optimizer of several ranks keeps of the rows."""
+        assert isinstance(self._ranks, Together)
+        return self._ranks.states
 
     def _over_ranks(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
         """See `Ranks.total`."""
@@ -382,22 +401,13 @@ def is_alone(exchange: Exchange) -> bool:
     return exchange.size == 1
 
 
+def _updater(optimizer: Optimizer) -> str:
+    """What updates rows, in words."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return "a torch optimizer, which tables follow at once"
+    return "a torch optimizer that is to come" if is_torch_optimizer(optimizer) else "tieredemb's, or none"
+
+
 def _class_of(optimizer: Optimizer) -> Optimizer:
     """The class of a torch optimizer, which tables are laid out for before they follow it."""
     return type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-
-
-def _follow(optimizer: torch.optim.Optimizer, held: Sequence[Held], exchange: Exchange) -> None:
-    """Has all tables follow an optimizer, or none of them on any rank."""
-    before, failed = [list(group["params"]) for group in optimizer.param_groups], None
-    try:
-        for each in held:
-            each.engine.follow(optimizer, in_state_dict=False)
-    except Exception as error:
-        failed = error
-    try:
-        exchange.agree(failed, {})
-    except BaseException:
-        for group, params in zip(optimizer.param_groups, before, strict=True):
-            group["params"][:] = params
-        raise

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import socket
+import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -69,10 +70,17 @@ class Exchange:
             raise ConfigError(f"rank {dist.get_rank()} is none of the group's, which are {ranks}")
         self.has_nccl = "cuda:nccl" in dist.get_backend_config(group)
         self.timeout = timeout or dist.default_pg_timeout
-        self.group: Any = _own_group(group, ranks, self.timeout, _backend(group))
+        self._held: list[Any] = [_own_group(group, ranks, self.timeout, _backend(group))]
+        if not self.has_nccl:  # NCCL's is given up together, by close()
+            weakref.finalize(self, _give_up, self._held)
         self._broken = ""
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self.ranks = ranks
+
+    @property
+    def group(self) -> Any:
+        """That of its own."""
+        return self._held[0]
 
     def header(
         self, phase: Phase, number: int, counts: torch.Tensor, *, flag: int = 0, error: BaseException | None = None
@@ -124,13 +132,21 @@ class Exchange:
     def _check(self) -> None:
         if self._broken:
             raise PeerError(f"nothing is exchanged any more since an earlier call: {self._broken}")
+        if not self._is_there():
+            raise self._broken_by(
+                "torch.distributed.destroy_process_group() came before this call, and nothing can be exchanged since; "
+                "call it after the last use of the module, and close() the module before it"
+            )
+
+    def _is_there(self) -> bool:
+        """Whether the group was not destroyed with all others."""
+        return bool(self._held) and _is_known(self.group)
 
     def close(self) -> None:
         """Gives up the group."""
         if not self._broken:
             self._broken = "the module was closed"
-            if dist.is_initialized():
-                dist.destroy_process_group(self.group)
+            _give_up(self._held)
 
     def _raise(self, error: BaseException | None) -> None:
         """Raises the error of the first rank that has met one, on all of them."""
@@ -212,7 +228,7 @@ class Exchange:
             if other is not None:
                 raise ConfigError(
                     f"{other} differs between the ranks: {found[0][1][other]} on rank 0, {theirs[other]} on rank "
-                    f"{rank}; build the collection with the same arguments on all of them"
+                    f"{rank}; give the same on all of them"
                 )
 
     def check_device(self, device: torch.device) -> None:
@@ -230,12 +246,36 @@ class Exchange:
                     f"init_process_group('gloo') to have several ranks on one"
                 )
 
+    def dealt(self, values: list[Any] | None) -> Any:
+        """Of the `values` of rank 0, one a rank, this one's; the others give None."""
+        found: list[Any] = [None]
+        with self._answered(Phase.WHOLE):
+            dist.scatter_object_list(found, values, src=self.ranks[0], group=self.group)
+        return found[0]
+
     def gather(self, value: Any, to: int = 0) -> list[Any] | None:
         """The `value` of every rank, on rank `to` alone."""
         found: list[Any] | None = [None] * self.size if self.rank == to else None
         with self._answered(Phase.WHOLE):
             dist.gather_object(value, found, dst=self.ranks[to], group=self.group)
         return found
+
+
+def _is_known(group: Any) -> bool:
+    """Whether it was not destroyed yet."""
+    try:
+        return dist.is_initialized() and len(dist.get_process_group_ranks(group)) > 0
+    except (KeyError, ValueError):  # of a world of before
+        return False
+
+
+def _give_up(held: list[Any]) -> None:
+    """Ends a group that one of our own holds, and its threads with the last reference. One of gloo's may be about to
+    drop tensors of the last exchange: if the interpreter ends meanwhile, it aborts the process."""
+    if held:
+        group = held.pop()
+        if _is_known(group):
+            dist.destroy_process_group(group)
 
 
 def _pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

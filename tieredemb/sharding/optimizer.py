@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
-from tieredemb.errors import ConfigError, UnsupportedError
+from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.sharding.states import RowStates, refuse_names
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.param_groups import options_in
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Settings of the update that a sharded collection's backward applies; see `FusedOptimizer`. Schedulers change
-    `param_groups[0]["lr"]` as usual, on all ranks alike. `step()` does nothing. The state of the rows is saved by the
-    module's `save_checkpoint`."""
+    `param_groups[0]["lr"]` as usual, on all ranks alike. `step()` does nothing."""
 
-    def __init__(self, of_widths: Sequence[FusedOptimizer]) -> None:
-        self._of_widths = list(of_widths)
+    def __init__(self, of_widths: Sequence[FusedOptimizer], states: Callable[[], RowStates]) -> None:
+        """`states`: what is kept of the rows, once the ranks have agreed to build the collection."""
+        self._of_widths, self._states = list(of_widths), states
         params = [param for each in of_widths for param in each.param_groups[0]["params"]]
         super().__init__(params, options_in(of_widths[0].param_groups[0]))
         for each in of_widths:
@@ -52,11 +53,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         torch.optim.Optimizer.add_param_group(self, param_group)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Not of rows that lie on several ranks: raises `UnsupportedError`."""
-        raise UnsupportedError(
-            "the optimizer's state lies on several ranks; save it with the rows, by save_checkpoint(directory)"
-        )
+        """As `FusedOptimizer.state_dict`, of whole tables, on rank 0; on the others the param group alone. A
+        collective. Raises `StorageFullError` where memory cannot hold the state."""
+        refuse_names()
+        states, state = self._states(), {}
+        states.announce()
+        for table in states.tables:
+            steps, entry = states.gathered(self._of_widths[0].config, table)
+            if entry:
+                state[table] = {"step": torch.tensor(float(steps), dtype=torch.float32, device="cpu"), **entry}
+        groups = [self._of_widths[0].options() | {"params": [*states.tables]}]
+        return {"state": state, "param_groups": groups, **states.elsewhere()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """See `state_dict`."""
-        raise UnsupportedError("the optimizer's state lies on several ranks; load it by load_checkpoint(directory)")
+        """Takes over what `state_dict` has returned, of this collection or of one in one process, or what torch's
+        optimizer of the same name did for these tables: given on all ranks, or the state on rank 0 alone and the param
+        group on all of them. A collective. Raises `InvalidInputError` on all ranks before anything changes."""
+        states = self._states()
+
+        def given() -> dict[int, Mapping[str, Any]]:
+            groups = state_dict.get("param_groups", [])
+            if len(groups) != 1 or len(groups[0]["params"]) != len(states.tables):
+                raise InvalidInputError(f"the state dict must have one param group of {len(states.tables)} tables")
+            return {t: state_dict["state"].get(key, {}) for t, key in enumerate(groups[0]["params"])}
+
+        loaded = states.taken(self._of_widths[0].config, state_dict, given)
+        states.set(loaded, lambda: self._of_widths[0].set_options(state_dict["param_groups"][0]))

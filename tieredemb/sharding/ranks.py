@@ -63,6 +63,12 @@ class Ranks(abc.ABC):
         """All are about to do something with whole tables, or this rank has met an `error`, which all then raise."""
 
     @abc.abstractmethod
+    def follow(
+        self, optimizer: torch.optim.Optimizer, *, group: int | dict[str, Any] | None, in_state_dict: bool
+    ) -> None:
+        """See `ShardedTieredEmbeddingBagCollection.follow`."""
+
+    @abc.abstractmethod
     def total(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
         """What all have of the sums, or the maxima, float64 (T,), of the tables of a width, in their order."""
 

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tieredemb.errors import PeerError, TieredEmbError
+from tieredemb.sharding.agreed import Change, change_together
 from tieredemb.sharding.call import ShardedCall, forward_flag
 from tieredemb.sharding.checkpoint import ShardedRows
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase
+from tieredemb.sharding.following import Following
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held
+from tieredemb.sharding.states import RowStates
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import LOOKUP, Call
 from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards
@@ -27,12 +30,14 @@ if TYPE_CHECKING:
 
 
 class Together(Ranks):
-    """The ranks of a group. `config`: of the whole tables."""
+    """The ranks of a group. `config`: of the whole tables · `states`: what their optimizer keeps of the rows."""
 
     def __init__(self, context: ShardedContext, config: TableSetConfig) -> None:
         self._context = context
         self._config = config
         self._planned = PlannedForwards()
+        self.states = RowStates(context.layout, context.exchange, context.shards, self.agree)
+        self._following = Following(self.states)
         self._reached = False
 
     @property
@@ -120,6 +125,11 @@ class Together(Ranks):
     def agree(self, error: Exception | None = None) -> None:
         self._context.announce(Phase.WHOLE, error=error)
 
+    def follow(
+        self, optimizer: torch.optim.Optimizer, *, group: int | dict[str, Any] | None, in_state_dict: bool
+    ) -> None:
+        self._following.follow(optimizer, group=group, in_state_dict=in_state_dict)
+
     def total(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
         self.agree()
         found = self._context.exchange.all(totals)
@@ -191,29 +201,12 @@ class Together(Ranks):
     def _set_own(self, own: Mapping[int, torch.Tensor]) -> None:
         """Sets the rows of tables that this rank holds, once there is space for them on all ranks: else none is set.
         Raises on all ranks what one has met."""
-        todo = []
+        todo: list[Change] = []
         for held in self.held:
             its = {n: own[t] for n, t in enumerate(held.tables) if t in own and len(own[t])}
-            todo += [(held, its)] if its else []
-        is_told, is_ready, failed = False, False, None
-
-        def write(rest: Sequence[tuple[Held, dict[int, torch.Tensor]]]) -> None:
-            nonlocal is_told, is_ready
-            if rest:
-                held, its = rest[0]
-                held.engine.tables.set_weights(its, once_ready=lambda: write(rest[1:]))
-            else:
-                is_told = True
-                self.agree()
-                is_ready = True
-
-        try:
-            write(todo)
-        except Exception as error:
-            if is_told and not is_ready:  # of another rank
-                raise
-            failed = error
-        self.agree(failed)
+            if its:
+                todo.append(_change(held, its))
+        change_together(self.agree, todo)
 
     def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
         self._rows().save(directory, extra)
@@ -230,3 +223,7 @@ class Together(Ranks):
     def close(self) -> None:
         self._planned.drop_all()
         self._context.exchange.close()
+
+
+def _change(held: Held, weights: Mapping[int, torch.Tensor]) -> Change:
+    return lambda once_ready: held.engine.tables.set_weights(weights, once_ready=once_ready)

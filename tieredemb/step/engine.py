@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tieredemb.config import OptimizerConfig
 from tieredemb.errors import BackwardError, ConfigError, StorageError, UnsupportedError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.lookup.options import LookupOptions
@@ -86,16 +87,25 @@ class Engine:
 
     def follow(self, optimizer: torch.optim.Optimizer, **keywords: Any) -> None:
         """See `TieredModule.follow`."""
+        followed = self._following()
+        followed.follow(optimizer, **keywords)
+        if self.optimizer is None:
+            self.optimizer = followed
+            self._wait_for_steps()
+
+    def check_follow(self, optimizer: torch.optim.Optimizer, **keywords: Any) -> tuple[int, OptimizerConfig]:
+        """The param group that `follow` would take, and what it means; see `FollowedOptimizer.check_follow`."""
+        _, index, config = self._following().check_follow(optimizer, **keywords)
+        return index, config
+
+    def _following(self) -> FollowedOptimizer:
+        """What follows a torch optimizer, or would."""
         if isinstance(self.optimizer, FusedOptimizer):
             raise ConfigError(
                 f"this module's rows are updated in backward, by {type(self.tables.config.optimizer).__name__}; build "
                 f"it with the torch optimizer, its class or no optimizer at all for it to follow one"
             )
-        followed = self.optimizer or FollowedOptimizer(self.tables, None)
-        followed.follow(optimizer, **keywords)
-        if self.optimizer is None:
-            self.optimizer = followed
-            self._wait_for_steps()
+        return self.optimizer or FollowedOptimizer(self.tables, None)
 
     @property
     def stand_ins(self) -> list[StandIn]:
@@ -355,5 +365,6 @@ def _check_world_size() -> None:
     if processes > 1:
         raise UnsupportedError(
             f"training in a world of {processes} processes is not supported: each would update its own copy "
-            f"of the rows and they would drift apart; train in one process, or serve under no_grad()"
+            f"of the rows and they would drift apart; build a tieredemb.ShardedTieredEmbeddingBagCollection, whose "
+            f"rows the processes share, train in one process, or serve under no_grad()"
         )

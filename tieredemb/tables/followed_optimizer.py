@@ -22,7 +22,14 @@ from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.followers import Followers, Meaning, followers_of
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.layout import lay_out
-from tieredemb.tables.row_state import check_together, lagging_rows, loaded_state, state_tensors, steps_of
+from tieredemb.tables.row_state import (
+    check_is_here,
+    check_together,
+    lagging_rows,
+    loaded_state,
+    state_tensors,
+    steps_of,
+)
 from tieredemb.tables.stand_in import Gradients, StandIn
 from tieredemb.tables.table_set import LoadedState, TableSet
 from tieredemb.tables.torch_kinds import as_numbers, config_of, kind_of
@@ -96,17 +103,10 @@ class FollowedOptimizer:
         in_state_dict: bool = True,
     ) -> None:
         """See `TieredModule.follow`."""
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"follow needs a torch.optim.Optimizer, got {shown(optimizer)}")
-        kind_of(type(optimizer))
-        old = self._check_replaced(instead_of)
-        index = self._chosen_group(optimizer, group, old)
-        config = config_of(type(optimizer), as_numbers(optimizer.param_groups[index]))
+        old, index, config = self.check_follow(optimizer, group=group, instead_of=instead_of)
         if self.optimizer is not None and self.optimizer is not optimizer:
-            self._leave(config)
-        laid_out = self._tables.whole.config.optimizer
-        if rows_of(laid_out) != rows_of(config):
-            self._check_alone(config)
+            self._leave()
+        if rows_of(self._tables.whole.config.optimizer) != rows_of(config):
             lay_out(self._tables, config)
             self.on_device = DeviceOptions(self._tables)
         self.config = config
@@ -116,6 +116,28 @@ class FollowedOptimizer:
         self._followers = followers_of(optimizer)  # each time: an interrupt may have come in between
         self._followers.add(self)
         self.optimizer = optimizer
+
+    def check_follow(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        group: GroupChoice = None,
+        instead_of: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[list[torch.Tensor] | None, int, OptimizerConfig]:
+        """What `follow` is about to do: the params that stand-ins take the places of, the index of the param group, and
+        what that means. Raises what `follow` would, before it changes anything, but where rows cannot be laid out
+        anew."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"follow needs a torch.optim.Optimizer, got {shown(optimizer)}")
+        kind_of(type(optimizer))
+        old = self._check_replaced(instead_of)
+        index = self._chosen_group(optimizer, group, old)
+        config = config_of(type(optimizer), as_numbers(optimizer.param_groups[index]))
+        if self.optimizer is not None and self.optimizer is not optimizer:
+            self._check_leaving(config)
+        if rows_of(self._tables.whole.config.optimizer) != rows_of(config):
+            self._check_alone(config)
+        return old, index, config
 
     def _check_alone(self, config: OptimizerConfig) -> None:
         """Raises `ConfigError` where tables that share their cache, whose rows are to be laid out for `config`, follow
@@ -128,9 +150,8 @@ class FollowedOptimizer:
                     f"tables of each optimizer by a call of its own (include=)"
                 )
 
-    def _leave(self, config: OptimizerConfig) -> None:
-        """Follows its optimizer no longer, for one of the same kind; state and steps start again, as torch's would."""
-        assert self.optimizer is not None
+    def _check_leaving(self, config: OptimizerConfig) -> None:
+        """Raises where its optimizer cannot be left for another, of the rows of `config`."""
         assert self.config is not None
         old = type(self.optimizer).__name__
         if self.pending is not None and self.pending.waiting:
@@ -143,6 +164,11 @@ class FollowedOptimizer:
                 f"the tables' rows hold the state of a {old}, and {type(config).__name__} needs other rows; build new "
                 f"tables, and load the weights"
             )
+
+    def _leave(self) -> None:
+        """Follows its optimizer no longer, for one of the same kind; state and steps start again, as torch's would."""
+        assert self.optimizer is not None
+        assert self.config is not None
         tables = range(len(self.stand_ins))
         trained = [table for table in tables if steps_of(self._tables, table)]
         fresh = {table: loaded_state(self._tables, self.config, table, {}) for table in trained}
@@ -297,11 +323,12 @@ class FollowedOptimizer:
         group = self._group()
         found = followers.meaning(self._places[0][0], group, waits=self._tables.config.device.type == "cpu")
         if found is not self._checked:
-            self._check_rows(found.config)
+            self.check_rows(found.config)
             self._checked = found
         return found
 
-    def _check_rows(self, config: OptimizerConfig) -> None:
+    def check_rows(self, config: OptimizerConfig) -> None:
+        """Raises `ConfigError` where a param group that means `config` cannot train the rows."""
         assert self.config is not None
         if type(config) is not type(self.config):
             raise ConfigError(
@@ -429,7 +456,7 @@ class FollowedOptimizer:
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
-    def _numbered(self, groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, int]]:
+    def numbered(self, groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, int]]:
         """Table, group and position of each stand-in; `groups` are the optimizer's own."""
         for table, stand_in in enumerate(self.stand_ins):
             for g, group in enumerate(groups):
@@ -442,7 +469,7 @@ class FollowedOptimizer:
         assert self.optimizer is not None
         assert self.config is not None
         kind, state = kind_of(type(self.optimizer)), dict(state_dict["state"])
-        for table, g, at in self._numbered(self.optimizer.param_groups):
+        for table, g, at in self.numbered(self.optimizer.param_groups):
             number = state_dict["param_groups"][g]["params"][at]
             state.pop(number, None)
             steps = steps_of(self._tables, table)
@@ -463,12 +490,14 @@ class FollowedOptimizer:
         groups, saved = self.optimizer.param_groups, state_dict["param_groups"]
         if [len(each["params"]) for each in groups] != [len(each["params"]) for each in saved]:
             return None  # torch refuses it
-        state, loading = dict(state_dict["state"]), {}
-        for table, g, at in self._numbered(groups):
-            self._check_rows(config_of(type(self.optimizer), as_numbers(saved[g])))
-            entry = state.pop(saved[g]["params"][at], {})
+        state, loading, entries = dict(state_dict["state"]), {}, []
+        for table, g, at in self.numbered(groups):
+            self.check_rows(config_of(type(self.optimizer), as_numbers(saved[g])))
+            entries.append(entry := state.pop(saved[g]["params"][at], {}))
             if self.in_state_dict and (self.config.tensors or self.config.is_dense):
                 loading[table] = loaded_state(self._tables, self.config, table, entry)
+        if self.in_state_dict:
+            check_is_here(state_dict, entries)
         check_together(self.config, loading)
         self._loading = loading
         return {**state_dict, "state": state}

@@ -102,7 +102,7 @@ class Followers:
                 me._after()
 
         def saving(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-            for each in _listed(mine):
+            for each in reversed(_listed(mine)):  # who takes a part of a state dict first has put it in last
                 state_dict = each.add_states(state_dict)
             return state_dict
 

@@ -15,7 +15,14 @@ from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.param_groups import options_in
-from tieredemb.tables.row_state import check_together, lagging_rows, loaded_state, state_tensors, steps_of
+from tieredemb.tables.row_state import (
+    check_is_here,
+    check_together,
+    lagging_rows,
+    loaded_state,
+    state_tensors,
+    steps_of,
+)
 from tieredemb.tables.table_set import LoadedState, TableSet
 
 if TYPE_CHECKING:
@@ -45,6 +52,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._scaler: torch.amp.GradScaler | None = None
         self.found_inf: bool | torch.Tensor = False
         self.on_device = DeviceOptions(tables)
+
+    @property
+    def config(self) -> OptimizerConfig:
+        """What the rows are laid out for."""
+        return self._config
 
     @property
     def source(self) -> torch.optim.Optimizer:
@@ -159,9 +171,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = state_dict.get("param_groups", [])
         if len(groups) != 1 or len(groups[0]["params"]) != len(tables):
             raise InvalidInputError(f"the state dict must have one param group of {len(tables)} tables")
+        entries = [state_dict["state"].get(key, {}) for key in groups[0]["params"]]
+        check_is_here(state_dict, entries)
         loaded: dict[int, LoadedState] = {}
-        for table, key in enumerate(groups[0]["params"]):
-            loaded[table] = loaded_state(self._tables, self._config, table, state_dict["state"].get(key, {}))
+        for table, entry in enumerate(entries):
+            loaded[table] = loaded_state(self._tables, self._config, table, entry)
         check_together(self._config, loaded)
         self._tables.set_states(loaded, lambda: self.set_options(groups[0]))
 

@@ -1,18 +1,30 @@
-"""The optimizer state of whole tables as torch keeps it: tensors by name, and the steps taken."""
+"""The optimizer state of whole tables as torch keeps it: tensors by name, and the steps taken. Where tables are parts
+of larger ones, entries that are loaded are of the whole, and what is taken of them is the part."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import numpy as np
 import torch
 
-from tieredemb.config import OptimizerConfig
+from tieredemb.config import OptimizerConfig, TablePart
 from tieredemb.errors import InvalidInputError
 from tieredemb.tables.table_set import LaggingRows, LoadedState, TableSet
 
 LAGGING = "lagging"  # of an entry: what torch's optimizers have not
+ELSEWHERE = "tables_on_rank"  # of a state dict that another rank's is to be loaded with: whose has the tables' state
+
+
+def check_is_here(state_dict: Mapping[str, Any], entries: Iterable[Sized]) -> None:
+    """Raises `InvalidInputError` where the state of tables lies in another rank's state dict, and their `entries` are
+    empty: it would be lost without a word."""
+    if ELSEWHERE in state_dict and not any(entries):
+        raise InvalidInputError(
+            f"this state dict is of a rank that does not hold the tables' state; load that of rank "
+            f"{state_dict[ELSEWHERE]}, which holds all of it"
+        )
 
 
 def steps_of(tables: TableSet, table: int) -> int:
@@ -45,7 +57,7 @@ def lagging_rows(tables: TableSet, table: int) -> dict[str, Any]:
     return {LAGGING: {name: torch.from_numpy(part) for name, part in parts.items()}}
 
 
-def _loaded_lagging(tables: TableSet, table: int, entry: Mapping[str, Any]) -> LaggingRows | None:
+def _loaded_lagging(tables: TableSet, table: int, entry: Mapping[str, Any], part: TablePart) -> LaggingRows | None:
     """What `lagging_rows` has saved; None where it is not there, or torch has made other numbers of it: rows are then
     at the current step. Raises `InvalidInputError` for what would be none of this table."""
     group, _, _ = tables.locate(table)
@@ -58,8 +70,8 @@ def _loaded_lagging(tables: TableSet, table: int, entry: Mapping[str, Any]) -> L
     layout, of = group.cache.cold.layout, tables.config.tables[table]
     rows, weight, state = (given[name].detach().cpu().contiguous().numpy() for name in kinds)
     shapes = [(len(rows),), (len(rows), layout.columns * layout.carrier.itemsize), (len(rows), layout.state_width)]
-    is_ordered = len(rows) == 0 or (rows[0] >= 0 and rows[-1] < of.num_embeddings and (np.diff(rows) > 0).all())
-    if [part.shape for part in (rows, weight, state)] != shapes or not is_ordered:
+    is_ordered = len(rows) == 0 or (rows[0] >= 0 and rows[-1] < part.rows and (np.diff(rows) > 0).all())
+    if [each.shape for each in (rows, weight, state)] != shapes or not is_ordered:
         raise InvalidInputError(
             f"{LAGGING!r} of table {of.name!r} does not fit its rows; load a state dict of this very model, or leave "
             f"the key out: rows then go on from the current step"
@@ -70,32 +82,41 @@ def _loaded_lagging(tables: TableSet, table: int, entry: Mapping[str, Any]) -> L
             history = group.history.parsed(given["history"].cpu().numpy().tobytes())
         except ValueError as error:
             raise InvalidInputError(f"{LAGGING!r} of table {of.name!r} has no history of steps: {error}") from error
-    return LaggingRows(rows, weight.view(layout.carrier), state.view(np.uint32), history)
+    own = (rows >= part.first) & ((rows - part.first) % part.step == 0)
+    if not own.all():
+        rows, weight, state = rows[own], weight[own], state[own]
+    return LaggingRows((rows - part.first) // part.step, weight.view(layout.carrier), state.view(np.uint32), history)
 
 
-def loaded_state(tables: TableSet, config: OptimizerConfig, table: int, entry: Mapping[str, Any]) -> LoadedState:
+def loaded_state(
+    tables: TableSet, config: OptimizerConfig, table: int, entry: Mapping[str, Any], part: TablePart | None = None
+) -> LoadedState:
     """Steps and state, float32 (rows, S) or None without any, that an entry of a state dict holds for a table; what a
-    new table has where it holds none, as torch's optimizers keep none before their first step. Raises
-    `InvalidInputError`."""
+    new table has where it holds none, as torch's optimizers keep none before their first step. `part`: which of the
+    whole table's rows, by default those that `tables` have. Raises `InvalidInputError`."""
+    part = part or tables.config.part(table)
     shapes = _shapes(tables, config, table)
     held = not shapes.keys().isdisjoint(entry)
     lagging = entry.get(LAGGING)
     counted = lagging.get("step", held) if isinstance(lagging, Mapping) else held
     step = int(entry.get("step", counted))
+    if not held and not shapes and not config.is_dense:
+        return LoadedState(step, None)
+    new = torch.full((1, 1), config.state_start, device="cpu")
+    width = sum(width for _, width in shapes.values())
     if not held:
-        if not shapes and not config.is_dense:
-            return LoadedState(step, None)
-        shape = (tables.config.tables[table].num_embeddings, sum(width for _, width in shapes.values()))
-        words = torch.full((1, 1), config.state_start, device="cpu").expand(shape)
-        return LoadedState(step, words, _loaded_lagging(tables, table, entry))
+        words = new.expand((max(1, part.own_rows), width))
+        return LoadedState(step, words, _loaded_lagging(tables, table, entry, part))
     for name, wanted in shapes.items():
         value = entry.get(name)
         shape_given = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         if shape_given != wanted:
             table_name = tables.config.tables[table].name
             raise InvalidInputError(f"{name!r} of table {table_name!r} must have shape {wanted}, got {shape_given}")
-    words = torch.cat([entry[name].to(torch.float32) for name in shapes], dim=1)
-    return LoadedState(step, words, _loaded_lagging(tables, table, entry))
+    words = torch.cat([entry[name][part.first :: part.step].to(torch.float32) for name in shapes], dim=1)
+    if part.own_rows == 0:  # a table has a row, if one that nobody asks for
+        words = new.expand((1, width))
+    return LoadedState(step, words, _loaded_lagging(tables, table, entry, part))
 
 
 def check_together(config: OptimizerConfig, states: Mapping[int, LoadedState]) -> None:
@@ -109,6 +130,6 @@ def check_together(config: OptimizerConfig, states: Mapping[int, LoadedState]) -
 
 
 def _shapes(tables: TableSet, config: OptimizerConfig, table: int) -> dict[str, tuple[int, int]]:
-    """Shapes of a table's state tensors by name, in the order in which a row holds them."""
-    of = tables.config.tables[table]
-    return {each.name: (of.num_embeddings, each.width(of.embedding_dim)) for each in config.tensors}
+    """Shapes of a whole table's state tensors by name, in the order in which a row holds them."""
+    rows, width = tables.config.part(table).rows, tables.config.tables[table].embedding_dim
+    return {each.name: (rows, each.width(width)) for each in config.tensors}

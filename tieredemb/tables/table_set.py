@@ -309,14 +309,22 @@ class TableSet:
             group.export_rows(first + start, first + stop, no_weight, out[start:stop].numpy().view(np.uint32))
         return out
 
-    def set_states(self, states: Mapping[int, LoadedState], then: Callable[[], None]) -> None:
+    def set_states(
+        self,
+        states: Mapping[int, LoadedState],
+        then: Callable[[], None],
+        *,
+        once_ready: Callable[[], object] | None = None,
+    ) -> None:
         """Overwrites the steps that tables have taken, and their optimizer state, where there is any. `then`: what
-        belongs to it. Raises `StorageFullError` before anything changes."""
+        belongs to it · `once_ready`: see `set_weights`. Raises `StorageFullError` before anything changes."""
         parts = [self._part(table, "state") for table in states]
         with self.changing("load_state_dict of the optimizer", parts) as change:
             for table, state in states.items():
                 if state.words is not None:
                     self._reserve(table)
+            if once_ready is not None:
+                once_ready()
             change.has_begun = True
             for table, state in states.items():
                 if state.words is not None:
@@ -381,14 +389,7 @@ class TableSet:
     def _empty(self, table: int, width: int, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
         rows = self.config.tables[table].num_embeddings
         on_gpu = device.type == "cuda"
-        needed, available = rows * width * dtype.itemsize, free_bytes(device) if on_gpu else available_memory_bytes()
-        if needed > available:
-            raise (DeviceMemoryError if on_gpu else StorageFullError)(
-                f"table {self.config.tables[table].name!r} as one tensor needs {needed / 2**30:.1f} GiB, "
-                f"{available / 2**30:.1f} GiB of {'the GPU' if on_gpu else 'memory'} are available; use "
-                f"save_checkpoint(directory) to save it, or tieredemb.scores(module, x) to multiply with it, which "
-                f"take tables larger than memory"
-            )
+        check_memory(self.config.tables[table].name, rows * width * dtype.itemsize, device)
         out = torch.empty((rows, width), dtype=dtype, device=device)
         if not on_gpu:
             ask_for_huge_pages(out.data_ptr(), out.nbytes)
@@ -604,6 +605,18 @@ def carried(out: torch.Tensor, row: RowFormat) -> Iterator[Array]:
     values = np.empty(out.shape, np.float32)
     rows_decode(rows, values)
     out.copy_(torch.from_numpy(values))
+
+
+def check_memory(table: str, needed: int, device: torch.device = _CPU) -> None:
+    """Raises `StorageFullError` or `DeviceMemoryError` where a table as one tensor, of `needed` bytes, does not fit."""
+    on_gpu = device.type == "cuda"
+    available = free_bytes(device) if on_gpu else available_memory_bytes()
+    if needed > available:
+        raise (DeviceMemoryError if on_gpu else StorageFullError)(
+            f"table {table!r} as one tensor needs {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB of "
+            f"{'the GPU' if on_gpu else 'memory'} are available; use save_checkpoint(directory) to save it, or "
+            f"tieredemb.scores(module, x) to multiply with it, which take tables larger than memory"
+        )
 
 
 def free_bytes(device: torch.device) -> int:

@@ -1,0 +1,204 @@
+"""Tables of several ranks that follow a torch optimizer, on each rank its own: all of them, or none on any rank.
+
+Each width follows by itself, and what the optimizer saves and loads of all of them goes through one follower more, as
+every rank takes part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tieredemb.config import OptimizerConfig
+from tieredemb.errors import InvalidInputError
+from tieredemb.sharding.agreed import agreed
+from tieredemb.sharding.states import RowStates, refuse_names
+from tieredemb.tables.followed_optimizer import FollowedOptimizer, GroupChoice
+from tieredemb.tables.followers import followers_of
+from tieredemb.tables.table_set import LoadedState
+from tieredemb.tables.torch_kinds import as_numbers, config_of, kind_of
+
+
+class Following:
+    """What the tables of all `states` follow, and how its state dict comes by theirs; see `Follower`."""
+
+    def __init__(self, states: RowStates) -> None:
+        self._states = states
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._in_state_dict = True
+        self._loading: dict[int, LoadedState] | None = None
+
+    # --- following --------------------------------------------------------------------------------------------------
+
+    def follow(self, optimizer: torch.optim.Optimizer, *, group: GroupChoice, in_state_dict: bool) -> None:
+        """See `ShardedTieredEmbeddingBagCollection.follow`."""
+        states = self._states
+        index, config = agreed(states.announce, lambda: self._check(optimizer, group))
+        states.exchange.agree(
+            None,
+            {
+                "what the tables are to follow": f"torch.optim.{type(optimizer).__name__}, {config!r}",
+                "the param group": f"number {index}",
+                "in_state_dict": repr(in_state_dict),
+            },
+        )
+        before = _Before(optimizer, [each.engine.optimizer for each in states.shards])
+        try:
+            agreed(states.announce, lambda: self._begin(optimizer, group))
+        except BaseException:
+            before.restore([each.engine.optimizer for each in states.shards])
+            if self._optimizer is not optimizer:
+                followers_of(optimizer).remove(self)
+            raise
+        if self._optimizer not in (None, optimizer):
+            followers_of(self._optimizer).remove(self)
+        self._optimizer, self._in_state_dict = optimizer, in_state_dict
+
+    def _check(self, optimizer: torch.optim.Optimizer, group: GroupChoice) -> tuple[int, OptimizerConfig]:
+        """The param group, and what it means; raises what can be known before anything changes."""
+        found = [each.engine.check_follow(optimizer, group=group) for each in self._states.shards]
+        return found[0]
+
+    def _begin(self, optimizer: torch.optim.Optimizer, group: GroupChoice) -> None:
+        followers_of(optimizer).add(self)  # before those of each width, which leave the tables' state out
+        for each in self._states.shards:
+            each.engine.follow(optimizer, group=group, in_state_dict=False)
+        self._order(optimizer)
+
+    def _order(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts the stand-ins into the order of the tables, as those of one process are."""
+        stand_ins = dict(self._stand_ins())
+        for group in optimizer.param_groups:
+            params = group["params"]
+            places = [at for at, param in enumerate(params) if any(param is each for each in stand_ins.values())]
+            if not places:
+                continue
+            names = group.get("param_names")
+            named = {id(params[at]): names[at] for at in places} if names else {}
+            for at, table in zip(places, sorted(stand_ins), strict=True):
+                params[at] = stand_ins[table]
+                if names:
+                    names[at] = named[id(stand_ins[table])]
+
+    def _followed(self) -> Iterator[tuple[list[int], FollowedOptimizer]]:
+        """What each width follows, and its tables' numbers in the collection."""
+        for shard in self._states.shards:
+            if isinstance(shard.engine.optimizer, FollowedOptimizer):
+                yield shard.tables, shard.engine.optimizer
+
+    def _stand_ins(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for tables, followed in self._followed():
+            yield from zip(tables, followed.stand_ins, strict=True)
+
+    # --- steps: those of each width are told of by themselves -------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """See `Follower`."""
+        return False
+
+    def check_options_now(self) -> None:
+        """See `Follower`."""
+
+    def check_step(self) -> None:
+        """See `Follower`."""
+
+    def together_with(self) -> Hashable:
+        """See `Follower`."""
+        return id(self)
+
+    def step(self, others: Sequence[Any]) -> None:
+        """See `Follower`. It is never due."""
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def _places(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
+        """Group and position of each table's stand-in, by the table."""
+        found = {}
+        for tables, followed in self._followed():
+            for number, g, at in followed.numbered(groups):
+                found[tables[number]] = g, at
+        return dict(sorted(found.items()))
+
+    def _config(self) -> OptimizerConfig:
+        """What the rows of all widths are laid out for."""
+        config = next(followed for _, followed in self._followed()).config
+        assert config is not None
+        return config
+
+    def add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """See `Follower`: those of all ranks on rank 0, none on the others. A collective."""
+        refuse_names()
+        if not self._in_state_dict or self._optimizer is None:
+            return state_dict
+        kind, config, state = kind_of(type(self._optimizer)), self._config(), dict(state_dict["state"])
+        self._states.announce()
+        is_there = False
+        for table, (g, at) in self._places(self._optimizer.param_groups).items():
+            if not self._states.steps(table) and not kind.at_once:
+                continue
+            steps, entry = self._states.gathered(config, table)
+            is_there = is_there or bool(config.tensors) or config.is_dense
+            if entry:
+                counted = {} if kind.step is None else {"step": kind.step(steps)}
+                state[state_dict["param_groups"][g]["params"][at]] = {**counted, **entry}
+        if all(isinstance(number, int) for number in state):
+            state = dict(sorted(state.items()))
+        return {**state_dict, "state": state, **(self._states.elsewhere() if is_there else {})}
+
+    def take_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """See `Follower`: checked on all ranks. A collective."""
+        self._loading = None
+        if not self._in_state_dict or self._optimizer is None:
+            return None
+        entries: dict[int, Any] = {}
+        state, config = dict(state_dict["state"]), self._config()
+
+        def given() -> dict[int, Any]:
+            assert self._optimizer is not None
+            groups, saved = self._optimizer.param_groups, state_dict["param_groups"]
+            sizes, its = ([len(each["params"]) for each in found] for found in (groups, saved))
+            if sizes != its:
+                raise InvalidInputError(
+                    f"the state dict is of param groups of {its} params, and this optimizer has {sizes}: it doesn't "
+                    f"match the size; load one of an optimizer that has the same params in the same order, tables "
+                    f"behind those that it was built over"
+                )
+            for table, (g, at) in self._places(groups).items():
+                for _, followed in self._followed():
+                    followed.check_rows(config_of(type(self._optimizer), as_numbers(saved[g])))
+                entries[table] = state.pop(saved[g]["params"][at], {})
+            return entries
+
+        loaded = self._states.taken(config, state_dict, given)
+        if config.tensors or config.is_dense:
+            self._loading = loaded
+        return {**state_dict, "state": state}
+
+    def set_states(self) -> None:
+        """See `Follower`. A collective."""
+        loading, self._loading = self._loading, None
+        if loading:
+            self._states.set(loading, lambda: None)
+
+
+class _Before:
+    """What an optimizer had before tables began to follow it, and whether they did already."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, those: Sequence[Any]) -> None:
+        self._optimizer = optimizer
+        self._lists = [
+            {name: list(group[name]) for name in ("params", "param_names") if name in group}
+            for group in optimizer.param_groups
+        ]
+        self._did = [getattr(each, "optimizer", None) is optimizer for each in those]
+
+    def restore(self, those: Sequence[Any]) -> None:
+        for did, each in zip(self._did, those, strict=True):
+            if not did and getattr(each, "optimizer", None) is self._optimizer:
+                each.unfollow()
+        for group, lists in zip(self._optimizer.param_groups, self._lists, strict=True):
+            for name, values in lists.items():
+                group[name][:] = values

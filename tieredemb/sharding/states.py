@@ -1,0 +1,216 @@
+"""The optimizer's state of tables that lie on several ranks, as one process has it in a state dict: whole on rank 0,
+and taken from rank 0 alone or from every rank. Each call is a collective: what one rank raises all do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from tieredemb.config import OptimizerConfig
+from tieredemb.errors import InvalidInputError, UnsupportedError
+from tieredemb.sharding.agreed import Announce, Change, agreed, change_together
+from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.layout import Layout
+from tieredemb.sharding.shard import Shard
+from tieredemb.tables.row_state import (
+    ELSEWHERE,
+    LAGGING,
+    check_is_here,
+    check_together,
+    lagging_rows,
+    loaded_state,
+    state_tensors,
+    steps_of,
+)
+from tieredemb.tables.table_set import LoadedState, check_memory
+
+Entry = Mapping[str, Any]  # of a table in a state dict, without its steps: tensors by name
+R = TypeVar("R")
+
+
+class WholeState(NamedTuple):
+    """The steps that a table has taken, and its state as a state dict has it: empty but on rank 0."""
+
+    steps: int
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class RowStates:
+    """That of all tables. `announce`: to be called before anything that all ranks do, with the error that this one has
+    met, if any: raises it on all of them."""
+
+    layout: Layout
+    exchange: Exchange
+    shards: Sequence[Shard]
+    announce: Announce
+
+    @property
+    def tables(self) -> range:
+        """Their numbers in the collection."""
+        return range(len(self.layout.tables))
+
+    def _place(self, table: int) -> tuple[Shard, int]:
+        """Where a table is on this rank, and its number there."""
+        shard = next(each for each in self.shards if table in each.tables)
+        return shard, shard.tables.index(table)
+
+    def steps(self, table: int) -> int:
+        """Optimizer steps that a table has taken: the same on all ranks. Synchronises with a GPU."""
+        shard, number = self._place(table)
+        return steps_of(shard.engine.tables, number)
+
+    def elsewhere(self) -> dict[str, int]:
+        """What a state dict says that does not hold the tables' state, as another rank's does."""
+        return {} if self.exchange.rank == 0 else {ELSEWHERE: 0}
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    def gathered(self, config: OptimizerConfig, table: int) -> WholeState:
+        """A table's state, whole on rank 0. Raises `StorageFullError` where memory cannot hold it."""
+        steps, mine, room = self._agreed(
+            lambda: (self.steps(table), self._own(config, table), self._room(config, table))
+        )
+        found = self.exchange.gather(mine)
+        return WholeState(steps, {} if found is None else self._put_together(table, found, room))
+
+    def _own(self, config: OptimizerConfig, table: int) -> dict[str, Any]:
+        """What this rank has of it; rows that lag behind are numbered as in the whole table."""
+        shard, number = self._place(table)
+        part, tables = self.layout.part(table, self.exchange.rank), shard.engine.tables
+        entry: dict[str, Any] = {
+            name: rows[: part.own_rows] for name, rows in state_tensors(tables, config, number).items()
+        }
+        lagging = dict(lagging_rows(tables, number).get(LAGGING, {}))
+        if lagging:
+            its = lagging["rows"] < part.own_rows  # not the row that is there where a rank has none
+            lagging |= {name: lagging[name][its] for name in ("rows", "weight", "state")}
+            lagging["rows"] = part.first + part.step * lagging["rows"]
+            if self.exchange.rank != 0:  # every rank has the same
+                lagging.pop("history", None)
+            entry[LAGGING] = lagging
+        return entry
+
+    def _room(self, config: OptimizerConfig, table: int) -> dict[str, torch.Tensor]:
+        """On rank 0 the tensors of the whole table, before all agree to send their rows."""
+        if self.exchange.rank != 0:
+            return {}
+        of = self.layout.tables[table]
+        shapes = {each.name: (of.num_embeddings, each.width(of.embedding_dim)) for each in config.tensors}
+        check_memory(of.name, sum(4 * rows * width for rows, width in shapes.values()))
+        return {name: torch.empty(shape, dtype=torch.float32, device="cpu") for name, shape in shapes.items()}
+
+    def _put_together(
+        self, table: int, found: Sequence[Mapping[str, Any]], room: dict[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        """The entry of the whole table, of those of all ranks."""
+        for rank, entry in enumerate(found):
+            part = self.layout.part(table, rank)
+            for name, out in room.items():
+                out[part.first :: part.step] = entry[name]
+        parts = [entry[LAGGING] for entry in found if LAGGING in entry]
+        if not parts:
+            return room
+        rows = torch.cat([each["rows"] for each in parts])
+        order = rows.argsort()
+        joined = {name: torch.cat([each[name] for each in parts])[order] for name in ("rows", "weight", "state")}
+        return {**room, LAGGING: {**parts[0], **joined}}
+
+    # --- loading ----------------------------------------------------------------------------------------------------
+
+    def taken(
+        self,
+        config: OptimizerConfig,
+        state_dict: Mapping[str, Any],
+        given: Callable[[], Mapping[int, Entry]],
+    ) -> dict[int, LoadedState]:
+        """What this rank holds of the state that was `given` for tables in a `state_dict`: to all ranks, to rank 0
+        alone, or to none, as before the first step. Changes nothing. Raises `InvalidInputError` for what does not
+        fit."""
+        entries = self._agreed(given)
+        ranks_of = self._ranks_of(entries)
+        self._agreed(lambda: check_is_here(state_dict, ranks_of.values()))
+        sent = {t for t, ranks in ranks_of.items() if 0 < len(ranks) < self.exchange.size}
+        if wrong := [t for t in sorted(sent) if ranks_of[t] != [0]]:
+            raise InvalidInputError(
+                f"the optimizer's state of table {self.layout.tables[wrong[0]].name!r} is given on ranks "
+                f"{ranks_of[wrong[0]]}; give it on all ranks, or on rank 0 alone, as state_dict() does"
+            )
+        loaded = self._agreed(
+            lambda: {
+                t: self._part(config, t, entries.get(t, {}), self.exchange.rank) for t in self.tables if t not in sent
+            }
+        )
+        for table in sorted(sent):
+            loaded[table] = self._sent(config, table, entries.get(table, {}))
+        self._check_steps(loaded)
+        self._agreed(lambda: check_together(config, loaded))
+        return loaded
+
+    def _ranks_of(self, entries: Mapping[int, Entry]) -> dict[int, list[int]]:
+        """The ranks that were given something for each table."""
+        offers = self.exchange.every([t for t in self.tables if entries.get(t)])
+        return {t: [rank for rank, its in enumerate(offers) if t in its] for t in self.tables}
+
+    def _part(self, config: OptimizerConfig, table: int, entry: Entry, rank: int) -> LoadedState:
+        """What a rank holds of a whole table's entry."""
+        shard, number = self._place(table)
+        return loaded_state(shard.engine.tables, config, number, entry, self.layout.part(table, rank))
+
+    def _sent(self, config: OptimizerConfig, table: int, entry: Entry) -> LoadedState:
+        """The same of one that rank 0 alone has."""
+        is_first, ranks = self.exchange.rank == 0, range(self.exchange.size)
+        parts = self._agreed(lambda: [self._part(config, table, entry, rank) for rank in ranks] if is_first else None)
+        dealt: LoadedState = self.exchange.dealt(parts)
+        return dealt
+
+    def _check_steps(self, loaded: Mapping[int, LoadedState]) -> None:
+        """Raises `InvalidInputError` on all ranks where they were given states of different steps."""
+        steps = self.exchange.every({t: state.step for t, state in sorted(loaded.items())})
+        for rank, its in enumerate(steps):
+            other = next((t for t in its if its[t] != steps[0][t]), None)
+            if other is not None:
+                raise InvalidInputError(
+                    f"the optimizer's state of table {self.layout.tables[other].name!r} is that of step "
+                    f"{steps[0][other]} on rank 0, and of step {its[other]} on rank {rank}; give all ranks the same "
+                    f"state dict, or rank 0 alone that of the tables"
+                )
+
+    def set(self, loaded: Mapping[int, LoadedState], then: Callable[[], None]) -> None:
+        """Overwrites the state of what this rank holds by what was `taken`, once all ranks have space for it; and does
+        what belongs to it, `then`."""
+        todo: list[Change] = []
+        for shard in self.shards:
+            its = {number: loaded[t] for number, t in enumerate(shard.tables) if t in loaded}
+            if its:
+                todo.append(_change(shard, its))
+        change_together(self.announce, todo, then)
+
+    def _agreed(self, action: Callable[[], R]) -> R:
+        return agreed(self.announce, action)
+
+
+def refuse_names() -> None:
+    """Raises `UnsupportedError` inside of `torch.distributed.checkpoint.state_dict`, which calls an optimizer's params
+    by the names that a model has for them."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            raise UnsupportedError(
+                "torch.distributed.checkpoint calls an optimizer's params by their names in the model, and sharded "
+                "tables are no parameters of it; give it the optimizer of the dense layers alone, with tables that "
+                "have an optimizer of tieredemb, and save them by save_checkpoint(directory) beside; or save "
+                "optimizer.state_dict() by torch.save on rank 0"
+            )
+        frame = frame.f_back
+
+
+def _change(shard: Shard, states: Mapping[int, LoadedState]) -> Change:
+    def change(once_ready: Callable[[], None]) -> None:
+        shard.engine.tables.set_states(states, lambda: None, once_ready=once_ready)
+
+    return change
