@@ -19,7 +19,7 @@ from sharding import (
     test_sharded_states,
     test_sharded_whole_tables,
 )
-from sharding.ranks import batch_of, one_process, seven, step_of, tables_of, uneven
+from sharding.ranks import batch_of, one_process, seven, sharded_run, step_of, tables_of, uneven
 from sharding.test_sharded_training import compare
 from sharding.worlds import World
 from torch.utils.checkpoint import checkpoint
@@ -28,6 +28,7 @@ from training import NAMES, OPTIMIZERS
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.layout import RowWise
+from tieredemb.step.recorded_plans import Recorded
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -88,8 +89,28 @@ def test_cuda_every_option(worlds, keywords):
     compare(worlds(3), tables_of(modes=("sum", "mean")), "both", uneven, capacity=0.5, **keywords)
 
 
+def replays_of(rank, size, *given):
+    """How many plans a run on the ranks replays here."""
+    counted, replay = [], Recorded.replay
+
+    def counts(self, *batch):
+        counted.append(self)
+        replay(self, *batch)
+
+    Recorded.replay = counts
+    try:
+        sharded_run(rank, size, *given)
+    finally:
+        Recorded.replay = replay
+    return len(counted)
+
+
 def test_cuda_equal_batches_have_their_plans_recorded(worlds):
-    compare(worlds(2), tables_of(), "tables", seven, optimizer=te.SGD(lr=0.1), capacity=0.5, steps=12)
+    """Of whole tables, where each owner is asked for as many ids in every step."""
+    tables, keywords = tables_of(padding=(None,)), {"optimizer": te.SGD(lr=0.1), "capacity": 0.5}
+    compare(worlds(2), tables, "tables", seven, steps=12, shape="ones", **keywords)
+    counts = worlds(2).run(replays_of, tables, "tables", 12, seven, False, keywords, "ones")
+    assert all(count > 0 for count in counts), counts
 
 
 @pytest.mark.parametrize("optimizer", [te.Adagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
@@ -154,7 +175,7 @@ def test_cuda_an_update_that_one_rank_cannot_make_none_makes(worlds):
     test_sharded_agreement.test_an_accumulation_that_one_rank_leaves_is_dropped_on_all(worlds)
 
 
-@pytest.mark.parametrize("where", ["rows", "gradients", "order"])
+@pytest.mark.parametrize("where", ["rows", "pooled", "gradients", "order"])
 def test_cuda_a_rank_short_of_memory_is_told_of_on_all(worlds, where):
     test_sharded_memory.test_a_rank_short_of_memory_is_told_of_on_all(worlds, where)
 

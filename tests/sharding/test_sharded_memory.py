@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from sharding.test_sharded_agreement import assert_same, batch, model_of, trained
 from sharding.test_sharded_failures import told
+from sharding.worlds import WAIT_S
 
 from tieredemb.errors import StorageFullError
 from tieredemb.sharding.asked import Asked
 from tieredemb.sharding.exchange import Exchange
+
+
+def none_left(*given, **named):
+    raise StorageFullError("no memory is left")
+
+
+def unpooled(bags):
+    """The same, that find no memory when they are pooled."""
+    bags.pool = none_left
+    return bags
 
 
 def short(room):
@@ -24,15 +37,19 @@ def short(room):
 
 
 def runs_short(rank, size, where):
-    """Rank 1 has no memory in the second step: for the rows that come back, for gradients of others that come, or for
-    these in their order."""
+    """Rank 1 has no memory in the second step: for the rows that come back, to pool them, for gradients of others that
+    come, or for these in their order."""
     model, errors = model_of(), []
-    exchange, by_feature = model._ranks._context.exchange, Asked.by_feature
+    context, by_feature = model._ranks._context, Asked.by_feature
+    exchange, find = context.exchange, context.find
     for step in range(4):
         ids, offsets, _, upstream = batch(step, rank)
         fails = (rank, step) == (1, 1)
         if fails and where == "rows":
             exchange.room = short(Exchange.room)
+
+        if fails and where == "pooled":
+            context.find = lambda given: [unpooled(bags) for bags in find(given)]
 
         def run(ids=ids, offsets=offsets, upstream=upstream, fails=fails):
             out = model(ids, offsets)
@@ -44,18 +61,48 @@ def runs_short(rank, size, where):
 
         errors.append(told(run))
         exchange.room, Asked.by_feature = Exchange.room, by_feature
+        context.find = find
     weights = dict(model.state_dict())
     model.close()
     return errors, weights
 
 
-@pytest.mark.parametrize("where", ["rows", "gradients", "order"])
+@pytest.mark.parametrize("where", ["rows", "pooled", "gradients", "order"])
 def test_a_rank_short_of_memory_is_told_of_on_all(worlds, where):
     answers = worlds(2).run(runs_short, where)
     for errors, _ in answers:
         assert [each is None for each in errors] == [True, False, True, True]
         assert errors[1] == ("StorageFullError", "rank 1: no memory is left")
     assert_same(answers[0][1], trained([0, 2, 3]))
+
+
+def runs_short_of_room_for_ids(rank, size):
+    """Rank 1 has none where the others exchange ids already."""
+    model, errors, took = model_of(), [], []
+    of = Asked.of
+    for step in range(3):
+        ids, offsets, _, upstream = batch(step, rank)
+        if (rank, step) == (1, 1):
+            Asked.of = none_left
+        start = time.monotonic()
+        errors.append(told(lambda ids=ids, offsets=offsets, upstream=upstream: model(ids, offsets).backward(upstream)))
+        took.append(time.monotonic() - start)
+        Asked.of = of
+    model.close()
+    return errors, max(took)
+
+
+def test_a_rank_without_room_for_ids_leaves_the_others_which_do_not_wait_for_it(worlds):
+    for rank, (errors, seconds) in enumerate(worlds(2).run(runs_short_of_room_for_ids)):
+        assert errors[0] is None
+        if rank == 1:
+            assert errors[1] == ("StorageFullError", "no memory is left")
+        else:
+            assert errors[1][0] == "PeerError"
+            assert "another rank did not: it has ended" in errors[1][1]
+        assert errors[2][0] == "PeerError"
+        assert "nothing is exchanged any more since an earlier call" in errors[2][1]
+        assert seconds < WAIT_S["cpu"] / 2
 
 
 class Gpu:

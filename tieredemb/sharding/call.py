@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +20,7 @@ from tieredemb.kernels.ranges import ranged
 from tieredemb.sharding.asked import AskedPart
 from tieredemb.sharding.bags import Bags
 from tieredemb.sharding.context import ShardedContext
-from tieredemb.sharding.exchange import Phase
+from tieredemb.sharding.exchange import Phase, Sending
 from tieredemb.sharding.request import Request
 from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.step.batch import Batch
@@ -32,16 +32,6 @@ WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
 PLANNED = 2  # ids were exchanged before
 GRADIENT = 4  # that of the weights is asked for, which takes the rows of all ids
 INFINITE = 1  # of a backward: a gradient is not finite, which is to keep all ranks from the update
-
-
-class _Sending(NamedTuple):
-    """Values (·, …) for the other ranks, how many of them each is sent, and what comes of each, for which there is
-    `room`."""
-
-    values: torch.Tensor
-    sent: list[int]
-    received: list[int]
-    room: torch.Tensor
 
 
 class ShardedCall:
@@ -107,14 +97,15 @@ class ShardedCall:
             is_asked = not bool((header.flags & PLANNED).any())
             _check_weighted(header.flags)
         self._flags = header.flags
-        columns = [sum(part.columns for part in shard.parts) for shard in context.shards]
-        *its, samples = torch.split(header.counts, [*columns, 1], 1)  # type: ignore[no-untyped-call]
-        requests = [shard.request(each, samples[:, 0]) for shard, each in zip(context.shards, its, strict=True)]
-        messages = [part.message.per_rank for request in requests for part in request.parts]
-        sent = [bags.counts.sum(1).tolist() for bags in self._bags]
-        came = exchange.joined([bags.asked for bags in self._bags], sent, messages)
-        for request, messages_of in zip(requests, self._by_shard(came), strict=True):
-            request.take(messages_of)
+        with exchange.agreed():
+            columns = [sum(part.columns for part in shard.parts) for shard in context.shards]
+            *its, samples = torch.split(header.counts, [*columns, 1], 1)  # type: ignore[no-untyped-call]
+            requests = [shard.request(each, samples[:, 0]) for shard, each in zip(context.shards, its, strict=True)]
+            messages = [part.message.per_rank for request in requests for part in request.parts]
+            sent = [bags.counts.sum(1).tolist() for bags in self._bags]
+            came = exchange.joined([bags.asked for bags in self._bags], sent, messages)
+            for request, messages_of in zip(requests, self._by_shard(came), strict=True):
+                request.take(messages_of)
         return requests
 
     def _by_shard(self, of_parts: Sequence[T]) -> Iterator[Sequence[T]]:
@@ -123,9 +114,6 @@ class ShardedCall:
         for shard in self.context.shards:
             yield of_parts[begin : begin + len(shard.parts)]
             begin += len(shard.parts)
-
-    def _sending(self, values: torch.Tensor, sent: list[int], received: list[int]) -> _Sending:
-        return _Sending(values, sent, received, self.context.exchange.room(values, received))
 
     @property
     def _parts(self) -> list[AskedPart]:
@@ -158,16 +146,16 @@ class ShardedCall:
                 answers += found[0]
                 every += found[1]
             sending = [
-                self._sending(answer, part.answer.per_rank, bags.back)
+                exchange.sending(answer, part.answer.per_rank, bags.back)
                 for answer, part, bags in zip(answers, self._parts, self._bags, strict=True)
             ]
             kept = self._rows_for_weights(every)
         except Exception as error:
             failed = error
         context.announce(Phase.ROWS, error=failed)
-        self._rows = [exchange.rows(*each) for each in sending]
+        self._rows = [exchange.send(each) for each in sending]
         for bags, each in kept:
-            came = exchange.rows(*each)
+            came = exchange.send(each)
             if self._asks[exchange.rank]:
                 bags.keep(came)
 
@@ -176,19 +164,19 @@ class ShardedCall:
         found: list[torch.Tensor | None] = [None] * len(self._bags)
         if weights is None or not any(part.is_whole for part in self._parts):
             return found
-        failed: Exception | None = None
-        sending: dict[int, _Sending] = {}
+        exchange, failed = self.context.exchange, None
+        sending: dict[int, Sending] = {}
         try:
             self._follow(weights)
             for number, (bags, part) in enumerate(zip(self._bags, self._parts, strict=True)):
                 mine = bags.sent_weights(weights)
                 if mine is not None:
-                    sending[number] = self._sending(mine, bags.ids, part.order.per_rank)
+                    sending[number] = exchange.sending(mine, bags.ids, part.order.per_rank)
         except Exception as error:
             failed = error
         self.context.announce(Phase.FORWARD, error=failed)
         for number, each in sending.items():
-            found[number] = self.context.exchange.rows(*each)
+            found[number] = exchange.send(each)
         return found
 
     @property
@@ -197,16 +185,16 @@ class ShardedCall:
         asks: list[bool] = (self._flags & GRADIENT).bool().tolist()
         return asks
 
-    def _rows_for_weights(self, every: Sequence[torch.Tensor | None]) -> list[tuple[Bags, _Sending]]:
+    def _rows_for_weights(self, every: Sequence[torch.Tensor | None]) -> list[tuple[Bags, Sending]]:
         """The rows of ids that are pooled where they are, for those ranks that ask for the gradient of weights."""
-        kept, asks = [], self._asks
-        mine = asks[self.context.exchange.rank]
+        exchange, kept, asks = self.context.exchange, [], self._asks
+        mine = asks[exchange.rank]
         for bags, part, rows in zip(self._bags, self._parts, every, strict=True):
             if rows is not None:
                 pieces = rows.split(part.order.per_rank)  # type: ignore[no-untyped-call]
                 rows = torch.cat([its for its, is_asked in zip(pieces, asks, strict=True) if is_asked])
                 sent = [n * is_asked for n, is_asked in zip(part.order.per_rank, asks, strict=True)]
-                kept.append((bags, self._sending(rows, sent, [n * mine for n in bags.ids])))
+                kept.append((bags, exchange.sending(rows, sent, [n * mine for n in bags.ids])))
         return kept
 
     def complete(self) -> bool:
@@ -217,9 +205,10 @@ class ShardedCall:
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         """The pooled rows, (B, ΣD)."""
         context = self.context
-        out = torch.empty((self.batch, context.columns), dtype=context.output_dtype, device=context.device)
-        for bags, rows in zip(self._bags, self._rows, strict=True):
-            bags.pool(rows, weights, out, keep=differentiable, keep_rows=self.keeps_rows)
+        with context.telling(Phase.ROWS):
+            out = torch.empty((self.batch, context.columns), dtype=context.output_dtype, device=context.device)
+            for bags, rows in zip(self._bags, self._rows, strict=True):
+                bags.pool(rows, weights, out, keep=differentiable, keep_rows=self.keeps_rows)
         self._rows = []
         return out
 
@@ -243,12 +232,12 @@ class ShardedCall:
             is_infinite = context.is_scaled and not bool(torch.isfinite(grad).all())
             for bags, part in zip(self._bags, self._parts, strict=True):
                 given = [each for each in bags.gradient(grad, context.divisor) if each is not None]
-                mine.append([self._sending(each, bags.back, part.answer.per_rank) for each in given])
+                mine.append([exchange.sending(each, bags.back, part.answer.per_rank) for each in given])
         except Exception as error:
             failed = error
         flags = context.announce(Phase.BACKWARD, flag=INFINITE * is_infinite, error=failed).flags
         is_infinite = bool(flags.any())
-        came = [[exchange.rows(*each) for each in its] for its in mine]
+        came = [[exchange.send(each) for each in its] for its in mine]
         found = []
         with context.telling(Phase.BACKWARD):
             for request, call, its in zip(self._requests, self._calls, self._by_shard(came), strict=True):
@@ -262,7 +251,7 @@ class ShardedCall:
         """The current stream uses what was made of the call, and `more`."""
         held = (tensor for bags in self._bags for tensor in bags.tensors())
         asked = (tensor for request in self._requests for tensor in request.tensors())
-        self._use.follow(itertools.chain(held, asked, more))
+        self._use.follow(itertools.chain(held, asked), more)
 
     def release(self) -> None:
         """No backward will come, or no forward: its rows may leave the caches."""

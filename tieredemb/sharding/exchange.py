@@ -55,6 +55,17 @@ class Header(NamedTuple):
     flags: torch.Tensor
 
 
+class Sending(NamedTuple):
+    """Rows for other ranks, `given`, of which each is sent `sent`, and sends `received` itself, which come to `came`,
+    and from there to `out`."""
+
+    given: torch.Tensor
+    sent: list[int]
+    received: list[int]
+    came: torch.Tensor
+    out: torch.Tensor
+
+
 class Exchange:
     """The collectives of one collection, over a group of its own. `timeout`: how long a rank waits for another ·
     `has_nccl`: whether GPUs send each other what lies on them: where the given group is one of NCCL."""
@@ -162,33 +173,53 @@ class Exchange:
 
     @staticmethod
     def room(values: torch.Tensor, received: Sequence[int]) -> torch.Tensor:
-        """For rows as `values` (·, …), `received` of them from each rank: who takes it before all agree to exchange
-        them does not find memory short while others wait."""
+        """For rows as `values` (·, …), `received` of them from each rank."""
         return torch.empty((sum(received), *values.shape[1:]), dtype=values.dtype, device=values.device)
 
-    def rows(
-        self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int], out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Sends the first `sent[0]` of the rows `values` (N, …) to rank 0, the next to rank 1, …; returns those that
-        came, in the order of the ranks, `received` of them from each, on the same device, in the `room` for them if
-        that is given. By NCCL the current stream waits for them, and not the host."""
-        given, out = self._sendable(values), self.room(values, received) if out is None else out
+    def sending(self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> Sending:
+        """What is to be sent of `values` (N, …): the first `sent[0]` rows to rank 0, the next to rank 1, …; and room
+        for as many as each sends, `received`. Who makes it before all agree to send does not find memory short while
+        others wait. From a GPU without NCCL it waits for what it sends."""
+        given, out = self._sendable(values), self.room(values, received)
         came = out if given.device == out.device else _pinned(out.shape, out.dtype)
+        return Sending(given, list(sent), list(received), came, out)
+
+    def send(self, sending: Sending) -> torch.Tensor:
+        """Sends it; returns the rows that came, in the order of the ranks, on the device of those that were sent. By
+        NCCL the current stream waits for them, and not the host."""
+        given, sent, received, came, out = sending
         with self._answered(Phase.ROWS):
-            dist.all_to_all_single(came, given, list(received), list(sent), group=self.group)
+            dist.all_to_all_single(came, given, received, sent, group=self.group)
         return out if came is out else out.copy_(came, non_blocking=True)
 
     def joined(
         self, values: Sequence[torch.Tensor], sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """The same of several `values` (·, …) of one kind in one exchange; `sent`, `received`: of each."""
+        """Sends several `values` (·, …) of one kind in one exchange; `sent`, `received`: of each. What came of each."""
         if len(values) == 1:
-            return [self.rows(values[0], sent[0], received[0])]
+            return [self.send(self.sending(values[0], sent[0], received[0]))]
         pieces = [torch.split(each, list(its)) for each, its in zip(values, sent, strict=True)]  # type: ignore[no-untyped-call]
         given = torch.cat([its[rank] for rank in range(self.size) for its in pieces])
-        came = self.rows(given, [*map(sum, zip(*sent, strict=True))], [*map(sum, zip(*received, strict=True))])
+        in_all = [*map(sum, zip(*sent, strict=True))], [*map(sum, zip(*received, strict=True))]
+        came = self.send(self.sending(given, *in_all))
         parts = torch.split(came, [its[rank] for rank in range(self.size) for its in received])  # type: ignore[no-untyped-call]
         return [torch.cat(parts[k :: len(values)]) for k in range(len(values))]
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """What follows an agreement to exchange something, up to that. A rank that fails in between leaves the group:
+        so the others, which do exchange, learn that it will not, and need not wait for their timeout."""
+        try:
+            yield
+        except PeerError:
+            raise
+        except Exception as error:
+            self._broken_by(
+                f"rank {self.rank} has failed where the others were about to exchange something, and has left them "
+                f"({type(error).__name__}: {error}); start all of them again from the last checkpoint"
+            )
+            _give_up(self._held)
+            raise
 
     def _sendable(self, values: torch.Tensor) -> torch.Tensor:
         """The same where the group can send it: from a GPU without NCCL in host memory, for which it waits."""

@@ -15,10 +15,10 @@ class StreamUse:
 
     def __init__(self, device: torch.device) -> None:
         self._index = device.index if device.type == "cuda" else None
-        self._known: set[int] = set()
+        self._last = 0  # the stream that uses them now
         self._made: torch.cuda.Event | None = None
         if self._index is not None:
-            self._known.add(current_stream(self._index).cuda_stream)
+            self._last = current_stream(self._index).cuda_stream
 
     def made(self) -> None:
         """Other streams are to wait for what was launched on this one by now."""
@@ -26,14 +26,17 @@ class StreamUse:
             self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._made.record(current_stream(self._index))
 
-    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The current stream uses the `tensors` from now on. Does not synchronise."""
+    def follow(self, tensors: Iterable[torch.Tensor], given: Iterable[torch.Tensor] = ()) -> None:
+        """The current stream uses the `tensors` from now on, some of which may have been made on the stream before, and
+        what it is `given` by others. Does not synchronise."""
         if self._index is None:
             return
         stream = current_stream(self._index)
-        if stream.cuda_stream in self._known:
+        for tensor in given:
+            tensor.record_stream(stream)
+        if stream.cuda_stream == self._last:
             return
-        self._known.add(stream.cuda_stream)
+        self._last = stream.cuda_stream
         if self._made is not None:
             self._made.wait(stream)
         for tensor in tensors:

@@ -196,7 +196,7 @@ class Together(Ranks):
         sent = [part.own_rows if exchange.rank == 0 else 0 for part in parts]
         came = [parts[exchange.rank].own_rows if rank == 0 else 0 for rank in range(exchange.size)]
         raw = rows.view(torch.uint8).view(len(rows), width * dtype.itemsize)
-        return exchange.rows(raw, sent, came).view(dtype)
+        return exchange.send(exchange.sending(raw, sent, came)).view(dtype)
 
     def _set_own(self, own: Mapping[int, torch.Tensor]) -> None:
         """Sets the rows of tables that this rank holds, once there is space for them on all ranks: else none is set.
