@@ -297,13 +297,13 @@ def counts_values(rank, size, sharding, shape, padding=None):
     tables = tables_of(rows=(40, 40, 40, 40), padding=(padding,))
     model, sent = model_of(tables, sharding), []
     exchange = model._ranks._context.exchange
-    rows = exchange.rows
+    send = exchange.send
 
-    def counted(values, *how):
-        sent.append(values.numel())
-        return rows(values, *how)
+    def counted(sending):
+        sent.append(sending.given.numel())
+        return send(sending)
 
-    exchange.rows = counted
+    exchange.send = counted
     step_of(model, batch_of(tables, 0, rank, samples=seven, shape=shape), weighted=False)
     model.close()
     return sent
