@@ -46,8 +46,9 @@ from tieredemb.lookup.device_bags import (
 from tieredemb.lookup.device_lookup import DeviceLookup
 from tieredemb.lookup.gradient_norm import first_occurrences, occurrence_powers
 from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
-from tieredemb.sharding.gpu_bags import GpuWidth
-from tieredemb.sharding.layout import Layout
+from tieredemb.sharding.bags import Part
+from tieredemb.sharding.gpu_bags import GpuPart
+from tieredemb.sharding.layout import Layout, RowWise
 from tieredemb.step.batch import Batch
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
@@ -292,14 +293,16 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
         tuple(tables), capacity=1.0, policy=None, storage=None, optimizer=None, seed=0, dtype=None, device="cpu",
         check_ids="deferred",
     )  # fmt: skip
-    width = GpuWidth(Layout(tables, 3), KeySpace(tables, chosen, [0, 8]), config)
+    layout, space = Layout(tables, 3, RowWise()), KeySpace(tables, chosen, [0, 8])
+    part = Part(space, layout.owner[space.tables[space.table]])
+    width = GpuPart(layout, part, config)
     ids, words = torch.arange(10), torch.zeros(11 + 3 * 5, dtype=torch.int64)
     edges = Edges(torch.arange(7), 7, exact=True)
     batch = Batch(ids, edges.offsets, 7, True, 3, None, (ids,))
     counts = words[11:].view(3, 5)[:, 1 : 1 + len(chosen)]
     bags = width.find(ids, edges, batch, words[:3], words[3:].data_ptr(), counts)
     bags.told(torch.tensor([[4], [3], [0]]))
-    assert (bags.ids.shape, bags._order.shape) == ((7,), (7,))
+    assert (bags.ids, bags.asked.shape, bags._order.shape) == ([4, 3, 0], (7,), (7,))
     for columns, total in ((16, 16), (15, 16)):
         grad = torch.zeros(3, total)[:, :columns].contiguous()
         gradient = width.gradient(bags._bags, bags._order, grad, torch.zeros(3, columns, dtype=torch.int32), 2.0)

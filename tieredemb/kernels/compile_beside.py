@@ -33,6 +33,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from tieredemb.kernels.compile_notice import NOTICE
 
 PATIENCE = 30.0  # seconds without a kernel, after which this process compiles for itself; one takes two, or some more
+MOST_SECONDS = 300  # that a fork lives, which nobody waits for any more if it does not come on
 FREE, AT_WORK, DONE, TAKEN = range(4)  # a kernel: not begun, begun beside, there, begun here
 
 Call = tuple[Any, tuple[Any, ...]]  # a kernel, and arguments as it will be called with
@@ -88,7 +89,8 @@ class Beside:
                 child = os.fork()
             if child == 0:
                 _compile_all(wanted, self._states, written)
-            os.waitpid(child, 0)
+            with contextlib.suppress(ChildProcessError):  # somebody else waits for all children, or none leaves a trace
+                os.waitpid(child, 0)
         except OSError:
             self._over()
             raise
@@ -142,10 +144,13 @@ def _compile_all(wanted: Sequence[tuple[Any, tuple[Any, ...]]], states: mmap.mma
         if os.fork():
             os._exit(0)
         gc.disable()  # what it has of this process is not its to end
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
+            signal.signal(sent, signal.SIG_DFL)
+        signal.alarm(MOST_SECONDS)
         nothing = os.open(os.devnull, os.O_RDWR)
-        for each in range(3):
-            os.dup2(nothing, each)
+        for file in range(3):
+            os.dup2(nothing, file)
         os.closerange(3, told)
         os.closerange(told + 1, os.sysconf("SC_OPEN_MAX"))
         for number, (kernel, kinds) in enumerate(wanted):
