@@ -31,6 +31,13 @@ HEADLINES = (
     Headline("cpu-step", "Adagrad", "bags of 1", "tieredemb, all resident", "step on the CPU, all resident, Adagrad"),
     Headline("tiers", "SGD", "", "HostMemory, 10 %", "step on the CPU, cache of 10 %, SGD"),
     Headline("tiers", "SGD", "", "File in page cache, 10 %", "step on the CPU, cache of 10 % over a file, SGD"),
+    Headline(
+        "opening",
+        "README's first example",
+        "beyond the second",
+        "first process",
+        "a first process of the first example",
+    ),
     Headline("opening", "open", "1,000,000,000 rows", "tieredemb on File", "open a new file"),
     Headline("cuda-dlrm", "DLRM step", "1 % cache, CUDA graph + prefetch"),
     Headline("cuda-dlrm", "HBM of the tables", "1 % cache"),
