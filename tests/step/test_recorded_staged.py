@@ -47,10 +47,11 @@ def made(tmp_path):
     return make
 
 
-def trained(bag, batches):
-    """Outputs and rows after training."""
+def trained(bag, batches, before=lambda: None):
+    """Outputs and rows after training. `before`: each forward."""
     outputs = []
     for ids in batches:
+        before()
         out = bag(ids)
         out.square().sum().backward()
         outputs.append(out.detach())
@@ -95,15 +96,9 @@ def test_prefetch_of_a_gpu_that_lags_behind_the_host(monkeypatch, replays, made,
     monkeypatch.setattr(WorkerExecutor, "QUICK", 0.0)
 
     def run():
-        bag, outputs = made(250), []
-        for ids in te.prefetch([ids_of(step) for step in range(4 * STEPS)], bag, depth):
-            torch.cuda._sleep(5_000_000)  # clock cycles: some 3 ms
-            out = bag(ids)
-            out.square().sum().backward()
-            outputs.append(out.detach())
-        found = [*outputs, *bits(bag)]
-        bag.close()
-        return found
+        bag = made(250)
+        batches = te.prefetch([ids_of(step) for step in range(4 * STEPS)], bag, depth)
+        return trained(bag, batches, lambda: torch.cuda._sleep(5_000_000))  # clock cycles: some 3 ms
 
     assert both(monkeypatch, replays, run) > 0
 
