@@ -30,6 +30,7 @@ FOLLOWED = {
 }
 FUSED = {
     "fused Adagrad": te.Adagrad(lr=0.1),
+    "fused SGD": te.SGD(lr=0.1),
     "fused RowWiseAdagrad": te.RowWiseAdagrad(lr=0.1),
     "fused Adam": te.Adam(lr=0.05),
     "fused SparseLion": te.SparseLion(lr=0.02),
@@ -131,7 +132,7 @@ def test_rank_0_has_the_state_dict_of_one_process(worlds, kind, sharding):
     (expected,) = run(worlds, 0, kind, sharding, range(6))
     first, *others = run(worlds, WORLD, kind, sharding, range(6))
     assert_same(first, expected)
-    if kind not in ("SGD", "SGD weight_decay"):
+    if kind not in ("SGD", "SGD weight_decay", "fused SGD"):
         assert len([each for each in expected["optimizer"]["state"].values() if len(each) > 1]) >= len(TABLES)
     marked = {} if kind == "SGD" else {"tables_on_rank": 0}
     for other in others:

@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from numba import typeof
-from numba.core import sigutils
 from numba.core.compiler_lock import global_compiler_lock
 
 from tieredemb.kernels.compile_notice import NOTICE
@@ -38,6 +37,7 @@ FREE, AT_WORK, DONE, TAKEN = range(4)  # a kernel: not begun, begun beside, ther
 
 Call = tuple[Any, tuple[Any, ...]]  # a kernel, and arguments as it will be called with
 _known: set[tuple[Any, Any]] = set()  # kernels and types of arguments that were seen to
+_forks: list[Beside] = []  # the last one
 
 
 def compile_beside(calls: Sequence[Call]) -> None:
@@ -50,15 +50,16 @@ def compile_beside(calls: Sequence[Call]) -> None:
             _known.add((kernel, kinds))
             if not _is_compiled(kernel, kinds):
                 wanted.append((kernel, kinds))
-    if wanted and _may_fork():
-        with contextlib.suppress(OSError):  # no process, no memory: they are compiled here
-            Beside(wanted)
+    # one at a time: two processes that keep the same kernel, for other types, may take one file for both
+    if wanted and _may_fork() and not any(each.is_at_work for each in _forks):
+        with contextlib.suppress(OSError, RuntimeError):  # no process, no memory, or the end: they are compiled here
+            _forks[:] = [Beside(wanted)]
 
 
 def _may_fork() -> bool:
     """Whether it is not switched off, and a core is left, of those of this process's share."""
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # that torchrun has started here
-    cores = len(os.sched_getaffinity(0)) // max(1, processes)
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")  # processes that torchrun has started here
+    cores = len(os.sched_getaffinity(0)) // max(1, int(told) if told.isdecimal() else 1)
     return cores > 1 and os.environ.get("TIEREDEMB_COMPILE_BESIDE", "1") not in ("", "0")
 
 
@@ -70,7 +71,7 @@ def _is_compiled(kernel: Any, kinds: tuple[Any, ...]) -> bool:
     try:
         cache = kernel._cache
         return cache._cache_file.load(cache._index_key(kinds, kernel.targetctx.codegen())) is not None
-    except AttributeError:
+    except Exception:  # numba's own business, and no more than a hint
         return True
 
 
@@ -83,6 +84,7 @@ class Beside:
         self._states = mmap.mmap(-1, len(wanted))  # of each kernel, which both processes see
         self._lock = threading.RLock()
         self._end, written = os.pipe()  # a byte for each kernel that is done, and its end is that of the fork
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # none is handled in the fork
         try:
             with warnings.catch_warnings(), global_compiler_lock:  # which the fork then has, and no other thread
                 warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the fork has none of
@@ -91,21 +93,27 @@ class Beside:
                 _compile_all(wanted, self._states, written)
             with contextlib.suppress(ChildProcessError):  # somebody else waits for all children, or none leaves a trace
                 os.waitpid(child, 0)
-        except OSError:
+        except (OSError, RuntimeError):
             self._over()
             raise
         finally:
             os.close(written)
-        for number, (kernel, kinds) in enumerate(wanted):
-            kernel.compile = functools.partial(self._compile, number, kernel, kinds)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, (kernel, _) in enumerate(wanted):
+            kernel.compile = functools.partial(self._compile, number, kernel)
 
-    def _compile(self, number: int, kernel: Any, kinds: tuple[Any, ...], given: Any) -> Any:
-        """What a kernel's `compile` is until it was asked for these types of arguments."""
-        if sigutils.normalize_signature(given)[0] == kinds:
-            if os.getpid() == self._process:
-                self._wait(number, kernel)
-            with contextlib.suppress(AttributeError):  # another thread was here, too
-                del kernel.compile
+    @property
+    def is_at_work(self) -> bool:
+        """Whether the fork has something to compile, or is at it, as far as this process knows."""
+        return self._end >= 0 and any(state in (FREE, AT_WORK) for state in self._states[:])
+
+    def _compile(self, number: int, kernel: Any, given: Any) -> Any:
+        """What a kernel's `compile` is until it is first called, for whatever types: then the fork is through with the
+        kernel, or leaves it."""
+        if os.getpid() == self._process:
+            self._wait(number, kernel)
+        with contextlib.suppress(AttributeError):  # another thread was here, too
+            del kernel.compile
         return type(kernel).compile(kernel, given)
 
     def _wait(self, number: int, kernel: Any) -> None:
@@ -145,9 +153,13 @@ def _compile_all(wanted: Sequence[tuple[Any, tuple[Any, ...]]], states: mmap.mma
             os._exit(0)
         gc.disable()  # what it has of this process is not its to end
         signal.set_wakeup_fd(-1)
-        for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
-            signal.signal(sent, signal.SIG_DFL)
+        for sent in signal.valid_signals():
+            if callable(signal.getsignal(sent)):  # of this process, which would do twice what it does
+                signal.signal(sent, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(MOST_SECONDS)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        NOTICE.silence()
         nothing = os.open(os.devnull, os.O_RDWR)
         for file in range(3):
             os.dup2(nothing, file)

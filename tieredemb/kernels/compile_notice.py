@@ -32,6 +32,10 @@ class CompileNotice(event.Listener):  # type: ignore[misc]
     def on_end(self, notice: Any) -> None:
         self._finish()
 
+    def silence(self) -> None:
+        """Says nothing from now on: of a fork, another process says it."""
+        self._depth = 1
+
     @contextlib.contextmanager
     def at(self, function: Any) -> Iterator[None]:
         """A kernel is waited for inside, which is compiled elsewhere."""

@@ -60,7 +60,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         states.announce()
         for table in states.tables:
             steps, entry = states.gathered(self._of_widths[0].config, table)
-            if entry:
+            if states.exchange.rank == 0:  # steps too of an optimizer without state, which random rounding goes by
                 state[table] = {"step": torch.tensor(float(steps), dtype=torch.float32, device="cpu"), **entry}
         groups = [self._of_widths[0].options() | {"params": [*states.tables]}]
         return {"state": state, "param_groups": groups, **states.elsewhere()}
