@@ -137,4 +137,5 @@ class Request:
         """All that lie on the device."""
         of_parts = [tensor for part in self.parts for tensor in part.tensors()]
         stack = self.batch.stack
-        return [*of_parts, self.batch.ids, self._edges, *(() if stack is None else stack.tensors())]
+        weights = [] if self._weights is None else [self._weights]
+        return [*of_parts, *weights, self.batch.ids, self._edges, *(() if stack is None else stack.tensors())]
