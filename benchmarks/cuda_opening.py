@@ -57,7 +57,10 @@ def opened(device: torch.device, rows: int, *, quick: bool) -> list[Record]:
     for config, sample in zip(configs, samples, strict=True):
         bar = barred(at_most(sample["seconds"], OPEN_SECONDS, " s"), quick=quick)
         op = f"open {size_bytes / 2**30:.1f} GiB"
-        found.append(measured(op, "tieredemb on UnifiedMemory", config, "s", once(sample["seconds"]), **bar))
+        committed = f"all of it committed {sample['committed']:.1f} s after the beginning"
+        found.append(
+            measured(op, "tieredemb on UnifiedMemory", config, "s", once(sample["seconds"]), note=committed, **bar)
+        )
     start = perf_counter()
     torch.empty(size_bytes, dtype=torch.uint8).fill_(0)
     seconds = perf_counter() - start

@@ -31,6 +31,7 @@ class Swap:
         check_room(layout.weight_bytes + layout.state_bytes)
         self.cold = UnifiedMemory().open(layout, name="", identity={})
         self.cold.attach(torch.device("cuda"))
+        self.cold.wait_until_committed()
         self.cold.state[:, -1] = 1  # zero would say that the row was never written
         sets = torch.randperm(ROWS, device="cuda")[: 4 * MOVED * (WARM_UP + 1 + ROUNDS)].clone()
         self.sets = sets.view(-1, 2, MOVED)

@@ -116,6 +116,7 @@ def _measure(cold: ColdRows, device: torch.device) -> Rates:
 
     rows, width = cold.layout.rows, cold.layout.width
     flags = options(torch.float32, width)
+    cold.wait_until_committed()
     gather = Kernel("doctor/probe.cu", "rows_gather", flags)
     scatter = Kernel("doctor/probe.cu", "rows_scatter", flags)
     try:

@@ -162,6 +162,9 @@ class ColdRows(abc.ABC):
         rows keep their content and their addresses. May synchronise. Raises `StorageError` where it should work and
         does not."""
 
+    def wait_until_committed(self) -> None:  # noqa: B027 - others commit memory as it is used, or at once
+        """Waits until no use of the rows commits memory any more, where the tier does that behind its opening."""
+
     def begin_changes(self) -> None:  # noqa: B027 - memory has nobody to tell
         """To be called before rows are used, here or in a hot cache, other than by the calls below, which do so
         themselves: what outlives the process is known then to be older than what this process has."""

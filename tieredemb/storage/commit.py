@@ -1,13 +1,15 @@
-"""Commits memory by all threads, as one alone does it at a tenth of the speed. Without a compiled kernel, for which
+"""Commits memory by several threads, as one alone does it at a tenth of the speed. Without a compiled kernel, for which
 the first process of a user would wait longer than for the memory."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from tieredemb.kernels.chunks import each
 
@@ -29,16 +31,38 @@ def zero_in_parallel(array: Array) -> None:
     each(zero, _parts(memory.nbytes, _ZEROED))
 
 
-def touch_in_parallel(memory: Array, block_bytes: int) -> None:
-    """Writes a zero to the first byte of each block of `memory` (uint8), which commits the block."""
-    address = memory.ctypes.data
+class Commit:
+    """Commits `memory` (uint8) while it is in use already, by threads of its own, which read the first byte of each
+    block: nobody's rows change. They leave one core alone, and end with the work, with `end()`, and with the main
+    thread; until then they keep the memory."""
 
-    def touch(part: tuple[int, int], thread: int) -> int:
-        for block in range(*part):
-            ctypes.memset(address + block * block_bytes, 0, 1)
-        return 0
+    def __init__(self, memory: Array, block_bytes: int) -> None:
+        blocks = torch.from_numpy(memory)[::block_bytes]
+        parts, self._is_over = _parts(len(blocks), _TOUCHED), threading.Event()
+        taking, main = threading.Lock(), threading.main_thread()
+        threads = min(-(-len(blocks) // _TOUCHED), max(1, torch.get_num_threads() - 1))
 
-    each(touch, _parts(-(-memory.nbytes // block_bytes), _TOUCHED))
+        def touch() -> None:
+            while not self._is_over.is_set() and main.is_alive():
+                with taking:
+                    part = next(parts, None)
+                if part is None:
+                    return
+                blocks[slice(*part)].sum()  # one call, without the GIL
+
+        self._threads = [threading.Thread(target=touch, name=f"tieredemb-commit-{number}") for number in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> None:
+        """Until all of it is committed, or the threads were told to end."""
+        for thread in self._threads:
+            thread.join()
+
+    def end(self) -> None:
+        """Has the threads end, and waits for that: some milliseconds."""
+        self._is_over.set()
+        self.wait()
 
 
 def _parts(count: int, size: int) -> Iterator[tuple[int, int]]:

@@ -3,7 +3,8 @@
 Managed memory that stays on the host is mapped with large pages, so random rows cross PCIe at 46–51 GB/s where pinned
 memory, bound by address translation, brings 4–17 (NVIDIA H200, 8 GiB and more; `python -m tieredemb doctor` measures).
 It is committed in blocks of 2 MiB when it is first touched: 0.27 ms a block for the GPU, 9 to 15 GiB/s for 16 CPU
-threads, and 3 to 7 in memory that a virtual machine has not used before (`python -m benchmarks.cuda_opening`).
+threads, and 3 to 7 in memory that a virtual machine has not used before (`python -m benchmarks.cuda_opening`). So
+threads commit it behind an opening, while it is in use already.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tieredemb.errors import ConfigError
 from tieredemb.kernels.streams import synchronize
 from tieredemb.storage import cuda_driver as cuda
 from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout, Storage
-from tieredemb.storage.commit import touch_in_parallel, zero_in_parallel
+from tieredemb.storage.commit import Commit, zero_in_parallel
 from tieredemb.storage.host import HostMemory, check_physical
 
 BLOCK_BYTES = 2 << 20  # what the driver commits at a time
@@ -32,9 +33,9 @@ _ALIGN_BYTES = 4096
 class UnifiedMemory(Storage):
     """Rows live in managed memory on the host and die with the process; a checkpoint keeps them.
 
-    `pretouch`: commit the weights while opening, by all cores. Without it only the states are (their zeros say that no
-    row was ever written), and the weights of a block of rows when the first of them is: opening is sooner, the first
-    batches are slower, and a table that is used sparsely stays smaller.
+    `pretouch`: commit the weights behind the opening, by threads that take most of the cores for that long. Without it
+    only the states are (their zeros say that no row was ever written), and the weights of a block of rows when the
+    first of them is: more of the first batches are slow, and a table that is used sparsely stays smaller.
     """
 
     pretouch: bool = True
@@ -88,8 +89,7 @@ class UnifiedRows(ColdRows):
         weight = _managed(layout.weight_bytes, device)
         state = _managed(layout.state_bytes, device)
         zero_in_parallel(state)
-        if pretouch:
-            touch_in_parallel(weight, BLOCK_BYTES)
+        self._commit = Commit(weight, BLOCK_BYTES) if pretouch else None
         self._devices = [device]
         super().__init__(
             layout,
@@ -117,9 +117,15 @@ class UnifiedRows(ColdRows):
         zero_in_parallel(self.state)
         self.metadata = self.metadata.cleared()
 
+    def wait_until_committed(self) -> None:
+        if self._commit is not None:
+            self._commit.wait()
+
     def close(self) -> None:
         """Frees the memory as soon as nobody else holds the arrays."""
         self.released = True
+        if self._commit is not None:
+            self._commit.end()
         self.weight, self.state = self.weight[:0].copy(), self.state[:0].copy()
 
     def size_bytes(self) -> dict[str, int]:
