@@ -224,6 +224,10 @@ class TablePart:
         """How many of them it is."""
         return max(0, -(-(self.rows - self.first) // self.step))
 
+    def span(self, start: int, rows: int) -> slice:
+        """Where `rows` of its rows, from `start` on, are in the larger table."""
+        return slice(self.first + self.step * start, self.first + self.step * (start + rows), self.step)
+
 
 class Feature(NamedTuple):
     """A feature of a collection: its `name`, and the number of the `table` that it looks up in."""

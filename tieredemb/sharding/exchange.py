@@ -277,13 +277,6 @@ class Exchange:
                     f"init_process_group('gloo') to have several ranks on one"
                 )
 
-    def dealt(self, values: list[Any] | None) -> Any:
-        """Of the `values` of rank 0, one a rank, this one's; the others give None."""
-        found: list[Any] = [None]
-        with self._answered(Phase.WHOLE):
-            dist.scatter_object_list(found, values, src=self.ranks[0], group=self.group)
-        return found[0]
-
     def gather(self, value: Any, to: int = 0) -> list[Any] | None:
         """The `value` of every rank, on rank `to` alone."""
         found: list[Any] | None = [None] * self.size if self.rank == to else None

@@ -8,14 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import InvalidInputError, UnsupportedError
+from tieredemb.lookup.history import History
 from tieredemb.sharding.agreed import Announce, Change, agreed, change_together
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.shard import Shard
+from tieredemb.sharding.whole_rows import dealt_rows, gather_rows, gathered_rows
 from tieredemb.tables.row_state import (
     ELSEWHERE,
     LAGGING,
@@ -26,9 +29,11 @@ from tieredemb.tables.row_state import (
     state_tensors,
     steps_of,
 )
-from tieredemb.tables.table_set import LoadedState, check_memory
+from tieredemb.tables.table_set import LaggingRows, LoadedState, check_memory
 
 Entry = Mapping[str, Any]  # of a table in a state dict, without its steps: tensors by name
+LAGGING_ROWS = ("rows", "weight", "state")  # what an entry has a row of for each that lags behind
+WORDS = "words"
 R = TypeVar("R")
 
 
@@ -37,6 +42,15 @@ class WholeState(NamedTuple):
 
     steps: int
     entry: Entry
+
+
+class _Small(NamedTuple):
+    """What a `LoadedState` has beside rows: the steps taken, and of rows that lag behind the dtype in which they lie,
+    and what brings them to the current step."""
+
+    step: int
+    carrier: np.dtype[Any] | None
+    history: History | None
 
 
 @dataclass(frozen=True)
@@ -75,8 +89,15 @@ class RowStates:
         steps, mine, room = self._agreed(
             lambda: (self.steps(table), self._own(config, table), self._room(config, table))
         )
-        found = self.exchange.gather(mine)
-        return WholeState(steps, {} if found is None else self._put_together(table, found, room))
+        for name in [each.name for each in config.tensors]:
+
+            def place(rank: int, start: int, rows: torch.Tensor, name: str = name) -> None:
+                room[name][self.layout.part(table, rank).span(start, len(rows))] = rows
+
+            gather_rows(self.exchange, mine[name], place)
+        if LAGGING in mine:
+            room |= self._lagging(mine[LAGGING])
+        return WholeState(steps, room)
 
     def _own(self, config: OptimizerConfig, table: int) -> dict[str, Any]:
         """What this rank has of it; rows that lag behind are numbered as in the whole table."""
@@ -88,11 +109,9 @@ class RowStates:
         lagging = dict(lagging_rows(tables, number).get(LAGGING, {}))
         if lagging:
             its = lagging["rows"] < part.own_rows  # not the row that is there where a rank has none
-            lagging |= {name: lagging[name][its] for name in ("rows", "weight", "state")}
+            lagging |= {name: lagging[name][its] for name in LAGGING_ROWS}
             lagging["rows"] = part.first + part.step * lagging["rows"]
-            if self.exchange.rank != 0:  # every rank has the same
-                lagging.pop("history", None)
-            entry[LAGGING] = lagging
+            entry[LAGGING] = lagging  # what else is in it every rank has
         return entry
 
     def _room(self, config: OptimizerConfig, table: int) -> dict[str, torch.Tensor]:
@@ -104,21 +123,13 @@ class RowStates:
         check_memory(of.name, sum(4 * rows * width for rows, width in shapes.values()))
         return {name: torch.empty(shape, dtype=torch.float32, device="cpu") for name, shape in shapes.items()}
 
-    def _put_together(
-        self, table: int, found: Sequence[Mapping[str, Any]], room: dict[str, torch.Tensor]
-    ) -> dict[str, Any]:
-        """The entry of the whole table, of those of all ranks."""
-        for rank, entry in enumerate(found):
-            part = self.layout.part(table, rank)
-            for name, out in room.items():
-                out[part.first :: part.step] = entry[name]
-        parts = [entry[LAGGING] for entry in found if LAGGING in entry]
-        if not parts:
-            return room
-        rows = torch.cat([each["rows"] for each in parts])
-        order = rows.argsort()
-        joined = {name: torch.cat([each[name] for each in parts])[order] for name in ("rows", "weight", "state")}
-        return {**room, LAGGING: {**parts[0], **joined}}
+    def _lagging(self, mine: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """On rank 0 the rows of all ranks that lag behind, in the order of the whole table."""
+        found = {name: gathered_rows(self.exchange, mine[name]) for name in LAGGING_ROWS}
+        if self.exchange.rank != 0:
+            return {}
+        order = found["rows"].argsort()
+        return {LAGGING: {**mine, **{name: rows[order] for name, rows in found.items()}}}
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
@@ -162,11 +173,15 @@ class RowStates:
         return loaded_state(shard.engine.tables, config, number, entry, self.layout.part(table, rank))
 
     def _sent(self, config: OptimizerConfig, table: int, entry: Entry) -> LoadedState:
-        """The same of one that rank 0 alone has."""
-        is_first, ranks = self.exchange.rank == 0, range(self.exchange.size)
-        parts = self._agreed(lambda: [self._part(config, table, entry, rank) for rank in ranks] if is_first else None)
-        dealt: LoadedState = self.exchange.dealt(parts)
-        return dealt
+        """The same of one that rank 0 alone has, which makes each rank's part and sends it before the next."""
+        exchange = self.exchange
+        for rank in range(exchange.size):
+            part = self._agreed(lambda: self._part(config, table, entry, rank) if exchange.rank == 0 else None)  # noqa: B023
+            small, rows = (None, None) if part is None else _apart(part)
+            small, rows = exchange.told(small), dealt_rows(exchange, rank, rows)
+            if rank == exchange.rank:
+                mine = _joined(small, rows)
+        return mine
 
     def _check_steps(self, loaded: Mapping[int, LoadedState]) -> None:
         """Raises `InvalidInputError` on all ranks where they were given states of different steps."""
@@ -192,6 +207,26 @@ class RowStates:
 
     def _agreed(self, action: Callable[[], R]) -> R:
         return agreed(self.announce, action)
+
+
+def _apart(state: LoadedState) -> tuple[_Small, dict[str, torch.Tensor]]:
+    """What is small of it, and its rows by name."""
+    step, words, lagging = state
+    rows = {} if words is None else {WORDS: words}
+    if lagging is None:
+        return _Small(step, None, None), rows
+    views = {"rows": lagging.rows, "weight": lagging.weight.view(np.uint8), "state": lagging.state.view(np.int32)}
+    rows |= {name: torch.from_numpy(np.ascontiguousarray(view)) for name, view in views.items()}
+    return _Small(step, lagging.weight.dtype, lagging.history), rows
+
+
+def _joined(small: _Small, rows: Mapping[str, torch.Tensor]) -> LoadedState:
+    """The state again."""
+    step, carrier, history = small
+    if carrier is None:
+        return LoadedState(step, rows.get(WORDS))
+    number, weight, state = (rows[name].numpy() for name in LAGGING_ROWS)
+    return LoadedState(step, rows.get(WORDS), LaggingRows(number, weight.view(carrier), state.view(np.uint32), history))
 
 
 def refuse_names() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tieredemb.errors import PeerError, TieredEmbError
-from tieredemb.sharding.agreed import Change, change_together
+from tieredemb.sharding.agreed import Change, agreed, change_together
 from tieredemb.sharding.call import ShardedCall, forward_flag
 from tieredemb.sharding.checkpoint import ShardedRows
 from tieredemb.sharding.context import ShardedContext
@@ -20,6 +20,7 @@ from tieredemb.sharding.following import Following
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held
 from tieredemb.sharding.states import RowStates
+from tieredemb.sharding.whole_rows import dealt_rows, gather_rows
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import LOOKUP, Call
 from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards
@@ -148,16 +149,18 @@ class Together(Ranks):
         except Exception as error:
             failed = error
         self.agree(failed)
-        for rank, rows in enumerate(exchange.gather(mine) or ()):
-            its = layout.part(table, rank)
+
+        def place(rank: int, start: int, rows: torch.Tensor) -> None:
             assert weight is not None
-            weight[its.first :: its.step] = rows
+            weight[layout.part(table, rank).span(start, len(rows))] = rows
+
+        gather_rows(exchange, mine, place)
         return weight
 
     def set_weights(self, weights: Mapping[int, torch.Tensor], problems: Sequence[str]) -> tuple[set[int], list[str]]:
         exchange, layout = self._context.exchange, self._context.layout
         self.agree()
-        offers = exchange.every(({t: weight.dtype for t, weight in weights.items()}, list(problems)))
+        offers = exchange.every((list(weights), list(problems)))
         given = {t: [rank for rank, (its, _) in enumerate(offers) if t in its] for t in range(len(layout.tables))}
         given = {t: ranks for t, ranks in given.items() if ranks}
         told = [f"rank {rank}: {each}" for rank, (_, its) in enumerate(offers) if rank != exchange.rank for each in its]
@@ -172,7 +175,7 @@ class Together(Ranks):
             own = {}
             for t, ranks in given.items():
                 is_sent = len(ranks) < exchange.size
-                own[t] = self._sent(t, weights.get(t), offers[0][0][t]) if is_sent else self._own(t, weights[t])
+                own[t] = self._sent(t, weights.get(t)) if is_sent else self._own(t, weights[t])
             self._set_own(own)
         return set(given), told
 
@@ -181,22 +184,15 @@ class Together(Ranks):
         part = self._context.layout.part(table, self._context.exchange.rank)
         return weight[part.first :: part.step]
 
-    def _sent(self, table: int, weight: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """The same of a `weight` that rank 0 alone has: sent as bytes, as there are dtypes that a group cannot send."""
-        exchange, layout = self._context.exchange, self._context.layout
-        parts = [layout.part(table, rank) for rank in range(exchange.size)]
-        width, failed = layout.tables[table].embedding_dim, None
-        try:
-            rows = torch.empty((0, width), dtype=dtype, device="cpu")
-            if weight is not None:
-                rows = torch.cat([weight[part.first :: part.step].detach().cpu() for part in parts])
-        except Exception as error:
-            failed = error
-        self.agree(failed)
-        sent = [part.own_rows if exchange.rank == 0 else 0 for part in parts]
-        came = [parts[exchange.rank].own_rows if rank == 0 else 0 for rank in range(exchange.size)]
-        raw = rows.view(torch.uint8).view(len(rows), width * dtype.itemsize)
-        return exchange.send(exchange.sending(raw, sent, came)).view(dtype)
+    def _sent(self, table: int, weight: torch.Tensor | None) -> torch.Tensor:
+        """The same of a `weight` that rank 0 alone has."""
+        exchange = self._context.exchange
+        own: dict[str, torch.Tensor] = {}
+        for rank in range(exchange.size):
+            part = self._context.layout.part(table, rank)
+            its = agreed(self.agree, lambda: None if weight is None else weight.detach()[part.first :: part.step].cpu())  # noqa: B023
+            own |= dealt_rows(exchange, rank, None if its is None else {"weight": its})
+        return own["weight"]
 
     def _set_own(self, own: Mapping[int, torch.Tensor]) -> None:
         """Sets the rows of tables that this rank holds, once there is space for them on all ranks: else none is set.
