@@ -15,7 +15,7 @@ import torch
 
 from tieredemb.cache.base import Cache
 from tieredemb.cache.locks import Locks
-from tieredemb.kernels.streams import current_stream, on_stream, side_stream
+from tieredemb.kernels.streams import current_stream, on_device, on_stream, side_stream
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.batches import are_on_gpu, map_tensors, tensors_of
 from tieredemb.pipeline.joint_plans import PlannedUnit, Units, plan_units
@@ -184,15 +184,15 @@ class WorkerExecutor(ThreadExecutor):
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
         arrived, written = self.arrived, torch.cuda.Event()  # type: ignore[no-untyped-call]
-        written.record(torch.cuda.current_stream(self.device))
+        written.record(current_stream(self.device.index))
 
         def run(*, whole: bool) -> Any:
             start = perf_counter()
             try:
-                with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                    written.wait()
+                with on_device(self.device), on_stream(self.stream):
+                    written.wait(self.stream)
                     if arrived is not None:
-                        arrived.wait()
+                        arrived.wait(self.stream)
                     call = function(*args, **keywords)
                     if whole:
                         call.complete()  # if that fails, the forward finds out
@@ -236,10 +236,10 @@ class _Copies:
         with torch.cuda.stream(side_stream(self._device)):
             moved = map_tensors(batch, self._to_device, lambda value: _moved(value, self._device))
             self.arrived = arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
+            arrived.record(current_stream())
 
         def receive() -> None:
-            stream = torch.cuda.current_stream(self._device)
+            stream = current_stream(self._device.index)
             arrived.wait(stream)
             for _, tensor in tensors_of(moved):
                 if tensor.is_cuda:

@@ -52,6 +52,7 @@ class CallMemory:
         # what masks are made of, which may be once homes are known, behind what was given
         self.ids = torch.empty(ids, dtype=torch.int64, device=device) if any(masks) else None
         self._pending: list[torch.cuda.Event] = []
+        self.told: set[int] = set()  # streams that use it, of which the allocator knows until it is freed
         self.planner: torch.cuda.Stream | None = None  # of a recorded plan, where that was replayed last
 
     def fits(self, groups: Sequence[DeviceGroup], ids: int, batch: int, places: Places | None) -> bool:

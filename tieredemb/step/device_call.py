@@ -44,7 +44,6 @@ class DeviceCall(Call):
     position: int  # its place among those
     stack: Stack | None = None  # what the rows of its output are, if that has one
     tells_at_once = True  # of a fault, where it is not planned ahead
-    _told_stream: int | None = None  # the last one that the allocator was told of, see `follow`
 
     def plan(
         self,
@@ -115,7 +114,7 @@ class DeviceCall(Call):
         except BaseException:
             self.release()
             if given is not None:
-                given.wait()  # a capture ends with the error that has come, not with one about a stream
+                given.wait(current_stream())  # a capture ends with the error that has come, not with one about a stream
             for part in self.parts:
                 part.join()
             raise
@@ -192,7 +191,7 @@ class DeviceCall(Call):
             part.again(part.group.cache.reopen(part.ticket, batch))
             for part, batch in zip(self.parts, batches, strict=True)
         ]
-        call.tells_later, call._told_stream = True, None
+        call.tells_later = True
         return call
 
     def start(self, *, trains: bool) -> None:
@@ -300,9 +299,9 @@ class DeviceCall(Call):
         if stream == self.memory.stream.cuda_stream:
             return
         held = [*more, *(value for part in self.parts for value in part.held())]
-        if stream != self._told_stream:
+        if stream not in self.memory.told:
             held += self.memory.tensors()
-            self._told_stream = stream
+            self.memory.told.add(stream)
         for tensor in held:
             tensor.record_stream(current_stream())
 

@@ -82,7 +82,7 @@ class CopyJob:
         buffers = (self.weight.data_ptr(), self.state.data_ptr(), 0 if self.dirty is None else self.dirty.data_ptr())
         cold = (self.weights.ctypes.data, self.states.ctypes.data)
         report = (0, 0) if self.report is None else (self.report.words.data_ptr(), self.report.number)
-        return len(self.keys), self.keys.data_ptr(), *cold, *sizes, *buffers, *report, helpers
+        return self.keys.shape[0], self.keys.data_ptr(), *cold, *sizes, *buffers, *report, helpers
 
 
 class _Beginning:
@@ -139,7 +139,7 @@ class CopyThreads:
             here = _Beginning()
             self._beginning = weakref.ref(here)
             try:
-                self._words[:] = job.words(self._staff(min(len(job.keys) // CHUNK, num_threads() - 1, self._most)))
+                self._words[:] = job.words(self._staff(min(job.keys.shape[0] // CHUNK, num_threads() - 1, self._most)))
                 self._job = job
                 job_await(self._board)
             finally:
@@ -172,7 +172,7 @@ class CopyThreads:
 
     def _put_up(self, job: CopyJob) -> int:
         """Puts a job on the board; returns how many threads were woken up for it."""
-        n = len(job.keys)
+        n = job.keys.shape[0]
         if n == 0:
             return 0
         helpers = self._staff(0 if n <= ALONE else min(n // CHUNK, num_threads() - 1, self._most))

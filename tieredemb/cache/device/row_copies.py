@@ -44,7 +44,7 @@ class RowCopies:
         self.cold.begin_changes()
         if not self.cold.has_all_scores_reserved:
             return None
-        job = CopyJob(report.keys(len(weight)), self.cold.weight, self.cold.state, weight, state, report=report)
+        job = CopyJob(report.keys(weight.shape[0]), self.cold.weight, self.cold.state, weight, state, report=report)
         self._is_copying = True
         return job if copy_threads().begin_when_reported(job) else None
 

@@ -19,6 +19,7 @@ from tieredemb.cache.device.transfer import PendingTransfer, RecordedTransfer, T
 from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.kernels.recording import Recording
+from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import ColdRows
 
 STAGE_ROWS = 1 << 16  # rows staged at once by whole-cache calls: bounds pinned memory
@@ -80,7 +81,7 @@ class Staged(Transfer):
 
     def follow(self) -> None:
         if self._grown is not None and not torch.cuda.is_current_stream_capturing():  # or it was waited for outside
-            self._grown.wait()
+            self._grown.wait(current_stream())
 
     # --- a plan -----------------------------------------------------------------------------------------------------
 
@@ -126,10 +127,11 @@ class Staged(Transfer):
     ) -> StagedTransfer:
         """Behind `launch_start`: the transfer, whose rows are gathered as soon as they are reported, if it is made
         `ahead`. `graph`: of what `launch_finish` launches."""
-        expected.report.event.record()
+        stream = current_stream()
+        expected.report.event.record(stream)
         self._send(plan.missed)
         sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        sent.record()
+        sent.record(stream)
         self._gathers = ahead
         pending = StagedTransfer(self, plan, expected, sent, graph)
         if ahead:
@@ -151,10 +153,10 @@ class Staged(Transfer):
         if misses.with_slots > self._leaving.rows:
             self._make_room(misses.with_slots)
             self._send(missed)
-            pending.sent.record()
+            pending.sent.record(current_stream())
         self._copies.reserve(misses.leaving, misses.dirty)
         weight, state = self._in(misses.keys, pending)
-        count = len(misses.keys)
+        count = misses.keys.shape[0]
         new = count - misses.with_slots
         graph = None if new else pending.graph
         if new:
@@ -167,7 +169,7 @@ class Staged(Transfer):
                 graph.replay([weight.data_ptr(), state.data_ptr()])
             self._slotless += new
             pending.sent.synchronize()
-            if len(misses.leaving):
+            if misses.leaving.shape[0]:
                 keys = torch.from_numpy(misses.leaving.numpy().copy())  # the next plan reports others there
                 self._copies.scatter(keys, *self._leaving.part(misses.room, misses.with_slots))
                 self._leaving, self._written = self._written, self._leaving
@@ -199,16 +201,16 @@ class Staged(Transfer):
             return
         # batches in flight read and update them: behind what computes, and nothing computes meanwhile
         with self._rows_lock, torch.inference_mode(False):
-            self._order.queued().wait()
+            self._order.queued().wait(current_stream())
             grown = [
                 torch.zeros((rows, t.shape[1]), dtype=t.dtype, device=t.device) for t in (self._weight, self._state)
             ]
             for new, old in zip(grown, (self._weight, self._state), strict=True):
                 new[: len(old)] = old
-                old.record_stream(torch.cuda.current_stream())
+                old.record_stream(current_stream())
             self._weight, self._state = grown
             self._grown = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._grown.record()
+            self._grown.record(current_stream())
 
     # --- rows through the host --------------------------------------------------------------------------------------
 
@@ -223,7 +225,7 @@ class Staged(Transfer):
         self._copies.gather(keys, weight, state, begun=gather)
         self._gathers = False
         staged = weight.to(self._device, non_blocking=True), state.to(self._device, non_blocking=True)
-        room.copied.record()
+        room.copied.record(current_stream())
         self._coming, self._copied = self._copied, self._coming
         return staged
 
@@ -253,7 +255,7 @@ class Staged(Transfer):
     def _make_room(self, rows: int) -> None:
         """Room for rows that leave. What is there is lost."""
         if rows > self._leaving.rows:
-            torch.cuda.current_stream().synchronize()  # a plan that failed may be sending rows yet
+            current_stream().synchronize()  # a plan that failed may be sending rows yet
             self._leaving = PinnedRows(self._layout, max(rows, 2 * self._leaving.rows))
 
     def _send_rows(self, rows: int, count: int, slots: Any, keys: Any, moved: int) -> None:

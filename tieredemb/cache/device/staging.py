@@ -8,6 +8,7 @@ import torch
 
 from tieredemb.cache.device.copy_threads import MissReport
 from tieredemb.kernels.constants import REPORT_NUMBER, REPORT_WORDS
+from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import RowLayout
 
 
@@ -44,7 +45,7 @@ class Misses(NamedTuple):
 
     @property
     def with_slots(self) -> int:
-        return self.room + len(self.leaving)
+        return self.room + self.leaving.shape[0]
 
 
 class ExpectedMisses(NamedTuple):
@@ -75,14 +76,14 @@ class MissReports:
     def expect(self, n: int) -> ExpectedMisses:
         """Room for the report of a plan of n ids; the report before is lost."""
         words, flags = REPORT_WORDS + 2 * n, -(-n // 8)
-        if len(self._words) < words + flags:
+        if self._words.shape[0] < words + flags:
             self._make_room(2 * (words + flags))
         self._number += 1
         reported = torch.cuda.Event()  # type: ignore[no-untyped-call]
         return ExpectedMisses(n, MissReport(self._words, self._number, reported), self._words[words : words + flags])
 
     def _make_room(self, words: int) -> None:
-        torch.cuda.current_stream().synchronize()  # a plan that was interrupted may report yet
+        current_stream().synchronize()  # a plan that was interrupted may report yet
         with torch.inference_mode(False):
             self._words = torch.empty(REPORT_WORDS + words, dtype=torch.int64, device="cpu", pin_memory=True)
         self._words[REPORT_NUMBER] = 0  # and no number that is expected
