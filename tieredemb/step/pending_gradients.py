@@ -201,7 +201,7 @@ class PendingGradients:
         )
 
     def _check_size(self) -> None:
-        if self._tables.config.device.type == "cuda":
+        if len(self._calls) > 1 and self._tables.config.device.type == "cuda":  # one alone was checked when it came
             from tieredemb.step.device_update import check_bags
 
             check_bags(self._tables, [call for call, _ in self._calls])
