@@ -70,10 +70,11 @@ class Asked:
 class AskedPart:
     """What is asked of the tables of one part. `message`: what comes of it · `answer`: what goes back, a row of each
     id, or of whole tables one of each bag · `has_ones`: whether that is the same. Once the message has come (`take`),
-    `ids`: int64 (N,), feature by feature, and of whole tables `edges`: int64 (K + 1,), where their bags begin and end
-    among those."""
+    `ids`: int64 (N,), feature by feature; and `picked`: int64 (·,), which of them have the rows that go back, rank by
+    rank, or of whole tables `edges`: int64 (K + 1,), where their bags begin and end among them."""
 
     ids: torch.Tensor
+    picked: torch.Tensor
     edges: torch.Tensor
 
     def __init__(
@@ -106,8 +107,8 @@ class AskedPart:
         values = self.message.by_feature(came)
         self.ids, lengths = values[: self.ends[-1]], values[self.ends[-1] :]
         if not self.is_whole:
-            return
-        if self.has_ones:
+            self.picked = self.answer.by_rank(torch.arange(self.ends[-1], device=self._device))
+        elif self.has_ones:
             self.edges = torch.arange(self.ends[-1] + 1, device=self._device)
         else:
             self.edges = torch.zeros(self.answer.ends[-1] + 1, dtype=torch.int64, device=self._device)
@@ -130,4 +131,5 @@ class AskedPart:
 
     def tensors(self) -> list[torch.Tensor]:
         """All that lie on the device."""
-        return [self.message.place, self.answer.place, self.ids, *([self.edges] if self.is_whole else [])]
+        its = self.edges if self.is_whole else self.picked
+        return [self.message.place, self.answer.place, self.ids, its]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tieredemb.config import Mode
-from tieredemb.sharding.asked import AskedPart, uploaded
+from tieredemb.sharding.asked import AskedPart, spans, uploaded
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call
 from tieredemb.step.stack import Run, Stack
@@ -48,19 +48,16 @@ class Request:
         self.batch = Batch(ids, edges, len(edges), True, 1, None, (ids, edges), stack=stack)
 
     def _runs(self) -> tuple[list[Run], list[int]]:
-        """Neighbouring features that are looked up alike, and where the ids of each begin and end."""
+        """Neighbouring features whose bags are pooled alike, and where the ids of each feature begin and end."""
         runs, ends, done = [], [0], [0] * len(self.parts)
         for kind, its in itertools.groupby(self._kinds):
             part, start = self.parts[kind.part], done[kind.part]
             stop = done[kind.part] = start + len(list(its))
             first, last = part.ends[start], part.ends[stop]
-            low, high = part.answer.ends[start], part.answer.ends[stop]
-            before, shift = 0 if part.is_whole else self._bags, ends[-1] - first
-            edges = None
-            if part.is_whole:
+            low, high, shift = part.answer.ends[start], part.answer.ends[stop], ends[-1] - first
+            if kind.mode is not None and low < high:
                 edges = part.edges[low : high + 1] + shift if shift else part.edges[low : high + 1]
-            if low < high:
-                runs.append(Run((first + shift, last + shift), (low + before, high + before), kind.mode, edges))
+                runs.append(Run((first + shift, last + shift), (low, high), kind.mode, edges))
             self._pieces.append((kind.part, first, last))
             ends += [shift + end for end in part.ends[start + 1 : stop + 1]]
         return runs, ends
@@ -80,7 +77,16 @@ class Request:
         rows = sum(part.answer.ends[-1] for part in self.parts)
         is_plain = all(part.is_whole and part.has_ones for part in self.parts)
         is_plain = is_plain and all(run.mode == "sum" for run in runs)
-        return Stack(runs, self._joined(row), self._bags, rows, is_plain)
+        return Stack(runs, self._joined(row), self._bags, rows, self._picked(), is_plain)
+
+    def _picked(self) -> torch.Tensor:
+        """Which of all ids have the rows that go back one by one, in the order in which they do."""
+        for number, part in enumerate(self.parts):
+            if not part.is_whole:
+                lengths = np.array([last - first for _, first, last in self._pieces], np.int64)
+                starts, its = np.cumsum(lengths) - lengths, [p == number for p, _, _ in self._pieces]
+                return spans(starts[its], lengths[its], self._device)[part.picked]
+        return torch.empty(0, dtype=torch.int64, device=self._device)
 
     def _joined(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Values of the ids of each part, feature by feature, in the order of all features."""
@@ -100,12 +106,12 @@ class Request:
         where they are given."""
         if self.batch.stack is None:
             (part,) = self.parts
-            return [part.answer.by_rank(call.pool(None, differentiable=False))], [None]
+            return [call.pick(part.picked)], [None]
         for number, its in enumerate(weights):
             if its is not None:
                 self._weights = self._joined(self._filled(number, self.parts[number].order.by_feature(its)))
         found = call.pool_stack(self._weights, dtype, differentiable=trains, all_rows=every)
-        answers = [part.answer.by_rank(found.bags if part.is_whole else found.rows) for part in self.parts]
+        answers = [part.answer.by_rank(found.bags) if part.is_whole else found.rows for part in self.parts]
         return answers, [self._every(number, found.every) for number in range(len(self.parts))]
 
     def _every(self, number: int, rows: torch.Tensor | None) -> torch.Tensor | None:

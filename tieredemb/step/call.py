@@ -56,8 +56,8 @@ Collected = list[tuple["Call", torch.Tensor]]  # calls, and the gradients of the
 
 
 class StackRows(NamedTuple):
-    """An output that has a `Stack`: its pooled bags (K, D), and the rows of single ids, (·, D) in the rows' dtype; and
-    where they are asked for those of all ids, (N, D)."""
+    """An output that has a `Stack`: its pooled bags (K, D), and the rows of the ids that are picked, (·, D) in the
+    rows' dtype; and where they are asked for those of all ids, (N, D)."""
 
     bags: torch.Tensor
     rows: torch.Tensor
@@ -183,6 +183,10 @@ class Call(abc.ABC):
     @abc.abstractmethod
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
         """The pooled rows, (B, ΣD) in the rows' dtype; or the rows of the ids, (N, D), feature by feature."""
+
+    @abc.abstractmethod
+    def pick(self, ids: torch.Tensor) -> torch.Tensor:
+        """Where rows are not pooled, those of some of the ids alone, (K, D): int64 (K,), which of them."""
 
     def pool_stack(
         self, weights: torch.Tensor | None, dtype: torch.dtype, *, differentiable: bool, all_rows: bool

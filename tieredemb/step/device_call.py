@@ -259,6 +259,20 @@ class DeviceCall(Call):
         return out
 
     @ranged("lookup")
+    def pick(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.pooled is not None or self.source is not None:  # a recorded plan looks up all of them
+            return self.pool(None, differentiable=False)[ids]
+        (part,), config = self.parts, self.context.tables.config
+        out = torch.empty(
+            (ids.shape[0], self.context.tables.output_width), dtype=config.output_dtype, device=config.device
+        )
+        part.pick(ids, out)
+        part.join()
+        self.memory.joined()
+        self.follow()
+        return out
+
+    @ranged("lookup")
     def pool_stack(
         self, weights: torch.Tensor | None, dtype: torch.dtype, *, differentiable: bool, all_rows: bool
     ) -> StackRows:
@@ -275,7 +289,7 @@ class DeviceCall(Call):
                 self._tell_now()
         width, device = self.context.tables.output_width, config.device
         bags = torch.empty((stack.bags, width), dtype=dtype, device=device)
-        rows = torch.empty((stack.rows - stack.bags, width), dtype=config.output_dtype, device=device)
+        rows = torch.empty((stack.picked.shape[0], width), dtype=config.output_dtype, device=device)
         every = torch.empty((self.ids, width), dtype=config.output_dtype, device=device) if all_rows else None
         part.pool_stack(stack, bags, rows, every, weights, keep_argmax=differentiable)
         part.join()

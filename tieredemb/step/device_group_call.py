@@ -170,12 +170,22 @@ class DeviceGroupCall:
             hot, overflow, homes = self._rows_now()
             if group.config.pooled:
                 group.lookup.pool(hot, overflow, homes, bags, self.weights, out, self.argmax)
-            elif out.dtype == hot.weight.dtype:
-                group.lookup.gather(hot, overflow, homes, out)
             else:
-                out.copy_(group.lookup.gather(hot, overflow, homes))
+                self._gather(hot, overflow, homes, out)
             if keep_rows:
                 self.forward_rows = group.lookup.gather(hot, overflow, homes)
+
+    def pick(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the rows of some occurrences, `ids` int64 (K,), to `out` (K, D)."""
+        with self.group.cache.using(self.ticket):
+            hot, overflow, homes = self._rows_now()
+            self._gather(hot, overflow, homes[ids], out)
+
+    def _gather(self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor, out: torch.Tensor) -> None:
+        if out.dtype == hot.weight.dtype:
+            self.group.lookup.gather(hot, overflow, homes, out)
+        else:
+            out.copy_(self.group.lookup.gather(hot, overflow, homes))
 
     def _rows_now(self) -> tuple[HotTensors, OverflowRows, torch.Tensor]:
         """Rows as they are at the steps that were taken, and the homes of the occurrences among them. The caller uses
@@ -200,7 +210,8 @@ class DeviceGroupCall:
         *,
         keep_argmax: bool,
     ) -> None:
-        """Pools run by run into `bags` and `rows` (·, D), and writes the rows of all ids to `every`."""
+        """Pools run by run into `bags`, and writes the rows of the ids that are picked to `rows` (·, D), and those of
+        all ids to `every`."""
         self.weights = weights
         if keep_argmax and self.group.lookup.has_max:
             shape = stack.rows, bags.shape[1]
@@ -209,25 +220,21 @@ class DeviceGroupCall:
             hot, overflow, homes = self._rows_now()
             for run in stack.runs:
                 low, high = run.rows
-                if run.mode is None:
-                    out = rows[low - stack.bags : high - stack.bags]
-                    self.group.lookup.gather(hot, overflow, homes[run.ids[0] : run.ids[1]], out)
-                    continue
                 argmax = None if self.argmax is None else self.argmax[low:high]
                 lookup = self._lookup_of(run, bags.dtype)
                 lookup.pool(hot, overflow, homes, self._bags_of(run), weights, bags[low:high], argmax)
+            self.group.lookup.gather(hot, overflow, homes[stack.picked], rows)
             if every is not None:
                 self.group.lookup.gather(hot, overflow, homes, every)
 
     def _bags_of(self, run: Run) -> DeviceBags:
-        """Those of a run that pools, each of a sample of its own."""
-        assert run.edges is not None
+        """Those of a run, each of a sample of its own."""
         return replace(self.bags, offsets=run.edges, position=None, batch=run.rows[1] - run.rows[0])
 
     def _lookup_of(self, run: Run, dtype: torch.dtype | None = None) -> DeviceLookup:
         """What pools the bags of a run, into outputs of a `dtype`, by default the rows'."""
         space, row = self.group.space, self.group.cache.cold.layout.format
-        return _pooling(space.width, run.mode or "sum", row, dtype or row.device_dtype, self.bags.keys.device)
+        return _pooling(space.width, run.mode, row, dtype or row.device_dtype, self.bags.keys.device)
 
     def tables_of_rows(self) -> torch.Tensor:
         """See `Call`."""

@@ -144,10 +144,21 @@ class HostGroupCall:
             if keep_rows:
                 self.forward_rows = weight[np.maximum(homes, 0)]
 
+    def pick(self, ids: Array, out: Array) -> None:
+        """Writes the rows of some occurrences, `ids` int64 (K,), to `out`, carrier (K, D)."""
+        with self.group.cache.lock:
+            self._pick(*self._rows_now(), ids, out)
+
+    def _pick(self, weight: Array, homes: Array, ids: Array, out: Array) -> None:
+        bags, n = self.bags, len(ids)
+        of = Bags(ids, np.arange(n + 1), bags.sample, bags.feature, None, n)
+        pool(weight, homes[ids], of, rows_space(self.group.space.width, "sum"), NO_WEIGHTS, out, NO_ARGMAX)
+
     def pool_stack(
         self, stack: Stack, bags: Array, rows: Array, every: Array | None, weights: Array | None, *, keep_argmax: bool
     ) -> None:
-        """Pools run by run into `bags` and `rows`, carriers (·, D), and writes the rows of all ids to `every`."""
+        """Pools run by run into `bags`, and writes the rows of the ids that are picked to `rows`, carriers (·, D), and
+        those of all ids to `every`."""
         width = self.group.space.width
         if weights is not None:
             self.weights = weights
@@ -156,12 +167,9 @@ class HostGroupCall:
         with self.group.cache.lock:
             weight, homes = self._rows_now()
             for run in stack.runs:
-                low, high = run.rows
-                out, its_weights, argmax = rows[low - stack.bags : high - stack.bags], NO_WEIGHTS, NO_ARGMAX
-                if run.mode is not None:
-                    out, its_weights, argmax = bags[low:high], self.weights, self.argmax[low:high]
-                space = rows_space(width, run.mode or "sum")
-                pool(weight, homes, self._bags_of(run), space, its_weights, out, argmax)
+                its, space = slice(*run.rows), rows_space(width, run.mode)
+                pool(weight, homes, self._bags_of(run), space, self.weights, bags[its], self.argmax[its])
+            self._pick(weight, homes, stack.picked.numpy(), rows)
             if every is not None:
                 space = rows_space(width, "sum")
                 pool(weight, homes, one_by_one(self.bags), space, NO_WEIGHTS, every, NO_ARGMAX)
@@ -169,7 +177,7 @@ class HostGroupCall:
     def _bags_of(self, run: Run) -> Bags:
         """Those of a run, each of a sample of its own."""
         bags, (first, last) = self.bags, run.ids
-        edges = np.arange(first, last + 1) if run.edges is None else run.edges.numpy()
+        edges = run.edges.numpy()
         return Bags(bags.keys[first:last], edges, bags.sample, bags.feature, None, len(edges) - 1)
 
     def _rows_now(self) -> tuple[Array, Array]:
@@ -300,6 +308,13 @@ class HostCall(Call):
         return torch.from_numpy(out).view(dtype)
 
     @ranged("lookup")
+    def pick(self, ids: torch.Tensor) -> torch.Tensor:
+        (part,), dtype = self.parts, self.context.tables.placed.now.config.output_dtype
+        out = np.empty((len(ids), part.group.space.width), CARRIERS[dtype])
+        part.pick(ids.numpy(), out)
+        return torch.from_numpy(out).view(dtype)
+
+    @ranged("lookup")
     def pool_stack(
         self, weights: torch.Tensor | None, dtype: torch.dtype, *, differentiable: bool, all_rows: bool
     ) -> StackRows:
@@ -308,7 +323,7 @@ class HostCall(Call):
         assert stack is not None
         # numpy's memory, as in `pool`
         bags = np.empty((stack.bags, width), CARRIERS[dtype])
-        rows = np.empty((stack.rows - stack.bags, width), CARRIERS[own])
+        rows = np.empty((len(stack.picked), width), CARRIERS[own])
         every = np.empty((self.ids, width), CARRIERS[own]) if all_rows else None
         array = None if weights is None else weights.numpy()
         part.pool_stack(stack, bags, rows, every, array, keep_argmax=differentiable)

@@ -1,6 +1,7 @@
 """Outputs of one width that lie below each other: those of bags, and behind them the rows of single ids.
 
-So one lookup, with one plan and one update, serves tables of both kinds.
+So one lookup, with one plan and one update, serves tables of both kinds. Each single id has a row of the output, which
+is what its gradient comes by; a lookup reads those of them that it is asked for.
 """
 
 from __future__ import annotations
@@ -15,28 +16,30 @@ from tieredemb.config import Mode
 
 
 class Run(NamedTuple):
-    """Neighbouring features that are looked up alike. `ids`: where theirs begin and end among all · `rows`: where
-    theirs do in the output · `mode`: how their bags are pooled, None where each id has a row of its own · `edges`:
-    int64 (K + 1,), where the bags begin and end among all ids."""
+    """Neighbouring features whose bags are pooled alike. `ids`: where theirs begin and end among all · `rows`: where
+    theirs do in the output · `mode`: how they are pooled · `edges`: int64 (K + 1,), where the bags begin and end among
+    all ids."""
 
     ids: tuple[int, int]
     rows: tuple[int, int]
-    mode: Mode | None
-    edges: torch.Tensor | None
+    mode: Mode
+    edges: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """What the rows of such an output are. `runs`: of features, in their order · `row`: int32 (N,), that of each id ·
-    `bags`: how many are of bags · `rows`: how many there are · `is_plain`: whether each id has its own, in their order,
-    and all are sums, so that a lookup and an update need nothing of it. Tensors lie on the tables' device."""
+    """What the rows of such an output are. `runs`: of features that have bags, in their order · `row`: int32 (N,), that
+    of each id · `bags`: how many are of bags · `rows`: how many there are · `picked`: int64 (K,), of which ids single
+    rows are looked up · `is_plain`: whether each id has its own, in their order, and all are sums, so that a lookup and
+    an update need nothing of it. Tensors lie on the tables' device."""
 
     runs: Sequence[Run]
     row: torch.Tensor
     bags: int
     rows: int
+    picked: torch.Tensor
     is_plain: bool
 
     def tensors(self) -> list[torch.Tensor]:
         """All of them."""
-        return [self.row, *(run.edges for run in self.runs if run.edges is not None)]
+        return [self.row, self.picked, *(run.edges for run in self.runs)]
