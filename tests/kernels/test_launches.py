@@ -299,10 +299,13 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
     ids, words = torch.arange(10), torch.zeros(11 + 3 * 5, dtype=torch.int64)
     edges = Edges(torch.arange(7), 7, exact=True)
     batch = Batch(ids, edges.offsets, 7, True, 3, None, (ids,))
-    counts = words[11:].view(3, 5)[:, 1 : 1 + len(chosen)]
+    counts = words[11:].view(3, 5)[:, 1 : 1 + part.columns]
     bags = width.find(ids, edges, batch, words[:3], words[3:].data_ptr(), counts)
-    bags.told(torch.tensor([[4], [3], [0]]))
-    assert (bags.ids, bags.asked.shape, bags._order.shape) == ([4, 3, 0], (7,), (7,))
+    told = torch.zeros(3, part.columns, dtype=torch.int64)
+    told[:, 0], told[:, len(chosen)] = torch.tensor([4, 3, 0]), torch.tensor([2, 3, 0])
+    bags.told(told)
+    assert (bags.sent, bags.ids, bags.back, bags.grads) == ([4, 3, 0], [4, 3, 0], [2, 3, 0], [4, 3, 0])
+    assert (bags.asked.shape, bags._order.shape) == ((7,), (7,))
     for columns, total in ((16, 16), (15, 16)):
         grad = torch.zeros(3, total)[:, :columns].contiguous()
         gradient = width.gradient(bags._bags, bags._order, grad, torch.zeros(3, columns, dtype=torch.int32), 2.0)

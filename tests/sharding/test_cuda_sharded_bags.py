@@ -98,7 +98,7 @@ def test_rows_are_asked_for_pooled_and_trained_as_on_a_cpu(shape, modes, ranks):
             every = torch.from_numpy(rng.standard_normal((sum(bags.ids), width))).float()
             its = None if weights is None else weights.to(device)
             bags.pool(rows.to(device), its, out, keep=True, keep_rows=weights is not None)
-            gathered += [bags.asked, bags.counts, torch.tensor([bags.ids, bags.back])]
+            gathered += [bags.asked, bags.counts, torch.tensor([bags.sent, bags.ids, bags.back, bags.grads])]
             gathered += bags.gradient(grad.to(device), share)
             if weights is not None:
                 gathered.append(bags.sent_weights(its))
@@ -124,6 +124,27 @@ def test_features_may_come_in_another_order():
     for mine, theirs in zip(host, device, strict=True):
         assert equal(mine.asked, theirs.asked)
         assert equal(mine.counts, theirs.counts)
+
+
+@pytest.mark.parametrize("rows", [1, 50, 1_000_000])
+def test_a_row_of_many_occurrences_is_asked_for_once(rows):
+    """More occurrences than a GPU has threads for at once, of one row, of some or of nearly as many."""
+    count = 300_000
+    ids = (np.random.default_rng(3).random(count) ** 2 * rows).astype(np.int64)
+    tables = [te.TableConfig(name="t", num_embeddings=rows, embedding_dim=4)]
+    both, *_ = finders(tables, 2, RowWise())
+    host, device = (
+        find(batch_on(where, ids, np.arange(count + 1), count))[0] for find, where in zip(both, (CPU, GPU), strict=True)
+    )
+    assert sum(device.back) == len(np.unique(ids))
+    assert equal(host.asked, device.asked)
+    assert equal(host.counts, device.counts)
+    came = torch.from_numpy(np.random.default_rng(4).standard_normal((sum(host.back), 4))).float()
+    outs = []
+    for bags, where in ((host, CPU), (device, GPU)):
+        outs.append(torch.zeros((count, 4), device=where))
+        bags.pool(came.to(where), None, outs[-1], keep=False, keep_rows=False)
+    assert equal(*outs)
 
 
 @pytest.mark.parametrize("kind", ["id", "negative id", "offset", "end"])

@@ -17,6 +17,7 @@ from sharding import (
     test_sharded_modules,
     test_sharded_prefetch,
     test_sharded_states,
+    test_sharded_unique_rows,
     test_sharded_whole_tables,
 )
 from sharding.ranks import batch_of, one_process, seven, sharded_run, step_of, tables_of, uneven
@@ -223,6 +224,26 @@ def test_cuda_whole_tables_weighted(worlds, sharding, weighted):
     for options in ({}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}):
         test_sharded_whole_tables.test_weights_of_samples(worlds, options, sharding, weighted)
     test_sharded_whole_tables.test_ahead_or_not_bits_are_the_same(worlds, sharding, 1, True, "some equal")
+
+
+@pytest.mark.parametrize("shape", ["ones", "long"])
+def test_cuda_a_row_comes_back_once(worlds, shape):
+    for tables in (tables_of(padding=(None, 2)), test_sharded_unique_rows.SHARED):
+        test_sharded_unique_rows.test_a_row_comes_back_once_to_each_rank_that_asks_for_it(worlds, 3, shape, tables)
+
+
+@pytest.mark.parametrize("sharding", ["rows", "every other"])
+def test_cuda_a_row_of_many_occurrences(worlds, sharding):
+    sparse, dense, few = te.Adagrad(lr=0.1), te.Adam(lr=0.05), test_sharded_unique_rows.FEW
+    test_sharded_unique_rows.test_long_bags_of_few_rows(worlds, few, sparse, 1.0, sharding)
+    test_sharded_unique_rows.test_long_bags_of_few_rows(worlds, few, dense, 1, sharding)
+    test_sharded_unique_rows.test_lookups_that_only_read_see_rows_of_a_dense_optimizer_as_they_are(worlds, sharding)
+
+
+@pytest.mark.parametrize("weighted", ["constant", True])
+def test_cuda_weights_of_samples_are_of_occurrences(worlds, weighted):
+    for options in ({}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}):
+        test_sharded_unique_rows.test_weights_of_samples_are_of_occurrences(worlds, options, weighted)
 
 
 def test_cuda_whole_tables_weighted_on_one_rank(worlds):

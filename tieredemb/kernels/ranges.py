@@ -24,7 +24,8 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 KERNELS = {  # by the range that launches them; for a lookup rows catch up and their norms are limited
     "plan": (
-        *("edges_join", "offsets_check", "bags_fill", "fault_tell", "owners_find", "asked_place"),
+        *("edges_join", "offsets_check", "bags_fill", "fault_tell"),
+        *("owners_find", "firsts_find", "asked_place"),
         *("plan_begin", "records_clear", "records_index", "keys_find", "victims_select", "missed_settle"),
         *("missed_place", "homes_count"),
         *("slot_map_find", "slot_map_insert", "slot_map_erase", "slot_map_rebuild"),

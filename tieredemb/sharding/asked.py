@@ -69,9 +69,11 @@ class Asked:
 
 class AskedPart:
     """What is asked of the tables of one part. `message`: what comes of it · `answer`: what goes back, a row of each
-    id, or of whole tables one of each bag · `has_ones`: whether that is the same. Once the message has come (`take`),
-    `ids`: int64 (N,), feature by feature; and `picked`: int64 (·,), which of them have the rows that go back, rank by
-    rank, or of whole tables `edges`: int64 (K + 1,), where their bags begin and end among them."""
+    id that a rank asks for, once for all of its occurrences, or of whole tables one of each bag · `grads`: what comes
+    in the backward, one of each occurrence, or of each bag · `has_ones`: whether that is as the ids are. Once the
+    message has come (`take`), `ids`: int64 (N,), feature by feature; and `picked`: int64 (·,), which of them have the
+    rows that go back, rank by rank, or of whole tables `edges`: int64 (K + 1,), where their bags begin and end among
+    them."""
 
     ids: torch.Tensor
     picked: torch.Tensor
@@ -83,12 +85,16 @@ class AskedPart:
         """`counts`: int64 (W, columns), of what comes of each rank · `samples`: int64 (W,), how many each has · `rank`:
         this one."""
         self.is_whole, self._device, self._features = part.is_whole, device, len(part.space.features)
-        self.message = self.answer = Asked.of(counts.contiguous(), device)
-        self.has_ones = True
+        ids, more = counts.split(self._features, 1)  # type: ignore[no-untyped-call]
         if part.is_whole:
             bags = samples[:, None] * torch.from_numpy((part.owner == rank).astype(np.int64))
-            self.has_ones = torch.equal(counts, torch.cat([bags, torch.zeros_like(bags)], 1))
-            self.answer = self.message if self.has_ones else Asked.of(bags, device)
+            self.has_ones = torch.equal(ids, bags) and not bool(more.any())
+            self.message = Asked.of(counts.contiguous(), device)
+            self.answer = self.grads = self.message if self.has_ones else Asked.of(bags, device)
+        else:
+            self.has_ones = True
+            self.message = self.grads = Asked.of(ids.contiguous(), device)
+            self.answer = self.message if torch.equal(ids, more) else Asked.of(more.contiguous(), device)
 
     @functools.cached_property
     def order(self) -> Asked:
@@ -107,12 +113,21 @@ class AskedPart:
         values = self.message.by_feature(came)
         self.ids, lengths = values[: self.ends[-1]], values[self.ends[-1] :]
         if not self.is_whole:
-            self.picked = self.answer.by_rank(torch.arange(self.ends[-1], device=self._device))
+            self._pick()
         elif self.has_ones:
             self.edges = torch.arange(self.ends[-1] + 1, device=self._device)
         else:
             self.edges = torch.zeros(self.answer.ends[-1] + 1, dtype=torch.int64, device=self._device)
             torch.cumsum(self._lengths(lengths), 0, out=self.edges[1:])
+
+    def _pick(self) -> None:
+        """Takes the ids for what they are, of which those that a rank has asked for before are inverted."""
+        rows = self.answer.ends[-1]
+        if rows == len(self.ids):
+            self.picked = self.answer.by_rank(torch.arange(rows, device=self._device))
+        else:  # `nonzero` would wait for a GPU
+            self.picked = self.answer.by_rank(torch.nonzero_static(self.ids >= 0, size=rows).squeeze(1))
+            self.ids = self.ids ^ (self.ids >> 63)
 
     def _lengths(self, told: torch.Tensor) -> torch.Tensor:
         """How many ids the bags have, int64 (K,), by feature and rank: as `told`, or equal."""
@@ -132,4 +147,4 @@ class AskedPart:
     def tensors(self) -> list[torch.Tensor]:
         """All that lie on the device."""
         its = self.edges if self.is_whole else self.picked
-        return [self.message.place, self.answer.place, self.ids, its]
+        return [self.message.place, self.answer.place, self.grads.place, self.ids, its]

@@ -1,6 +1,7 @@
 """The side of a lookup where the bags are, on either device: what they ask whom for, and what becomes of it.
 
-Of a table that is dealt out rows come back, and are pooled here; of one that a rank holds whole, pooled bags.
+Of a table that is dealt out rows come back, of an id that occurs several times once, and each occurrence is pooled from
+there; of one that a rank holds whole, pooled bags.
 """
 
 from __future__ import annotations
@@ -35,25 +36,29 @@ class Part:
 
     @functools.cached_property
     def columns(self) -> int:
-        """How many numbers say what a rank is asked for: how many ids of each feature, and of whole tables how many
-        lengths of bags."""
-        return len(self.space.features) * (1 + self.is_whole)
+        """How many numbers say what a rank is asked for: how many ids of each feature, and how many of these are the
+        first of their row, or of whole tables how many lengths of bags."""
+        return 2 * len(self.space.features)
 
 
 class Bags(Protocol):
     """The bags of one part in one batch; tensors lie on the tables' device, but for `counts`.
 
     `asked`: int64 (M,), by rank: by feature and occurrence the ids of the rows, which are their numbers among those
-    that the rank owns of a table; behind them, of whole tables, by feature and sample how many ids a bag has, of those
-    features whose bags differ in that · `counts`: int64 (W, columns) on the CPU, how many of each · `ids`: how many
-    ids each rank is asked for · `back`: how many rows come back from each: those of the ids (K, D), or of whole tables
-    one of each bag, by feature and sample.
+    that the rank owns of a table, inverted (~id) where the table's row was asked for before; behind them, of whole
+    tables, by feature and sample how many ids a bag has, of those features whose bags differ in that, and no id is
+    inverted · `counts`: int64 (W, columns) on the CPU, see `Part` · `sent`: how many numbers of `asked` each rank is
+    sent, `ids`: how many ids of these · `back`: how many rows come back from each: those of the ids that are not
+    inverted (·, D), or of whole tables one of each bag, by feature and sample · `grads`: how many gradients each is
+    sent: one of each id, or of each bag.
     """
 
     asked: torch.Tensor
     counts: torch.Tensor
+    sent: list[int]
     ids: list[int]
     back: list[int]
+    grads: list[int]
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         """Those of the ids that are asked for, float32 (K,), where their owner pools, of `weights`: floats (N,), of the
@@ -74,9 +79,9 @@ class Bags(Protocol):
         outputs, float32 (B, ΣD). Does not synchronise."""
 
     def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Of each row that has come back the gradient, that of its bag, float32 (·, D), divided by `share`; and what it
-        is to be multiplied by, float32 (K,), where that is not one, and its owner does not know. Does not
-        synchronise."""
+        """The gradients: of each id that of its bag, or of whole tables those of the bags, float32 (·, D), divided by
+        `share`; and what it is to be multiplied by, float32 (K,), where that is not one, and its owner does not know.
+        Does not synchronise."""
 
     def tensors(self) -> list[torch.Tensor]:
         """All that it holds on a GPU."""

@@ -1,9 +1,10 @@
 """One forward of a sharded collection and its backward: what is exchanged, and in which order.
 
-Forward: ids go to the ranks that own their rows, which look them up. Rows of tables that are dealt out come back, and
-are pooled where the bags are; of tables that a rank holds whole it pools the bags, whose lengths it is sent where they
-differ, and whose weights come with the forward. Backward: the gradient of every row, and of every pooled bag, goes to
-the owner, which updates its rows as one process would that has the batches of all ranks, one after the other.
+Forward: ids go to the ranks that own their rows, which look them up. Of tables that are dealt out unique rows come
+back, and are pooled where the bags are; of tables that a rank holds whole it pools the bags, whose lengths it is sent
+where they differ, and whose weights come with the forward. Backward: the gradient of every occurrence, and of every
+pooled bag, goes to the owner, which updates its rows as one process would that has the batches of all ranks, one after
+the other.
 """
 
 from __future__ import annotations
@@ -102,8 +103,7 @@ class ShardedCall:
             *its, samples = torch.split(header.counts, [*columns, 1], 1)  # type: ignore[no-untyped-call]
             requests = [shard.request(each, samples[:, 0]) for shard, each in zip(context.shards, its, strict=True)]
             messages = [part.message.per_rank for request in requests for part in request.parts]
-            sent = [bags.counts.sum(1).tolist() for bags in self._bags]
-            came = exchange.joined([bags.asked for bags in self._bags], sent, messages)
+            came = exchange.joined([bags.asked for bags in self._bags], [bags.sent for bags in self._bags], messages)
             for request, messages_of in zip(requests, self._by_shard(came), strict=True):
                 request.take(messages_of)
         return requests
@@ -232,7 +232,7 @@ class ShardedCall:
             is_infinite = context.is_scaled and not bool(torch.isfinite(grad).all())
             for bags, part in zip(self._bags, self._parts, strict=True):
                 given = [each for each in bags.gradient(grad, context.divisor) if each is not None]
-                mine.append([exchange.sending(each, bags.back, part.answer.per_rank) for each in given])
+                mine.append([exchange.sending(each, bags.grads, part.grads.per_rank) for each in given])
         except Exception as error:
             failed = error
         flags = context.announce(Phase.BACKWARD, flag=INFINITE * is_infinite, error=failed).flags

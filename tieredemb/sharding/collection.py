@@ -57,10 +57,11 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     Rows are bit for bit those of one process that trains the batches of all ranks as one, rank by rank, given equal
     gradients of the outputs. `group`: the ranks, by default all; made by `torch.distributed.init_process_group` or a
     `DeviceMesh` · `sharding`: by the names of tables `RowWise()` or `TableWise()`, or one for all; by default tables of
-    less than 1 MiB are held whole. Of these pooled bags travel, of others a row for each id · `capacity`: of each rank
-    · `average`: whether gradients of the tables are divided by the number of ranks, as `DistributedDataParallel` does
-    those of the dense layers · `device`: of this rank; "cuda" is the current one (`torch.cuda.set_device`), and all
-    ranks are on CPUs, or all on GPUs · `timeout`: how long a rank waits for another, by default as long as torch does.
+    less than 1 MiB are held whole. Of these pooled bags travel, of others a row for each different id of a rank's
+    batch, and back a gradient for each occurrence · `capacity`: of each rank · `average`: whether gradients of the
+    tables are divided by the number of ranks, as `DistributedDataParallel` does those of the dense layers · `device`:
+    of this rank; "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all on GPUs ·
+    `timeout`: how long a rank waits for another, by default as long as torch does.
     The other keywords are those of `TieredEmbeddingBagCollection`. `capacity`, `storage`, `device`, `check_ids` and
     `timeout` may differ between the ranks, and so may the machines; the others are equal on all of them. To construct
     it is a collective, which raises `ConfigError` where they are not.

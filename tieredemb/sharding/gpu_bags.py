@@ -39,6 +39,7 @@ from tieredemb.tables.config import TableSetConfig
 OWNERS, OCCURRENCES = "sharding/owners.cu", "sharding/occurrences.cu"
 THREADS = 256
 MOST_BLOCKS = 4224
+CELLS = 2  # of an occurrence, to find the first of each row in
 
 
 class GpuPart:
@@ -59,7 +60,7 @@ class GpuPart:
 
         self._dealt = struct_type(OWNERS, "Dealt")(
             first=upload(space.first), table=upload(tables), owner=upload(layout.owner[tables]),
-            n_features=len(space.features), ranks=layout.size,
+            ranks=layout.size,
         )  # fmt: skip
         floats = RowFormat(width=space.width, dtype=torch.float32)
         self._lanes, self._vector = floats.lanes, floats.vector
@@ -79,18 +80,7 @@ class GpuPart:
         space, places, n = self.space, batch.places, ids.shape[0]
         bags = new_device_bags(n, space, batch.size, is_all=space.space.is_all(places))
         find_device_bags(bags, ids, edges, space, fault, report, places, padding_is_dropped=True)
-        owner = torch.empty(n, dtype=torch.int32, device=ids.device)
-        local, asked = torch.empty_like(bags.keys), torch.empty_like(bags.keys)
-        find = kernel(OWNERS, "owners_find")
-        find(
-            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, bags.keys, bags.bag, n, max(1, batch.size), self._dealt,
-            owner, local, counts.data_ptr(), counts.stride(0),
-        )  # fmt: skip
-        owner, order = torch.sort(owner, stable=True)
-        place = kernel(OWNERS, "asked_place")
-        place(
-            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, owner, order, local, n, self.ranks, asked, bags.homes
-        )  # fmt: skip
+        order, asked = self._ask(bags, counts)
         if not self.is_whole:
             return GpuBags(self, bags, order, asked)
         lengths = self._lengths(bags)
@@ -98,6 +88,34 @@ class GpuPart:
             is_ragged = lengths.amax(1) != lengths.amin(1)
             counts[:, len(space.space.features) :].copy_(self.holds * is_ragged * batch.size)
         return GpuWholeBags(self, bags, order, asked, lengths)
+
+    def _ask(self, bags: DeviceBags, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The occurrences that are asked for, by rank, and what is asked, both int64 (N,), of which `counts` says how
+        many they are; writes the homes of `bags`, which are where rows will be among those that come."""
+        n, size, stride, device = bags.keys.shape[0], max(1, bags.batch), counts.stride(0), counts.device
+        blocks, n_cells = blocks_for(n, THREADS, MOST_BLOCKS), CELLS * n + 1
+        owner, local = torch.empty(n, dtype=torch.int32, device=device), torch.empty_like(bags.keys)
+        cells: torch.Tensor | int = 0
+        cell, place, firsts = cells, cells, cells
+        if not self.is_whole:  # else each occurrence is asked for
+            cells, cell = torch.zeros(n_cells, dtype=torch.int32, device=device), torch.empty_like(owner)
+        kernel(OWNERS, "owners_find")(
+            blocks, THREADS, bags.keys, bags.bag, n, size, self._dealt, owner, local, counts.data_ptr(), stride, cells,
+            n_cells, cell,
+        )  # fmt: skip
+        owner, order = torch.sort(owner, stable=True)
+        if not self.is_whole:
+            place, is_first = torch.empty_like(owner), torch.empty_like(owner)
+            kernel(OWNERS, "firsts_find")(
+                blocks, THREADS, owner, order, bags.bag, n, size, self.ranks, cells, cell, is_first, place,
+                counts[:, len(self.owner) :].data_ptr(), stride,
+            )  # fmt: skip
+            firsts = torch.cumsum(is_first, 0, dtype=torch.int32)
+        asked = torch.empty_like(local)
+        kernel(OWNERS, "asked_place")(
+            blocks, THREADS, owner, order, local, n, self.ranks, cells, cell, place, firsts, asked, bags.homes
+        )
+        return order, asked
 
     def _lengths(self, bags: DeviceBags) -> torch.Tensor:
         """How many ids of each bag are asked for: int64 (F, B)."""
@@ -121,12 +139,14 @@ class GpuPart:
 
 
 class GpuBags:
-    """See `Bags`: of tables that are dealt out. Rows that have come are pooled as those of slots are, each occurrence's
-    home being where its row is among them: by the same kernels, in the same order, and so to the same bits."""
+    """See `Bags`: of tables that are dealt out. Rows that have come are pooled as those of slots are, the home of each
+    occurrence being where its row is among them: by the same kernels, in the same order, and so to the same bits."""
 
     counts: torch.Tensor
+    sent: list[int]
     ids: list[int]
     back: list[int]
+    grads: list[int]
 
     def __init__(self, part: GpuPart, bags: DeviceBags, order: torch.Tensor, asked: torch.Tensor) -> None:
         """`order`, `asked`: int64 (N,), of which `told` says how many are asked for."""
@@ -139,7 +159,9 @@ class GpuBags:
     def told(self, counts: torch.Tensor) -> None:
         """The host knows `counts`."""
         self.counts = counts
-        self.ids = self.back = counts[:, : len(self._part.owner)].sum(1).tolist()
+        ids, more = counts.split(len(self._part.owner), 1)  # type: ignore[no-untyped-call]
+        self.sent = self.ids = self.grads = ids.sum(1).tolist()
+        self.back = more.sum(1).tolist()
         asked = sum(self.ids)
         self.asked, self._order = self.asked[:asked], self._order[:asked]
 
@@ -200,7 +222,8 @@ class GpuWholeBags(GpuBags):
     def told(self, counts: torch.Tensor) -> None:
         super().told(counts)
         owner, ranks = self._part.owner, self._part.ranks
-        self.back = (np.bincount(owner, minlength=ranks) * self._bags.batch).tolist()
+        self.sent = counts.sum(1).tolist()
+        self.back = self.grads = (np.bincount(owner, minlength=ranks) * self._bags.batch).tolist()
         is_ragged = counts[:, len(owner) :].sum(0).numpy() > 0
         if is_ragged.any():
             pieces = []

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tieredemb.kernels.constants import DROPPED, MAX
+from tieredemb.kernels.constants import MAX
 from tieredemb.kernels.row_format import carrier_view
 from tieredemb.lookup.bags import EqualBags, KeySpace
 from tieredemb.lookup.bags_cpu import checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
 from tieredemb.sharding.bags import Bags, Part
 from tieredemb.sharding.layout import Layout
+from tieredemb.sharding.owners_cpu import find_owners
 from tieredemb.sharding.whole_bags import HostWholeBags
 from tieredemb.step.batch import Batch
 
@@ -55,19 +56,12 @@ class HostBags:
             batch.ids.numpy(), edges, space, batch.size, padding_is_dropped=True, places=batch.places
         )  # fmt: skip
         self._bags = bags
-        asked = np.flatnonzero(bags.keys >= 0)
-        feature = bags.feature[asked]
-        tables = space.tables[space.table[feature]]
-        rows = bags.keys[asked] - space.first[feature]
-        ranks = layout.owners(tables, rows)
-        order = np.argsort(ranks, kind="stable")
-        self._order = asked[order]  # features come in their order, and so do occurrences
-        self.asked = torch.from_numpy(layout.local(tables[order], rows[order]))
-        counts = np.bincount(ranks * len(space.features) + feature, minlength=layout.size * len(space.features))
-        self.counts = torch.from_numpy(counts.reshape(layout.size, -1))
-        self.ids = self.back = self.counts.sum(1).tolist()
-        self._homes = np.full(len(bags.keys), DROPPED, np.int32)
-        self._homes[self._order] = np.arange(len(self._order), dtype=np.int32)
+        found = find_owners(bags, space, layout.size)
+        self._order, self._homes = found.order, found.homes
+        self.asked = torch.from_numpy(found.asked)
+        self.counts = torch.from_numpy(np.concatenate([found.counts, found.firsts], 1))
+        self.sent = self.ids = self.grads = found.counts.sum(1).tolist()
+        self.back = found.firsts.sum(1).tolist()
         self._rows = np.empty((0, space.width), np.float32)
         self._weights, self._argmax, self._is_weighted = NO_WEIGHTS, NO_ARGMAX, False
 

@@ -21,7 +21,7 @@ WHOLE_BYTES = 1 << 20  # of weights: tables that are smaller are held whole, by 
 class RowWise:
     """The rows of a table are dealt out to all ranks: row `id` of the collection's table number `t` to rank
     (id + t) mod W. Neighbours lie on different ranks, so that rows which are used most do, too. A lookup exchanges a
-    row for each id."""
+    row for each different id of a rank's batch, and its backward a gradient for each occurrence."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,45 @@
-// Which rank owns the row of each occurrence, what it calls the row, and how many each rank is asked for.
+// Which rank owns the row of each occurrence, what it calls the row, and how many each rank is asked for; and which
+// occurrence is the first of its row, where a row comes back once.
+//
+// Firsts are found by open addressing with linear probing: a cell holds an occurrence + 1, of those of one row in the
+// end the first one, in whichever order threads come.
 #include "common.cuh"
 
-// Of the features of a key space: the first key of the table of each, the number of that in the collection, and the rank
-// that holds it whole, or −1 where its rows are dealt out to all `ranks`.
+// Of the features of a key space: the first key of the table of each, the number of that in the collection, and the
+// rank that holds it whole, or −1 where its rows are dealt out to all `ranks`.
 struct Dealt {
     const i64 *first, *table, *owner;
-    int n_features, ranks;
+    int ranks;
 };
 
-// Of each occurrence the rank that owns its row, or `ranks` where nothing is looked up, and the row's number there. Adds
-// to `counts`, of each rank a row of `stride`, how many occurrences of each feature it owns. Moves 12 + 12 bytes an
-// occurrence. Occurrences of a feature lie together, so that the lanes of a warp count most of theirs in a few atomics.
+// Adds one to counts[where] for each lane of a warp whose `where` is not negative. Occurrences of a feature lie
+// together, so that most lanes are counted in a few atomics. Whole warps call it.
+__device__ __forceinline__ void count_alike(i64 *counts, int where) {
+    const u32 alike = __match_any_sync(FULL_WARP, where);
+    if (where >= 0 && __ffs(alike) - 1 == lane_index()) atomicAdd((u64 *)(counts + where), (u64)__popc(alike));
+}
+
+// The cell of the key of occurrence i, which holds that occurrence or an earlier one from now on.
+__device__ __forceinline__ int enter(int *cells, i64 n_cells, const i64 *keys, int i) {
+    const i64 key = keys[i];
+    i64 at = first_cell(key, n_cells);
+    while (true) {
+        int seen = __ldcg(cells + at);
+        if (seen == EMPTY_CELL) seen = atomicCAS(cells + at, EMPTY_CELL, i + 1);
+        if (seen == EMPTY_CELL) return (int)at;
+        if (keys[seen - 1] == key) {
+            if (i + 1 < seen) atomicMin(cells + at, i + 1);
+            return (int)at;
+        }
+        at = at + 1 == n_cells ? 0 : at + 1;
+    }
+}
+
+// Of each occurrence the rank that owns its row, or `ranks` where nothing is looked up, and the row's number there; and
+// its cell, where `cells` are given, which come empty. Adds to `counts`, of each rank a row of `stride`, how many
+// occurrences of each feature it owns. Moves 12 + 12 bytes an occurrence, and with cells 12 more at random.
 extern "C" __global__ void owners_find(const i64 *keys, const int *bag, i64 n, i64 batch, Dealt dealt, int *owner,
-                                       i64 *local, i64 *counts, i64 stride) {
+                                       i64 *local, i64 *counts, i64 stride, int *cells, i64 n_cells, int *cell) {
     wait_for_prior_kernel();
     for (i64 base = (i64)blockIdx.x * blockDim.x; base < n; base += thread_count()) {  // whole warps
         const i64 i = base + threadIdx.x;
@@ -26,22 +53,45 @@ extern "C" __global__ void owners_find(const i64 *keys, const int *bag, i64 n, i
             if (rank < 0) rank = (int)((row + dealt.table[feature]) % dealt.ranks);
         }
         if (i < n) owner[i] = rank;
-        const u32 alike = __match_any_sync(FULL_WARP, key >= 0 ? rank * dealt.n_features + feature : -1);
-        if (key >= 0 && __ffs(alike) - 1 == lane_index())
-            atomicAdd((u64 *)(counts + rank * stride + feature), (u64)__popc(alike));
+        if (cells && key >= 0) cell[i] = enter(cells, n_cells, keys, (int)i);
+        count_alike(counts, key >= 0 ? rank * (int)stride + feature : -1);
     }
 }
 
-// What is asked for, in the order that occurrences are sorted to, by owner: `owner`, sorted, and `order`, which
-// occurrence each is. Writes the rows' numbers, and as homes of the occurrences where their rows will be among those that
-// come. Others keep theirs.
-extern "C" __global__ void asked_place(const int *owner, const i64 *order, const i64 *local, i64 n, int ranks, i64 *ids,
+// Which occurrences are the first of their row, in the order that they are sorted to, by owner: `owner`, sorted, and
+// `order`, which occurrence each is. Writes 1 for those to `is_first`, else 0, and to `place` where each occurrence is
+// in that order. Adds to `counts` as `owners_find`, of firsts. Moves 32 bytes an occurrence, most of them at random.
+extern "C" __global__ void firsts_find(const int *owner, const i64 *order, const int *bag, i64 n, i64 batch, int ranks,
+                                       const int *cells, const int *cell, int *is_first, int *place, i64 *counts,
+                                       i64 stride) {
+    wait_for_prior_kernel();
+    for (i64 base = (i64)blockIdx.x * blockDim.x; base < n; base += thread_count()) {  // whole warps
+        const i64 k = base + threadIdx.x;
+        bool first = false;
+        int where = -1;
+        if (k < n) {
+            const int i = (int)order[k], rank = owner[k];
+            first = rank < ranks && cells[cell[i]] == i + 1;
+            if (first) where = rank * (int)stride + bag[i] / (int)batch;
+            is_first[k] = first;
+            place[i] = (int)k;
+        }
+        count_alike(counts, where);
+    }
+}
+
+// What is asked for, in that order. Writes the rows' numbers, and as homes of the occurrences where their rows will be
+// among those that come; other occurrences keep theirs. Where `cells` are given, one row comes for all occurrences of
+// it, and the numbers of those that are not the first are inverted. `firsts`: how many of `is_first` are up to each.
+extern "C" __global__ void asked_place(const int *owner, const i64 *order, const i64 *local, i64 n, int ranks,
+                                       const int *cells, const int *cell, const int *place, const int *firsts, i64 *ids,
                                        int *homes) {
     wait_for_prior_kernel();
     for (i64 k = thread_index(); k < n; k += thread_count()) {
         if (owner[k] >= ranks) return;  // nor do those behind it ask for anything
         const i64 i = order[k];
-        ids[k] = local[i];
-        homes[i] = (int)k;
+        const int first = cells ? cells[cell[i]] - 1 : (int)i;
+        ids[k] = first == i ? local[i] : ~local[i];
+        homes[i] = cells ? firsts[place[first]] - 1 : (int)k;
     }
 }

@@ -54,7 +54,7 @@ class Request:
             part, start = self.parts[kind.part], done[kind.part]
             stop = done[kind.part] = start + len(list(its))
             first, last = part.ends[start], part.ends[stop]
-            low, high, shift = part.answer.ends[start], part.answer.ends[stop], ends[-1] - first
+            low, high, shift = part.grads.ends[start], part.grads.ends[stop], ends[-1] - first
             if kind.mode is not None and low < high:
                 edges = part.edges[low : high + 1] + shift if shift else part.edges[low : high + 1]
                 runs.append(Run((first + shift, last + shift), (low, high), kind.mode, edges))
@@ -65,16 +65,16 @@ class Request:
     @property
     def _bags(self) -> int:
         """How many rows of the output are of bags."""
-        return sum(part.answer.ends[-1] for part in self.parts if part.is_whole)
+        return sum(part.grads.ends[-1] for part in self.parts if part.is_whole)
 
     def _stack(self, runs: list[Run]) -> Stack:
         row = []
         for part in self.parts:
-            numbers = torch.arange(part.answer.ends[-1], dtype=torch.int32, device=self._device)
+            numbers = torch.arange(part.grads.ends[-1], dtype=torch.int32, device=self._device)
             if not part.has_ones:
                 numbers = torch.repeat_interleave(numbers, part.edges.diff(), output_size=part.ends[-1])
             row.append(numbers if part.is_whole else numbers + self._bags)
-        rows = sum(part.answer.ends[-1] for part in self.parts)
+        rows = sum(part.grads.ends[-1] for part in self.parts)
         is_plain = all(part.is_whole and part.has_ones for part in self.parts)
         is_plain = is_plain and all(run.mode == "sum" for run in runs)
         return Stack(runs, self._joined(row), self._bags, rows, self._picked(), is_plain)
@@ -136,7 +136,7 @@ class Request:
                 call.weigh(filled if self._weights is None else filled * self._weights)
         # bags lie before single rows
         parts.sort(key=lambda each: not each[0].is_whole)
-        grads = [part.answer.by_feature(grad) for part, (grad, *_) in parts]
+        grads = [part.grads.by_feature(grad) for part, (grad, *_) in parts]
         return grads[0] if len(grads) == 1 else torch.cat(grads)
 
     def tensors(self) -> list[torch.Tensor]:

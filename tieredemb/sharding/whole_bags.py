@@ -41,8 +41,8 @@ class HostWholeBags:
         counts[owner, 0, np.arange(len(owner))] = lengths.sum(1)
         counts[owner, 1, np.arange(len(owner))] = is_ragged * batch.size
         self.counts = torch.from_numpy(counts.reshape(ranks, -1))
-        self.ids = counts[:, 0].sum(1).tolist()
-        self.back = (np.bincount(owner, minlength=ranks) * batch.size).tolist()
+        self.sent, self.ids = counts.sum((1, 2)).tolist(), counts[:, 0].sum(1).tolist()
+        self.back = self.grads = (np.bincount(owner, minlength=ranks) * batch.size).tolist()
         asked = []
         for rank in range(ranks):
             its = np.flatnonzero(owner == rank)
