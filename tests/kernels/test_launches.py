@@ -8,6 +8,7 @@ them: all that a launch checks on a GPU is checked here.
 from __future__ import annotations
 
 import ast
+import contextlib
 import struct
 from dataclasses import asdict
 from pathlib import Path
@@ -46,9 +47,10 @@ from tieredemb.lookup.device_bags import (
 from tieredemb.lookup.device_lookup import DeviceLookup
 from tieredemb.lookup.gradient_norm import first_occurrences, occurrence_powers
 from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
+from tieredemb.sharding import gpu_bags
 from tieredemb.sharding.bags import Part
-from tieredemb.sharding.gpu_bags import GpuPart
-from tieredemb.sharding.layout import Layout, RowWise
+from tieredemb.sharding.gpu_bags import FoundWords, GpuPart
+from tieredemb.sharding.layout import Layout, RowWise, TableWise
 from tieredemb.step.batch import Batch
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
@@ -300,7 +302,8 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
     edges = Edges(torch.arange(7), 7, exact=True)
     batch = Batch(ids, edges.offsets, 7, True, 3, None, (ids,))
     counts = words[11:].view(3, 5)[:, 1 : 1 + part.columns]
-    bags = width.find(ids, edges, batch, words[:3], words[3:].data_ptr(), counts)
+    given = FoundWords(ids, edges, words[:3], words[3:].data_ptr())
+    bags = width.find(batch, given, counts)
     told = torch.zeros(3, part.columns, dtype=torch.int64)
     told[:, 0], told[:, len(chosen)] = torch.tensor([4, 3, 0]), torch.tensor([2, 3, 0])
     bags.told(told)
@@ -312,6 +315,50 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
         assert (gradient.shape, gradient.dtype) == ((7, 8), torch.float32)
     kernels = {*read("sharding/owners.cu").kernels, *read("sharding/occurrences.cu").kernels}
     assert {*launched} == kernels | {"offsets_check", "bags_fill"}
+
+
+@pytest.mark.parametrize("sharding", [RowWise(), TableWise()])
+@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("count", [10, 0])
+def test_padded_rows_are_asked_for_by_launches_that_fit(launched, monkeypatch, count, is_told, sharding):
+    monkeypatch.setattr(gpu_bags, "on_device", lambda device: contextlib.nullcontext())
+    tables = [te.TableConfig(name=f"t{t}", num_embeddings=50, embedding_dim=8, mode="mean") for t in range(2)]
+    config = table_set_config(
+        tuple(tables), capacity=1.0, policy=None, storage=None, optimizer=None, seed=0, dtype=None, device="cpu",
+        check_ids="deferred",
+    )  # fmt: skip
+    layout, space = Layout(tables, 3, sharding), KeySpace(tables, (0, 1), [0, 8])
+    part = Part(space, layout.owner[space.tables[space.table]])
+    width = GpuPart(layout, part, config)
+    ids, words = torch.arange(count), torch.zeros(11 + 3 * 4, dtype=torch.int64)
+    edges = Edges(torch.arange(7) if count else torch.zeros(7, dtype=torch.int64), 7, exact=False)
+    batch = Batch(ids, edges.offsets, 7, False, 3, None, (ids,))
+    counts, given = words[11:].view(3, 4), FoundWords(ids, edges, words[:3], words[3:].data_ptr())
+    width.count(batch, given, counts)
+    if not is_told:
+        launched.clear()
+    written = width._found(batch, given)
+    for part_of_it in vars(written).values():
+        if isinstance(part_of_it, torch.Tensor):  # no kernel has written it
+            part_of_it.zero_()
+    width._found = lambda *_: written
+    bags = width.find(batch, given, counts, finds_firsts=is_told)
+    if is_told:
+        bags.told(torch.zeros(3, 4, dtype=torch.int64))
+    bags.pad(5)
+    held = [[2, 2, 2], [1, 1, 0]][part.is_whole]
+    assert bags.sent == [2 + 5 + (held[rank] * 3 if part.is_whole else 0) for rank in range(3)]
+    assert bags.asked.shape == (sum(bags.sent),)
+    assert bags.ids == [5, 5, 5]
+    assert bags.back == bags.grads == ([3, 3, 0] if part.is_whole else [5, 5, 5])
+    rows, scale = bags.gradient(torch.zeros(3, 16), 2.0)
+    assert rows.shape == (sum(bags.grads), 8)
+    assert (scale is None) == part.is_whole
+    assert scale is None or scale.shape == (15,)
+    sent = bags.sent_weights(torch.zeros(count))
+    assert sent is None if not part.is_whole else sent.shape == (15,)
+    if not is_told:
+        assert "firsts_find" not in launched
 
 
 def test_norms_of_gradients_are_launched_as_they_fit(launched):

@@ -104,6 +104,7 @@ def sharded_run(rank, size, tables, sharding, steps, samples, weighted, keywords
 
 def one_process(size, tables, steps, samples, weighted, keywords, shape=None):
     """The same alone: outputs and gradients of weights of each rank, and the tables."""
+    keywords = {name: value for name, value in keywords.items() if name != "max_ids"}  # which is of ranks alone
     model = te.TieredEmbeddingBagCollection(tables, **keywords)
     outputs = [[] for _ in range(size)]
     for step in range(steps):

@@ -112,6 +112,64 @@ def test_rows_are_asked_for_pooled_and_trained_as_on_a_cpu(shape, modes, ranks):
     assert_close(of_weights, its_of_weights)  # a GPU sums along a tree
 
 
+def those_asked(bags, features, bound, samples):
+    """What a message says to each rank, without what fills its block up."""
+    pieces = []
+    for piece in bags.asked.cpu().split(bags.sent):
+        counts, ids, lengths = piece[:features], piece[features : features + bound], piece[features + bound :]
+        assert len(lengths) % max(1, samples) == 0
+        pieces += [counts, ids[: counts.sum()], lengths]
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_padded_it_is_as_on_a_cpu(shape, is_known, modes, ranks):
+    """`is_known`: whether the host knows the counts, as it does but in a capture."""
+    rng = np.random.default_rng(3)
+    tables, ids, offsets = a_batch(shape, MODES[modes], rng)
+    sharding = {table.name: TableWise() if t % 4 == 1 else RowWise() for t, table in enumerate(tables)}
+    samples, bound = SHAPES[shape][1], len(ids) + 5
+    both, widths, columns = finders(tables, ranks, sharding)
+    assert both[0].count(batch_on(CPU, ids, offsets, samples)) == both[1].count(batch_on(GPU, ids, offsets, samples))
+    weights = torch.from_numpy(rng.standard_normal(len(ids))).float() if modes == "sum" else None
+    grad = torch.from_numpy(rng.standard_normal((samples, columns))).float()
+    found = []
+    for find, device in zip(both, (CPU, GPU), strict=True):
+        out = torch.zeros((samples, columns), device=device)
+        of_weights, gathered = torch.zeros(len(ids), device=device), []
+        given = batch_on(device, ids, offsets, samples)
+        for number, bags in enumerate(find(given) if is_known else find.unchecked(given)):
+            rng, width = np.random.default_rng(number), widths[number]
+            bags.pad(bound)
+            space = bags._part.space.space if device == GPU else bags.space
+            features = len(space.features)
+            asked = those_asked(bags, features, bound, samples)
+            live = torch.cat([piece[:features].sum()[None] for piece in bags.asked.cpu().split(bags.sent)])
+            slots = torch.cat([torch.arange(int(n)) + bound * rank for rank, n in enumerate(live)])
+            rows = torch.from_numpy(rng.standard_normal((sum(bags.back), width))).float()
+            every = torch.from_numpy(rng.standard_normal((ranks * bound, width))).float()
+            its = None if weights is None else weights.to(device)
+            bags.pool(rows.to(device), its, out, keep=True, keep_rows=weights is not None)
+            gathered += [asked, torch.tensor([bags.ids, bags.back, bags.grads])]
+            rows, scale = bags.gradient(grad.to(device), float(ranks))
+            is_slots = bags.ids == bags.back
+            gathered += [rows.cpu()[slots] if is_slots else rows, None if scale is None else scale.cpu()[slots]]
+            if weights is not None:
+                mine = bags.sent_weights(its)
+                gathered.append(None if mine is None else mine.cpu()[slots])
+                bags.keep(every.to(device))
+                bags.weights_gradient(grad.to(device), of_weights)
+        found.append((gathered, out, of_weights))
+    (mine, out, of_weights), (theirs, its_out, its_of_weights) = found
+    for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+        assert (one is None and other is None) or equal(one, other), number
+    assert equal(out, its_out)
+    assert_close(of_weights, its_of_weights)
+
+
 def test_features_may_come_in_another_order():
     rng = np.random.default_rng(1)
     tables, ids, offsets = a_batch("several ids", ("sum",), rng)

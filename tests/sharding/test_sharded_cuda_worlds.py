@@ -15,6 +15,7 @@ from sharding import (
     test_sharded_following,
     test_sharded_memory,
     test_sharded_modules,
+    test_sharded_padded,
     test_sharded_prefetch,
     test_sharded_states,
     test_sharded_unique_rows,
@@ -88,6 +89,32 @@ def test_cuda_weighted(worlds, sharding):
 )
 def test_cuda_every_option(worlds, keywords):
     compare(worlds(3), tables_of(modes=("sum", "mean")), "both", uneven, capacity=0.5, **keywords)
+
+
+@pytest.mark.parametrize("optimizer", [te.Adagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
+@pytest.mark.parametrize("capacity", [1, 0.5])
+@pytest.mark.parametrize("max_ids", [12, 1500])
+@pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
+def test_cuda_exchanges_of_one_size(worlds, sharding, max_ids, capacity, optimizer):
+    tables = test_sharded_padded.MIXED
+    keywords = {"optimizer": optimizer, "capacity": capacity, "shape": "some equal", "max_ids": max_ids}
+    compare(worlds(3), tables, sharding, uneven, **keywords)
+
+
+@pytest.mark.parametrize("weighted", ["constant", True])
+@pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
+def test_cuda_exchanges_of_one_size_weighted(worlds, sharding, weighted):
+    for options in ({}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}):
+        test_sharded_padded.test_weights_of_samples(worlds, options, sharding, weighted)
+
+
+def test_cuda_exchanges_of_one_size_ahead_and_refused(worlds):
+    test_sharded_padded.test_what_fits_is_exchanged_in_one_size(worlds, True)
+    test_sharded_padded.test_ahead_and_accumulated(worlds, "every other", True)
+    test_sharded_padded.test_tables_of_several_features(worlds, "every other")
+    test_sharded_padded.test_a_rank_that_fails_is_told_of_on_all(worlds, "id", "IdOutOfRangeError")
+    test_sharded_padded.test_ranks_do_what_all_can(worlds, 64, (3, 2, 3), 2)
+    test_sharded_padded.test_a_wrong_id_is_told_of_before_a_replay_on_all_ranks(worlds)
 
 
 def replays_of(rank, size, *given):

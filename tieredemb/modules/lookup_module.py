@@ -15,6 +15,7 @@ from tieredemb.tables.table_set import TableSet
 if TYPE_CHECKING:
     import torch
 
+    from tieredemb.step.agreement import Agreement
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.engine import Engine
 
@@ -49,6 +50,11 @@ class LookupModule(nn.Module, abc.ABC):
     @abc.abstractmethod
     def engines(self) -> Sequence[Engine]:
         """Those of all tables of it that lie here."""
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """What the ranks agree on around a captured step; None of a rank that looks up and updates alone."""
+        return None
 
     @property
     @abc.abstractmethod

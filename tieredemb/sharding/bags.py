@@ -60,6 +60,11 @@ class Bags(Protocol):
     back: list[int]
     grads: list[int]
 
+    def pad(self, bound: int) -> None:
+        """Makes `asked` a `Message` of one size, where no rank is asked for more than `bound` ids: each is sent that
+        many from now on, none of them inverted, and as many weights, and rows and gradients of tables that are dealt
+        out. Does not synchronise, and needs `counts` on the device alone."""
+
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         """Those of the ids that are asked for, float32 (K,), where their owner pools, of `weights`: floats (N,), of the
         samples. Does not synchronise."""
@@ -88,3 +93,16 @@ class Bags(Protocol):
 
 
 Finder = Callable[[Batch], Sequence[Bags]]  # of all parts; raises `InvalidInputError` and `IdOutOfRangeError`
+
+
+class CountingFinder(Protocol):
+    """A finder that looks at a batch before it is looked up in a graph, which can wait for nothing."""
+
+    def __call__(self, batch: Batch) -> Sequence[Bags]: ...
+
+    def count(self, batch: Batch) -> int:
+        """The most ids that a rank is asked for in one part. Raises as the call. Waits for the current stream."""
+
+    def unchecked(self, batch: Batch) -> Sequence[Bags]:
+        """The bags of a batch that was found to be good, whose `counts` the host need not know. Does not
+        synchronise."""

@@ -22,6 +22,7 @@ from tieredemb.sharding.asked import AskedPart
 from tieredemb.sharding.bags import Bags
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase, Sending
+from tieredemb.sharding.padded_request import PaddedPart, PaddedRequest
 from tieredemb.sharding.request import Request
 from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.step.batch import Batch
@@ -32,6 +33,7 @@ T = TypeVar("T")
 WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
 PLANNED = 2  # ids were exchanged before
 GRADIENT = 4  # that of the weights is asked for, which takes the rows of all ids
+FITS = 8  # no rank is asked for more ids than an exchange of one size takes
 INFINITE = 1  # of a backward: a gradient is not finite, which is to keep all ranks from the update
 
 
@@ -78,30 +80,41 @@ class ShardedCall:
     @ranged("plan")
     def _find(self, batch: Batch, phase: Phase) -> Sequence[Bags]:
         """The bags, which are found to be good; what is wrong with them all ranks raise."""
+        captures = self.context.captures
         try:
-            return self.context.find(batch)
+            if captures is not None and captures.is_active:
+                self._fits = True
+                return captures.find(batch)
+            found = self.context.find(batch)
+            self._fits = self.context.fits(max(n for bags in found for n in bags.ids))
+            return found
         except Exception as error:
             self.context.announce(phase, error=error)
             raise
 
-    def _ask(self, *, ahead: bool, flag: int) -> list[Request]:
+    def _ask(self, *, ahead: bool, flag: int) -> list[Request | PaddedRequest]:
         """What is asked of each shard here."""
         context, exchange = self.context, self.context.exchange
         samples = torch.full((exchange.size, 1), self.batch, dtype=torch.int64, device="cpu")
         counts = torch.cat([*(bags.counts for bags in self._bags), samples], 1)
+        flag = FITS * self._fits | (0 if ahead else flag)
         is_asked = False
         while not is_asked:  # others may have had a plan, which they then give up
             context.number += 1
-            header = exchange.header(
-                Phase.PLAN if ahead else Phase.FORWARD, context.number, counts, flag=0 if ahead else flag
-            )
+            header = exchange.header(Phase.PLAN if ahead else Phase.FORWARD, context.number, counts, flag=flag)
             is_asked = not bool((header.flags & PLANNED).any())
             _check_weighted(header.flags)
         self._flags = header.flags
         with exchange.agreed():
             columns = [sum(part.columns for part in shard.parts) for shard in context.shards]
             *its, samples = torch.split(header.counts, [*columns, 1], 1)  # type: ignore[no-untyped-call]
-            requests = [shard.request(each, samples[:, 0]) for shard, each in zip(context.shards, its, strict=True)]
+            requests: list[Request | PaddedRequest]
+            if context.max_ids is not None and bool((header.flags & FITS).all()):
+                requests = [shard.padded.of(samples[:, 0].tolist()) for shard in context.shards]
+                for bags in self._bags:
+                    bags.pad(context.max_ids)
+            else:
+                requests = [shard.request(each, samples[:, 0]) for shard, each in zip(context.shards, its, strict=True)]
             messages = [part.message.per_rank for request in requests for part in request.parts]
             came = exchange.joined([bags.asked for bags in self._bags], [bags.sent for bags in self._bags], messages)
             for request, messages_of in zip(requests, self._by_shard(came), strict=True):
@@ -116,7 +129,7 @@ class ShardedCall:
             begin += len(shard.parts)
 
     @property
-    def _parts(self) -> list[AskedPart]:
+    def _parts(self) -> list[AskedPart | PaddedPart]:
         """What is asked of this rank, of the parts of all shards."""
         return [part for request in self._requests for part in request.parts]
 

@@ -12,8 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tieredemb.config import Capacity, CheckIds, Policy, TableConfig, features_of, without_functions
-from tieredemb.errors import ConfigError, UnsupportedError
+from tieredemb.config import (
+    Capacity,
+    CheckIds,
+    Policy,
+    TableConfig,
+    features_of,
+    is_whole,
+    plain,
+    without_functions,
+)
+from tieredemb.errors import ConfigError, UnsupportedError, shown
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
@@ -22,6 +31,7 @@ from tieredemb.modules.forwards import LISTENERS, tell
 from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.sharding.alone import Alone
+from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.finder import bag_finder
@@ -47,7 +57,11 @@ from tieredemb.tables.torch_kinds import Optimizer, is_torch_optimizer
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from tieredemb.step.agreement import Agreement
     from tieredemb.step.call_memory import CallMemory
+
+
+MOST_ENTRIES = 1 << 27  # of a part: a GPU takes 2²⁸ ids of both kinds of tables
 
 
 class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
@@ -59,16 +73,19 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     `DeviceMesh` · `sharding`: by the names of tables `RowWise()` or `TableWise()`, or one for all; by default tables of
     less than 1 MiB are held whole. Of these pooled bags travel, of others a row for each different id of a rank's
     batch, and back a gradient for each occurrence · `capacity`: of each rank · `average`: whether gradients of the
-    tables are divided by the number of ranks, as `DistributedDataParallel` does those of the dense layers · `device`:
-    of this rank; "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all on GPUs ·
-    `timeout`: how long a rank waits for another, by default as long as torch does.
+    tables are divided by the number of ranks, as `DistributedDataParallel` does those of the dense layers · `max_ids`:
+    how many ids a rank asks another for at most, in tables of one width, those that are dealt out and those that are
+    held whole apart. Exchanges are padded to it and so have one size, which a CUDA graph needs (`graph_step`); a batch
+    of more is exchanged in the sizes that it needs, to the same bits, and a warning says how many there are. None: all
+    are · `device`: of this rank; "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all
+    on GPUs · `timeout`: how long a rank waits for another, by default as long as torch does.
     The other keywords are those of `TieredEmbeddingBagCollection`. `capacity`, `storage`, `device`, `check_ids` and
     `timeout` may differ between the ranks, and so may the machines; the others are equal on all of them. To construct
     it is a collective, which raises `ConfigError` where they are not.
 
     GPUs send each other rows by NCCL where the `group` has it, as "nccl" and "cpu:gloo,cuda:nccl" do; what ranks tell
-    each other goes by gloo in any case, between hosts. In a group of gloo alone rows pass through host memory. A
-    forward waits for the GPU once, to learn how many rows each rank is asked for, and whether an id is wrong.
+    each other goes by gloo in any case, between hosts. In a group of gloo alone rows pass through host memory. An
+    eager forward waits for the GPU once, to learn how many rows each rank is asked for, and whether an id is wrong.
     """
 
     def __init__(
@@ -92,6 +109,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         output_dtype: torch.dtype | None = None,
         is_weighted: bool = False,
         average: bool = True,
+        max_ids: int | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
@@ -102,6 +120,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             self.table_configs = tuple(tables)
             check_collection(self.table_configs, scale_grad_by_freq=scale_grad_by_freq)
             self.is_weighted = is_weighted
+            max_ids = checked_max_ids(max_ids, exchange.size)
             settings: dict[str, Any] = {
                 "policy": policy, "storage": storage, "optimizer": optimizer, "seed": seed, "dtype": dtype,
                 "device": device, "check_ids": check_ids, "rounding": rounding,
@@ -113,18 +132,19 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             if is_alone(exchange):
                 held.append(Held(range(len(config.tables)), whole, options, _class_of(optimizer), self._over_ranks))
             else:
-                self._make_shards(held, exchange.rank, config, settings, options)
+                self._make_shards(held, exchange.rank, config, settings, options, max_ids)
             alike = config.tables, config.policy, config.optimizer, config.seed, config.dtype, config.rounding
             names = ("tables", "policy", "optimizer", "seed", "dtype", "rounding")
             given = {name: repr(value) for name, value in zip(names, alike, strict=True)}
             given |= {"options": repr(options), "sharding": repr(self.layout.sharding), "average": repr(average)}
+            given |= {"max_ids": repr(max_ids)}
             given |= {"output_dtype": repr(config.output_dtype), "is_weighted": repr(is_weighted)}
             given |= {"the kind of device": config.device.type, "what updates the rows": _updater(optimizer)}
             fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
             self._optimizer: FusedOptimizer | ShardedOptimizer | None = None
             if fused:
                 self._optimizer = fused[0] if is_alone(exchange) else ShardedOptimizer(fused, self._states)
-            self._ranks = self._among(exchange, held, config, exchange.size if average else 1)
+            self._ranks = self._among(exchange, held, config, exchange.size if average else 1, max_ids)
         except Exception as error:
             failed = error
         try:
@@ -142,18 +162,21 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         self.engine = self._ranks.engine
         self._hook = self._make_hook()
 
-    def _among(self, exchange: Exchange, held: Sequence[Held], config: TableSetConfig, divisor: int) -> Ranks:
+    def _among(
+        self, exchange: Exchange, held: Sequence[Held], config: TableSetConfig, divisor: int, max_ids: int | None
+    ) -> Ranks:
         """The ranks, of which this one holds `held`; gradients are divided by `divisor`."""
         if is_alone(exchange):
             return Alone(held[0], exchange)
         widths = [self.table_configs[feature.table].embedding_dim for feature in features_of(self.table_configs)]
         shards = [each for each in held if isinstance(each, Shard)]
+        find = bag_finder(self.layout, [part for shard in shards for part in shard.parts], config)
         context = ShardedContext(
-            layout=self.layout, exchange=exchange, shards=shards,
-            find=bag_finder(self.layout, [part for shard in shards for part in shard.parts], config),
+            layout=self.layout, exchange=exchange, shards=shards, find=find,
             columns=sum(widths), output_dtype=config.output_dtype, device=config.device,
-            divisor=float(divisor), backward_pass=BackwardPass(), optimizer=self._optimizer,
+            divisor=float(divisor), backward_pass=BackwardPass(), optimizer=self._optimizer, max_ids=max_ids,
         )  # fmt: skip
+        context.captures = Captures(context, find, self._batch)
         return Together(context, config)
 
     def _make_shards(
@@ -163,6 +186,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         config: TableSetConfig,
         settings: Mapping[str, Any],
         options: LookupOptions,
+        max_ids: int | None,
     ) -> None:
         """What this rank holds, of each width, into `made`."""
         settings = {**settings, "device": config.device, "check_ids": "deferred"}  # who has the bags checks the ids
@@ -183,7 +207,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             made.append(
                 Shard(
                     self.layout, rank, each, list(columns), its_config, options, _class_of(settings["optimizer"]),
-                    self._over_ranks,
+                    self._over_ranks, max_ids,
                 )
             )  # fmt: skip
 
@@ -207,6 +231,10 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     def _held(self) -> Sequence[Held]:
         """What this rank holds."""
         return self._ranks.held
+
+    @property
+    def agreement(self) -> Agreement | None:
+        return self._ranks.agreement
 
     @property
     def planned(self) -> PlannedForwards:
@@ -395,6 +423,18 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     def extra_repr(self) -> str:
         return "\n".join(self.describe())
+
+
+def checked_max_ids(max_ids: Any, ranks: int) -> int | None:
+    """What was given, if it can be. Raises `ConfigError`."""
+    max_ids = plain(max_ids)
+    most = MOST_ENTRIES // ranks
+    if max_ids is not None and not (is_whole(max_ids) and 1 <= max_ids <= most):
+        raise ConfigError(
+            f"max_ids must be a number of ids that a rank asks another for at most, 1 … {most} with {ranks} ranks, or "
+            f"None, got {shown(max_ids)}"
+        )
+    return max_ids  # type: ignore[no-any-return]
 
 
 def is_alone(exchange: Exchange) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,11 +19,15 @@ from tieredemb.sharding.shard import Shard
 from tieredemb.step.call import BackwardPass, Call
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 
+if TYPE_CHECKING:
+    from tieredemb.sharding.captures import Captures
+
 
 @dataclass(eq=False)
 class ShardedContext:
     """What the calls of one module share. `find`: finds the bags of a batch · `columns`: ΣD of an output, which are of
-    `output_dtype`, on `device` · `divisor`: what gradients are divided by · `number`: of the last exchange."""
+    `output_dtype`, on `device` · `divisor`: what gradients are divided by · `max_ids`: what exchanges of one size are
+    padded to, if there are any · `captures`: what lets a step be captured · `number`: of the last exchange."""
 
     layout: Layout
     exchange: Exchange
@@ -34,12 +39,29 @@ class ShardedContext:
     divisor: float
     backward_pass: BackwardPass
     optimizer: FusedOptimizer | ShardedOptimizer | None
+    max_ids: int | None = None
+    captures: Captures | None = None
     number: int = 0
+    _told_longer: bool = False
 
     def check_trainable(self) -> None:
         """Raises `BackwardError` where the tables have no optimizer."""
         for shard in self.shards:
             shard.context.check_trainable()
+
+    def fits(self, most: int) -> bool:
+        """Whether a batch of this rank, which asks another for `most` ids in a part, fits an exchange of one size."""
+        if self.max_ids is None or most <= self.max_ids:
+            return self.max_ids is not None
+        if not self._told_longer:
+            self._told_longer = True
+            warnings.warn(
+                f"rank {self.exchange.rank} asks another rank for {most} ids of tables of one width, more than "
+                f"max_ids={self.max_ids}: such a step is exchanged in the sizes that it needs, and runs eagerly, on "
+                f"all ranks; pass max_ids={most} or more to have it captured",
+                stacklevel=2,
+            )
+        return False
 
     @property
     def is_scaled(self) -> bool:

@@ -33,6 +33,7 @@ class Phase(enum.IntEnum):
     ROWS = 2
     BACKWARD = 3
     WHOLE = 4
+    STEP = 5
 
     @property
     def told(self) -> str:
@@ -45,6 +46,7 @@ _TOLD = {
     Phase.ROWS: "sends rows of a batch",
     Phase.BACKWARD: "updates rows in a backward",
     Phase.WHOLE: "reads or writes whole tables",
+    Phase.STEP: "begins a captured step",
 }
 
 
@@ -85,6 +87,7 @@ class Exchange:
         if not self.has_nccl:  # NCCL's is given up together, by close()
             weakref.finalize(self, _give_up, self._held)
         self._broken = ""
+        self.failures = 0  # that all ranks know of
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self.ranks = ranks
 
@@ -138,6 +141,7 @@ class Exchange:
     def _broken_by(self, reason: str) -> PeerError:
         """The error; nothing is exchanged any more, as messages of before may be on their way."""
         self._broken = self._broken or reason
+        self.failures += 1
         return PeerError(reason)
 
     def _check(self) -> None:
@@ -161,6 +165,7 @@ class Exchange:
 
     def _raise(self, error: BaseException | None) -> None:
         """Raises the error of the first rank that has met one, on all of them."""
+        self.failures += 1
         if self.size == 1 and error is not None:
             raise error
         told = None if error is None else (type(error).__name__, str(error))

@@ -6,7 +6,9 @@ batch, and learns in the same copy whether an id or an offset is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -31,11 +33,13 @@ from tieredemb.lookup.device_bags import (
 from tieredemb.lookup.device_lookup import DeviceLookup
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.layout import Layout
+from tieredemb.sharding.padding import Padding, each_asked, message
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import NO_OVERFLOW, ReadRows
 from tieredemb.tables.config import TableSetConfig
 
+T = TypeVar("T")
 OWNERS, OCCURRENCES = "sharding/owners.cu", "sharding/occurrences.cu"
 THREADS = 256
 MOST_BLOCKS = 4224
@@ -45,7 +49,8 @@ CELLS = 2  # of an occurrence, to find the first of each row in
 class GpuPart:
     """What bags of one part have in common: the key `space` of its rows, as batches name them, who owns these, and the
     kernels that pool rows which lie as they have come. `columns`: int64 (F·D,), those of the outputs that bags of whole
-    tables come back for, by rank and feature · `holds`: int64 (W, F), 1 where a rank holds a feature's table."""
+    tables come back for, by rank and feature · `holds`: int64 (W, F), 1 where a rank holds a feature's table ·
+    `by_rank`: int64 (F,), the features by the ranks that hold their tables, and how many each has `held`."""
 
     def __init__(self, layout: Layout, part: Part, config: TableSetConfig) -> None:
         device, space = config.device, part.space
@@ -67,44 +72,64 @@ class GpuPart:
         self._columns_fit = not (space.column % self._vector).any()
         by_rank = space.column[np.argsort(part.owner, kind="stable")]
         self.columns = upload((by_rank[:, None] + np.arange(space.width)).ravel())
+        self.by_rank = upload(np.argsort(part.owner, kind="stable"))
+        self.held = np.bincount(part.owner[part.owner >= 0], minlength=layout.size).tolist()
         self.holds = upload((part.owner == np.arange(layout.size)[:, None]).astype(np.int64))
         most = ("-DHAS_MAX",) if self.lookup.has_max else ()
         self._gradient = (*OPTIONS, *floats.flags, *most)
         kernel(OWNERS, "owners_find").prepare(device.index)
 
-    def find(
-        self, ids: torch.Tensor, edges: Edges, batch: Batch, fault: torch.Tensor, report: int, counts: torch.Tensor
-    ) -> GpuBags:
-        """The bags, whose `counts`, int64 (W, columns), are added to. `fault`, `report`: see `find_device_bags`. Does
-        not synchronise."""
-        space, places, n = self.space, batch.places, ids.shape[0]
-        bags = new_device_bags(n, space, batch.size, is_all=space.space.is_all(places))
-        find_device_bags(bags, ids, edges, space, fault, report, places, padding_is_dropped=True)
-        order, asked = self._ask(bags, counts)
+    def find(self, batch: Batch, words: FoundWords, counts: torch.Tensor, *, finds_firsts: bool = True) -> GpuBags:
+        """The bags, whose `counts`, int64 (W, columns), are added to. `finds_firsts`: whether ids that were asked for
+        before are inverted. Does not synchronise."""
+        bags = self._found(batch, words)
+        order, asked = self._ask(bags, counts, finds_firsts=finds_firsts and not self.is_whole)
         if not self.is_whole:
-            return GpuBags(self, bags, order, asked)
+            return GpuBags(self, bags, order, asked, counts)
         lengths = self._lengths(bags)
         if batch.size:
             is_ragged = lengths.amax(1) != lengths.amin(1)
-            counts[:, len(space.space.features) :].copy_(self.holds * is_ragged * batch.size)
-        return GpuWholeBags(self, bags, order, asked, lengths)
+            counts[:, len(self.owner) :].copy_(self.holds * is_ragged * batch.size)
+        return GpuWholeBags(self, bags, order, asked, counts, lengths)
 
-    def _ask(self, bags: DeviceBags, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def count(self, batch: Batch, words: FoundWords, counts: torch.Tensor) -> None:
+        """Adds to `counts` as `find` does, of ids alone. Does not synchronise."""
+        self._own(self._found(batch, words), counts, 0, 0)
+
+    def _found(self, batch: Batch, words: FoundWords) -> DeviceBags:
+        space, places = self.space, batch.places
+        bags = new_device_bags(words.ids.shape[0], space, batch.size, is_all=space.space.is_all(places))
+        find_device_bags(
+            bags, words.ids, words.edges, space, words.fault, words.report, places, padding_is_dropped=True
+        )
+        return bags
+
+    def _own(
+        self, bags: DeviceBags, counts: torch.Tensor, cells: torch.Tensor | int, cell: torch.Tensor | int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each occurrence the rank that owns its row, int32 (N,), and the row's number there, int64 (N,); writes
+        `cells`, and which each has."""
+        n = bags.keys.shape[0]
+        owner, local = torch.empty(n, dtype=torch.int32, device=counts.device), torch.empty_like(bags.keys)
+        kernel(OWNERS, "owners_find")(
+            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, bags.keys, bags.bag, n, max(1, bags.batch), self._dealt,
+            owner, local, counts.data_ptr(), counts.stride(0), cells, CELLS * n + 1, cell,
+        )  # fmt: skip
+        return owner, local
+
+    def _ask(self, bags: DeviceBags, counts: torch.Tensor, *, finds_firsts: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The occurrences that are asked for, by rank, and what is asked, both int64 (N,), of which `counts` says how
         many they are; writes the homes of `bags`, which are where rows will be among those that come."""
         n, size, stride, device = bags.keys.shape[0], max(1, bags.batch), counts.stride(0), counts.device
         blocks, n_cells = blocks_for(n, THREADS, MOST_BLOCKS), CELLS * n + 1
-        owner, local = torch.empty(n, dtype=torch.int32, device=device), torch.empty_like(bags.keys)
         cells: torch.Tensor | int = 0
         cell, place, firsts = cells, cells, cells
-        if not self.is_whole:  # else each occurrence is asked for
-            cells, cell = torch.zeros(n_cells, dtype=torch.int32, device=device), torch.empty_like(owner)
-        kernel(OWNERS, "owners_find")(
-            blocks, THREADS, bags.keys, bags.bag, n, size, self._dealt, owner, local, counts.data_ptr(), stride, cells,
-            n_cells, cell,
-        )  # fmt: skip
+        if finds_firsts:  # else each occurrence is asked for
+            cells = torch.zeros(n_cells, dtype=torch.int32, device=device)
+            cell = torch.empty(n, dtype=torch.int32, device=device)
+        owner, local = self._own(bags, counts, cells, cell)
         owner, order = torch.sort(owner, stable=True)
-        if not self.is_whole:
+        if finds_firsts:
             place, is_first = torch.empty_like(owner), torch.empty_like(owner)
             kernel(OWNERS, "firsts_find")(
                 blocks, THREADS, owner, order, bags.bag, n, size, self.ranks, cells, cell, is_first, place,
@@ -138,20 +163,33 @@ class GpuPart:
         return rows
 
 
+class FoundWords(NamedTuple):
+    """What bags are found in, `ids` int64 (N,) and `edges`, and where it is told what is wrong: see
+    `find_device_bags`."""
+
+    ids: torch.Tensor
+    edges: Edges
+    fault: torch.Tensor
+    report: int
+
+
 class GpuBags:
     """See `Bags`: of tables that are dealt out. Rows that have come are pooled as those of slots are, the home of each
     occurrence being where its row is among them: by the same kernels, in the same order, and so to the same bits."""
 
-    counts: torch.Tensor
     sent: list[int]
     ids: list[int]
     back: list[int]
     grads: list[int]
 
-    def __init__(self, part: GpuPart, bags: DeviceBags, order: torch.Tensor, asked: torch.Tensor) -> None:
-        """`order`, `asked`: int64 (N,), of which `told` says how many are asked for."""
+    def __init__(
+        self, part: GpuPart, bags: DeviceBags, order: torch.Tensor, asked: torch.Tensor, counted: torch.Tensor
+    ) -> None:
+        """`order`, `asked`: int64 (N,), of which `told` says how many are asked for · `counted`: int64 (W, columns),
+        `counts` on the device."""
         self._part, self._bags = part, bags
-        self._order, self.asked = order, asked
+        self._order, self.asked, self._rows_asked, self._counted = order, asked, asked, counted
+        self.counts = torch.zeros(counted.shape, dtype=torch.int64, device="cpu")
         self._weights: torch.Tensor | None = None
         self._argmax: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
@@ -164,6 +202,17 @@ class GpuBags:
         self.back = more.sum(1).tolist()
         asked = sum(self.ids)
         self.asked, self._order = self.asked[:asked], self._order[:asked]
+
+    def pad(self, bound: int) -> None:
+        counts = self._counted[:, : len(self._part.owner)]
+        padding = Padding(counts.sum(1), bound)
+        padding.place(self._bags.homes, self._order)
+        self._order = padding.pad(self._order)
+        self.ids = self.back = self.grads = [bound] * self._part.ranks
+        self._send(counts, padding.pad(each_asked(self._rows_asked)))
+
+    def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
+        self.asked, self.sent = message(counts, ids)
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         return None
@@ -197,6 +246,9 @@ class GpuBags:
 
     def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         bags, lookup = self._bags, self._part.lookup
+        if not bags.homes.shape[0]:  # entries, if there are any, are nobody's
+            none = grad.new_zeros((self._order.shape[0], self._part.width))
+            return none, none[:, 0] if self._weights is not None or lookup.has_mean else None
         with on_device(grad.device):
             rows = self._part.gradient(bags, self._order, grad, self._argmax, share)
             scale = self._weights
@@ -205,7 +257,8 @@ class GpuBags:
             return rows, None if scale is None else scale[self._order]
 
     def tensors(self) -> list[torch.Tensor]:
-        held = (*vars(self._bags).values(), self._order, self.asked, self._weights, self._argmax, self._rows)
+        held = (*vars(self._bags).values(), self._order, self.asked, self._rows_asked, self._counted)
+        held += (self._weights, self._argmax, self._rows)
         return [each for each in held if isinstance(each, torch.Tensor)]
 
 
@@ -213,10 +266,16 @@ class GpuWholeBags(GpuBags):
     """See `Bags`: of tables that one rank holds each. Padding stays here: a bag is as long as it has ids to look up."""
 
     def __init__(
-        self, part: GpuPart, bags: DeviceBags, order: torch.Tensor, asked: torch.Tensor, lengths: torch.Tensor
+        self,
+        part: GpuPart,
+        bags: DeviceBags,
+        order: torch.Tensor,
+        asked: torch.Tensor,
+        counted: torch.Tensor,
+        lengths: torch.Tensor,
     ) -> None:
         """`lengths`: int64 (F, B), how many ids of each bag are asked for."""
-        super().__init__(part, bags, order, asked)
+        super().__init__(part, bags, order, asked, counted)
         self._lengths = lengths
 
     def told(self, counts: torch.Tensor) -> None:
@@ -231,8 +290,15 @@ class GpuWholeBags(GpuBags):
                 pieces += [ids, *(self._lengths[f] for f in np.flatnonzero(is_ragged & (owner == rank)))]
             self.asked = torch.cat(pieces)
 
+    def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
+        held = self._part.held
+        self.back = self.grads = [features * self._bags.batch for features in held]
+        self.asked, self.sent = message(counts, ids, self._lengths.index_select(0, self._part.by_rank), held)
+
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         given = weights.detach().to(torch.float32)
+        if not self._bags.homes.shape[0]:
+            return given.new_zeros(self._order.shape[0])
         return (given if self._bags.position is None else given[self._bags.position])[self._order]
 
     def keep(self, every: torch.Tensor) -> None:
@@ -258,7 +324,7 @@ class GpuWholeBags(GpuBags):
 
 
 class GpuFinder:
-    """Finds the bags of all `parts`, on the device of `config`. See `Finder`."""
+    """Finds the bags of all `parts`, on the device of `config`. See `CountingFinder`."""
 
     def __init__(self, layout: Layout, parts: Sequence[Part], config: TableSetConfig) -> None:
         self._device = config.device
@@ -272,12 +338,26 @@ class GpuFinder:
 
     def __call__(self, batch: Batch) -> Sequence[GpuBags]:
         """Waits for the current stream."""
-        features, columns = len(self._names), sum(self._columns)
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "a lookup of several ranks waits for the GPU, to learn how many rows each is asked for, which a CUDA "
-                "graph cannot hold: run the step eagerly"
+                "graph cannot hold: let graph_step capture the step, of a collection that has max_ids="
             )
+        found, words = self._launch(batch, GpuPart.find)
+        for bags, counts in zip(found, self._told(words), strict=True):
+            bags.told(counts)
+        return found
+
+    def unchecked(self, batch: Batch) -> Sequence[GpuBags]:
+        return self._launch(batch, functools.partial(GpuPart.find, finds_firsts=False))[0]
+
+    def count(self, batch: Batch) -> int:
+        parts = zip(self._parts, self._told(self._launch(batch, GpuPart.count)[1]), strict=True)
+        return max(int(counts[:, : len(part.owner)].sum(1).max()) for part, counts in parts)
+
+    def _launch(self, batch: Batch, launch: Callable[..., T]) -> tuple[list[T], torch.Tensor]:
+        """What `launch` does of each part, and the words that it writes: a fault, its report, and counts."""
+        features, columns = len(self._names), sum(self._columns)
         if features * batch.size > MAX_BAGS:
             raise InvalidInputError(
                 f"{features} features × {batch.size} samples are more than {MAX_BAGS} bags; split the batch"
@@ -286,16 +366,19 @@ class GpuFinder:
         fault, report = words_of("Fault"), words_of("Report")
         with on_device(self._device):
             words = torch.zeros(fault + report + self._ranks * columns, dtype=torch.int64, device=self._device)
-            counts = torch.split(words[fault + report :].view(self._ranks, columns), self._columns, 1)  # type: ignore[no-untyped-call]
-            found = [
-                part.find(ids, edges, batch, words[:fault], words[fault:].data_ptr(), its)
-                for part, its in zip(self._parts, counts, strict=True)
-            ]
-            told = words[fault:].cpu()
+            given = FoundWords(ids, edges, words[:fault], words[fault:].data_ptr())
+            of_parts = zip(self._parts, self._split(words[fault + report :]), strict=True)
+            return [launch(part, batch, given, counts) for part, counts in of_parts], words
+
+    def _told(self, words: torch.Tensor) -> list[torch.Tensor]:
+        """The counts, of each part, int64 (W, columns) on the CPU. Raises what is wrong. Waits."""
+        told, report = words[words_of("Fault") :].cpu(), words_of("Report")
         error = fault_in(told[:report].tolist(), self._names, self._rows)
         if error is not None:
             raise error
-        counts = torch.split(told[report:].view(self._ranks, columns), self._columns, 1)  # type: ignore[no-untyped-call]
-        for bags, its in zip(found, counts, strict=True):
-            bags.told(its.contiguous())
-        return found
+        return [counts.contiguous() for counts in self._split(told[report:])]
+
+    def _split(self, counts: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Those of each part."""
+        of_all = counts.view(self._ranks, sum(self._columns))
+        return torch.split(of_all, self._columns, 1)  # type: ignore[no-any-return, no-untyped-call]

@@ -16,6 +16,7 @@ from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale
 from tieredemb.sharding.bags import Bags, Part
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.owners_cpu import find_owners
+from tieredemb.sharding.padding import Padding, each_asked, message
 from tieredemb.sharding.whole_bags import HostWholeBags
 from tieredemb.step.batch import Batch
 
@@ -31,7 +32,7 @@ def edges_of(batch: Batch) -> Array:
 
 
 class HostFinder:
-    """Finds the bags of all `parts`. See `Finder`."""
+    """Finds the bags of all `parts`. See `CountingFinder`."""
 
     def __init__(self, layout: Layout, parts: Sequence[Part]) -> None:
         self._layout, self._parts = layout, parts
@@ -44,6 +45,12 @@ class HostFinder:
             else HostBags(part.space, self._layout, batch, edges)
             for part in self._parts
         ]
+
+    def count(self, batch: Batch) -> int:
+        return max(n for bags in self(batch) for n in bags.ids)
+
+    def unchecked(self, batch: Batch) -> Sequence[Bags]:
+        return self(batch)
 
 
 class HostBags:
@@ -64,6 +71,14 @@ class HostBags:
         self.back = found.firsts.sum(1).tolist()
         self._rows = np.empty((0, space.width), np.float32)
         self._weights, self._argmax, self._is_weighted = NO_WEIGHTS, NO_ARGMAX, False
+
+    def pad(self, bound: int) -> None:
+        padding, order = Padding(torch.tensor(self.ids, dtype=torch.int64, device="cpu"), bound), self._order
+        padding.place(torch.from_numpy(self._homes), torch.from_numpy(order))
+        self._order = padding.pad(torch.from_numpy(order)).numpy()
+        counts = self.counts[:, : len(self.space.features)]
+        self.asked, self.sent = message(counts, padding.pad(each_asked(self.asked)))
+        self.ids = self.back = self.grads = [bound] * len(counts)
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         return None
@@ -92,6 +107,9 @@ class HostBags:
 
     def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
         space, order, width = self.space, self._order, self.space.width
+        if not len(self._homes):  # entries, if there are any, are nobody's
+            none, scaled = torch.zeros((len(order), width), device="cpu"), self._is_weighted or space.has_mean
+            return none, none.new_zeros(len(order)) if scaled else None
         feature = self._bags.feature[order]
         columns = space.column[feature][:, None] + np.arange(width)
         samples = self._bags.sample[order][:, None]

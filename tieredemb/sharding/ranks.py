@@ -15,6 +15,7 @@ from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 
 if TYPE_CHECKING:
+    from tieredemb.step.agreement import Agreement
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.engine import Engine
 
@@ -30,6 +31,11 @@ class Ranks(abc.ABC):
     @property
     def engine(self) -> Engine | None:
         """That of a rank which looks up and updates alone."""
+        return None
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """See `LookupModule.agreement`."""
         return None
 
     @property

@@ -14,6 +14,7 @@ from tieredemb.lookup.options import LookupOptions
 from tieredemb.sharding.asked import AskedPart
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.layout import Layout
+from tieredemb.sharding.padded_request import PaddedRequest, PaddedRequests
 from tieredemb.sharding.request import Kind, Request
 from tieredemb.step.call import Call
 from tieredemb.step.engine import Engine
@@ -58,7 +59,8 @@ class Held:
 
 class Shard(Held):
     """Of the tables of one width those rows that others ask for, too. `space`: the key space of all rows, as batches
-    name them · `parts`: the tables that are dealt out, and those that ranks hold whole, as far as there are any."""
+    name them · `parts`: the tables that are dealt out, and those that ranks hold whole, as far as there are any ·
+    `padded`: requests of `max_ids`, where that is given."""
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class Shard(Held):
         options: LookupOptions,
         optimizer: Optimizer,
         over_ranks: OverRanks,
+        max_ids: int | None = None,
     ) -> None:
         super().__init__(tables, config, options, optimizer, over_ranks)
         self.space = KeySpace(layout.tables, self.tables, list(columns))
@@ -85,6 +88,8 @@ class Shard(Held):
             Kind(part_of[int(t)], table.mode if layout.owner[t] >= 0 else None)
             for t, table in zip(self.space.tables[self.space.table], of, strict=True)
         ]
+        if max_ids is not None:
+            self.padded = PaddedRequests(self.parts, self._kinds, rank, layout.size, max_ids, config.device)
 
     def request(self, counts: torch.Tensor, samples: torch.Tensor) -> Request:
         """What is asked of this rank: `counts`, int64 (W, columns), of its parts one after the other · `samples`: int64
@@ -95,11 +100,11 @@ class Shard(Held):
         ]
         return Request(asked, self._kinds, self._device)
 
-    def plan_ahead(self, executor: PlanExecutor, request: Request, **how: Any) -> Planned:
+    def plan_ahead(self, executor: PlanExecutor, request: Request | PaddedRequest, **how: Any) -> Planned:
         """Plans what `look_up` will be asked for, by `executor`; `how`: see `Engine.plan_ahead`."""
         batch = request.batch
         return self.engine.plan_ahead(executor, batch.given, lambda *_: batch, self.context, **how)
 
-    def begin(self, request: Request, **how: Any) -> Call:
+    def begin(self, request: Request | PaddedRequest, **how: Any) -> Call:
         """The call of a batch of all ranks; `how`: see `Engine.begin`. May raise what a cache does."""
         return self.engine.begin(request.batch, self.context, **how)

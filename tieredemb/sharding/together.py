@@ -27,6 +27,7 @@ from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, Planned
 from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:
+    from tieredemb.step.agreement import Agreement
     from tieredemb.step.call_memory import CallMemory
 
 
@@ -44,6 +45,10 @@ class Together(Ranks):
     @property
     def held(self) -> Sequence[Held]:
         return self._context.shards
+
+    @property
+    def agreement(self) -> Agreement | None:
+        return self._context.captures
 
     @property
     def planned(self) -> PlannedForwards:
@@ -99,6 +104,8 @@ class Together(Ranks):
     def look_up(self, batch: Batch, hook: torch.Tensor, *, recomputed: bool) -> torch.Tensor:
         self._reached = True
         context = self._context
+        if batch.exact and self.held[0].engine.may_exceed_bags:
+            batch = batch._replace(exact=False)
         within = context.backward_pass.touch() if recomputed else None
         trains, weights = hook.requires_grad and torch.is_grad_enabled(), batch.weights
         flag = forward_flag(weights)

@@ -12,6 +12,7 @@ from tieredemb.kernels.row_format import carrier_view
 from tieredemb.lookup.bags_cpu import make_bags
 from tieredemb.lookup.embedding_bag_cpu import weights_gradient
 from tieredemb.sharding.bags import Part
+from tieredemb.sharding.padding import Padding, message
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class HostWholeBags:
     def __init__(self, part: Part, ranks: int, batch: Batch, edges: Array) -> None:
         """Raises `IdOutOfRangeError`. `edges`: of `batch`, checked."""
         space, owner = part.space, part.owner
-        self.space, self.batch = space, batch.size
+        self.space, self.batch, self._owner = space, batch.size, owner
         self._bags = bags = make_bags(
             batch.ids.numpy(), edges, space, batch.size, padding_is_dropped=True, places=batch.places
         )
@@ -48,19 +49,36 @@ class HostWholeBags:
             its = np.flatnonzero(owner == rank)
             asked += [rows[self._ranges[f]] for f in its] + [lengths[f] for f in its if is_ragged[f]]
         self.asked = torch.from_numpy(np.concatenate(asked))
+        self._asked_rows, self._lengths = rows, lengths
+        self._padding: Padding | None = None
         self._rows = np.empty((0, space.width), np.float32)
 
     def _those_kept(self, values: Array) -> Array:
         """Of values of all occurrences those that are looked up."""
         return values if self._kept is None else values[self._kept]
 
+    def pad(self, bound: int) -> None:
+        self._padding = Padding(torch.tensor(self.ids, dtype=torch.int64, device="cpu"), bound)
+        ids = self._padding.pad(torch.from_numpy(self._by_rank(self._asked_rows)))
+        lengths = torch.from_numpy(self._lengths[self._order])
+        self.ids = [bound] * len(self.ids)
+        held = np.bincount(self._owner, minlength=len(self.ids)).tolist()
+        self.asked, self.sent = message(self.counts[:, : len(self._owner)], ids, lengths, held)
+
+    def _by_rank(self, values: Array) -> Array:
+        """Of values of those occurrences that are looked up those by rank."""
+        return np.concatenate([values[self._ranges[f]] for f in self._order])
+
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         position = self._bags.position
         array = weights.detach().to(torch.float32).contiguous().numpy()
         array = self._those_kept(array[: len(self._bags.keys)] if position is None else array[position])
-        return torch.from_numpy(np.concatenate([array[self._ranges[f]] for f in self._order]))
+        sent = torch.from_numpy(self._by_rank(array))
+        return sent if self._padding is None else self._padding.pad(sent)
 
     def keep(self, every: torch.Tensor) -> None:
+        if self._padding is not None:
+            every = every[self._padding.entries_of(len(self._asked_rows))]
         self._rows = carrier_view(every)
 
     def pool(

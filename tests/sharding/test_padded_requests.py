@@ -1,0 +1,94 @@
+"""What one rank is asked for in messages of one size: what a host finds in them, and what is found where no host knows
+how many ids came, as on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from devices import equal
+from sharding.ranks import SHAPES, batch_of, sharding_of, tables_of
+
+from tieredemb.lookup.bags import KeySpace
+from tieredemb.sharding.bags import Part
+from tieredemb.sharding.host_bags import HostFinder
+from tieredemb.sharding.layout import Layout
+from tieredemb.sharding.padded_request import PaddedRequests
+from tieredemb.sharding.request import Kind
+from tieredemb.step.batch import Batch
+
+RANKS, BOUND = 3, 300
+TABLES = tables_of(modes=("sum", "mean"), rows=(1, 3, 17, 40, 25, 9, 31), padding=(None, 0, 2))
+
+
+def some(rank):
+    return (5, 0, 9)[rank]
+
+
+def asked_of(rank, sharding, shape):
+    """The parts of a width, the kinds of its features, and what all ask a rank for, of each part."""
+    layout = Layout(TABLES, RANKS, sharding_of(sharding, TABLES))
+    kinds = [[t for t in range(len(TABLES)) if (layout.owner[t] < 0) == is_dealt] for is_dealt in (True, False)]
+    spaces = [KeySpace(TABLES, its, [4 * t for t in range(len(TABLES))]) for its in kinds if its]
+    parts = [Part(space, layout.owner[space.tables[space.table]]) for space in spaces]
+    of = {int(t): number for number, part in enumerate(parts) for t in part.space.tables}
+    kinds = [Kind(of[t], table.mode if layout.owner[t] >= 0 else None) for t, table in enumerate(TABLES)]
+    came = [[] for _ in parts]
+    for other in range(RANKS):
+        ids, offsets, *_ = batch_of(TABLES, 0, other, samples=some, shape=shape)
+        batch = Batch(ids, offsets, len(offsets), True, some(other), None, (ids, offsets))
+        for part, bags in enumerate(HostFinder(layout, parts)(batch)):
+            bags.pad(BOUND)
+            came[part].append(bags.asked.split(bags.sent)[rank])
+    return parts, kinds, [torch.cat(its) for its in came]
+
+
+def taken(parts, kinds, came, rank, *, knows_ends):
+    requests = PaddedRequests(parts, kinds, rank, RANKS, BOUND, torch.device("cpu"))
+    requests.knows_ends = knows_ends
+    request = requests.of([some(other) for other in range(RANKS)])
+    assert [len(values) for values in came] == [sum(part.message.per_rank) for part in request.parts]
+    request.take(came)
+    return request
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sharding", ["rows", "tables", "every other", "one rank"])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_what_lies_behind_the_ids_is_in_no_bag_and_has_no_part_in_anything(rank, sharding, shape):
+    parts, kinds, came = asked_of(rank, sharding, shape)
+    known, unknown = (taken(parts, kinds, came, rank, knows_ends=each) for each in (True, False))
+    count, room = len(known.batch.ids), len(unknown.batch.ids)
+    assert room == RANKS * BOUND * len(parts)
+    assert count == int(known.batch.offsets[-1])
+    assert equal(unknown.batch.ids[:count], known.batch.ids)
+    assert equal(unknown.batch.offsets, known.batch.offsets)
+    bags, stack, its = 0, unknown.batch.stack, known.batch.stack
+    if its is not None:
+        bags = its.bags
+        assert stack.bags == bags
+        assert equal(stack.row[:count], its.row)
+        assert bool((stack.row[count:] >= bags).all())  # of no bag
+        assert bool((stack.row < stack.rows).all())
+        for run, other in zip(stack.runs, its.runs, strict=True):
+            assert (run.rows, run.mode) == (other.rows, other.mode)
+            assert equal(run.edges, other.edges)
+        assert equal(stack.picked[: len(its.picked)], its.picked)
+        assert bool((stack.picked <= max(0, count - 1)).all())
+    rng = np.random.default_rng(0)
+
+    def randn(*shape):
+        return torch.from_numpy(rng.standard_normal(shape)).float()
+
+    grads = [[randn(sum(part.grads.per_rank), 4)] for part in known.parts]
+    for part, each in zip(known.parts, grads, strict=True):
+        each += [] if part.is_whole else [randn(RANKS * BOUND)]
+    weighed = []
+    call = SimpleNamespace(weigh=weighed.append)
+    mine, theirs = known.gradient(call, grads), unknown.gradient(call, grads)
+    assert equal(theirs[: bags + count], mine[: bags + count])
+    assert len(theirs) == (room if stack is None else stack.rows)
+    if weighed:
+        assert equal(weighed[1][:count], weighed[0])

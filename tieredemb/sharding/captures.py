@@ -1,0 +1,91 @@
+"""Steps of several ranks as CUDA graphs: what is found out before each of them, so that nothing inside has to wait.
+
+A graph exchanges what fits `max_ids`, and can refuse nothing: when a host hears of it, the dense layers have taken
+their step. So the ids of a batch are looked at before the replay, on a stream beside the one that computes: a wrong id
+is told of on all ranks, and a batch that is longer runs eagerly on all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from tieredemb.errors import UnsupportedError
+from tieredemb.sharding.bags import Bags, CountingFinder
+from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.exchange import Phase
+from tieredemb.step.agreement import Agreement
+from tieredemb.step.batch import Batch, Given
+from tieredemb.step.planned_forwards import identity
+
+
+class Captures(Agreement):
+    """That of a collection. `make_batch`: makes a checked batch of what a forward is given."""
+
+    def __init__(self, context: ShardedContext, finder: CountingFinder, make_batch: Callable[..., Batch]) -> None:
+        self._context, self._finder, self._make_batch = context, finder, make_batch
+        self._known: set[object] = set()  # what is looked up in the step that is being captured
+        self._told = 0
+
+    def check(self) -> None:
+        exchange = self._context.exchange
+        if self._context.max_ids is None:
+            raise UnsupportedError(
+                "a step of several ranks is a CUDA graph where its exchanges have one size: pass max_ids= to the "
+                "ShardedTieredEmbeddingBagCollection, the most ids that a rank asks another for in tables of one "
+                "width, or call the function itself"
+            )
+        if not exchange.has_nccl:
+            raise UnsupportedError(
+                "a step of several ranks is a CUDA graph where GPUs send each other rows by NCCL, and in this process "
+                "group hosts do: make it by init_process_group('cpu:gloo,cuda:nccl'), or call the function itself"
+            )
+
+    def agree(self, mine: int, given: Sequence[Given] = (), error: Exception | None = None) -> int:
+        context, failed = self._context, error
+        try:
+            if failed is None and mine and not context.fits(max(map(self._count, given), default=0)):
+                mine = 0
+        except Exception as raised:
+            failed = raised
+        flags: list[int] = context.announce(Phase.STEP, flag=mine, error=failed).flags.tolist()
+        return functools.reduce(operator.and_, flags)
+
+    def _count(self, given: Given) -> int:
+        device = self._context.device
+        moved = [part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part for part in given]
+        return self._finder.count(self._make_batch(*moved))
+
+    @contextlib.contextmanager
+    def capturing(self, given: Sequence[Given]) -> Iterator[None]:
+        self._known = {identity(each) for each in given}
+        self._told = self._context.exchange.failures
+        try:
+            yield
+        finally:
+            self._known = set()
+
+    def captured(self, error: Exception | None = None) -> None:
+        exchange = self._context.exchange
+        if error is None or (exchange.size > 1 and exchange.failures == self._told):  # else all ranks know of it
+            self._context.announce(Phase.STEP, error=error)
+
+    # --- what a forward inside asks ---------------------------------------------------------------------------------
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the current stream is one of a step that is being captured."""
+        return bool(self._known) and torch.cuda.is_current_stream_capturing()
+
+    def find(self, batch: Batch) -> Sequence[Bags]:
+        """The bags of a forward inside. Raises `UnsupportedError` for one whose ids were not found to fit."""
+        if identity(batch.given) not in self._known:
+            raise UnsupportedError(
+                "a captured step of several ranks looks up ids that are none of its batch's tensors, which cannot be "
+                "known to fit max_ids before it is replayed; compute them before, and put them into the batch"
+            )
+        return self._finder.unchecked(batch)

@@ -1,0 +1,250 @@
+"""What all ranks ask of one in the tables of one width, where messages are padded to one size: the twin of `request`,
+for which the host knows the samples of each rank and nothing else.
+
+The ids of all ranks are put into the order that one process would have, feature by feature and in these rank by rank,
+and where each feature ends stands on the device. What is left at the end of their room is in no bag. On a CPU, where
+the tables' own host computes, there is room for no more ids than came.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tieredemb.sharding.bags import Part
+from tieredemb.sharding.padding import Came, read, sizes_of
+from tieredemb.sharding.request import Kind
+from tieredemb.step.batch import Batch
+from tieredemb.step.call import Call
+from tieredemb.step.stack import Run, Stack
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """How many values go to each rank, or come from it."""
+
+    per_rank: list[int]
+
+
+@dataclass(frozen=True)
+class PaddedPart:
+    """See `AskedPart`. `held`: how many of its features this rank pools · `order`: of a value for each entry."""
+
+    is_whole: bool
+    held: int
+    message: Exchanged
+    answer: Exchanged
+    grads: Exchanged
+    order: Exchanged
+
+
+class PaddedRequests:
+    """Those of one width, of `bound` ids at most that a rank is asked for by another in one part. `kinds`: of the
+    features, in their order."""
+
+    def __init__(
+        self, parts: Sequence[Part], kinds: Sequence[Kind], rank: int, ranks: int, bound: int, device: torch.device
+    ) -> None:
+        self.parts, self.kinds, self.bound = list(parts), list(kinds), bound
+        self.ranks, self.device = ranks, device
+        self.knows_ends = device.type == "cpu"  # on a GPU the host would have to wait
+        self.held = [int((part.owner == rank).sum()) for part in parts]
+        firsts = np.cumsum([0, *(len(part.space.features) for part in parts)])
+        numbers = [itertools.count() for _ in parts]
+        within = [next(numbers[kind.part]) for kind in kinds]
+        # of each feature its place among those of all parts, and whether this rank pools it
+        order = [int(firsts[kind.part]) + k for kind, k in zip(kinds, within, strict=True)]
+        self.is_held = [bool(parts[kind.part].owner[k] == rank) for kind, k in zip(kinds, within, strict=True)]
+        self.order = torch.tensor(order, dtype=torch.int64, device=device)
+        held = [f for f, is_held in enumerate(self.is_held) if is_held]
+        self.held_features = torch.tensor(held, dtype=torch.int64, device=device)
+
+    def of(self, samples: Sequence[int]) -> PaddedRequest:
+        """That of a batch in which the ranks have so many `samples`."""
+        return PaddedRequest(self, samples)
+
+
+class PaddedRequest:
+    """See `Request`."""
+
+    batch: Batch
+
+    def __init__(self, requests: PaddedRequests, samples: Sequence[int]) -> None:
+        self._all, self._samples = requests, list(samples)
+        self._entries = requests.ranks * requests.bound  # of each part
+        ids = Exchanged([requests.bound] * requests.ranks)
+        self.parts = []
+        for part, held in zip(requests.parts, requests.held, strict=True):
+            sizes = sizes_of(len(part.space.features), requests.bound, held, samples)
+            answer = Exchanged([held * each for each in samples]) if part.is_whole else ids
+            self.parts.append(PaddedPart(part.is_whole, held, Exchanged(sizes), answer, answer, ids))
+        self._weights: torch.Tensor | None = None
+
+    def take(self, came: Sequence[torch.Tensor]) -> None:
+        """The messages have come, of each part. Does not synchronise."""
+        each = [
+            read(values, len(part.space.features), self._all.bound, held, self._samples)
+            for values, part, held in zip(came, self._all.parts, self._all.held, strict=True)
+        ]
+        self._ends = edges = self._place(each)
+        ids = torch.cat([its.ids for its in each]).index_select(0, self._joined)
+        stack = None
+        if any(part.is_whole for part in self.parts):
+            lengths = [its.lengths for its in each if its.lengths is not None]
+            stack = self._stack(edges, lengths[0] if lengths else None)
+        self.batch = Batch(ids, edges, len(edges), False, 1, None, (ids, edges), stack=stack)
+
+    def _place(self, came: Sequence[Came]) -> torch.Tensor:
+        """Finds which entry each id is of; returns where features begin and end, int64 (F + 1,)."""
+        ranks, bound, entries = self._all.ranks, self._all.bound, self._entries
+        counts, firsts = [], []
+        blocks = torch.arange(ranks, device=self._all.device)[:, None] * bound
+        for part, its in enumerate(came):
+            counts.append(its.counts)
+            firsts.append(torch.cumsum(its.counts, 1) - its.counts + blocks + part * entries)
+        order = self._all.order
+        count = torch.cat(counts, 1).index_select(1, order).t().reshape(-1)  # by feature and rank
+        first = torch.cat(firsts, 1).index_select(1, order).t().reshape(-1)
+        ends = torch.cumsum(count, 0)
+        room = entries * len(came)
+        if self._all.knows_ends:
+            room = int(ends[-1])
+        number = torch.arange(room, device=self._all.device)
+        piece = torch.searchsorted(ends, number, right=True)
+        is_id = piece < len(ends)
+        piece.clamp_(max=len(ends) - 1)
+        joined = (first - ends + count)[piece] + number
+        # of each part the entries of its ids; those of others, and what lies behind the last id, have none
+        self._entry = [
+            torch.where(
+                is_id & (joined >= part * entries) & (joined < (part + 1) * entries), joined - part * entries, entries
+            )
+            for part in range(len(came))
+        ]
+        self._joined = joined.clamp_(max=entries * len(came) - 1)
+        return torch.cat([ends[:1] * 0, ends[ranks - 1 :: ranks]])
+
+    @property
+    def _bags(self) -> int:
+        """How many rows of the output are of bags."""
+        return sum(part.held for part in self.parts) * sum(self._samples)
+
+    @property
+    def _whole(self) -> int:
+        """The part whose bags are pooled here."""
+        return next(number for number, part in enumerate(self.parts) if part.is_whole)
+
+    def _stack(self, edges: torch.Tensor, lengths: torch.Tensor | None) -> Stack:
+        """Bags lie before the rows of ids, of which each has one, whether or not it is asked for."""
+        bags, room, all_of = self._bags, len(self._joined), self._all
+        has_rows = len(self.parts) > 1
+        number = torch.arange(room, device=all_of.device) + bags if has_rows else edges.new_full((room,), bags)
+        runs, starts = [], edges[:0]
+        if lengths is not None and bags:
+            firsts = edges.index_select(0, all_of.held_features)
+            starts = firsts[:, None] + torch.cumsum(lengths, 1) - lengths
+            runs = self._runs(edges, starts)
+            starts = starts.view(-1)
+            bag = torch.searchsorted(starts, torch.arange(room, device=all_of.device), right=True) - 1
+            number = torch.where(self._entry[self._whole] < self._entries, bag, number)
+        picked = self._picked(1 - self._whole) if has_rows else edges[:0]
+        return Stack(runs, number.to(torch.int32), bags, bags + (room if has_rows else 1), picked, False)
+
+    def _picked(self, number: int) -> torch.Tensor:
+        """Which of the ids has the row of each entry of a part, int64 (W · bound,), those that are nobody's some; none
+        where there are no ids."""
+        picked = self._joined.new_zeros(self._entries + 1)
+        picked.index_copy_(0, self._entry[number], torch.arange(len(self._joined), device=self._all.device))
+        return picked[:-1] if len(self._joined) else picked[:0]
+
+    def _rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Those of the entries, of `rows` that were picked."""
+        return rows if len(rows) else rows.new_zeros((self._entries, rows.shape[1]))
+
+    def _runs(self, edges: torch.Tensor, starts: torch.Tensor) -> list[Run]:
+        """Neighbouring features whose bags are pooled alike. `starts`: int64 (F′, ΣB), where bags begin."""
+        runs, feature, done = [], 0, 0
+        for kind, its in itertools.groupby(self._all.kinds):
+            count = len(list(its))
+            held = sum(self._all.is_held[feature : feature + count])
+            feature += count
+            if held and kind.mode is not None:
+                its_edges = torch.cat([starts[done : done + held].reshape(-1), edges[feature : feature + 1]])
+                rows = done * starts.shape[1], (done + held) * starts.shape[1]
+                runs.append(Run((0, len(self._joined)), rows, kind.mode, its_edges))
+                done += held
+        return runs
+
+    def _gathered(self, number: int, values: torch.Tensor) -> torch.Tensor:
+        """Of the `values` of a part's entries, (W · bound, …), those of the ids, in their order; ids of others get
+        some."""
+        return values.index_select(0, self._entry[number].clamp(max=self._entries - 1))
+
+    def _scattered(self, number: int, values: torch.Tensor) -> torch.Tensor:
+        """The other way round: those of a part, of `values` of all ids."""
+        out = values.new_empty((self._entries + 1, *values.shape[1:]))
+        out.index_copy_(0, self._entry[number][: len(values)], values)
+        return out[:-1]
+
+    def _filled(self, number: int, values: torch.Tensor) -> torch.Tensor:
+        """Of all ids what they multiply by: `values` of the entries of a part, ones for ids of others."""
+        return torch.where(self._entry[number] < self._entries, self._gathered(number, values), 1.0)
+
+    # --- forward and backward ---------------------------------------------------------------------------------------
+
+    def look_up(
+        self, call: Call, weights: Sequence[torch.Tensor | None], dtype: torch.dtype, *, trains: bool, every: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """See `Request.look_up`; values of ids are those of entries."""
+        if self.batch.stack is None:
+            return [self._rows(call.pick(self._picked(0)))], [None]
+        for number, its in enumerate(weights):
+            if its is not None:
+                self._weights = self._filled(number, its)
+        found = call.pool_stack(self._weights, dtype, differentiable=trains, all_rows=every)
+        answers, all_rows = list[torch.Tensor](), list[torch.Tensor | None]()
+        for number, part in enumerate(self.parts):
+            if part.is_whole:
+                answers.append(self._by_rank(found.bags, part.held))
+                all_rows.append(None if found.every is None else self._scattered(number, found.every))
+            else:
+                answers.append(self._rows(found.rows))
+                all_rows.append(None)
+        return answers, all_rows
+
+    def _by_rank(self, bags: torch.Tensor, features: int) -> torch.Tensor:
+        """Values of bags, (K, D), by rank; they lie feature by feature, and in these rank by rank."""
+        by_feature = bags.view(features, sum(self._samples), bags.shape[1])
+        pieces = torch.split(by_feature, self._samples, 1)  # type: ignore[no-untyped-call]
+        return torch.cat([piece.reshape(-1, bags.shape[1]) for piece in pieces])
+
+    def _by_feature(self, bags: torch.Tensor, features: int) -> torch.Tensor:
+        """The other way round."""
+        pieces = torch.split(bags, [features * each for each in self._samples])  # type: ignore[no-untyped-call]
+        its = zip(pieces, self._samples, strict=True)
+        return torch.cat([piece.view(features, each, bags.shape[1]) for piece, each in its], 1).view(-1, bags.shape[1])
+
+    def gradient(self, call: Call, came: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """See `Request.gradient`."""
+        bags, rows = list[torch.Tensor](), list[torch.Tensor]()
+        for number, (part, (grad, *scale)) in enumerate(zip(self.parts, came, strict=True)):
+            for each in scale:
+                filled = self._filled(number, each)
+                call.weigh(filled if self._weights is None else filled * self._weights)
+            if part.is_whole:
+                bags.append(self._by_feature(grad, part.held))
+            else:
+                rows.append(self._gathered(number, grad))
+        if bags and not rows:
+            rows.append(torch.zeros((1, bags[0].shape[1]), dtype=bags[0].dtype, device=bags[0].device))
+        return rows[0] if not bags else torch.cat([*bags, *rows])
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that lie on the device."""
+        stack = self.batch.stack
+        weights = [] if self._weights is None else [self._weights]
+        return [self._joined, *self._entry, self._ends, self.batch.ids, *weights, *(stack.tensors() if stack else ())]

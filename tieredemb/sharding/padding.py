@@ -1,0 +1,102 @@
+"""Exchanges of one size: what a rank is asked for is padded to a bound, so that no host has to know how much it is.
+
+Counts travel with the ids, and who gets them finds out on the device where everything lies. All of it is arithmetic of
+tensors, on either kind of device, and waits for nothing: so it fits a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Padding:
+    """Values that lie rank by rank, and the blocks of `bound` entries, one a rank, that they are sent in: a block
+    begins with the rank's values. What fills it up nobody reads; it is a copy of some value, so finite where they
+    are."""
+
+    def __init__(self, sizes: torch.Tensor, bound: int) -> None:
+        """`sizes`: int64 (W,), how many values each rank has, `bound` at most."""
+        self.bound, self.entries = bound, sizes.shape[0] * bound
+        self._ends = torch.cumsum(sizes, 0)
+        self._starts = self._ends - sizes
+        inside = torch.arange(bound, device=sizes.device)
+        self._numbers = (self._starts[:, None] + inside).view(-1)
+
+    def pad(self, values: torch.Tensor) -> torch.Tensor:
+        """The blocks (W · bound, …) of `values` (N, …), which may be more than the ranks have, at the end."""
+        if len(values) == 0:
+            return values.new_zeros((self.entries, *values.shape[1:]))
+        return values.index_select(0, self._numbers.clamp(max=len(values) - 1))
+
+    def entries_of(self, count: int) -> torch.Tensor:
+        """The entries of the first `count` values, int64."""
+        number = torch.arange(count, device=self._ends.device)
+        rank = torch.searchsorted(self._ends, number, right=True).clamp_(max=len(self._ends) - 1)
+        return (number - self._starts[rank] + rank * self.bound).clamp_(0, self.entries - 1)
+
+    def place(self, homes: torch.Tensor, order: torch.Tensor) -> None:
+        """Writes to `homes`, int32 (N,), of the occurrences `order`, int64 (K,), the entries of the values that they
+        are. What lies behind the values in `order` keeps its home."""
+        number = torch.arange(len(order), device=homes.device)
+        entry = self.entries_of(len(order)).to(homes.dtype)
+        homes.index_copy_(0, order, torch.where(number < self._ends[-1], entry, homes[order]))
+
+
+def each_asked(ids: torch.Tensor) -> torch.Tensor:
+    """Ids as they are, of which those that were asked for before may be inverted."""
+    return ids ^ (ids >> 63)
+
+
+class Message(NamedTuple):
+    """What one rank asks all for, rank by rank: how many ids of each feature, the ids in a block, and of features whose
+    bags the rank pools, how many ids each bag has. `values`: int64 (M,) · `sizes`: how many of them each rank gets."""
+
+    values: torch.Tensor
+    sizes: list[int]
+
+
+def message(
+    counts: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor | None = None, held: Sequence[int] = ()
+) -> Message:
+    """`counts`: int64 (W, F) · `ids`: int64 (W · bound,) · `lengths`: int64 (F, B), in the order of the ranks that hold
+    the features, which are `held` by each."""
+    ranks = counts.shape[0]
+    blocks = torch.cat([counts, ids.view(ranks, -1)], 1)
+    if lengths is None:
+        return Message(blocks.view(-1), [blocks.shape[1]] * ranks)
+    pieces, first = [], 0
+    for rank, features in enumerate(held):
+        pieces += [blocks[rank], lengths[first : first + features].reshape(-1)]
+        first += features
+    return Message(torch.cat(pieces), [blocks.shape[1] + features * lengths.shape[1] for features in held])
+
+
+class Came(NamedTuple):
+    """The messages of all ranks, read. `counts`: int64 (W, F), of each rank, `bound` in all at most · `ids`: int64
+    (W · bound,) · `lengths`: int64 (F′, ΣB), of the features that this rank holds, in these rank by rank."""
+
+    counts: torch.Tensor
+    ids: torch.Tensor
+    lengths: torch.Tensor | None
+
+
+def sizes_of(features: int, bound: int, held: int, samples: Sequence[int]) -> list[int]:
+    """How long the messages are that come, of ranks that have so many `samples`. `features`: F · `held`: F′."""
+    return [features + bound + held * each for each in samples]
+
+
+def read(values: torch.Tensor, features: int, bound: int, held: int, samples: Sequence[int]) -> Came:
+    """Reads messages of `sizes_of` these."""
+    pieces = torch.split(values, sizes_of(features, bound, held, samples))  # type: ignore[no-untyped-call]
+    counts = torch.stack([piece[:features] for piece in pieces])
+    ids = torch.cat([piece[features : features + bound] for piece in pieces])
+    # whatever has come, nobody reads beyond a block
+    ends = torch.cumsum(counts, 1).clamp_(0, bound)
+    counts = torch.cat([ends[:, :1], ends.diff(dim=1)], 1)
+    if not held:
+        return Came(counts, ids, None)
+    lengths = [piece[features + bound :].view(held, each) for piece, each in zip(pieces, samples, strict=True)]
+    return Came(counts, ids, torch.cat(lengths, 1))

@@ -1,0 +1,33 @@
+"""What ranks that look up together agree on around a step that is a CUDA graph. A graph holds their collectives, so all
+of them replay theirs, or none does."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Sequence
+
+from tieredemb.step.batch import Given
+
+
+class Agreement(abc.ABC):
+    """That of the ranks of one module. Every call but `check` is a collective, in which hosts wait for each other."""
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raises `UnsupportedError` where no graph can hold what the ranks exchange."""
+
+    @abc.abstractmethod
+    def agree(self, mine: int, given: Sequence[Given] = (), error: Exception | None = None) -> int:
+        """The bits that all ranks have set in `mine`; none where the lookups that are to come on one of them, `given`,
+        are of more ids than a graph takes. Raises on all ranks what one has met: its `error`, or a wrong id. Ids on a
+        GPU are found there, on the current stream, for which the host waits."""
+
+    @abc.abstractmethod
+    def capturing(self, given: Sequence[Given]) -> contextlib.AbstractContextManager[None]:
+        """A step is captured inside, whose lookups are those of the inputs `given`, and no others."""
+
+    @abc.abstractmethod
+    def captured(self, error: Exception | None = None) -> None:
+        """The step was captured, or ended in an `error`, which its caller goes on to raise. Raises on all ranks what
+        one has met, as far as they do not know of it."""
