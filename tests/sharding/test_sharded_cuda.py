@@ -148,7 +148,7 @@ def test_cuda_one_rank_with_itself_follows_weighs_saves_and_refuses_captures(wit
     for name, weight in expected.items():
         assert torch.equal(plain.state_dict()[name], weight)
         assert torch.equal(sharded.state_dict()[name], weight)
-    with pytest.raises(UnsupportedError, match="of several ranks cannot be captured"):
+    with pytest.raises(UnsupportedError, match=r"of several ranks is a CUDA graph where .* pass max_ids="):
         te.graph_step(lambda ids: sharded(ids, offsets))(ids)
     plain.close()
     sharded.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -20,7 +20,6 @@ from tieredemb.pipeline.batches import detached, tensors_of
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.leaves import Leaves
 from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
-from tieredemb.step.engine import Engine
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.options_told import OptionsTold
@@ -28,15 +27,25 @@ from tieredemb.tables.table_set import NOT_BEGUN
 
 R = TypeVar("R")
 EAGER_STEPS = 2  # on the buffers, before the capture: what is made at a first use must not be captured
+DDP_STEPS = 11  # the same of what has DistributedDataParallel, by torch's notes on CUDA graphs
 
 
 class StepFunction(Generic[R]):
     """A user's function of a batch, and what it has shown on a first one: the `modules` that it looks up in, on one
-    `device`, of which tensors (`lookups`), and whether it `trains` any. `buffers`: a template of those it runs on."""
+    `device`, of which tensors (`lookups`), and whether it `trains` any. `buffers`: a template of those it runs on ·
+    `eager_steps`: how many run on buffers before a capture."""
 
-    def __init__(self, function: Callable[[Any], R], batch: Any, forwards: Sequence[Forward], buffers: Buffers) -> None:
+    def __init__(
+        self,
+        function: Callable[[Any], R],
+        batch: Any,
+        forwards: Sequence[Forward],
+        buffers: Buffers,
+        eager_steps: int = EAGER_STEPS,
+    ) -> None:
+        self.eager_steps = eager_steps
         self.modules = list(dict.fromkeys(forward.module for forward in forwards))
-        self._engines = [cast("Engine", module.engine) for module in self.modules]
+        self._engines = [engine for module in self.modules for engine in module.engines]
         self.device = self.modules[0].tables.config.device
         self.buffers = buffers
         self.trains = any(each.trains for each in forwards)
@@ -45,14 +54,18 @@ class StepFunction(Generic[R]):
         self._locks = Locks(self.caches)
         self._function = function
         self._leaves = Leaves(self.device)
-        wholes = dict.fromkeys(module.tables.whole.placed for module in self.modules)
+        wholes = dict.fromkeys(engine.tables.whole.placed for engine in self._engines)
         self._wholes = [(placed, placed.now) for placed in wholes]  # which a move replaces
         self._trainable = [(module, module.is_trainable) for module in self.modules]
-        places = [module.tables.placed.now for module in self.modules]
+        places = [engine.tables.placed.now for engine in self._engines]
         self._reports = [place.faults for place in places if place.faults is not None]
         self._other_reports = list({id(each): each for each in (place.other_faults for place in places)}.values())
-        each_trains = [trains and self.trains for _, trains in self._trainable]
-        trained = [engine.optimizer for engine, trains in zip(self._engines, each_trains, strict=True) if trains]
+        trained = [
+            engine.optimizer
+            for module, trains in self._trainable
+            if trains and self.trains
+            for engine in module.engines
+        ]
         self._options = OptionsTold([optimizer for optimizer in trained if optimizer is not None])
         optimizers = [engine.optimizer for engine in self._engines if engine.tables.step_time is not None]
         self._fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
@@ -62,7 +75,7 @@ class StepFunction(Generic[R]):
             self._captures = side_stream(self.device, 0, "capture")  # streams are few: another's would be captured
 
     def _caches(self) -> list[DeviceCache]:
-        groups = (group for module in self.modules for group in module.tables.groups)
+        groups = (group for engine in self._engines for group in engine.tables.groups)
         return list(dict.fromkeys(group.cache for group in groups if isinstance(group, DeviceGroup)))
 
     @property
@@ -164,11 +177,8 @@ class StepFunction(Generic[R]):
 
 def check_capturable(module: LookupModule, device: torch.device) -> None:
     """Raises `UnsupportedError` for what no graph on `device` can hold."""
-    if module.engine is None:
-        raise UnsupportedError(
-            f"a step of a {type(module).__name__} of several ranks cannot be captured in a CUDA graph: call the "
-            f"function itself"
-        )
+    if module.agreement is not None:
+        module.agreement.check()
     config = module.tables.config
     if config.device != device:
         raise UnsupportedError(
@@ -180,7 +190,7 @@ def check_capturable(module: LookupModule, device: torch.device) -> None:
             "check_ids='always' waits for the GPU in every forward, which a CUDA graph cannot hold; build the module "
             "with check_ids='deferred'"
         )
-    for group in module.tables.groups:
+    for group in (group for engine in module.engines for group in engine.tables.groups):
         if not group.cache.cold.device_readable and len(group.resident) < len(group.space):
             raise UnsupportedError(
                 f"rows of the {group.cache.cold.kind} tier pass through the host, which a CUDA graph cannot hold; use "

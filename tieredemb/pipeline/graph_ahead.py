@@ -24,7 +24,7 @@ from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.device.ledger import NOTHING_PLANNED
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.kernels.streams import on_device, on_stream
-from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
+from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.plan_executors import StreamExecutor
 from tieredemb.pipeline.turns import Lookups, Turn, TurnGraph, states_of
 from tieredemb.pipeline.uncapturable import explain
@@ -45,7 +45,7 @@ class StepAhead(Generic[R]):
         self._executor, self._plans = StreamExecutor(step.device, brings), plans
         # of this batch, and of the next ones
         self._turns = [Turn[R](step.buffers.again(), brings) for _ in range(1 + self.reach)]
-        self._left = EAGER_STEPS
+        self._left = step.eager_steps
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
         self._pending: list[int] = []  # transfers that it has left for later
         self._unknown = 0  # steps in a row whose plans were not as those that a graph was captured with
@@ -79,7 +79,7 @@ class StepAhead(Generic[R]):
             may_replay = self._may_replay(now, known) and bool(next_calls)
             if not calls:
                 self.give_up()
-                self._left = EAGER_STEPS
+                self._left = step.eager_steps
                 now.load(batch)
                 with step.on_buffers():
                     now.plan(self._executor, step, lookups)

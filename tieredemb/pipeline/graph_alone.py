@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from tieredemb.kernels.streams import on_device
-from tieredemb.pipeline.captured import EAGER_STEPS, StepFunction
+from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.joint_plans import PlannedUnit, Units, drop_all, plan_at_once
 from tieredemb.pipeline.uncapturable import explain
 
@@ -20,7 +20,7 @@ class StepAlone(Generic[R]):
     def __init__(self, step: StepFunction[R]) -> None:
         self._step = step
         self._buffers = step.buffers.again()
-        self._left = EAGER_STEPS
+        self._left = step.eager_steps
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: R | None = None
         self._units = Units()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -13,13 +14,16 @@ from tieredemb.errors import InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.captures import CAPTURING
 from tieredemb.modules.forwards import Forward, heard
 from tieredemb.modules.inputs import MAX_IDS
-from tieredemb.pipeline.batches import detached
+from tieredemb.pipeline.batches import detached, tensors_of
 from tieredemb.pipeline.prefetch import running
+from tieredemb.step.planned_forwards import identity
 
 if TYPE_CHECKING:  # what captures is imported where there is a GPU
     from tieredemb.pipeline.captured import StepFunction
     from tieredemb.pipeline.graph_ahead import StepAhead
     from tieredemb.pipeline.graph_alone import StepAlone
+    from tieredemb.pipeline.graph_together import StepTogether
+    from tieredemb.step.agreement import Agreement
 
 R = TypeVar("R")
 
@@ -39,6 +43,7 @@ class GraphStep(Generic[R]):
         self._step: StepFunction[R] | None = None  # once a batch has shown what the function looks up
         self._alone: StepAlone[R] | None = None
         self._ahead: StepAhead[R] | None = None
+        self._together: StepTogether[R] | None = None
 
     def __call__(self, batch: Any) -> R:
         """Runs the step on `batch`: the first times as the function it is, then by replay. Returns what the function
@@ -59,6 +64,10 @@ class GraphStep(Generic[R]):
                 self._ahead.give_up()
             return step(batch)
         run = running(batch)
+        if self._together is not None:
+            if run is not None:  # what a loop plans ahead would be in flight beside the replay
+                run.leave_planning_to(self._together.give_up, 0)
+            return self._together.run(batch, lambda: run is not None and run.receive(batch))
         if run is None or not (run.told or step.lookups.forwards):
             if self._alone is None:
                 from tieredemb.pipeline.graph_alone import StepAlone
@@ -76,7 +85,7 @@ class GraphStep(Generic[R]):
         """Tables have moved, or train that did not: all is captured anew."""
         if self._ahead is not None:
             self._ahead.give_up()
-        self._step = self._alone = self._ahead = None
+        self._step = self._alone = self._ahead = self._together = None
 
     def _first(self, batch: Any) -> R:
         """As the function, and heard: which modules look up which of the batch's tensors."""
@@ -92,18 +101,79 @@ class GraphStep(Generic[R]):
 
                 for each in forwards:
                     check_capturable(each.module, gpus[0])
+                check_agreed(forwards, batch)
 
-        with heard(hear):
+        with heard(hear), ddp_heard() as has_ddp:
             result = detached(self._function, batch)
-        if _gpus(forwards) and all(
-            part.numel() for each in forwards for part in each.given if isinstance(part, torch.Tensor)
-        ):  # one empty tensor is like another
-            from tieredemb.pipeline.buffers import Buffers
-            from tieredemb.pipeline.captured import StepFunction
-
-            buffers = Buffers(batch, forwards, self._max_ids, self._example)
-            self._step = StepFunction(self._function, batch, forwards, buffers)
+        if _gpus(forwards):
+            is_clear = all(part.numel() for each in forwards for part in each.given if isinstance(part, torch.Tensor))
+            self._know(batch, forwards, is_clear=is_clear, has_ddp=bool(has_ddp))
         return result
+
+    def _know(self, batch: Any, forwards: list[Forward], *, is_clear: bool, has_ddp: bool) -> None:
+        """Goes on with what the first batch has shown, if that `is_clear`: one empty tensor is like another."""
+        from tieredemb.pipeline.buffers import Buffers
+        from tieredemb.pipeline.captured import DDP_STEPS, EAGER_STEPS, StepFunction
+
+        agreement, failed = agreement_of(forwards), None
+        try:
+            if is_clear:
+                buffers = Buffers(batch, forwards, self._max_ids, self._example)
+                eager_steps = DDP_STEPS if has_ddp else EAGER_STEPS
+                step = StepFunction(self._function, batch, forwards, buffers, eager_steps)
+        except Exception as error:
+            failed = error
+        if agreement is not None:
+            is_clear = bool(agreement.agree(int(is_clear), error=failed))
+        if failed is not None:
+            raise failed
+        if is_clear:
+            self._step = step
+        if is_clear and agreement is not None:
+            from tieredemb.pipeline.graph_together import StepTogether
+
+            self._together = StepTogether(step, agreement)
+
+
+def agreement_of(forwards: Sequence[Forward]) -> Agreement | None:
+    """What the ranks agree on, of the modules that a step looks up in, if several ranks do."""
+    return next((each.module.agreement for each in forwards if each.module.agreement is not None), None)
+
+
+def check_agreed(forwards: Sequence[Forward], batch: Any) -> None:
+    """Raises `UnsupportedError` where ranks could not agree on a captured step before they replay it."""
+    shared = list(dict.fromkeys(each.module for each in forwards if each.module.agreement is not None))
+    if len(shared) > 1:
+        raise UnsupportedError(
+            f"a step with {len(shared)} sharded collections cannot be captured in a CUDA graph: put their tables into "
+            f"one collection, or call the function itself"
+        )
+    ids = {identity((tensor,)) for _, tensor in tensors_of(batch)} if shared else set()
+    for each in forwards:
+        if each.module in shared and identity((each.given[0],)) not in ids:
+            raise UnsupportedError(
+                "a captured step of several ranks looks up ids that are none of its batch's tensors, which cannot be "
+                "known to fit max_ids before it is replayed; compute them before, and put them into the batch"
+            )
+
+
+@contextlib.contextmanager
+def ddp_heard() -> Iterator[list[torch.nn.Module]]:
+    """The modules of `DistributedDataParallel` whose forwards come inside."""
+    found: list[torch.nn.Module] = []
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        yield found
+        return
+
+    def hear(module: torch.nn.Module, _: Any) -> None:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            found.append(module)
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(hear)
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 def _gpus(forwards: list[Forward]) -> list[torch.device]:
@@ -128,6 +198,11 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
     `capturable=True`). While other batches are in flight, whose rows no replay knows to be locked, and inside
     `accumulate()`, a call is the function itself. Other threads' calls of its modules wait while it is captured, so it
     must not wait for theirs.
+
+    A step of several ranks is a graph where the `ShardedTieredEmbeddingBagCollection` has `max_ids`: every call is a
+    collective, in which all replay it or all run the function, on a batch of more ids than fit, say. Ids are looked at
+    before: a wrong one is refused on all ranks at its own call. It goes ahead of nothing. With
+    `DistributedDataParallel` the first twelve calls are the function, as torch asks for.
 
     On the CPU, where there is nothing to capture, each call is the function. Raises `UnsupportedError` for what no
     graph can hold: tiers that the host takes part in, `check_ids="always"`, calls in the function that wait for the GPU

@@ -74,7 +74,9 @@ class Leaves:
                 f"the autograd graph of an earlier step on the default stream, where autograd would go on to add to "
                 f"their gradients, and which no CUDA graph can hold. Something keeps that graph alive: a loss or an "
                 f"output of an eager step, one that the step itself stores, or an error with its traceback. del it, or "
-                f"keep loss.detach(), and call again; or let graph_step run the first steps, too"
+                f"keep loss.detach(), and call again; or let graph_step run the first steps, too. "
+                f"DistributedDataParallel keeps its part of such a graph for good: build it inside "
+                f"torch.cuda.stream(torch.cuda.Stream())"
             )
 
     @contextlib.contextmanager

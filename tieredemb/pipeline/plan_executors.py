@@ -222,6 +222,22 @@ def _called(function: Callable[[], Any]) -> Future[Any]:
         return Made(None, error)
 
 
+class Arrival:
+    """To be called before a batch is used that is being copied to a GPU, on each stream that uses it. `is_all`: whether
+    nothing of the batch was there before."""
+
+    def __init__(self, batch: Any, arrived: torch.cuda.Event, device: torch.device, is_all: bool) -> None:
+        self._batch, self._arrived, self._device = batch, arrived, device
+        self.is_all = is_all
+
+    def __call__(self) -> None:
+        stream = current_stream(self._device.index)
+        self._arrived.wait(stream)
+        for _, tensor in tensors_of(self._batch):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+
+
 class _Copies:
     """Brings batches to a GPU, on a stream of their own."""
 
@@ -238,14 +254,8 @@ class _Copies:
             self.arrived = arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(current_stream())
 
-        def receive() -> None:
-            stream = current_stream(self._device.index)
-            arrived.wait(stream)
-            for _, tensor in tensors_of(moved):
-                if tensor.is_cuda:
-                    tensor.record_stream(stream)
-
-        return moved, receive
+        is_all = not any(tensor.is_cuda for _, tensor in tensors_of(batch))
+        return moved, Arrival(moved, arrived, self._device, is_all)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":

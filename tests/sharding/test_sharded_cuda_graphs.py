@@ -1,0 +1,402 @@
+"""Steps of several ranks as CUDA graphs, of a rank that exchanges all with itself by NCCL: the bits of one process,
+steps that a graph cannot hold, DistributedDataParallel, and ends. Skips without a GPU; TIEREDEMB_REQUIRE_CUDA=1
+fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from devices import assert_same_bits, equal, require_gpu
+from sharding.ranks import sharding_of, tables_of
+from torch import nn
+from training import random_batch
+
+import tieredemb as te
+from tieredemb.errors import IdOutOfRangeError, InvalidInputError, UnsupportedError
+from tieredemb.kernels import collectives
+from tieredemb.sharding import collection
+from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+
+MIXED = tables_of(modes=("sum", "mean", "max"), widths=(4, 8), rows=(1, 3, 17, 40, 25, 9, 31), padding=(None, 0, 2))
+SUMS = tables_of(widths=(4, 8), rows=(1, 3, 17, 40, 25, 9, 31), padding=(None, 0, 2))
+SAMPLES, STEPS, LONGEST = 7, 12, 250
+
+
+@pytest.fixture
+def with_itself(tmp_path, monkeypatch):
+    """A process group of this process alone, whose collections are those of several ranks."""
+    require_gpu()
+    monkeypatch.setattr(collection, "is_alone", lambda exchange: False)
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Replayed:
+    """The graphs that were replayed, in their order."""
+
+    def __init__(self, monkeypatch):
+        self.graphs = []
+        replay = torch.cuda.CUDAGraph.replay
+
+        def noted(graph):
+            self.graphs.append(graph)
+            replay(graph)
+
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", noted)
+
+    def of(self, train):
+        """How many replays were of what a step has captured."""
+        return sum(graph is train._together._graph for graph in self.graphs)
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    return Replayed(monkeypatch)
+
+
+class Run:
+    """A collection and a dense part, and the step that trains both."""
+
+    def __init__(self, tables, *, sharding=None, max_ids=LONGEST, optimizer=None, **keywords):
+        optimizer = te.Adagrad(lr=0.1) if optimizer is None else optimizer
+        keywords = {"capacity": 0.5, "optimizer": optimizer, "device": "cuda"} | keywords
+        if sharding is None:
+            self.table = te.TieredEmbeddingBagCollection(tables, **keywords)
+        else:
+            its = sharding_of(sharding, tables)
+            self.table = ShardedTieredEmbeddingBagCollection(tables, sharding=its, max_ids=max_ids, **keywords)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, sum(t.embedding_dim for t in tables), device="cuda"))
+        self.dense = torch.optim.SGD([self.scale], lr=0.01, foreach=True)
+
+    def step(self, batch):
+        ids, offsets, target, *weights = batch
+        self.dense.zero_grad(set_to_none=True)
+        out = torch.tanh(self.table(ids, offsets, *weights) * self.scale)
+        loss = (out - target).square().mean() * 10
+        loss.backward()
+        self.dense.step()
+        return {"loss": loss, "out": out}
+
+    def numbers(self):
+        return [*self.table.state_dict().values(), self.scale.detach().clone()]
+
+
+def batches(tables, steps=STEPS, where="cuda", *, weighted=False):
+    """ids, offsets and target of each step, and weights of its samples."""
+    drawn = [random_batch(tables, SAMPLES, step) for step in range(steps)]
+    given = [(ids, offsets, target, *([weights] if weighted else [])) for ids, offsets, weights, target in drawn]
+    return [tuple(part.to(where) for part in batch) for batch in given]
+
+
+def compare(tables, replayed, *, sharding, ahead=False, where="cuda", weighted=False, **keywords):
+    """A captured run of ranks against one process, step by step."""
+    plain, ranks = Run(tables, **keywords), Run(tables, sharding=sharding, **keywords)
+    train = te.graph_step(ranks.step, max_ids=LONGEST)
+    loader = batches(tables, STEPS, where, weighted=weighted)
+    for number, batch in enumerate(te.prefetch(loader, ranks.table) if ahead else loader):
+        found = {name: value.clone() for name, value in train(batch).items()}
+        expected = plain.step(tuple(part.cuda() for part in loader[number]))
+        assert_same_bits(found.values(), [value.detach() for value in expected.values()])
+    assert_same_bits(ranks.numbers(), plain.numbers())
+    assert replayed.of(train) >= STEPS - 4
+    for run in (plain, ranks):
+        run.table.close()
+
+
+# --- the bits of one process ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
+@pytest.mark.parametrize("capacity", [2, 0.3, 1.0])
+@pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
+def test_captured_steps_have_the_bits_of_one_process(with_itself, replayed, sharding, capacity, optimizer):
+    compare(MIXED, replayed, sharding=sharding, capacity=capacity, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
+def test_captured_steps_weigh_samples(with_itself, replayed, sharding):
+    compare(SUMS, replayed, sharding=sharding, weighted=True)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"dtype": torch.bfloat16, "rounding": "stochastic"},
+        {"max_norm": 0.5},
+        {"policy": te.LRU(), "storage": te.HostMemory()},
+    ],
+    ids=lambda keywords: "-".join(keywords),
+)
+def test_captured_steps_of_other_options(with_itself, replayed, keywords):
+    compare(MIXED, replayed, sharding="every other", **keywords)
+
+
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_a_loop_that_fetches_ahead_hands_out_what_is_replayed(with_itself, replayed, where):
+    compare(MIXED, replayed, sharding="every other", ahead=True, where=where)
+
+
+def test_weights_whose_gradient_is_asked_for(with_itself, replayed):
+    """Gradients of what a batch holds are computed inside, from rows that come beside the pooled bags."""
+    plain, ranks = Run(SUMS), Run(SUMS, sharding="every other")
+
+    def step_of(run):
+        def step(batch):
+            ids, offsets, target, weights = batch
+            weights = weights.detach().requires_grad_()
+            run.table(ids, offsets, weights).backward(target)
+            return weights.grad
+
+        return step
+
+    train, steps = te.graph_step(step_of(ranks), max_ids=LONGEST), step_of(plain)
+    for batch in batches(SUMS, weighted=True):
+        n = len(batch[0])
+        assert equal(train(batch)[:n], steps(batch))
+    assert_same_bits(ranks.numbers(), plain.numbers())
+    assert replayed.of(train) >= STEPS - 4
+
+
+def test_tables_that_follow_a_torch_optimizer(with_itself, replayed):
+    def step_of(run, optimizer):
+        def step(batch):
+            ids, offsets, target = batch
+            optimizer.zero_grad(set_to_none=True)
+            (run.table(ids, offsets) * run.scale - target).square().mean().backward()
+            optimizer.step()
+
+        return step
+
+    runs = [Run(MIXED, optimizer=torch.optim.Adam, sharding=sharding) for sharding in (None, "every other")]
+    steps = []
+    for run in runs:
+        optimizer = torch.optim.Adam([run.scale], lr=0.05, capturable=True)
+        run.table.follow(optimizer)
+        steps.append(step_of(run, optimizer))
+    train = te.graph_step(steps[1], max_ids=LONGEST)
+    for batch in batches(MIXED):
+        steps[0](batch)
+        train(batch)
+    assert_same_bits(runs[1].numbers(), runs[0].numbers())
+    assert replayed.of(train) >= STEPS - 4
+
+
+def test_learning_rates_and_evaluation_between_steps(with_itself, replayed):
+    plain, ranks = Run(MIXED), Run(MIXED, sharding="every other")
+    steps = [plain.step, te.graph_step(ranks.step, max_ids=LONGEST)]
+    for number, batch in enumerate(batches(MIXED)):
+        seen = []
+        for run, step in zip((plain, ranks), steps, strict=True):
+            step(batch)
+            run.table.fused_optimizer.param_groups[0]["lr"] *= 0.8
+            with torch.no_grad():
+                ids, offsets, *_ = random_batch(MIXED, 5, 1000 + number)
+                seen.append(run.table(ids.cuda(), offsets.cuda()))
+        assert_same_bits(seen[:1], seen[1:])
+    assert_same_bits(ranks.numbers(), plain.numbers())
+    assert replayed.of(steps[1]) >= STEPS - 4
+
+
+# --- what a graph cannot hold -----------------------------------------------------------------------------------------
+
+
+def test_a_batch_of_more_ids_than_fit_runs_eagerly(with_itself, replayed):
+    plain, ranks = Run(MIXED), Run(MIXED, sharding="every other", max_ids=60)
+    train = te.graph_step(ranks.step, max_ids=LONGEST)
+    short = batches(MIXED, 6)
+    many = torch.arange(len(MIXED) * SAMPLES + 1) * 5
+    ids = torch.cat([torch.arange(SAMPLES * 5) % table.num_embeddings for table in MIXED])
+    long = ids.cuda(), many.cuda(), short[0][2]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for batch in [*short, long, *short, long, *short]:
+            found, expected = train(batch), plain.step(batch)
+            assert_same_bits(found.values(), [value.detach() for value in expected.values()])
+    said = [str(each.message) for each in told if "max_ids" in str(each.message)]
+    assert len(said) == 1
+    assert "more than max_ids=60" in said[0]
+    assert replayed.of(train) >= 12
+    assert_same_bits(ranks.numbers(), plain.numbers())
+
+
+def test_a_wrong_id_is_refused_before_anything_happens(with_itself, replayed):
+    plain, ranks = Run(MIXED), Run(MIXED, sharding="every other")
+    train = te.graph_step(ranks.step, max_ids=LONGEST)
+    given = batches(MIXED)
+    for number, batch in enumerate(given):
+        if number == 8:
+            ids = batch[0].clone()
+            ids[3] = 10**6
+            with pytest.raises(IdOutOfRangeError, match="id 1000000 at position 3"):
+                train((ids, *batch[1:]))
+            with pytest.raises(InvalidInputError, match="pass max_ids="):
+                train((torch.zeros(LONGEST + 1, dtype=torch.int64, device="cuda"), *batch[1:]))
+        train(batch)
+        plain.step(batch)
+    assert_same_bits(ranks.numbers(), plain.numbers())
+    assert replayed.of(train) >= STEPS - 4
+
+
+def test_a_step_that_cannot_be_captured_has_not_happened(with_itself):
+    plain, ranks = Run(MIXED), Run(MIXED, sharding="every other")
+
+    def step(batch):
+        out = ranks.step(batch)
+        if reads:
+            out["loss"].item()
+        return out
+
+    train = te.graph_step(step, max_ids=LONGEST)
+    for number, batch in enumerate(batches(MIXED)):
+        reads = number < 5
+        if number in (3, 4):  # which would be captured
+            with pytest.raises(UnsupportedError, match=r"test_sharded_cuda_graphs\.py"):
+                train(batch)
+        else:
+            train(batch)
+            plain.step(batch)
+    assert_same_bits(ranks.numbers(), plain.numbers())
+    assert train._together._graph is not None
+
+
+def test_what_ranks_cannot_agree_on_is_refused(with_itself):
+    ranks, other = Run(MIXED, sharding="rows"), Run(MIXED, sharding="rows")
+    unbounded = Run(MIXED, sharding="rows", max_ids=None)
+    (batch,) = batches(MIXED, 1)
+    with pytest.raises(UnsupportedError, match="pass max_ids="):
+        te.graph_step(unbounded.step)(batch)
+    with pytest.raises(UnsupportedError, match="ids that are none of its batch's tensors"):
+        te.graph_step(lambda batch: ranks.step((batch[0].clone(), *batch[1:])))(batch)
+    with pytest.raises(UnsupportedError, match="2 sharded collections"):
+        te.graph_step(lambda batch: (ranks.step(batch), other.step(batch)))(batch)
+    graph = torch.cuda.CUDAGraph()
+    by_hand = torch.cuda.graph(graph, capture_error_mode="thread_local")  # threads of NCCL ask for events
+    with pytest.raises(UnsupportedError, match="let graph_step capture the step"), by_hand:
+        ranks.table(*batch[:2])
+
+
+# --- around it --------------------------------------------------------------------------------------------------------
+
+
+def test_distributed_data_parallel_is_warmed_up(with_itself, replayed):
+    plain, ranks = Run(MIXED), Run(MIXED, sharding="every other")
+    columns = len(plain.scale)
+    tops = [nn.Linear(columns, 3, device="cuda") for _ in range(2)]
+    tops[1].load_state_dict(tops[0].state_dict())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        wrapped = nn.parallel.DistributedDataParallel(tops[1], device_ids=[0])
+    torch.cuda.current_stream().synchronize()
+    calls = []
+
+    def step_of(run, top, inner):
+        dense = torch.optim.SGD(inner.parameters(), lr=0.05)
+
+        def step(batch):
+            calls.append(torch.cuda.is_current_stream_capturing())
+            dense.zero_grad(set_to_none=True)
+            loss = top(run.table(*batch[:2])).square().mean()
+            loss.backward()
+            dense.step()
+            return loss.detach()
+
+        return step
+
+    train, alone = te.graph_step(step_of(ranks, wrapped, tops[1]), max_ids=LONGEST), step_of(plain, tops[0], tops[0])
+    losses = [train(batch).clone() for batch in batches(MIXED, 20)]
+    captured = calls.index(True)
+    assert captured >= 11
+    for number, batch in enumerate(batches(MIXED, 20)):
+        assert equal(losses[number], alone(batch)), number
+    assert replayed.of(train) >= 20 - captured
+    for run, top in ((ranks, tops[1]), (plain, tops[0])):
+        run.all = [*run.table.state_dict().values(), *top.parameters()]
+    assert_same_bits(ranks.all, plain.all)
+
+
+def test_graphs_are_freed_before_a_group_ends_and_captured_anew(with_itself, replayed):
+    plain, ranks = Run(MIXED), Run(MIXED, sharding="every other")
+    train = te.graph_step(ranks.step, max_ids=LONGEST)
+    given = batches(MIXED)
+    for batch in given[:6]:
+        train(batch)
+    first = train._together._graph
+    assert first is not None
+    dist.destroy_process_group(dist.new_group([0]))
+    assert train._together._graph is None
+    for batch in given[6:]:
+        train(batch)
+    assert train._together._graph is not first
+    collectives.free_all()
+    collectives.free_all()
+    for batch in given:
+        plain.step(batch)
+    assert_same_bits(ranks.numbers(), plain.numbers())
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+import tieredemb as te
+from tieredemb.sharding import collection
+
+how, store = sys.argv[1:]
+collection.is_alone = lambda exchange: False
+torch.cuda.set_device(0)
+dist.init_process_group("cpu:gloo,cuda:nccl", "file://" + store, rank=0, world_size=1)
+tables = [te.TableConfig(name="a", num_embeddings=500, embedding_dim=4)]
+model = te.ShardedTieredEmbeddingBagCollection(
+    tables, sharding=te.RowWise(), capacity=0.5, optimizer=te.Adagrad(lr=0.1), device="cuda", max_ids=64
+)
+scale = torch.nn.Parameter(torch.ones(4, device="cuda"))
+
+def step(batch):
+    loss = (model(*batch) * scale).square().sum()
+    loss.backward()
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total
+
+train = te.graph_step(step)
+for number in range(8):
+    loss = train((torch.arange(6, device="cuda") + number, torch.arange(7, device="cuda")))
+assert train._together._graph is not None
+if how == "an error":
+    raise ValueError("the user's own")
+if how == "destroyed":
+    dist.destroy_process_group()
+if how == "closed":
+    model.close()
+    dist.destroy_process_group()
+if how == "destroyed, then closed":
+    dist.destroy_process_group()
+    model.close()
+print("ended")
+"""
+
+
+@pytest.mark.parametrize("how", ["destroyed", "closed", "destroyed, then closed", "nothing", "an error"])
+def test_a_process_with_a_captured_step_ends(gpu, tmp_path, how):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, str(script), how, str(tmp_path / "store")]
+    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env={**os.environ, "PYTHONPATH": path}, check=False
+    )
+    said = done.stdout + done.stderr
+    assert "terminate called" not in said
+    if how == "an error":
+        assert "the user's own" in said
+    else:
+        assert done.returncode == 0, said
+        assert "ended" in done.stdout
