@@ -1,5 +1,5 @@
-"""Worlds of processes on gloo, which run functions for tests: started once, as a process takes seconds to start. Those
-of a world on a GPU share it."""
+"""Worlds of processes, which run functions for tests: started once, as a process takes seconds to start. They are on
+gloo; where there is a GPU for each of them, on NCCL, too, else those of a world on a GPU share it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,15 @@ def serve(rank, size, meeting, pipe, device):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    backend = "gloo"
     if device != "cpu":
+        if torch.cuda.device_count() >= size:
+            torch.cuda.set_device(rank)
+            backend = "cpu:gloo,cuda:nccl"
         torch.set_default_device(device)
         torch.zeros(1)
     where = f"file://{meeting}"  # a port that is free now may be another world's in a moment
-    dist.init_process_group("gloo", where, rank=rank, world_size=size, timeout=timedelta(seconds=WAIT_S[device]))
+    dist.init_process_group(backend, where, rank=rank, world_size=size, timeout=timedelta(seconds=WAIT_S[device]))
     pipe.send(("ready", None))
     with contextlib.suppress(EOFError):
         while True:

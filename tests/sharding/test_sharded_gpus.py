@@ -1,0 +1,91 @@
+"""Steps of ranks that have a GPU each, as CUDA graphs over NCCL: the bits of one process. Skips where there are not as
+many GPUs as ranks; eager steps are compared on those by `test_sharded_cuda_worlds.py`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import equal
+from sharding.ranks import batch_of, one_process, seven, sharding_of, tables_of
+from sharding.worlds import World
+
+import tieredemb as te
+from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+
+LONGEST, RANKS = 400, 2
+TABLES = {"widths": (4, 8), "modes": ("sum", "mean", "max"), "rows": (1, 3, 17, 40, 25, 9, 31), "padding": (None, 0, 2)}
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Of ranks with a GPU each."""
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip(f"{RANKS} ranks need as many GPUs, here are {torch.cuda.device_count()}")
+    started = World(RANKS, "cuda")
+    yield started
+    started.close()
+
+
+def captured_run(rank, size, tables, sharding, steps, shape, ahead, keywords):
+    """Trains by captured steps; outputs here, the tables on rank 0, and how many steps were replays."""
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=sharding_of(sharding, tables), average=False, max_ids=LONGEST, **keywords
+    )
+
+    def step(batch):
+        ids, offsets, upstream = batch
+        out = model(ids, offsets)
+        out.backward(upstream.to(out.dtype))
+        return out.detach()
+
+    train, replays, replay = te.graph_step(step, max_ids=LONGEST), [], torch.cuda.CUDAGraph.replay
+
+    def noted(graph):
+        replays.append(graph is train._together._graph)
+        replay(graph)
+
+    torch.cuda.CUDAGraph.replay = noted
+    try:
+        drawn = [batch_of(tables, number, rank, samples=seven, shape=shape) for number in range(steps)]
+        loader = [(ids, offsets, upstream) for ids, offsets, _, upstream in drawn]
+        outputs = [train(batch).clone() for batch in (te.prefetch(loader, model) if ahead else loader)]
+        weights = dict(model.state_dict())
+    finally:
+        torch.cuda.CUDAGraph.replay = replay
+        model.close()
+    return outputs, weights, sum(replays)
+
+
+def compare(world, *, sharding="every other", steps=14, shape=None, ahead=False, **keywords):
+    tables, keywords = tables_of(**TABLES), {"optimizer": te.Adagrad(lr=0.1), "capacity": 0.5} | keywords
+    found = world.run(captured_run, tables, sharding, steps, shape, ahead, keywords)
+    with torch.device("cuda"):
+        alone, weights = one_process(RANKS, tables, steps, seven, False, keywords, shape)
+    for rank, (outputs, *_) in enumerate(found):
+        for step, out in enumerate(outputs):
+            assert equal(out, alone[rank][step][0]), (rank, step)
+    for name, weight in weights.items():
+        assert equal(found[0][1][name], weight), name
+    assert min(replays for *_, replays in found) >= steps - 6
+
+
+@pytest.mark.parametrize("optimizer", [te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
+@pytest.mark.parametrize("capacity", [2, 0.3, 1.0])
+@pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
+def test_gpus_replay_the_bits_of_one_process(world, sharding, capacity, optimizer):
+    compare(world, sharding=sharding, capacity=capacity, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("shape", ["ones", "equal", "some equal", "mostly empty"])
+def test_gpus_replay_bags_of_any_length(world, shape):
+    compare(world, shape=shape)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("keywords", [{"max_norm": 0.5}, {"dtype": torch.bfloat16, "rounding": "stochastic"}], ids=str)
+def test_gpus_replay_other_options(world, keywords, ahead):
+    compare(world, ahead=ahead, **keywords)
+
+
+def test_gpus_replay_many_steps(world):
+    compare(world, sharding="rows", steps=2000, capacity=0.3)
