@@ -371,9 +371,9 @@ def captures(rank, size, fails):
         try:
             step()
         except Exception as error:
-            agreement.captured(error)
+            agreement.not_captured(error)
             raise
-        agreement.captured()
+        agreement.agree(1)
 
     is_capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
     try:

@@ -104,12 +104,13 @@ class StepTogether(Generic[R]):
         given = [lookup.given for lookup in step.lookups(buffers)]
         try:
             result = self._captured(graph, given)
+            mine = REPLAYS * self._may_replay()  # not if the function leaves batches in flight
         except Exception as error:
-            self._agreement.captured(error)
+            self._agreement.not_captured(error)
             raise
-        self._agreement.captured()
+        way = self._agreement.agree(mine)  # raises where another has failed
         self._graph, self._result = graph, result
-        return self._agreement.agree(REPLAYS * self._may_replay())  # not if the function leaves batches in flight
+        return way
 
     def _captured(self, graph: torch.cuda.CUDAGraph, given: list[Any]) -> R:
         step = self._step

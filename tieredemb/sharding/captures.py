@@ -69,9 +69,9 @@ class Captures(Agreement):
         finally:
             self._known = set()
 
-    def captured(self, error: Exception | None = None) -> None:
+    def not_captured(self, error: Exception) -> None:
         exchange = self._context.exchange
-        if error is None or (exchange.size > 1 and exchange.failures == self._told):  # else all ranks know of it
+        if exchange.size > 1 and exchange.failures == self._told:  # else all ranks know of it
             self._context.announce(Phase.STEP, error=error)
 
     # --- what a forward inside asks ---------------------------------------------------------------------------------

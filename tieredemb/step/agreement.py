@@ -28,6 +28,6 @@ class Agreement(abc.ABC):
         """A step is captured inside, whose lookups are those of the inputs `given`, and no others."""
 
     @abc.abstractmethod
-    def captured(self, error: Exception | None = None) -> None:
-        """The step was captured, or ended in an `error`, which its caller goes on to raise. Raises on all ranks what
-        one has met, as far as they do not know of it."""
+    def not_captured(self, error: Exception) -> None:
+        """The capture has ended in an `error`, which its caller goes on to raise. Others raise it too, in their next
+        call at the latest, as far as they do not know of it."""
