@@ -30,7 +30,7 @@ from benchmarks.cuda_command import barred, keep, make_parser, parse
 from benchmarks.cuda_dlrm import Plan as DlrmPlan
 from benchmarks.cuda_dlrm import Trainer, training_batches
 from benchmarks.cuda_dlrm import plan_of as dlrm_plan_of
-from benchmarks.cuda_modes import FETCHED, GRAPH, MODE_STEPS
+from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, MODE_STEPS
 from benchmarks.cuda_providers import LR, OURS, Upstream
 from benchmarks.cuda_step import STATISTIC, floor_ms, once, release, say
 from benchmarks.cuda_tables import run_fetched, run_fresh, set_weights, tiered_tables
@@ -42,6 +42,7 @@ from benchmarks.timing import Quantiles
 NAMES, SLOTS, DLRM = ("W-1.05", "W-1.2"), 520_000, "DLRM"
 PLAIN, SHARDED = "one GPU", "sharded"
 RESIDENT, EXCHANGES = "resident", "exchanges"
+EAGER, CAPTURED = ("", FETCHED), (GRAPH, FETCHED_GRAPH)
 ROOM = 1.02  # × the ids of the fullest batch that one rank asks another for
 MOST_EAGER, MOST_GRAPH = 1.5, {"W-1.05": 1.25, DLRM: 1.2}  # × one GPU's time
 LEAST_SHARE, MOST_MISSES, LEAST_EXCHANGE = 0.85, 0.9, 0.8
@@ -97,7 +98,7 @@ class Tables:
         self.module(ids, self.upstream.offsets).backward(self.upstream.gradient)
 
 
-def sharded_tables(work: CudaWorkload, slots: int, device: torch.device, max_ids: int) -> Any:
+def sharded_tables(work: CudaWorkload, slots: int, device: torch.device, max_ids: int | None) -> Any:
     """Of all ranks; see `tiered_tables`."""
     tables = [
         tieredemb.TableConfig(name=f"t{t}", num_embeddings=work.rows, embedding_dim=work.width)
@@ -129,7 +130,7 @@ class Rank:
         self.plan, self.number, self.wait = plan, number, wait
         self.device = torch.device("cpu") if plan.device == "cpu" else torch.device("cuda", number)
         self._again = min(MODE_STEPS, plan.warm_up)  # steps of warm-up of a further mode
-        self._count = plan.warm_up + 2 * self._again + 3 * plan.steps + 3
+        self._count = plan.warm_up + 3 * self._again + 4 * plan.steps + 4
 
     def ids(self, work: CudaWorkload) -> torch.Tensor:
         """Batches that no other rank has."""
@@ -138,58 +139,77 @@ class Rank:
         return drawn
 
     def run_modes(
-        self, work: CudaWorkload, module: Any, model: nn.Module, step: Callable[[Any], object], given: Sequence[Any]
+        self,
+        modes: Sequence[str],
+        work: CudaWorkload,
+        module: Any,
+        model: nn.Module,
+        step: Callable[[Any], object],
+        given: Iterator[Any],
     ) -> Iterator[tuple[str, Done]]:
-        """Eager steps, those with prefetch, and where there is a GPU captured ones."""
-        plan, device, left, start = self.plan, self.device, iter(given), perf_counter()
-        for mode in ("", FETCHED, GRAPH) if device.type == "cuda" else ("", FETCHED):
-            run = tieredemb.graph_step(step) if mode == GRAPH else step
+        plan, device, start = self.plan, self.device, perf_counter()
+        for mode in modes:
+            if mode == modes[0] and mode in CAPTURED:
+                step = tieredemb.graph_step(step)
             warm_up = self._again if mode else plan.warm_up
             self.wait()
-            if mode == FETCHED:
-                some = list(islice(left, warm_up + plan.steps + 2))
-                times, done = run_fetched(run, some, model, module.stats, warm_up=warm_up, depth=1, device=device)
+            if mode in (FETCHED, FETCHED_GRAPH):
+                some = list(islice(given, warm_up + plan.steps + 2))
+                times, done = run_fetched(step, some, model, module.stats, warm_up=warm_up, depth=1, device=device)
             else:
-                some = list(islice(left, warm_up + plan.steps))
-                times, done = run_fresh(run, some, module.stats, warm_up=warm_up, device=device)
+                some = list(islice(given, warm_up + plan.steps))
+                times, done = run_fresh(step, some, module.stats, warm_up=warm_up, device=device)
             yield mode, Done(times, floor_ms(work, done), done.rows_filled / max(1, done.batches))
         if self.number == 0:
             say(f"{work.name}, {type(module).__name__}: {perf_counter() - start:.1f} s")
 
-    def steps(self, who: str, work: CudaWorkload, make: Callable[[torch.Tensor], Any]) -> Steps:
-        ids = self.ids(work)
-        module = make(ids)
-        set_weights(module, work, self.device)
-        step = Tables(module, Upstream(work, self.device)).step
-        found = {(work.name, who, mode): done for mode, done in self.run_modes(work, module, module, step, ids)}
-        module.close()
+    @property
+    def _modes(self) -> Sequence[Sequence[str]]:
+        """Eager steps, and where there is a GPU captured ones."""
+        return (EAGER, CAPTURED) if self.device.type == "cuda" else (EAGER,)
+
+    def steps(self, who: str, work: CudaWorkload) -> Steps:
+        ids, found = self.ids(work), {}
+        left = iter(ids)
+        for modes in self._modes:
+            module = self.tables(who, work, ids, modes)
+            step = Tables(module, Upstream(work, self.device)).step
+            for mode, done in self.run_modes(modes, work, module, module, step, left):
+                found[work.name, who, mode] = done
+            module.close()
+            del module, step
+            release(self.device)
         return found
 
-    def dlrm_steps(self, who: str, make: Callable[[torch.Tensor], Any]) -> Steps:
+    def dlrm_steps(self, who: str) -> Steps:
         of = replace(self.plan.dlrm, device=self.device, warm_up=self.plan.warm_up, steps=self.plan.steps)
-        every = training_batches(replace(of, warm_up=self.plan.ranks * of.warm_up, steps=self.plan.ranks * of.steps))
-        given = every[self.number :: self.plan.ranks][: self._count]
-        module = make(torch.stack([batch.ids for batch in given]))
-        set_weights(module, of.work, self.device)
-        on_gpu = self.device.type == "cuda"
-        with torch.cuda.stream(torch.cuda.Stream(self.device)) if on_gpu else contextlib.nullcontext():
-            trainer = Trainer(module, of)
-            if who == SHARDED:
-                trainer.model = nn.parallel.DistributedDataParallel(trainer.model)  # type: ignore[assignment]
-        runs = self.run_modes(of.work, module, trainer.model, trainer.step, given)
-        found = {(of.work.name, who, mode): done for mode, done in runs}
-        module.close()
+        ranks, warm_up = self.plan.ranks, of.warm_up + self._again
+        every = training_batches(replace(of, warm_up=ranks * warm_up, steps=ranks * of.steps))
+        given, found = every[self.number :: ranks], {}
+        ids, left = torch.stack([batch.ids for batch in given]), iter(given)
+        for modes in self._modes:
+            module = self.tables(who, of.work, ids, modes)
+            on_gpu = self.device.type == "cuda"
+            with torch.cuda.stream(torch.cuda.Stream(self.device)) if on_gpu else contextlib.nullcontext():
+                trainer = Trainer(module, of)
+                if who == SHARDED:
+                    trainer.model = nn.parallel.DistributedDataParallel(trainer.model)  # type: ignore[assignment]
+            for mode, done in self.run_modes(modes, of.work, module, trainer.model, trainer.step, left):
+                found[of.work.name, who, mode] = done
+            module.close()
+            del module, trainer
+            release(self.device)
         return found
 
-    def plain(self, work: CudaWorkload) -> Callable[[torch.Tensor], Any]:
-        return lambda ids: tiered_tables(work, self.plan.slots, OPTIMIZER, self.device)
-
-    def shared(self, work: CudaWorkload) -> Callable[[torch.Tensor], Any]:
-        def make(ids: torch.Tensor) -> Any:
-            asked = most_asked(work, ids, self.plan.ranks)
-            return sharded_tables(work, self.plan.slots, self.device, asked)
-
-        return make
+    def tables(self, who: str, work: CudaWorkload, ids: torch.Tensor, modes: Sequence[str]) -> Any:
+        """A collection for steps of these modes, all of whose rows were written."""
+        if who == PLAIN:
+            module: Any = tiered_tables(work, self.plan.slots, OPTIMIZER, self.device)
+        else:
+            asked = most_asked(work, ids, self.plan.ranks) if modes is CAPTURED else None
+            module = sharded_tables(work, self.plan.slots, self.device, asked)
+        set_weights(module, work, self.device)
+        return module
 
     def resident(self, work: CudaWorkload) -> Quantiles:
         """Captured steps of a plain collection that holds all rows."""
@@ -233,21 +253,18 @@ class Rank:
         """Tells all that it measures: first alone, as a plain collection trains in no world of several processes."""
         plan, on_gpu = self.plan, self.device.type == "cuda"
         for work in plan.works:
-            tell(self.steps(PLAIN, work, self.plain(work)))
-            release(self.device)
+            tell(self.steps(PLAIN, work))
             if on_gpu:
                 tell({(work.name, RESIDENT): self.resident(work)})
                 release(self.device)
-        tell(self.dlrm_steps(PLAIN, self.plain(plan.dlrm.work)))
-        release(self.device)
+        tell(self.dlrm_steps(PLAIN))
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         dist.init_process_group(backend, f"file://{meeting}", rank=self.number, world_size=plan.ranks, timeout=TIMEOUT)
         for work in plan.works:
             if on_gpu:
                 tell({(work.name, EXCHANGES): self.exchanges(work)})
-            tell(self.steps(SHARDED, work, self.shared(work)))
-            release(self.device)
-        tell(self.dlrm_steps(SHARDED, self.shared(plan.dlrm.work)))
+            tell(self.steps(SHARDED, work))
+        tell(self.dlrm_steps(SHARDED))
         dist.destroy_process_group()
 
 
@@ -279,7 +296,7 @@ def records_of(plan: Plan, name: str, found: Sequence[dict[Any, Any]]) -> list[R
         if who == SHARDED:
             ratio = ms[who, mode] / ms[PLAIN, mode]
             more = {"ratio": ratio, "ratio_label": "× one GPU"}
-            most = MOST_GRAPH.get(name) if mode == GRAPH else MOST_EAGER if name != DLRM and not mode else None
+            most = MOST_GRAPH.get(name) if mode == FETCHED_GRAPH else MOST_EAGER if name != DLRM and not mode else None
             if most is not None:
                 more |= barred(at_most(ratio, most), quick=plan.quick)
         records.append(measured("step", OURS, f"{name}, {who}{mode}", "ms", done.times.quantiles(), note=note, **more))
@@ -289,7 +306,7 @@ def records_of(plan: Plan, name: str, found: Sequence[dict[Any, Any]]) -> list[R
         bar = barred(at_most(ratio, MOST_MISSES), quick=plan.quick)
         records.append(measured("misses of a rank / one GPU's", OURS, name, "", once(ratio), **bar))
     if (name, EXCHANGES) in found[0]:
-        records += records_of_parts(plan, name, found, ms.get((SHARDED, GRAPH)))
+        records += records_of_parts(plan, name, found, ms.get((SHARDED, FETCHED_GRAPH)))
     return records
 
 
@@ -313,7 +330,7 @@ def records_of_parts(plan: Plan, name: str, found: Sequence[dict[Any, Any]], ms:
     bar = barred(at_least(share, LEAST_EXCHANGE), quick=plan.quick)
     records.append(measured("rate of the gradients' exchange / of a bare one", "NCCL", name, "", once(share), **bar))
     if ms is not None:
-        floor = max(its[name, SHARDED, GRAPH].floor_ms for its in found)
+        floor = max(its[name, SHARDED, FETCHED_GRAPH].floor_ms for its in found)
         together = sum(its.median for its in (rows, gradients, resident))
         bound = max(floor, together)
         bar = barred(at_least(bound / ms, LEAST_SHARE), quick=plan.quick)
@@ -356,7 +373,8 @@ def title(plan: Plan) -> str:
         f"bags of 1 id, fp32, row-wise Adagrad, unified memory, all rows written before, {plan.slots:,} slots a rank, "
         f"row by row over the ranks; the batch is a rank's. DLRM: that of cuda-dlrm. The mean of {plan.steps} steps on "
         f"batches never seen before, on the rank that is slowest: eager after {plan.warm_up} of warm-up, then with "
-        f"prefetch, then as CUDA graphs with max_ids of {ROOM} × the fullest batch."
+        f"prefetch; then of a collection with max_ids of {ROOM} × the fullest batch as CUDA graphs, without and with "
+        f"prefetch."
     )
 
 

@@ -148,7 +148,7 @@ def test_padded_it_is_as_on_a_cpu(shape, is_known, modes, ranks):
             features = len(space.features)
             asked = those_asked(bags, features, bound, samples)
             live = torch.cat([piece[:features].sum()[None] for piece in bags.asked.cpu().split(bags.sent)])
-            slots = torch.cat([torch.arange(int(n)) + bound * rank for rank, n in enumerate(live)])
+            slots = torch.cat([torch.arange(int(n), device="cpu") + bound * rank for rank, n in enumerate(live)])
             rows = torch.from_numpy(rng.standard_normal((sum(bags.back), width))).float()
             every = torch.from_numpy(rng.standard_normal((ranks * bound, width))).float()
             its = None if weights is None else weights.to(device)
