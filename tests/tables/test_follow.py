@@ -986,20 +986,6 @@ def test_a_term_of_the_loss_over_parameters_is_refused_where_it_counts(device, p
     assert_same_bits(trained[:1] * 2, trained[1:])
 
 
-def test_gradients_are_zeroed_by_hand(device):
-    models, optimizers = pair("Adagrad")
-    for step in range(4):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            for each in model.parameters():
-                if each.grad is not None:
-                    each.grad.detach_()
-                    each.grad.zero_()
-            loss_of(model, step).backward()
-            if step % 2:
-                optimizer.step()
-    assert_equal_models(models)
-
-
 def test_stand_ins_made_in_inference_mode_may_be_trained(device):
     with torch.inference_mode():
         bag = make(torch.optim.SGD)
