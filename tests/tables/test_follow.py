@@ -956,45 +956,6 @@ def test_stand_ins_are_parameters_and_no_keys_of_a_state_dict(device):
     assert "stand_in" in repr(dict(model.named_parameters()))
 
 
-@pytest.mark.parametrize("power", [1, 2])
-def test_a_term_of_the_loss_over_parameters_is_refused_where_it_counts(device, power):
-    """As of an L1 or L2 regulariser, which would reach the dense layers alone."""
-    trained = []
-    for factor in (None, 0.0, 0.1):
-        torch.manual_seed(0)
-        bag = make(torch.optim.SGD)
-        model = nn.Sequential(bag, nn.Linear(4, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        bag.follow(optimizer)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss = model(torch.tensor([[1, 2], [2, 3]])).square().sum()
-            if factor is not None and (not factor or step == 1):
-                loss = loss + factor * sum(each.abs().pow(power).sum() for each in model.parameters())
-            if factor and step == 1:
-                before = weight(bag)
-                with pytest.raises(UnsupportedError, match="weight_decay=2"):
-                    loss.backward()
-                optimizer.zero_grad()
-                model(torch.tensor([[1, 2], [2, 3]])).square().sum().backward()
-                assert equal(weight(bag), before)
-            else:
-                loss.backward()
-            optimizer.step()
-        assert idle(bag)
-        trained.append(weight(bag))
-    assert_same_bits(trained[:1] * 2, trained[1:])
-
-
-def test_stand_ins_made_in_inference_mode_may_be_trained(device):
-    with torch.inference_mode():
-        bag = make(torch.optim.SGD)
-    optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
-    bag.follow(optimizer)
-    (0.0 * next(bag.parameters()).square().sum() + bag(torch.tensor([[1]])).sum()).backward()
-    optimizer.step()
-
-
 def test_freezing_a_model_freezes_its_following_tables(device):
     bag = make(torch.optim.SGD)
     model = nn.Sequential(bag, nn.Linear(4, 1))

@@ -7,14 +7,10 @@ the norm is zero or infinite. That factor is what the update multiplies the tabl
 
 torch's consumers read `.grad` in Python (GradScaler, `clip_grad_norm_`, `Optimizer`, `zero_grad`), and so it is a
 property: a norm that nobody reads is never computed.
-
-Its value is two tiny numbers (`VALUE`), and no zeros: a term of the loss that code computes over `parameters()`, an L2
-regulariser for one, then has a gradient by which it is noticed, and refused.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from types import CodeType, FrameType
@@ -27,7 +23,6 @@ from tieredemb.errors import UnsupportedError
 # its square is beyond float32's precision beside a norm of 1e-10; and factors down to 1e-24, a scale's of 2^24 and a
 # clipping's together, leave it a normal float32
 TRACE = 2.0**-48
-VALUE = 2.0**-20  # its square adds nothing to a loss
 _ZEROING, _CLIPPING, _OTHER = object(), object(), object()  # who asks for a gradient
 _CLIPS = torch.nn.utils.clip_grad.__file__
 _ZEROES = ("torch.optim.optimizer", "torch.nn.modules.module")
@@ -49,18 +44,14 @@ class Gradients(Protocol):
 
 
 class StandIn(torch.nn.Parameter):
-    """Stands for table number `table` of a module. Its own value, float32 (2,), means nothing and never changes. A
-    backward that brings it a gradient of its own raises `UnsupportedError`."""
+    """Stands for table number `table` of a module. Its own value, float32 (2,), means nothing and never changes."""
 
     table: int
     gradients: weakref.ref[Gradients] | None = None
 
     def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True, table: int = 0) -> StandIn:
-        with torch.inference_mode(False):  # it may be trained later
-            values = torch.full((2,), VALUE, dtype=torch.float32) if data is None else data
-            made: StandIn = super().__new__(cls, values.clone() if values.is_inference() else values)
-            made.register_hook(functools.partial(_refuse_terms, weakref.ref(made)))  # type: ignore[no-untyped-call]
-        made.requires_grad = requires_grad
+        values = torch.zeros(2, dtype=torch.float32) if data is None else data
+        made: StandIn = super().__new__(cls, values, requires_grad)
         made.table, made.gradients = table, None
         return made
 
@@ -103,20 +94,6 @@ class StandIn(torch.nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StandIn(table {self.table})"
-
-
-def _refuse_terms(ref: weakref.ref[StandIn], grad: torch.Tensor) -> None:
-    """Raises `UnsupportedError` where a loss depends on a stand-in's value. Waits for the GPU, if it lies on one."""
-    if bool((grad == 0).all()):  # as that of a term whose factor is 0
-        return
-    stand_in = ref()
-    which = "" if stand_in is None else f" {stand_in.table}"
-    raise UnsupportedError(
-        f"the loss has a term over parameters(), where the stand-in of table{which} is of two numbers that are not its "
-        f"rows: the term would not reach those. For an L2 regulariser leave the tables out of the term, and give their "
-        f"param group weight_decay=2 * l2: the same gradient, unless the optimizer decouples it as AdamW does. For "
-        f"another term over a whole table leave that embedding out of the conversion by exclude="
-    )
 
 
 def _who_asks(frame: FrameType) -> object:
