@@ -956,6 +956,20 @@ def test_stand_ins_are_parameters_and_no_keys_of_a_state_dict(device):
     assert "stand_in" in repr(dict(model.named_parameters()))
 
 
+def test_gradients_are_zeroed_by_hand(device):
+    models, optimizers = pair("Adagrad")
+    for step in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for each in model.parameters():
+                if each.grad is not None:
+                    each.grad.detach_()
+                    each.grad.zero_()
+            loss_of(model, step).backward()
+            if step % 2:
+                optimizer.step()
+    assert_equal_models(models)
+
+
 def test_freezing_a_model_freezes_its_following_tables(device):
     bag = make(torch.optim.SGD)
     model = nn.Sequential(bag, nn.Linear(4, 1))

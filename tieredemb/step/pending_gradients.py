@@ -129,13 +129,13 @@ class PendingGradients:
             device = self._tables.placed.now.config.device
             if self._zeros is None or self._zeros_on is not device:
                 with torch.no_grad(), outside_capture(device) if device.type == "cuda" else contextlib.nullcontext():
-                    self._zeros, self._zeros_on = list(torch.zeros((self._count, 2), device=device).unbind()), device
+                    self._zeros, self._zeros_on = _apart(torch.zeros((self._count, 2), device=device)), device
             return self._zeros
         if self._read is None:
             with torch.no_grad():
                 self._norms = gradient_norms(self._tables, self._calls, 2.0, self._over_ranks)
                 trace = torch.full_like(self._norms, TRACE)
-                self._read = list(torch.stack([self._norms, trace], 1).unbind())
+                self._read = _apart(torch.stack([self._norms, trace], 1))
         return self._read
 
     # --- factors ----------------------------------------------------------------------------------------------------
@@ -243,3 +243,8 @@ class PendingGradients:
         self._read = self._norms = None
         self._dropped = set()
         return calls
+
+
+def _apart(values: torch.Tensor) -> list[torch.Tensor]:
+    """The rows of `values`, in its memory, and yet no views, which have no `detach_()`."""
+    return [each.data for each in values.unbind()]
