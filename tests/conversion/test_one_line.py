@@ -444,6 +444,7 @@ def test_initialisers_that_look_for_embeddings_are_warned_of():
     assert all(table.training for table in model.emb.values())
 
 
+@pytest.mark.filterwarnings("ignore:the loss has a term over parameters")
 def test_a_penalty_over_parameters_leaves_tables_alone(device):
     model, plain = pair()
     optimizer, reference = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain))

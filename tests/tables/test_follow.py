@@ -956,6 +956,100 @@ def test_stand_ins_are_parameters_and_no_keys_of_a_state_dict(device):
     assert "stand_in" in repr(dict(model.named_parameters()))
 
 
+@pytest.mark.parametrize("power", [1, 2])
+def test_a_term_of_the_loss_over_parameters_is_warned_of_where_it_counts(device, power):
+    """As of an L1 or L2 regulariser, which reaches the dense layers alone."""
+    bag = make(torch.optim.SGD)
+    optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+    bag.follow(optimizer)
+    said = []
+    for factor in (0.0, 1e-6, 1e-6):
+        before = weight(bag)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            term = factor * sum(each.abs().pow(power).sum() for each in bag.parameters())
+            (bag(torch.tensor([[1, 2]])).sum() + term).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        said.append([str(each.message) for each in caught])
+        moved = (before - weight(bag)).sum(1)
+        assert_close(moved[1:3], torch.full((2,), 0.4))
+        assert moved.count_nonzero() == 2
+    assert [len(each) for each in said] == [0, 1, 0]
+    assert "weight_decay=2 * l2" in said[1][0]
+
+
+def follower():
+    """A model of one table that follows the optimizer beside it."""
+    bag = make(torch.optim.Adam)
+    model = nn.Sequential(bag, nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    bag.follow(optimizer)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop])
+def test_another_optimizer_over_the_stand_ins_is_refused_at_its_step(device, kind):
+    model, _ = follower()
+    other = kind(model.parameters(), lr=0.1)
+    before = weight(model[0])
+    model(torch.tensor([[1, 2]])).sum().backward()
+    with pytest.raises(UnsupportedError, match=r"another one, a Adam.*follow\(optimizer\)"):
+        other.step()
+    assert equal(weight(model[0]), before)
+    if kind is torch.optim.Adam:
+        other.zero_grad()
+        model[0].follow(other)
+        model(torch.tensor([[1, 2]])).sum().backward()
+        other.step()
+        assert not equal(weight(model[0]), before)
+
+
+def average_of(model):
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    averaged.update_parameters(model)
+    return averaged
+
+
+def stepped_by_hand(model):
+    with torch.no_grad():
+        for each in model.parameters():
+            each -= 0.1 * torch.ones_like(each)
+    return model
+
+
+@pytest.mark.parametrize("write", [average_of, stepped_by_hand])
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad])
+def test_tables_whose_stand_ins_were_written_to_are_refused(device, write, context):
+    model, optimizer = follower()
+    model(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    written = write(model)
+    with context(), pytest.raises(UnsupportedError, match="written to"):
+        written(torch.tensor([[1, 2]]))
+
+
+def test_moving_and_loading_write_to_no_stand_in(device):
+    model, _ = follower()
+    model.load_state_dict(copy.deepcopy(model).state_dict())
+    model.to("cpu").to(device).float()
+    model(torch.tensor([[1, 2]])).sum().backward()
+
+
+def test_who_takes_the_data_of_a_stand_in_is_warned(device):
+    model, _ = follower()
+    (stand_in,) = model[0].parameters()
+    with pytest.warns(UserWarning, match="average"):
+        stand_in.data.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy.deepcopy(model)
+        pickle.dumps(model)
+        model.to("cpu").to(device)
+
+
 def test_gradients_are_zeroed_by_hand(device):
     models, optimizers = pair("Adagrad")
     for step in range(4):
@@ -968,6 +1062,15 @@ def test_gradients_are_zeroed_by_hand(device):
             if step % 2:
                 optimizer.step()
     assert_equal_models(models)
+
+
+def test_stand_ins_made_in_inference_mode_may_be_trained(device):
+    with torch.inference_mode():
+        bag = make(torch.optim.SGD)
+    optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
+    bag.follow(optimizer)
+    (0.0 * next(bag.parameters()).square().sum() + bag(torch.tensor([[1]])).sum()).backward()
+    optimizer.step()
 
 
 def test_freezing_a_model_freezes_its_following_tables(device):

@@ -28,7 +28,7 @@ from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwar
 from tieredemb.storage.base import CARRIERS
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
-from tieredemb.tables.stand_in import StandIn
+from tieredemb.tables.stand_in import StandIn, refuse_written
 from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:
@@ -142,7 +142,9 @@ class TieredModule(LookupModule):
         of a model around it does."""
         if self._frozen:
             return False
-        for each in self._stand_ins.values():  # noqa: SIM110 - in each forward, and a generator costs most of it
+        for each in self._stand_ins.values():
+            if each._version != each.unwritten:
+                refuse_written(each)
             if not each.requires_grad:
                 return False
         return True

@@ -30,7 +30,7 @@ from tieredemb.tables.row_state import (
     state_tensors,
     steps_of,
 )
-from tieredemb.tables.stand_in import Gradients, StandIn
+from tieredemb.tables.stand_in import VALUE, Gradients, StandIn
 from tieredemb.tables.table_set import LoadedState, TableSet
 from tieredemb.tables.torch_kinds import as_numbers, config_of, kind_of
 
@@ -75,7 +75,7 @@ class FollowedOptimizer:
         self._tables = tables
         self.config = config
         self.stand_ins = [
-            StandIn(torch.zeros(2, dtype=torch.float32, device=device), table=t)
+            StandIn(torch.full((2,), VALUE, dtype=torch.float32, device=device), table=t)
             for t in range(len(tables.config.tables))
         ]
         self._connect()
@@ -398,7 +398,7 @@ class FollowedOptimizer:
             return
         self.on_device = DeviceOptions(self._tables)
         for stand_in in self.stand_ins:
-            stand_in.data = stand_in.data.to(device)
+            stand_in.move(device)
 
     # --- the optimizer's step ---------------------------------------------------------------------------------------
 

@@ -7,14 +7,19 @@ the norm is zero or infinite. That factor is what the update multiplies the tabl
 
 torch's consumers read `.grad` in Python (GradScaler, `clip_grad_norm_`, `Optimizer`, `zero_grad`), and so it is a
 property: a norm that nobody reads is never computed.
+
+Its value is two tiny numbers (`VALUE`), and no zeros: a term of the loss that code computes over `parameters()`, an L2
+regulariser for one, then has a gradient by which it is noticed.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+import warnings
 import weakref
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -23,9 +28,11 @@ from tieredemb.errors import UnsupportedError
 # its square is beyond float32's precision beside a norm of 1e-10; and factors down to 1e-24, a scale's of 2^24 and a
 # clipping's together, leave it a normal float32
 TRACE = 2.0**-48
-_ZEROING, _CLIPPING, _OTHER = object(), object(), object()  # who asks for a gradient
+VALUE = 2.0**-20  # its square adds nothing to a loss
+_ZEROING, _CLIPPING, _STEPPING, _OTHER = object(), object(), object(), object()  # who asks for a gradient
 _CLIPS = torch.nn.utils.clip_grad.__file__
 _ZEROES = ("torch.optim.optimizer", "torch.nn.modules.module")
+_DATA: Any = torch.Tensor.data
 _KNOWN: dict[CodeType, object] = {}  # code of torch's, and which of them it is: each step asks for each table
 
 
@@ -43,17 +50,56 @@ class Gradients(Protocol):
         from here on."""
 
 
+class OfFollowed(Gradients, Protocol):
+    """Those of tables that follow an `optimizer`, or will."""
+
+    optimizer: torch.optim.Optimizer | None
+
+
 class StandIn(torch.nn.Parameter):
-    """Stands for table number `table` of a module. Its own value, float32 (2,), means nothing and never changes."""
+    """Stands for table number `table` of a module. Its own value, float32 (2,), means nothing and never changes: a loss
+    that depends on it is warned of, and a write to it is refused at the next forward."""
 
     table: int
-    gradients: weakref.ref[Gradients] | None = None
+    gradients: weakref.ref[OfFollowed] | None = None
+    was_looked_at = False  # a gradient of its own, of a loss that depends on its value
+    unwritten: int  # its `_version`, as long as nobody has written to its value
 
     def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True, table: int = 0) -> StandIn:
-        values = torch.zeros(2, dtype=torch.float32) if data is None else data
-        made: StandIn = super().__new__(cls, values, requires_grad)
-        made.table, made.gradients = table, None
+        with torch.inference_mode(False):  # it may be trained later
+            values = torch.full((2,), VALUE, dtype=torch.float32) if data is None else data
+            made: StandIn = super().__new__(cls, values.clone() if values.is_inference() else values)
+            made.register_hook(functools.partial(_warn_of_terms, weakref.ref(made)))  # type: ignore[no-untyped-call]
+        made.requires_grad = requires_grad
+        made.table, made.gradients, made.unwritten = table, None, made._version
         return made
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """Its value, which code takes to write to a parameter, or to keep what it is: a warning says that this is none
+        of the table's rows."""
+        warnings.warn(
+            f"the .data of {self!r} is two numbers, and none of the table's rows: an average over parameters(), a "
+            f"perturbation or an initialisation does not reach those. state_dict() copies rows, and load_state_dict() "
+            f"sets them; exclude= leaves an embedding out of the conversion",
+            stacklevel=2,
+        )
+        return self.value
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _DATA.__set__(self, value)
+
+    @property
+    def value(self) -> torch.Tensor:
+        """Its value, as `.data` of a parameter is it."""
+        value: torch.Tensor = _DATA.__get__(self)
+        return value
+
+    def move(self, device: torch.device) -> None:
+        """Lies on `device` from here on."""
+        self.data = self.value.to(device)
+        self.unwritten = self._version
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -70,7 +116,10 @@ class StandIn(torch.nn.Parameter):
             return gradients.zeroed(self.table)
         if asks is _CLIPPING:
             _refuse_what_norms_cannot_tell(frame)
-        return gradients.read(self.table)
+        found = gradients.read(self.table)
+        if asks is _STEPPING and found is not None:
+            _refuse_another(gradients.optimizer, frame)
+        return found
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -85,29 +134,71 @@ class StandIn(torch.nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
         """A copy has no gradient: it belongs to a copy of the tables, which follows nobody yet."""
         if id(self) not in memo:
-            memo[id(self)] = StandIn(self.data.clone(), self.requires_grad, self.table)
+            memo[id(self)] = StandIn(self.value.clone(), self.requires_grad, self.table)
         copied: StandIn = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return StandIn, (self.data, self.requires_grad, self.table)
+        return StandIn, (self.value, self.requires_grad, self.table)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StandIn(table {self.table})"
 
 
+def _warn_of_terms(ref: weakref.ref[StandIn], grad: torch.Tensor) -> None:
+    """Warns, once, where a loss depends on a stand-in's value. Waits for a GPU at the first backward of such a loss
+    alone, and never in a capture."""
+    stand_in = ref()
+    if stand_in is None or stand_in.was_looked_at or (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    counts = bool((grad != 0).any())  # not that of a term whose factor is 0
+    stand_in.was_looked_at = counts or grad.is_cuda
+    if counts:
+        warnings.warn(
+            "the loss has a term over parameters(), where a table has a stand-in of two numbers: the term does not "
+            "reach the table's rows. For an L2 regulariser leave the tables out of it, and give their param group "
+            "weight_decay=2 * l2: the same gradient, unless the optimizer decouples it as AdamW does. For another term "
+            "over a whole table leave that embedding out of the conversion by exclude=",
+            stacklevel=2,
+        )
+
+
 def _who_asks(frame: FrameType) -> object:
-    """Torch's `zero_grad()`, of an optimizer or of a module, which looks at each gradient first; its clipping; or any
-    other code."""
+    """Torch's `zero_grad()`, of an optimizer or of a module, which looks at each gradient first; its clipping; the step
+    of one of its optimizers; or any other code."""
     code, module = frame.f_code, str(frame.f_globals.get("__name__"))
     asks = _OTHER
     if code.co_name == "zero_grad" and module in _ZEROES:
         asks = _ZEROING
     elif code.co_filename == _CLIPS:
         asks = _CLIPPING
+    elif module.startswith("torch.optim."):
+        asks = _STEPPING
     if module.startswith("torch."):  # of which there is no more than there was
         _KNOWN[code] = asks
     return asks
+
+
+def _refuse_another(followed: torch.optim.Optimizer | None, asks: FrameType) -> None:
+    """Raises `UnsupportedError` in the step of an optimizer that finds the gradient of a table: those that tables
+    follow find none."""
+    other = asks.f_locals.get("self")
+    raise UnsupportedError(
+        f"this {type(other).__name__} has the stand-in of a table among its params, and the table follows "
+        f"{'no optimizer' if followed is None else f'another one, a {type(followed).__name__}'}: only that updates its "
+        f"rows. Let every table follow this one, before it is used: for each in model.modules(): if hasattr(each, "
+        f"'follow'): each.follow(optimizer)"
+    )
+
+
+def refuse_written(stand_in: StandIn) -> NoReturn:
+    """Raises `UnsupportedError` for a stand-in whose value is not as it was made."""
+    raise UnsupportedError(
+        f"{stand_in!r} was written to, as a parameter is by an average over parameters() (EMA, SWA), by an "
+        f"initialisation or by an update by hand, and what was written has not reached the table's rows. Leave it out "
+        f"there, or leave the embedding out of the conversion by exclude=; load_state_dict() sets rows, and step() of "
+        f"the optimizer that they follow updates them"
+    )
 
 
 def _refuse_what_norms_cannot_tell(asks: FrameType) -> None:
