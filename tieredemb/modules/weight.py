@@ -28,7 +28,9 @@ _NO_WRITE = (
 )
 _NO_GRADIENT = (
     "no gradient reaches a tiered table through its weight, which is a copy; read it under torch.no_grad(), or as "
-    "weight.detach(), or take tieredemb.scores(module, x), which has a gradient for x. To train rows, call the module"
+    "weight.detach(), or take tieredemb.scores(module, x), which has a gradient for x. To train rows, call the module. "
+    "Where a model computes with whole weights in training (scores of all items, a graph's propagation), every row "
+    "moves in every step and no cache helps: leave that embedding out of the conversion by exclude="
 )
 _NO_PARAMETER = (
     "the weight of a tiered table is no parameter, and its gradient no tensor: backward applies it to the rows; pass "
