@@ -191,6 +191,40 @@ def test_optimizers_that_do_not_fit_are_refused_before_anything_changes(make, er
     assert state_of(model, optimizer) == before
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Looks like that of accelerate and of Lightning, which have the `optimizer` take its step."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def step(self):
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("library", ["accelerate.optimizer", "lightning.pytorch.core.optimizer", None])
+def test_an_optimizer_that_a_library_has_wrapped_is_the_one_inside(device, monkeypatch, library):
+    model, plain = pair()
+    wrapped, reference = (Wrapper(torch.optim.Adam(each.parameters(), lr=0.1)) for each in (model, plain))
+    if library is None:
+        with pytest.raises(UnsupportedError, match="cannot follow Wrapper"):
+            te.replace_embedding_bags(model, optimizer=wrapped)
+        return
+    monkeypatch.setattr(Wrapper, "__module__", library)
+    converted(model, optimizer=wrapped)
+    assert_trains_alike(model, plain, wrapped, steps_on_cpu(reference))
+    twin = copy.deepcopy(model)
+    for table in twin.emb.values():
+        table.follow(other := Wrapper(torch.optim.Adam(table.parameters(), lr=0.1)))
+        assert table.engine.optimizer.optimizer is other.optimizer
+
+
 def test_a_weight_that_two_optimizers_have_is_refused():
     model, _ = pair()
     both = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in "ab"]
@@ -397,6 +431,16 @@ def test_plain_attributes_lists_and_dicts_get_the_twin(device):
 
 
 KEPT = []
+
+
+def test_a_weak_proxy_of_the_model_is_left_alone():
+    """As a Lightning module has of its trainer's."""
+    model, _ = pair()
+    gone = nn.Linear(1, 1)
+    model.trainer = [weakref.proxy(model), weakref.proxy(model.emb["user"]), weakref.proxy(gone)]
+    del gone
+    converted(model.eval())
+    assert isinstance(model.emb["user"], TieredEmbeddingBag)
 
 
 def test_who_holds_an_old_weight_is_named():

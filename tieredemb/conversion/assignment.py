@@ -11,7 +11,7 @@ import torch
 from tieredemb.config import OptimizerConfig
 from tieredemb.conversion.found import Found
 from tieredemb.errors import ConfigError, shown
-from tieredemb.tables.torch_kinds import Optimizer, ToFollow, as_numbers, config_of, row_config
+from tieredemb.tables.torch_kinds import Optimizer, ToFollow, as_numbers, config_of, row_config, unwrapped
 
 Optimizers = Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -49,13 +49,13 @@ def assign(found: Sequence[Found], optimizer: Optimizers) -> dict[str, Assigned]
 def _torch_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer] | None:
     """Those that were given; None where what was given is another way to train."""
     if isinstance(optimizer, torch.optim.Optimizer):
-        return [optimizer]
+        return [unwrapped(optimizer)]
     if not isinstance(optimizer, Sequence) or isinstance(optimizer, str):
         return None
     for each in optimizer:
         if not isinstance(each, torch.optim.Optimizer):
             raise ConfigError(f"several optimizers must all be torch.optim.Optimizer instances, got {shown(each)}")
-    return list(optimizer)
+    return [unwrapped(each) for each in optimizer]
 
 
 def _by_weight(found: Found, optimizers: list[torch.optim.Optimizer]) -> Assigned:

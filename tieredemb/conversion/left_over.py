@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -41,6 +42,8 @@ def put_in_place(model: nn.Module, twins: Mapping[nn.Module, nn.Module]) -> None
 
 def _exchanged(value: Any, twins: Mapping[nn.Module, nn.Module], seen: set[int], depth: int) -> Any:
     """`value`, or the twin of it, or a tuple with twins in it; changes what is inside it in place."""
+    if type(value) in weakref.ProxyTypes:  # which pass for what they point at
+        return value
     if isinstance(value, nn.Module):
         return twins.get(value, value)
     if isinstance(value, _PLAIN) or id(value) in seen or depth == 0:

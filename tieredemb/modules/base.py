@@ -30,6 +30,7 @@ from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.stand_in import StandIn, refuse_written
 from tieredemb.tables.table_set import TableSet
+from tieredemb.tables.torch_kinds import unwrapped
 
 if TYPE_CHECKING:
     from tieredemb.step.call_memory import CallMemory
@@ -125,7 +126,7 @@ class TieredModule(LookupModule):
         >>> model(torch.tensor([[1, 2]])).sum().backward()
         >>> optimizer.step()
         """
-        self.engine.follow(optimizer, group=group, instead_of=instead_of, in_state_dict=in_state_dict)
+        self.engine.follow(unwrapped(optimizer), group=group, instead_of=instead_of, in_state_dict=in_state_dict)
         was_frozen, self._frozen = self._frozen, False
         self._connect()
         if was_frozen:

@@ -47,6 +47,7 @@ def _tensor_step(step: int) -> torch.Tensor:
 
 _NEITHER = {"maximize": False, "differentiable": False}
 _NOR_MAXIMA = {"amsgrad": False, **_NEITHER}
+_WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 
 KINDS: dict[type[torch.optim.Optimizer], Kind] = {
     torch.optim.SGD: Kind(_of(SGD), _NEITHER),
@@ -104,6 +105,16 @@ def row_config(optimizer: object) -> OptimizerConfig | None:
 def known() -> str:
     """The torch classes that tables can follow, in words."""
     return ", ".join(f"torch.optim.{each.__name__}" for each in KINDS)
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside of one that accelerate or Lightning has put around it, and that has it take each step."""
+    while type(optimizer).__module__.partition(".")[0] in _WRAPPERS:
+        inside = getattr(optimizer, "optimizer", None)
+        if not isinstance(inside, torch.optim.Optimizer):
+            break
+        optimizer = inside
+    return optimizer
 
 
 def kind_of(optimizer: type[torch.optim.Optimizer]) -> Kind:
