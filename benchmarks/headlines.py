@@ -11,7 +11,7 @@ from benchmarks.record import Record, load
 ON_CPU = ("cpu-step", "tiers", "cpu-optimizers", "cpu-kernels", "slot-map", "opening", "state", "sharding")
 ON_GPU = (
     "cuda-step", "cuda-kernels", "cuda-dlrm", "cuda-inference", "cuda-tiers", "cuda-optimizers", "cuda-converted",
-    "cuda-rounding", "cuda-opening",
+    "cuda-rounding", "cuda-opening", "cuda-sharding",
 )  # fmt: skip
 PEERS = ("× torch", "× FBGEMM", "× nn.EmbeddingBag, eager")  # labels of ratios to what others need
 

@@ -36,6 +36,7 @@ def run(name, *args):
         ("optimizers", {"W-1.2": 8, "forward": 3, "catch up": 6}),
         ("converted", {"step": 9, "step, prefetch / eager": 2}),
         ("rounding", {"test AUC": 5}),
+        ("sharding", {"step": 12, "misses of a rank / one GPU's": 2}),
         ("opening", {"open 0.0 GiB": 2, "fill as many bytes": 1, "first step beyond import torch": 2}),
         (
             "host",
