@@ -15,6 +15,7 @@ from torch import nn
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import ConfigError, UnsupportedError
+from tieredemb.kernels.inference import no_inference
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.forwards import LISTENERS, tell
@@ -59,7 +60,7 @@ class TieredModule(LookupModule):
         self._parameters.update(self._stand_ins)
 
     def _make_hook(self) -> torch.Tensor:
-        with torch.inference_mode(False):  # a module built in inference mode may be trained later
+        with no_inference():  # a module built in inference mode may be trained later
             return torch.zeros(0, device=self.tables.config.device, requires_grad=not self._frozen)
 
     @property

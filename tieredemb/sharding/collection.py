@@ -23,6 +23,7 @@ from tieredemb.config import (
     without_functions,
 )
 from tieredemb.errors import ConfigError, UnsupportedError, shown
+from tieredemb.kernels.inference import no_inference
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
@@ -212,7 +213,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             )  # fmt: skip
 
     def _make_hook(self) -> torch.Tensor:
-        with torch.inference_mode(False):
+        with no_inference():
             return torch.zeros(0, device=self.tables.config.device, requires_grad=not self._frozen)
 
     # --- forward and backward ---------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tieredemb.config import features_of
 from tieredemb.errors import InvalidInputError, UnsupportedError
 from tieredemb.kernels.arguments import struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
+from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.streams import on_device
 from tieredemb.lookup.bags import feature_name
@@ -328,7 +329,7 @@ class GpuFinder:
 
     def __init__(self, layout: Layout, parts: Sequence[Part], config: TableSetConfig) -> None:
         self._device = config.device
-        with torch.inference_mode(False), torch.cuda.device(config.device):
+        with no_inference(), torch.cuda.device(config.device):
             self._parts = [GpuPart(layout, part, config) for part in parts]
         self._columns = [part.columns for part in parts]
         of = [(feature, layout.tables[feature.table]) for feature in features_of(layout.tables)]

@@ -12,6 +12,7 @@ import torch
 from tieredemb.cache.device.plan import Beside, OverflowRows
 from tieredemb.config import Mode
 from tieredemb.kernels.constants import DROPPED
+from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import rows_space
@@ -275,7 +276,7 @@ class DeviceGroupCall:
 @functools.cache
 def _pooling(width: int, mode: Mode, row: RowFormat, dtype: torch.dtype, device: torch.device) -> DeviceLookup:
     """The kernels that pool bags of rows, whichever tables these are of, into outputs of a dtype."""
-    with torch.inference_mode(False), on_device(device):
+    with no_inference(), on_device(device):
         return DeviceLookup(DeviceKeySpace(rows_space(width, mode), [-1], device), row, None, dtype)
 
 

@@ -18,6 +18,7 @@ from tieredemb.cache.device.transfer import RecordedTransfer
 from tieredemb.cache.locks import Locks
 from tieredemb.kernels import recording
 from tieredemb.kernels.compiler import copy_on_device
+from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.ranges import marked
 from tieredemb.kernels.recording import Recording, Repeats, can_record
 from tieredemb.kernels.streams import current_stream, on_device
@@ -194,7 +195,7 @@ class Recorded:
         pools = site.pools and min(self._output[0]) > 0
         later = form.ahead or site.waits
         self._ahead, self._pools, self._pools_later = form.ahead, pools and not later, pools and later
-        with torch.inference_mode(False), groups[0].cache.memory():
+        with no_inference(), groups[0].cache.memory():
             self._memory: CallMemory = call.allocate(groups, form.places, trains=form.trains)
             # torch's kernels, which are told nothing, read them where padding is left out of the gradient
             copies = any(trained is not None for trained in self._memory.trained)

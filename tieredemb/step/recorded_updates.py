@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from tieredemb.kernels import recording
+from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.recording import Recording, Repeats
 from tieredemb.kernels.streams import current_stream
 from tieredemb.step.recorded_plans import when_left
@@ -115,7 +116,7 @@ class RecordedUpdates:
     ) -> _Update:
         grad = None
         if len(grads) > 1:
-            with torch.inference_mode(False):
+            with no_inference():
                 shape = sum(len(each) for each in grads), grads[0].shape[1]
                 grad = torch.empty(shape, dtype=grads[0].dtype, device=grads[0].device)
         graph = Recording(grads[0].device, plans[0].compute_pool)

@@ -10,6 +10,7 @@ import torch
 
 from tieredemb.config import InitFunction, TableConfig, TablePart
 from tieredemb.errors import ConfigError
+from tieredemb.kernels.inference import no_inference
 
 CHUNK = 1 << 16  # rows that the function fills at once: what it gives depends on it
 
@@ -48,7 +49,7 @@ def initial_rows(
         count = min(CHUNK, table.num_embeddings - start)
         named = f"{seed} {number} {start // CHUNK}".encode()
         drawn = int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little") >> 1  # as manual_seed takes it
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.no_grad(), no_inference():
             rows = torch.zeros((count, table.embedding_dim), dtype=torch.float32, device="cpu")
             given = function(rows, torch.Generator("cpu").manual_seed(drawn))
         if given is not None and (not isinstance(given, torch.Tensor) or given.shape != rows.shape):

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from tieredemb.errors import UnsupportedError
+from tieredemb.kernels.inference import no_inference
 
 # its square is beyond float32's precision beside a norm of 1e-10; and factors down to 1e-24, a scale's of 2^24 and a
 # clipping's together, leave it a normal float32
@@ -66,7 +67,7 @@ class StandIn(torch.nn.Parameter):
     unwritten: int  # its `_version`, as long as nobody has written to its value
 
     def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True, table: int = 0) -> StandIn:
-        with torch.inference_mode(False):  # it may be trained later
+        with no_inference():  # it may be trained later
             values = torch.full((2,), VALUE, dtype=torch.float32) if data is None else data
             made: StandIn = super().__new__(cls, values.clone() if values.is_inference() else values)
             made.register_hook(functools.partial(_warn_of_terms, weakref.ref(made)))  # type: ignore[no-untyped-call]

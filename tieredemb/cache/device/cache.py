@@ -33,6 +33,7 @@ from tieredemb.cache.tickets import Hold
 from tieredemb.config import Policy
 from tieredemb.errors import StorageError
 from tieredemb.kernels.constants import MIN_SCORE
+from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.ranges import marked
 from tieredemb.kernels.recording import GraphPool
 from tieredemb.kernels.streams import current_stream, on_device, synchronize
@@ -90,7 +91,7 @@ class DeviceCache(Cache):
         self.recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # plans that are replayed, of which each has a size
         self._later: weakref.WeakSet[LaterRows] = weakref.WeakSet()
         self._ledger = Ledger(self._book, lock_window)
-        with torch.inference_mode(False), torch.cuda.device(device):
+        with no_inference(), torch.cuda.device(device):
             self.hot = DeviceHotRows(cold.layout, slots - sum(rows for _, rows in resident), resident, device)
             cold.attach(device)
             self._order = StreamOrder(device, plans_wait=not cold.device_readable)

@@ -19,6 +19,7 @@ from tieredemb.errors import StorageError
 from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, cooperative_kernel, kernel, meeting_blocks
 from tieredemb.kernels.constants import ASSIGN, PUBLISH, TOGETHER
+from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.source import read
 from tieredemb.kernels.streams import current_stream
 
@@ -210,7 +211,7 @@ class Records:
                     f"the step to be captured may use {rows} rows without a slot, for which there is no room yet; run "
                     f"it once before it is captured"
                 )
-            with torch.inference_mode(False):  # they are changed in place when that is over
+            with no_inference():  # they are changed in place when that is over
                 grown = torch.zeros((size + 1, 2), dtype=torch.int64, device=self.device)
                 index = torch.zeros((2 * size, 2), dtype=torch.int64, device=self.device)
             grown[: self.rows] = self.table[: self.rows]

@@ -25,6 +25,7 @@ from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.cache.device.transfer import LaterTransfer, PendingTransfer, RecordedTransfer, Transfer
 from tieredemb.cache.tickets import TicketBook
 from tieredemb.errors import InvalidInputError
+from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.ranges import marked
 from tieredemb.kernels.streams import current_stream
 
@@ -58,7 +59,7 @@ class LaterRows:
         """For the next plan, of n ids. What is made inside `memory` outlasts plans."""
         at, self._taken = self._taken, self._taken + 1
         if at == len(self._missed) or self._missed[at].n != n:
-            with torch.inference_mode(False), memory:  # it is changed in place when that is over
+            with no_inference(), memory:  # it is changed in place when that is over
                 missed = Missed(n, device)
                 missed.have_moved()
             self._missed[at:] = [missed]

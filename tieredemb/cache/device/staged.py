@@ -18,6 +18,7 @@ from tieredemb.cache.device.stream_order import StreamOrder
 from tieredemb.cache.device.transfer import PendingTransfer, RecordedTransfer, Transfer, slots_change_hands
 from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.kernels.constants import MIN_SCORE
+from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.recording import Recording
 from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import ColdRows
@@ -200,7 +201,7 @@ class Staged(Transfer):
         if rows <= len(self._weight):
             return
         # batches in flight read and update them: behind what computes, and nothing computes meanwhile
-        with self._rows_lock, torch.inference_mode(False):
+        with self._rows_lock, no_inference():
             self._order.queued().wait(current_stream())
             grown = [
                 torch.zeros((rows, t.shape[1]), dtype=t.dtype, device=t.device) for t in (self._weight, self._state)

@@ -12,6 +12,7 @@ from tieredemb.cache.device.copy_threads import CopyJob
 from tieredemb.cache.device.plan import BatchPlan
 from tieredemb.cache.device.staging import ExpectedMisses, MissReports, PinnedRows
 from tieredemb.cache.device.transfer import PendingTransfer, RecordedTransfer
+from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.recording import Recording
 from tieredemb.storage.base import RowLayout
 
@@ -50,7 +51,7 @@ class RecordedStaged(RecordedTransfer):
         self._finish: Recording | None = None
         self._reports = MissReports()
         self._expected = self._reports.expect(ids)
-        with torch.inference_mode(False):
+        with no_inference():
             self._number = torch.empty(1, dtype=torch.int64, device=device)  # its address stands for the number
 
     def start(self, plan: BatchPlan) -> None:
@@ -62,7 +63,7 @@ class RecordedStaged(RecordedTransfer):
         if plan is None:
             return
         device, layout = self._number.device, self._layout
-        with torch.inference_mode(False):
+        with no_inference():
             weight = torch.empty((1, layout.columns), dtype=layout.device_dtype, device=device)
             state = torch.empty((1, layout.state_width + 1), dtype=torch.int32, device=device)
         with graph.recorded([weight, state]):

@@ -8,6 +8,7 @@ import torch
 
 from tieredemb.cache.device.copy_threads import MissReport
 from tieredemb.kernels.constants import REPORT_NUMBER, REPORT_WORDS
+from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import RowLayout
 
@@ -20,7 +21,7 @@ class PinnedRows:
     def __init__(self, layout: RowLayout, rows: int = 0) -> None:
         self.rows = rows
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.inference_mode(False):  # they are changed in place when that is over
+        with no_inference():  # they are changed in place when that is over
             self.weight = torch.empty((rows, layout.columns), dtype=layout.device_dtype, device="cpu", pin_memory=True)
             self.state = torch.empty((rows, layout.state_width + 1), dtype=torch.int32, device="cpu", pin_memory=True)
             self.dirty = torch.empty(rows, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -84,7 +85,7 @@ class MissReports:
 
     def _make_room(self, words: int) -> None:
         current_stream().synchronize()  # a plan that was interrupted may report yet
-        with torch.inference_mode(False):
+        with no_inference():
             self._words = torch.empty(REPORT_WORDS + words, dtype=torch.int64, device="cpu", pin_memory=True)
         self._words[REPORT_NUMBER] = 0  # and no number that is expected
 

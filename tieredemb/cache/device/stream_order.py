@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from tieredemb.kernels.inference import inference
 from tieredemb.kernels.streams import current_stream, on_stream
 
 
@@ -144,7 +145,7 @@ class StreamOrder:
     @contextlib.contextmanager
     def again(self, place: Place) -> Iterator[None]:
         """What was begun ahead in a place goes on there inside."""
-        with torch.inference_mode(place.inference), on_stream(place.stream), self.ahead(place.after):
+        with inference(place.inference), on_stream(place.stream), self.ahead(place.after):
             yield
 
     @contextlib.contextmanager
