@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import warnings
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from devices import assert_close, assert_same_bits, randint
 from following import steps_on_cpu
 from torch import nn
@@ -489,6 +491,29 @@ def test_initialisers_that_look_for_embeddings_are_warned_of():
 
 
 @pytest.mark.filterwarnings("ignore:the loss has a term over parameters")
+def test_a_converted_model_trains_in_ddp_of_one_process(tmp_path):
+    losses = []
+    for is_wrapped in (False, True):
+        model, _ = pair()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        converted(model, optimizer=optimizer)
+        if is_wrapped:
+            dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+        try:
+            ddp = functools.partial(nn.parallel.DistributedDataParallel, find_unused_parameters=True)  # stand-ins
+            net = ddp(model) if is_wrapped else model
+            for seed in range(3):
+                optimizer.zero_grad()
+                loss = net(randint(0, 40, (6, 3), seed=seed)).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.detach())
+        finally:
+            if is_wrapped:
+                dist.destroy_process_group()
+    assert_same_bits(losses[:3], losses[3:])
+
+
 def test_a_penalty_over_parameters_leaves_tables_alone(device):
     model, plain = pair()
     optimizer, reference = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain))

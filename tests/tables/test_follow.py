@@ -1031,6 +1031,29 @@ def test_tables_whose_stand_ins_were_written_to_are_refused(device, write, conte
         written(torch.tensor([[1, 2]]))
 
 
+def rewritten(model):
+    """As DistributedDataParallel does where it begins."""
+    with torch.no_grad():
+        for each in model.parameters():
+            each.copy_(each.clone())
+    return model
+
+
+def test_the_value_that_a_stand_in_has_may_be_written_again(device):
+    model, optimizer = follower()
+    copied = rewritten(copy.deepcopy(model))
+    for _ in range(3):
+        before = weight(model[0])
+        rewritten(model)(torch.tensor([[1, 2]])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not equal(weight(model[0]), before)
+    with torch.no_grad():
+        copied(torch.tensor([[1, 2]]))
+        with pytest.raises(UnsupportedError, match="written to"):  # it is an average, for all that is known
+            rewritten(copied)(torch.tensor([[1, 2]]))
+
+
 def test_moving_and_loading_write_to_no_stand_in(device):
     model, _ = follower()
     model.load_state_dict(copy.deepcopy(model).state_dict())

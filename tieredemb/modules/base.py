@@ -29,7 +29,7 @@ from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwar
 from tieredemb.storage.base import CARRIERS
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
-from tieredemb.tables.stand_in import StandIn, refuse_written
+from tieredemb.tables.stand_in import StandIn, check_written
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import unwrapped
 
@@ -146,7 +146,7 @@ class TieredModule(LookupModule):
             return False
         for each in self._stand_ins.values():
             if each._version != each.unwritten:
-                refuse_written(each)
+                check_written(each)
             if not each.requires_grad:
                 return False
         return True

@@ -19,7 +19,7 @@ import sys
 import warnings
 import weakref
 from types import CodeType, FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -65,6 +65,7 @@ class StandIn(torch.nn.Parameter):
     gradients: weakref.ref[OfFollowed] | None = None
     was_looked_at = False  # a gradient of its own, of a loss that depends on its value
     unwritten: int  # its `_version`, as long as nobody has written to its value
+    was_rewritten = False  # the value that it has was written to it once
 
     def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True, table: int = 0) -> StandIn:
         with no_inference():  # it may be trained later
@@ -192,8 +193,16 @@ def _refuse_another(followed: torch.optim.Optimizer | None, asks: FrameType) -> 
     )
 
 
-def refuse_written(stand_in: StandIn) -> NoReturn:
-    """Raises `UnsupportedError` for a stand-in whose value is not as it was made."""
+def check_written(stand_in: StandIn) -> None:
+    """For a stand-in that was written to. The value that it had may be written to it again, as DistributedDataParallel
+    does where it begins; to a copy, which follows nobody, but once, as an average does that in each step. Raises
+    `UnsupportedError` for anything else. Waits for the GPU, if it lies on one."""
+    gradients = None if stand_in.gradients is None else stand_in.gradients()
+    follows = gradients is not None and gradients.optimizer is not None
+    writes, is_same = stand_in._version - stand_in.unwritten, bool((stand_in.value == VALUE).all())
+    if is_same and (follows or (writes == 1 and not stand_in.was_rewritten)):
+        stand_in.unwritten, stand_in.was_rewritten = stand_in._version, True
+        return
     raise UnsupportedError(
         f"{stand_in!r} was written to, as a parameter is by an average over parameters() (EMA, SWA), by an "
         f"initialisation or by an update by hand, and what was written has not reached the table's rows. Leave it out "
