@@ -341,8 +341,9 @@ def records_of_parts(plan: Plan, name: str, found: Sequence[dict[Any, Any]], ms:
     return records
 
 
-def run(plan: Plan) -> list[Record]:
-    """Starts the ranks, and puts together what they find: what all of them have told before one fails is kept."""
+def run(plan: Plan) -> tuple[list[Record], list[int]]:
+    """Starts the ranks, and puts together what they find: what all of them have told before one fails is returned,
+    and which have failed."""
     context = multiprocessing.get_context("spawn")
     found: list[dict[Any, Any]] = [{} for _ in range(plan.ranks)]
     with tempfile.TemporaryDirectory() as directory:
@@ -361,7 +362,8 @@ def run(plan: Plan) -> list[Record]:
         for process in processes:
             process.join(60)
             process.kill()
-    return [record for name in (*NAMES, DLRM) for record in records_of(plan, name, found)]
+    failed = [number for number, process in enumerate(processes) if process.exitcode != 0]
+    return [record for name in (*NAMES, DLRM) for record in records_of(plan, name, found)], failed
 
 
 # --- command line ---------------------------------------------------------------------------------------------------
@@ -402,8 +404,11 @@ def plan_of(args: Sequence[str] | None = None) -> tuple[Plan, Path | None]:
 def main(args: Sequence[str] | None = None) -> None:
     plan, results = plan_of(args)
     start = perf_counter()
-    keep(results, "cuda-sharding", title(plan), run(plan), statistic=STATISTIC)
+    records, failed = run(plan)
+    keep(None if failed else results, "cuda-sharding", title(plan), records, statistic=STATISTIC)
     say(f"{perf_counter() - start:.0f} s in all")
+    if failed:
+        raise SystemExit(f"ranks {failed} have failed, as told above: what is said of the others is not kept")
 
 
 if __name__ == "__main__":

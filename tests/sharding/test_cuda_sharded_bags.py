@@ -77,6 +77,15 @@ def batch_on(device, ids, offsets, samples, places=None):
     return Batch(ids, offsets, len(offsets), True, samples, None, (ids, offsets), places)
 
 
+def are_as(one, other):
+    """What was gathered, the outputs and the gradients of the weights, on either device."""
+    (mine, out, of_weights), (theirs, its_out, its_of_weights) = one, other
+    for number, (part, its) in enumerate(zip(mine, theirs, strict=True)):
+        assert (part is None and its is None) or equal(part, its), number
+    assert equal(out, its_out)
+    assert_close(of_weights, its_of_weights)  # a GPU sums along a tree
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 300])
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -105,11 +114,7 @@ def test_rows_are_asked_for_pooled_and_trained_as_on_a_cpu(shape, modes, ranks):
                 bags.keep(every.to(device))
                 bags.weights_gradient(grad.to(device), of_weights)
         found.append((gathered, out, of_weights))
-    (mine, out, of_weights), (theirs, its_out, its_of_weights) = found
-    for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
-        assert (one is None and other is None) or equal(one, other), number
-    assert equal(out, its_out)
-    assert_close(of_weights, its_of_weights)  # a GPU sums along a tree
+    are_as(*found)
 
 
 def those_asked(bags, features, bound, samples):
@@ -163,11 +168,7 @@ def test_padded_it_is_as_on_a_cpu(shape, is_known, modes, ranks):
                 bags.keep(every.to(device))
                 bags.weights_gradient(grad.to(device), of_weights)
         found.append((gathered, out, of_weights))
-    (mine, out, of_weights), (theirs, its_out, its_of_weights) = found
-    for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
-        assert (one is None and other is None) or equal(one, other), number
-    assert equal(out, its_out)
-    assert_close(of_weights, its_of_weights)
+    are_as(*found)
 
 
 def test_features_may_come_in_another_order():

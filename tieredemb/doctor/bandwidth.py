@@ -116,10 +116,10 @@ def _measure(cold: ColdRows, device: torch.device) -> Rates:
 
     rows, width = cold.layout.rows, cold.layout.width
     flags = options(torch.float32, width)
-    cold.wait_until_committed()
     gather = Kernel("doctor/probe.cu", "rows_gather", flags)
     scatter = Kernel("doctor/probe.cu", "rows_scatter", flags)
     try:
+        cold.wait_until_committed()
         cold.attach(device)
         address = cold.weight.ctypes.data
         n = max(1, min(rows, _ROUND_ROWS, _ROUND_BYTES // (4 * width)))

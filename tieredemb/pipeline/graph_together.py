@@ -46,8 +46,8 @@ class StepTogether(Generic[R]):
             graph.reset()
 
     def run(self, batch: Any, receive: Callable[[], bool]) -> R:
-        """Runs the step on a batch. A collective. `receive`: has the current stream wait for the batch, if that is
-        known to be on its way to the GPU; returns whether it is."""
+        """Runs the step on a batch. A collective. `receive`: has the current stream wait for the batch, if it is
+        known when that is on the GPU; returns whether it is."""
         step = self._step
         with on_device(step.device):
             with step.locked:

@@ -16,6 +16,7 @@ from tieredemb.modules.forwards import Forward, heard
 from tieredemb.modules.inputs import MAX_IDS
 from tieredemb.pipeline.batches import detached, tensors_of
 from tieredemb.pipeline.prefetch import running
+from tieredemb.step.agreement import UNKNOWN_IDS
 from tieredemb.step.planned_forwards import identity
 
 if TYPE_CHECKING:  # what captures is imported where there is a GPU
@@ -151,10 +152,7 @@ def check_agreed(forwards: Sequence[Forward], batch: Any) -> None:
     ids = {identity((tensor,)) for _, tensor in tensors_of(batch)} if shared else set()
     for each in forwards:
         if each.module in shared and identity((each.given[0],)) not in ids:
-            raise UnsupportedError(
-                "a captured step of several ranks looks up ids that are none of its batch's tensors, which cannot be "
-                "known to fit max_ids before it is replayed; compute them before, and put them into the batch"
-            )
+            raise UnsupportedError(UNKNOWN_IDS)
 
 
 @contextlib.contextmanager

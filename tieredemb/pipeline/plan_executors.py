@@ -226,8 +226,8 @@ def _called(function: Callable[[], Any]) -> Future[Any]:
 
 
 class Arrival:
-    """To be called before a batch is used that is being copied to a GPU, on each stream that uses it. `is_all`: whether
-    all of the batch is there by then, whatever streams that were current have yet to do."""
+    """To be called before a batch is used that may not be on its GPU yet, on each stream that uses it. `is_all`:
+    whether all of the batch is there by then, whatever streams that were current have yet to do."""
 
     def __init__(self, batch: Any, arrived: torch.cuda.Event, device: torch.device, is_all: bool) -> None:
         self._batch, self._arrived, self._device = batch, arrived, device

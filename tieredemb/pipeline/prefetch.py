@@ -220,8 +220,8 @@ class Run(Generic[B]):
         return self._prefetch.depth > 0 and self._current is not None and self._current.batch is batch
 
     def receive(self, batch: Any) -> bool:
-        """Has the current stream wait for the batch in use, where all of it was copied to the GPU; returns whether it
-        was."""
+        """Has the current stream wait for the batch in use, where it is known when all of it is there; returns
+        whether it is."""
         current = self._current
         if current is None or current.batch is not batch:
             return False

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from tieredemb.sharding.bags import Part
+from tieredemb.sharding.padding import each_asked
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -127,7 +128,7 @@ class AskedPart:
             self.picked = self.answer.by_rank(torch.arange(rows, device=self._device))
         else:  # `nonzero` would wait for a GPU
             self.picked = self.answer.by_rank(torch.nonzero_static(self.ids >= 0, size=rows).squeeze(1))
-            self.ids = self.ids ^ (self.ids >> 63)
+            self.ids = each_asked(self.ids)
 
     def _lengths(self, told: torch.Tensor) -> torch.Tensor:
         """How many ids the bags have, int64 (K,), by feature and rank: as `told`, or equal."""

@@ -18,7 +18,7 @@ from tieredemb.errors import UnsupportedError
 from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase
-from tieredemb.step.agreement import Agreement
+from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
 
@@ -84,8 +84,5 @@ class Captures(Agreement):
     def find(self, batch: Batch) -> Sequence[Bags]:
         """The bags of a forward inside. Raises `UnsupportedError` for one whose ids were not found to fit."""
         if identity(batch.given) not in self._known:
-            raise UnsupportedError(
-                "a captured step of several ranks looks up ids that are none of its batch's tensors, which cannot be "
-                "known to fit max_ids before it is replayed; compute them before, and put them into the batch"
-            )
+            raise UnsupportedError(UNKNOWN_IDS)
         return self._finder.unchecked(batch)

@@ -9,6 +9,11 @@ from collections.abc import Sequence
 
 from tieredemb.step.batch import Given
 
+UNKNOWN_IDS = (
+    "a captured step of several ranks looks up ids that are none of its batch's tensors, which cannot be known to fit "
+    "max_ids before it is replayed; compute them before, and put them into the batch"
+)
+
 
 class Agreement(abc.ABC):
     """That of the ranks of one module. Every call but `check` is a collective, in which hosts wait for each other."""
