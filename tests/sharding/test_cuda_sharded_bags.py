@@ -138,7 +138,9 @@ def test_padded_it_is_as_on_a_cpu(shape, is_known, modes, ranks):
     sharding = {table.name: TableWise() if t % 4 == 1 else RowWise() for t, table in enumerate(tables)}
     samples, bound = SHAPES[shape][1], len(ids) + 5
     both, widths, columns = finders(tables, ranks, sharding)
-    assert both[0].count(batch_on(CPU, ids, offsets, samples)) == both[1].count(batch_on(GPU, ids, offsets, samples))
+    assert (
+        both[0].count(batch_on(CPU, ids, offsets, samples))() == both[1].count(batch_on(GPU, ids, offsets, samples))()
+    )
     weights = torch.from_numpy(rng.standard_normal(len(ids))).float() if modes == "sum" else None
     grad = torch.from_numpy(rng.standard_normal((samples, columns))).float()
     found = []

@@ -27,6 +27,7 @@ from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 MIXED = tables_of(modes=("sum", "mean", "max"), widths=(4, 8), rows=(1, 3, 17, 40, 25, 9, 31), padding=(None, 0, 2))
 SUMS = tables_of(widths=(4, 8), rows=(1, 3, 17, 40, 25, 9, 31), padding=(None, 0, 2))
 SAMPLES, STEPS, LONGEST = 7, 12, 250
+FIRST = {False: 4, True: 7}  # steps before the first replay, of a loop that fetches ahead and of one that does not
 
 
 @pytest.fixture
@@ -38,6 +39,13 @@ def with_itself(tmp_path, monkeypatch):
     dist.init_process_group("cpu:gloo,cuda:nccl", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def graphs_of(train):
+    """What a step of ranks has captured."""
+    ahead = [] if train._ahead is None else [turn.graph and turn.graph.graph for turn in train._ahead._turns]
+    alone = [] if train._together is None else [train._together._graph]
+    return [graph for graph in (*ahead, *alone) if graph is not None]
 
 
 class Replayed:
@@ -55,7 +63,7 @@ class Replayed:
 
     def of(self, train):
         """How many replays were of what a step has captured."""
-        return sum(graph is train._together._graph for graph in self.graphs)
+        return sum(graph in graphs_of(train) for graph in self.graphs)
 
 
 @pytest.fixture
@@ -97,17 +105,17 @@ def batches(tables, steps=STEPS, where="cuda", *, weighted=False):
     return [tuple(part.to(where) for part in batch) for batch in given]
 
 
-def compare(tables, replayed, *, sharding, ahead=False, where="cuda", weighted=False, **keywords):
+def compare(tables, replayed, *, sharding, ahead=False, where="cuda", weighted=False, steps=STEPS, **keywords):
     """A captured run of ranks against one process, step by step."""
     plain, ranks = Run(tables, **keywords), Run(tables, sharding=sharding, **keywords)
     train = te.graph_step(ranks.step, max_ids=LONGEST)
-    loader = batches(tables, STEPS, where, weighted=weighted)
+    loader = batches(tables, steps, where, weighted=weighted)
     for number, batch in enumerate(te.prefetch(loader, ranks.table) if ahead else loader):
         found = {name: value.clone() for name, value in train(batch).items()}
         expected = plain.step(tuple(part.cuda() for part in loader[number]))
         assert_same_bits(found.values(), [value.detach() for value in expected.values()])
     assert_same_bits(ranks.numbers(), plain.numbers())
-    assert replayed.of(train) >= STEPS - 4
+    assert replayed.of(train) >= steps - FIRST[ahead] - 3 * ahead  # whose last batches have none to go ahead to
     for run in (plain, ranks):
         run.table.close()
 
@@ -141,8 +149,97 @@ def test_captured_steps_of_other_options(with_itself, replayed, keywords):
 
 
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
-def test_a_loop_that_fetches_ahead_hands_out_what_is_replayed(with_itself, replayed, where):
-    compare(MIXED, replayed, sharding="every other", ahead=True, where=where)
+def test_steps_go_ahead_of_batches_wherever_these_are(with_itself, replayed, where):
+    compare(MIXED, replayed, sharding="every other", ahead=True, where=where, steps=25)
+
+
+@pytest.mark.parametrize("optimizer", [te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
+@pytest.mark.parametrize("capacity", [2, 0.3, 1.0])
+@pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
+def test_steps_that_go_ahead_have_the_bits_of_one_process(with_itself, replayed, sharding, capacity, optimizer):
+    compare(MIXED, replayed, sharding=sharding, ahead=True, capacity=capacity, optimizer=optimizer, steps=25)
+
+
+@pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
+def test_steps_that_go_ahead_weigh_samples(with_itself, replayed, sharding):
+    compare(SUMS, replayed, sharding=sharding, ahead=True, weighted=True, steps=25)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"dtype": torch.bfloat16, "rounding": "stochastic"},
+        {"max_norm": 0.5},
+        {"policy": te.LRU(), "storage": te.HostMemory()},
+    ],
+    ids=lambda keywords: "-".join(keywords),
+)
+def test_steps_that_go_ahead_of_other_options(with_itself, replayed, keywords):
+    compare(MIXED, replayed, sharding="every other", ahead=True, steps=25, **keywords)
+
+
+def test_loops_one_after_the_other_go_ahead(with_itself, replayed):
+    """The graphs of the first loop are those of the next ones, as soon as batches are planned again."""
+    plain, ranks = Run(MIXED, capacity=0.4), Run(MIXED, sharding="every other", capacity=0.4)
+    train, given = te.graph_step(ranks.step, max_ids=LONGEST), batches(MIXED, 16)
+    for _ in range(3):
+        for batch in te.prefetch(given, ranks.table):
+            train(batch)
+        for batch in given:
+            plain.step(batch)
+        train(given[0])
+        plain.step(given[0])
+    assert_same_bits(ranks.numbers(), plain.numbers())
+    assert replayed.of(train) >= 12
+    assert len(graphs_of(train)) == 4  # one for each turn of a loop, and that of the step between loops
+
+
+def test_longer_batches_and_wrong_ids_among_those_that_are_gone_ahead_to(with_itself, replayed):
+    plain, ranks = Run(MIXED), Run(MIXED, sharding="every other", max_ids=60)
+    train = te.graph_step(ranks.step, max_ids=LONGEST)
+    given = batches(MIXED, 40)
+    many = torch.arange(len(MIXED) * SAMPLES + 1) * 5
+    ids = torch.cat([torch.arange(SAMPLES * 5) % table.num_embeddings for table in MIXED])
+    given[14] = ids.cuda(), many.cuda(), given[0][2]
+    wrong = given[26][0].clone()
+    wrong[3] = 10**6
+    given[26] = (wrong, *given[26][1:])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, batch in enumerate(te.prefetch(given, ranks.table)):
+            if number == 26:
+                with pytest.raises(IdOutOfRangeError, match="id 1000000 at position 3"):
+                    train(batch)
+                continue
+            found, expected = train(batch), plain.step(batch)
+            assert_same_bits(found.values(), [value.detach() for value in expected.values()])
+    assert_same_bits(ranks.numbers(), plain.numbers())
+    assert replayed.of(train) >= 12
+
+
+def test_a_step_that_goes_ahead_and_cannot_be_captured_has_not_happened(with_itself):
+    plain, ranks = Run(MIXED), Run(MIXED, sharding="every other")
+    reads, refused = True, []
+
+    def step(batch):
+        out = ranks.step(batch)
+        if reads:
+            out["loss"].item()
+        return out
+
+    train = te.graph_step(step, max_ids=LONGEST)
+    for number, batch in enumerate(te.prefetch(batches(MIXED, 25), ranks.table)):
+        reads = number < 8
+        try:
+            train(batch)
+        except UnsupportedError as error:
+            refused.append((number, str(error)))
+            continue
+        plain.step(batch)
+    assert refused
+    assert all(number < 8 and "test_sharded_cuda_graphs.py" in text for number, text in refused)
+    assert_same_bits(ranks.numbers(), plain.numbers())
+    assert len(graphs_of(train)) == 3
 
 
 def test_weights_whose_gradient_is_asked_for(with_itself, replayed):
@@ -265,7 +362,7 @@ def test_a_step_that_cannot_be_captured_has_not_happened(with_itself):
             train(batch)
             plain.step(batch)
     assert_same_bits(ranks.numbers(), plain.numbers())
-    assert train._together._graph is not None
+    assert graphs_of(train)
 
 
 def test_what_ranks_cannot_agree_on_is_refused(with_itself):
@@ -322,19 +419,20 @@ def test_distributed_data_parallel_is_warmed_up(with_itself, replayed):
     assert_same_bits(ranks.all, plain.all)
 
 
-def test_graphs_are_freed_before_a_group_ends_and_captured_anew(with_itself, replayed):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_graphs_are_freed_before_a_group_ends_and_captured_anew(with_itself, replayed, ahead):
     plain, ranks = Run(MIXED), Run(MIXED, sharding="every other")
     train = te.graph_step(ranks.step, max_ids=LONGEST)
-    given = batches(MIXED)
-    for batch in given[:6]:
+    given = batches(MIXED, 30)
+    for number, batch in enumerate(te.prefetch(given, ranks.table) if ahead else given):
+        if number == 12:
+            first = graphs_of(train)
+            assert first
+            dist.destroy_process_group(dist.new_group([0]))
+            assert not graphs_of(train)
         train(batch)
-    first = train._together._graph
-    assert first is not None
-    dist.destroy_process_group(dist.new_group([0]))
-    assert train._together._graph is None
-    for batch in given[6:]:
-        train(batch)
-    assert train._together._graph is not first
+    assert graphs_of(train)
+    assert not set(map(id, graphs_of(train))) & set(map(id, first))
     collectives.free_all()
     collectives.free_all()
     for batch in given:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from devices import equal
 from sharding.ranks import batch_of, one_process, seven, sharding_of, tables_of
+from sharding.test_sharded_cuda_graphs import graphs_of
 from sharding.worlds import World
 
 import tieredemb as te
@@ -41,7 +42,7 @@ def captured_run(rank, size, tables, sharding, steps, shape, ahead, keywords):
     train, replays, replay = te.graph_step(step, max_ids=LONGEST), [], torch.cuda.CUDAGraph.replay
 
     def noted(graph):
-        replays.append(graph is train._together._graph)
+        replays.append(graph in graphs_of(train))
         replay(graph)
 
     torch.cuda.CUDAGraph.replay = noted
@@ -66,26 +67,29 @@ def compare(world, *, sharding="every other", steps=14, shape=None, ahead=False,
             assert equal(out, alone[rank][step][0]), (rank, step)
     for name, weight in weights.items():
         assert equal(found[0][1][name], weight), name
-    assert min(replays for *_, replays in found) >= steps - 6
+    assert min(replays for *_, replays in found) >= steps - (12 if ahead else 6)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize("optimizer", [te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
 @pytest.mark.parametrize("capacity", [2, 0.3, 1.0])
 @pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
-def test_gpus_replay_the_bits_of_one_process(world, sharding, capacity, optimizer):
-    compare(world, sharding=sharding, capacity=capacity, optimizer=optimizer)
+def test_gpus_replay_the_bits_of_one_process(world, sharding, capacity, optimizer, ahead):
+    compare(world, sharding=sharding, capacity=capacity, optimizer=optimizer, ahead=ahead, steps=20)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize("shape", ["ones", "equal", "some equal", "mostly empty"])
-def test_gpus_replay_bags_of_any_length(world, shape):
-    compare(world, shape=shape)
+def test_gpus_replay_bags_of_any_length(world, shape, ahead):
+    compare(world, shape=shape, ahead=ahead, steps=20)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize("keywords", [{"max_norm": 0.5}, {"dtype": torch.bfloat16, "rounding": "stochastic"}], ids=str)
 def test_gpus_replay_other_options(world, keywords, ahead):
-    compare(world, ahead=ahead, **keywords)
+    compare(world, ahead=ahead, steps=20, **keywords)
 
 
-def test_gpus_replay_many_steps(world):
-    compare(world, sharding="rows", steps=2000, capacity=0.3)
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+def test_gpus_replay_many_steps(world, ahead):
+    compare(world, sharding="rows", steps=2000, capacity=0.3, ahead=ahead)

@@ -16,6 +16,7 @@ from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.kernels import collectives
 from tieredemb.pipeline import graph_together
 from tieredemb.pipeline.graph_together import StepTogether
+from tieredemb.pipeline.looks import Looks
 from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
@@ -101,7 +102,7 @@ def runs(rank, size, events):
     patches.setattr(graph_together, "on_device", lambda device: contextlib.nullcontext())
     patches.setattr(torch.cuda, "CUDAGraph", lambda: Graph(step))
     patches.setattr(torch.cuda, "Stream", lambda *given, **named: None)
-    patches.setattr(StepTogether, "_checking", lambda self, batch, receive: contextlib.nullcontext())
+    patches.setattr(Looks, "_looking", lambda self, batch, receive: contextlib.nullcontext())
     together, errors = StepTogether(step, model.agreement), []
     try:
         with warnings.catch_warnings():

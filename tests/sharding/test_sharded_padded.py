@@ -22,6 +22,7 @@ from sharding.test_sharded_training import compare
 from training import NAMES, OPTIMIZERS
 
 import tieredemb as te
+from tieredemb.errors import IdOutOfRangeError, InvalidInputError
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.exchange import Exchange
 
@@ -309,10 +310,14 @@ def agrees(rank, size, max_ids, mine, bad):
     if bad and rank == 1:
         ids = torch.full_like(torch.cat([ids, ids.new_zeros(1)]), 50)
         offsets = torch.cat([offsets[:1], torch.full((4,), 1)])
-    found = []
+    agreement, found, failed = model.agreement, [], None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        error = told(lambda: found.append(model.agreement.agree(mine[rank], [(ids, offsets)])))
+        try:
+            does = mine[rank] * agreement.look_at([(ids, offsets)]).fits()
+        except (InvalidInputError, IdOutOfRangeError) as error:
+            does, failed = 0, error
+        error = told(lambda: found.append(agreement.agree(does, failed)))
     if not bad:
         model(ids, offsets).backward(upstream)
     model.close()
@@ -339,7 +344,7 @@ def does_not_agree(rank, size):
     tables = tables_of()
     model = model_of(tables, "both", max_ids=64)
     ids, offsets, *_ = batch_of(tables, 0, rank, samples=seven)
-    return told(model, ids, offsets) if rank == 0 else told(model.agreement.agree, 1, [(ids, offsets)])
+    return told(model, ids, offsets) if rank == 0 else told(model.agreement.agree, 1)
 
 
 def test_a_rank_that_does_not_take_part_is_told_of_at_once(worlds):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
     from tieredemb.step.agreement import Agreement
-    from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.engine import Engine
 
 
@@ -73,9 +72,9 @@ class LookupModule(nn.Module, abc.ABC):
         *inputs: torch.Tensor | Places,
         trains: bool = True,
         ages: bool = True,
-        memory: CallMemory | None = None,
+        memory: Any = None,
     ) -> Planned:
         """Plans a forward before it comes, by `executor`, from what it will be given (`Batch.given`). A forward of
         other tensors, or of these once they were changed, plans by itself, and so does one whose plan failed; plans
         never taken are to be dropped. `trains`: whether a backward is expected · `ages`: whether it is of a later step
-        than the plan before it · `memory`: on a GPU, where to plan."""
+        than the plan before it · `memory`: on a GPU that of a call that is over, to plan into."""

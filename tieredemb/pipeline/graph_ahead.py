@@ -15,8 +15,8 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Generic, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -26,17 +26,20 @@ from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.kernels.streams import on_device, on_stream
 from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.plan_executors import StreamExecutor
-from tieredemb.pipeline.turns import Lookups, Turn, TurnGraph, states_of
+from tieredemb.pipeline.turns import Lookups, PlannedCall, Turn, TurnGraph, states_of
 from tieredemb.pipeline.uncapturable import explain
-from tieredemb.step.device_call import DeviceCall
+
+if TYPE_CHECKING:
+    from tieredemb.pipeline.prefetch import Run
 
 R = TypeVar("R")
+TURNS = 3  # of this batch, and of the two that it goes ahead
 
 
 class StepAhead(Generic[R]):
     """A step that computes a batch, brings in the rows of the next one and plans the one after."""
 
-    reach = 2  # batches that it goes ahead: the rows of one come, while the other is planned
+    reach = 2  # batches that it asks for: the rows of one come, while the other is planned
 
     def __init__(self, step: StepFunction[R]) -> None:
         self._step = step
@@ -44,18 +47,18 @@ class StepAhead(Generic[R]):
         brings, plans = (torch.cuda.Stream(step.device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
         self._executor, self._plans = StreamExecutor(step.device, brings), plans
         # of this batch, and of the next ones
-        self._turns = [Turn[R](step.buffers.again(), brings) for _ in range(1 + self.reach)]
+        self._turns = [Turn[R](step.buffers.again(), brings) for _ in range(TURNS)]
         self._left = step.eager_steps
         self._last: list[int] | None = None  # batches planned when the last step was over, which has planned this one's
         self._pending: list[int] = []  # transfers that it has left for later
         self._unknown = 0  # steps in a row whose plans were not as those that a graph was captured with
         self._warned = False
 
-    def __call__(self, batch: Any, following: Sequence[Any], told: Lookups | None) -> R:
-        """Computes `batch`. `following`: the next ones, as far as they are known, `reach` at most · `told`: what a
-        batch's forwards will look up, where the user has said it."""
+    def __call__(self, batch: Any, run: Run[Any]) -> R:
+        """Computes `batch`, which the loop `run` has handed out, and goes ahead to its next ones, as far as they are
+        known."""
         with on_device(self._step.device):
-            return self._run(batch, following, self._lookups(told))
+            return self._run(batch, run.following(self.reach), self._lookups(run.told))
 
     def give_up(self) -> None:
         """Gives up the batches that were planned for the next calls."""
@@ -72,8 +75,7 @@ class StepAhead(Generic[R]):
         step, turns = self._step, self._turns
         now, coming, then = turns
         with step.locked:
-            calls = now.calls() if now.batch is batch else []
-            next_calls = coming.calls() if calls and following and coming.batch is following[0] else []
+            calls, next_calls = self._known(batch, following)
             known = [*calls, *next_calls]
             # which puts the buffers behind the last call, too
             may_replay = self._may_replay(now, known) and bool(next_calls)
@@ -87,23 +89,44 @@ class StepAhead(Generic[R]):
             if coming.batch is not None:
                 self._turns = [coming, then, now]
             if may_replay and unplanned == [then] and then.plans_later:
-                if now.graph is not None and now.graph.knows(known):
-                    self._unknown = 0
-                    return self._replay(turns, now.graph, known)
-                self._unknown += now.graph is not None
-                if self._unknown > len(self._turns):  # it was no passing state
-                    now.graph = None
-                # while all that a step leaves for the next one is there, which it is to bring in
-                is_whole = self._pending == self._transfers()
-                if now.graph is None and self._left <= 0 and is_whole and not step.accumulates():
+                if self._knows(now, known):
+                    return self._replay(turns, known)
+                if now.graph is None and self._may_capture():
                     return self._capture(turns, known, lookups)
+        return self._eagerly(turns, unplanned, lookups)
+
+    def _known(self, batch: Any, following: Sequence[Any]) -> tuple[list[PlannedCall], list[PlannedCall]]:
+        """What is planned for this batch, and for the next one."""
+        now, coming, _ = self._turns
+        calls = now.calls() if now.batch is batch else []
+        return calls, coming.calls() if calls and following and coming.batch is following[0] else []
+
+    def _knows(self, now: Turn[R], known: list[PlannedCall]) -> bool:
+        """Whether there is a graph that computes what is planned now. One that for long does not is given up."""
+        if now.graph is None:
+            return False
+        if now.graph.knows(known):
+            self._unknown = 0
+            return True
+        self._unknown += 1
+        if self._unknown > len(self._turns):  # it was no passing state
+            now.graph = None
+        return False
+
+    def _may_capture(self) -> bool:
+        """Whether all that a step leaves for the next one is there, which it is to bring in."""
+        return self._left <= 0 and self._pending == self._transfers() and not self._step.accumulates()
+
+    def _eagerly(self, turns: Sequence[Turn[R]], unplanned: Sequence[Turn[R]], lookups: Lookups) -> R:
+        """The step as the function it is, which plans the batches that are `unplanned`."""
+        now, _, then = turns
         if not unplanned:
             self._last = None
-            with step.on_buffers():
+            with self._step.on_buffers():
                 return self._compute(now)
         self._left -= unplanned == [then]  # a step of the form that is captured
         result = self._overlap(now, unplanned, lookups)
-        self._last, self._pending = [cache.last for cache in step.caches], self._transfers()
+        self._last, self._pending = [cache.last for cache in self._step.caches], self._transfers()
         return result
 
     def _transfers(self) -> list[int]:
@@ -125,7 +148,7 @@ class StepAhead(Generic[R]):
                 left.clear()  # what comes behind a batch is planned behind it
         return unplanned
 
-    def _may_replay(self, now: Turn[R], calls: list[DeviceCall]) -> bool:
+    def _may_replay(self, now: Turn[R], calls: list[PlannedCall]) -> bool:
         """Whether nothing was planned since the last step, and nothing is in flight but what it has planned: as far
         back as the graph knows of, if there is one."""
         caches = self._step.caches
@@ -173,11 +196,11 @@ class StepAhead(Generic[R]):
             warnings.warn(
                 "a captured step planned a batch that no forward looked up: its function gives the model other tensors "
                 "than those planned (copies, other shapes, ids computed from them); name the ones it gives with ids_of",
-                stacklevel=6,
+                stacklevel=9,
             )
         return result
 
-    def _capture(self, turns: Sequence[Turn[R]], known: list[DeviceCall], lookups: Lookups) -> R:
+    def _capture(self, turns: Sequence[Turn[R]], known: list[PlannedCall], lookups: Lookups) -> R:
         """Captures the step, and replays it a first time. What the capture has done to the caches' books is what that
         replay does to the caches: no other thread's call comes between. `known`: what is planned for this batch and the
         next one."""
@@ -191,7 +214,12 @@ class StepAhead(Generic[R]):
             with ExitStack() as caches:
                 replays = [caches.enter_context(cache.capturing(_tickets(known, cache))) for cache in step.caches]
                 pools = (turn.graph.graph.pool() for turn in turns if turn.graph is not None)
-                with step.on_buffers(), step.capture(graph, next(pools, None)), _forked(self._executor.stream):
+                with (
+                    step.on_buffers(),
+                    self._capturing(then, lookups),
+                    step.capture(graph, next(pools, None)),
+                    _forked(self._executor.stream),
+                ):
                     self._go_ahead([then], lookups)
                     then.check_planned()
                     result = self._compute(now)
@@ -200,6 +228,7 @@ class StepAhead(Generic[R]):
                 call.has_arrived()
             offsets = [[part.ticket.batch - first[part.group.cache] for part in call.parts] for call in planned]
             step.after_capture()
+            self._captured()
             graph.replay()
             for cache in step.caches:
                 cache.end_capture(ran=True)
@@ -210,7 +239,7 @@ class StepAhead(Generic[R]):
                 call.has_arrived()  # nothing of it has run
             step.after_capture()
             self.give_up()
-            explain(error)
+            self._tell(error)
             raise
         for cache in step.caches:
             cache.replayed(NOTHING_PLANNED)
@@ -229,14 +258,31 @@ class StepAhead(Generic[R]):
         self._last, self._pending = [cache.last for cache in step.caches], self._transfers()
         return result
 
-    def _replay(self, turns: Sequence[Turn[R]], graph: TurnGraph[R], known: list[DeviceCall]) -> R:
+    def _before_replay(self) -> None:
+        """What the host does at a forward and an update, and what it may raise."""
+        self._step.before_replay()
+
+    def _capturing(self, then: Turn[R], lookups: Lookups) -> AbstractContextManager[None]:
+        """A step is captured inside, which plans the batch of `then`."""
+        return nullcontext()
+
+    def _captured(self) -> None:
+        """A step is captured, and about to be replayed."""
+
+    def _tell(self, error: BaseException) -> None:
+        """A capture is given up, of which nothing has happened. Raises what tells why, where that is not `error`."""
+        explain(error)
+
+    def _replay(self, turns: Sequence[Turn[R]], known: list[PlannedCall]) -> R:
         caches, (now, _, then) = self._step.caches, turns
+        graph = now.graph
+        assert graph is not None
         for cache, brings in zip(caches, graph.brings, strict=True):
             if not brings:
                 cache.complete_last()
         for call in known:
             call.arrive()
-        self._step.before_replay()
+        self._before_replay()
         try:
             # on the books before it is launched: what a launch that never came has left pending moves nothing
             first = {cache: cache.replayed(does) for cache, does in zip(caches, graph.replays, strict=True)}
@@ -265,5 +311,5 @@ def _forked(stream: torch.cuda.Stream) -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def _tickets(calls: list[DeviceCall], cache: DeviceCache) -> list[DeviceTicket]:
+def _tickets(calls: list[PlannedCall], cache: DeviceCache) -> list[DeviceTicket]:
     return [part.ticket for call in calls for part in call.parts if part.group.cache is cache]

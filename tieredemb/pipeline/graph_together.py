@@ -1,21 +1,18 @@
 """A captured step of several ranks: all replay their graphs, or all capture them, or all run the function.
 
-What they do they agree on before each step, between hosts, while their GPUs are busy with the step before. The ids of
-the batch are looked at then, on a stream of their own, which waits for the batch and for nothing else.
+What they do they agree on before each step, between hosts, while their GPUs are busy with the step before.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from tieredemb.kernels.collectives import hold
-from tieredemb.kernels.streams import current_stream, on_device, on_stream
-from tieredemb.pipeline.batches import tensors_of
+from tieredemb.kernels.streams import on_device
 from tieredemb.pipeline.captured import StepFunction
+from tieredemb.pipeline.looks import Looks, Receive
 from tieredemb.pipeline.uncapturable import explain
 from tieredemb.step.agreement import Agreement
 
@@ -32,8 +29,7 @@ class StepTogether(Generic[R]):
         self._left = step.eager_steps
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: R | None = None
-        with on_device(step.device):
-            self._checks = torch.cuda.Stream(step.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._looks = Looks(step.device, agreement)
 
     def give_up(self) -> None:
         """Nothing is planned ahead."""
@@ -45,9 +41,8 @@ class StepTogether(Generic[R]):
         if graph is not None:
             graph.reset()
 
-    def run(self, batch: Any, receive: Callable[[], bool]) -> R:
-        """Runs the step on a batch. A collective. `receive`: has the current stream wait for the batch, if it is
-        known when that is on the GPU; returns whether it is."""
+    def run(self, batch: Any, receive: Receive) -> R:
+        """Runs the step on a batch. A collective."""
         step = self._step
         with on_device(step.device):
             with step.locked:
@@ -61,38 +56,30 @@ class StepTogether(Generic[R]):
             with step.on_buffers():
                 return step.beside(lambda: step.heard(self._buffers.batch))
 
-    def _agree(self, batch: Any, receive: Callable[[], bool]) -> int:
+    def _agree(self, batch: Any, receive: Receive) -> int:
         """What all ranks can do with their batches, of which this one's is in the buffers then."""
-        step, mine, given = self._step, 0, []
+        step, mine, looks = self._step, 0, self._looks
         failed: Exception | None = None
         try:
             fresh = self._may_replay()  # which puts the buffers behind the last call, too
             self._buffers.load(batch)
-            given = [lookup.given for lookup in step.lookups(batch)]
             if fresh and not step.accumulates():
                 mine = REPLAYS * (self._graph is not None) | CAPTURES * (self._left <= 0)
             if mine & REPLAYS:  # what it may raise all ranks are to hear of
                 step.before_replay()
+            if mine:
+                looks.begin(batch, step.lookups, receive)
+                mine *= looks.fits(batch)
         except Exception as error:
             failed = error
-        with self._checking(batch, receive):
-            return self._agreement.agree(mine, given, failed)
+        looks.keep(())
+        return self._agreement.agree(mine, failed)
 
     def _may_replay(self) -> bool:
         fresh = True
         for cache in self._step.caches:  # each is to be asked
             fresh &= cache.may_replay()
         return fresh
-
-    @contextlib.contextmanager
-    def _checking(self, batch: Any, receive: Callable[[], bool]) -> Iterator[None]:
-        """The stream on which ids are looked at is current."""
-        current = current_stream(self._step.device.index)
-        with on_stream(self._checks):
-            # whoever has made a batch on the GPU has done so on the current stream, for all that is known
-            if not receive() and any(tensor.is_cuda for _, tensor in tensors_of(batch)):
-                self._checks.wait_stream(current)
-            yield
 
     def _capture(self) -> int:
         """Captures the step on all ranks, or on none: of what fails on one nothing has happened. Returns what all can

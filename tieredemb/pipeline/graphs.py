@@ -45,6 +45,7 @@ class GraphStep(Generic[R]):
         self._alone: StepAlone[R] | None = None
         self._ahead: StepAhead[R] | None = None
         self._together: StepTogether[R] | None = None
+        self._agreement: Agreement | None = None  # where several ranks do the step together
 
     def __call__(self, batch: Any) -> R:
         """Runs the step on `batch`: the first times as the function it is, then by replay. Returns what the function
@@ -65,22 +66,33 @@ class GraphStep(Generic[R]):
                 self._ahead.give_up()
             return step(batch)
         run = running(batch)
-        if self._together is not None:
-            if run is not None:  # what a loop plans ahead would be in flight beside the replay
-                run.leave_planning_to(self._together.give_up, 0)
-            return self._together.run(batch, lambda: run is not None and run.receive(batch))
-        if run is None or not (run.told or step.lookups.forwards):
-            if self._alone is None:
-                from tieredemb.pipeline.graph_alone import StepAlone
+        if run is not None and (run.told or step.lookups.forwards):
+            ahead = self._ahead = self._ahead or self._going_ahead(step)
+            run.leave_planning_to(ahead.give_up, ahead.reach)
+            return ahead(batch, run)
+        if self._agreement is not None:
+            return self._step_together(step, self._agreement).run(batch, _unknown)
+        if self._alone is None:
+            from tieredemb.pipeline.graph_alone import StepAlone
 
-                self._alone = StepAlone(step)
-            return self._alone.run(batch)
-        if self._ahead is None:
+            self._alone = StepAlone(step)
+        return self._alone.run(batch)
+
+    def _going_ahead(self, step: StepFunction[R]) -> StepAhead[R]:
+        if self._agreement is None:
             from tieredemb.pipeline.graph_ahead import StepAhead
 
-            self._ahead = StepAhead(step)
-        run.leave_planning_to(self._ahead.give_up, self._ahead.reach)
-        return self._ahead(batch, run.following(self._ahead.reach), run.told)
+            return StepAhead(step)
+        from tieredemb.pipeline.graph_ahead_together import StepAheadTogether
+
+        return StepAheadTogether(step, self._agreement)
+
+    def _step_together(self, step: StepFunction[R], agreement: Agreement) -> StepTogether[R]:
+        if self._together is None:
+            from tieredemb.pipeline.graph_together import StepTogether
+
+            self._together = StepTogether(step, agreement)
+        return self._together
 
     def _forget(self) -> None:
         """Tables have moved, or train that did not: all is captured anew."""
@@ -129,11 +141,12 @@ class GraphStep(Generic[R]):
         if failed is not None:
             raise failed
         if is_clear:
-            self._step = step
-        if is_clear and agreement is not None:
-            from tieredemb.pipeline.graph_together import StepTogether
+            self._step, self._agreement = step, agreement
 
-            self._together = StepTogether(step, agreement)
+
+def _unknown(batch: Any) -> bool:
+    """When a batch is on the GPU that no loop has handed out."""
+    return False
 
 
 def agreement_of(forwards: Sequence[Forward]) -> Agreement | None:
@@ -199,8 +212,8 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
 
     A step of several ranks is a graph where the `ShardedTieredEmbeddingBagCollection` has `max_ids`: every call is a
     collective, in which all replay it or all run the function, on a batch of more ids than fit, say. Ids are looked at
-    before: a wrong one is refused on all ranks at its own call. It goes ahead of nothing. With
-    `DistributedDataParallel` the first twelve calls are the function, as torch asks for.
+    before, those of three batches ahead where `prefetch` hands them out: a wrong one is refused on all ranks at its own
+    call. With `DistributedDataParallel` the first twelve calls are the function, as torch asks for.
 
     On the CPU, where there is nothing to capture, each call is the function. Raises `UnsupportedError` for what no
     graph can hold: tiers that the host takes part in, `check_ids="always"`, calls in the function that wait for the GPU

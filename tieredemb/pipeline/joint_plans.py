@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tieredemb.errors import TieredEmbError
 from tieredemb.kernels.streams import on_device
@@ -86,7 +86,7 @@ def plan_units(
     units: Sequence[Unit],
     plan_alone: PlanAlone,
     made: list[PlannedUnit],
-    memories: Sequence[CallMemory] = (),
+    memories: Sequence[Any] = (),
     *,
     ahead: bool,
 ) -> None:

@@ -220,13 +220,14 @@ class Run(Generic[B]):
         return self._prefetch.depth > 0 and self._current is not None and self._current.batch is batch
 
     def receive(self, batch: Any) -> bool:
-        """Has the current stream wait for the batch in use, where it is known when all of it is there; returns
-        whether it is."""
-        current = self._current
-        if current is None or current.batch is not batch:
+        """Has the current stream wait for a batch, the one in use or one that is to come, where it is known when all of
+        it is there; returns whether it is."""
+        known = (each for each in (self._current, *self.queue) if each is not None and each.batch is batch)
+        fetched = next(known, None)
+        if fetched is None:
             return False
-        current.receive()
-        return isinstance(current.receive, Arrival) and current.receive.is_all
+        fetched.receive()
+        return isinstance(fetched.receive, Arrival) and fetched.receive.is_all
 
     def following(self, most: int) -> list[B]:
         """The batches that will be handed out next, as far as they are there already, `most` of them at most."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -19,12 +19,34 @@ from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.joint_plans import PlannedUnit, Units, plan_units
 from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.pipeline.plan_executors import StreamExecutor
-from tieredemb.step.call_memory import CallMemory
-from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.planned_forwards import Planned
+
+if TYPE_CHECKING:
+    from tieredemb.step.call import Call
+    from tieredemb.step.device_group_call import DeviceGroupCall
 
 R = TypeVar("R")
 Lookups = Callable[[Any], Sequence[LookupSpec]]
+
+
+class PlannedCall(Protocol):
+    """A forward that was planned ahead, or several as one. `parts`: what each cache has planned of it · `memory`: where
+    that lies, into which the forward of a later batch may be planned."""
+
+    @property
+    def parts(self) -> Sequence[DeviceGroupCall]: ...
+
+    @property
+    def memory(self) -> Any: ...
+
+    def again(self, batches: Sequence[int]) -> PlannedCall:
+        """What a replay has planned to the same memory, as `batches` of the caches of its parts."""
+
+    def arrive(self) -> None:
+        """The current stream waits for what was planned ahead."""
+
+    def has_arrived(self) -> None:
+        """Nothing need wait for it any more."""
 
 
 class PlanState(NamedTuple):
@@ -35,7 +57,7 @@ class PlanState(NamedTuple):
     later: bool | None
 
 
-def states_of(calls: list[DeviceCall]) -> list[PlanState]:
+def states_of(calls: list[PlannedCall]) -> list[PlanState]:
     tickets = [part.ticket for call in calls for part in call.parts]
     return [
         PlanState(ticket.overflow.slotless, None if ticket.later is None else ticket.later.places_later)
@@ -58,8 +80,8 @@ class TurnGraph(Generic[R]):
     brings: list[bool]
     completes: list[list[bool]]
     states: list[PlanState]
-    memories: list[list[CallMemory]]
-    made: tuple[list[DeviceCall], list[PlannedUnit]]
+    memories: list[list[Any]]
+    made: tuple[list[PlannedCall], list[PlannedUnit]]
 
     def fits(self, turns: Sequence[Turn[R]], caches: Sequence[DeviceCache]) -> bool:
         """Whether plans are where it uses and makes them, and there is no more room for rows without a slot than it
@@ -68,7 +90,7 @@ class TurnGraph(Generic[R]):
             return False
         return not any(cache.outgrew(each) for cache, each in zip(caches, self.replays, strict=True))
 
-    def knows(self, calls: list[DeviceCall]) -> bool:
+    def knows(self, calls: list[PlannedCall]) -> bool:
         """Whether the plans that it would use, `calls`, are as those were that it was captured with."""
         states = states_of(calls)
         if len(states) != len(self.states):
@@ -91,16 +113,16 @@ class Turn(Generic[R]):
         self._planned: list[PlannedUnit] = []
         # as they were planned last by launches; replays plan to where these are
         self._launched: list[PlannedUnit] = []
-        self._calls: list[DeviceCall] = []
+        self._calls: list[PlannedCall] = []
         self._units = Units()
 
     @property
-    def memories(self) -> list[CallMemory]:
+    def memories(self) -> list[Any]:
         """Where its forwards are planned."""
         return [call.memory for call in self._calls]
 
     @property
-    def made_last(self) -> tuple[list[DeviceCall], list[PlannedUnit]]:
+    def made_last(self) -> tuple[list[PlannedCall], list[PlannedUnit]]:
         """Its plans, as they were made last by launches."""
         return self._calls, self._launched
 
@@ -156,15 +178,15 @@ class Turn(Generic[R]):
         for _, each in self._planned:
             each.result()
 
-    def calls(self) -> list[DeviceCall]:
+    def calls(self) -> list[PlannedCall]:
         """The planned forwards; none if they are not all there."""
         if not all(among.is_whole(each) for among, each in self._planned):
             return []
-        return [cast("DeviceCall", each.result()) for _, each in self._planned]
+        return [cast("PlannedCall", each.result()) for _, each in self._planned]
 
-    def made(self) -> list[DeviceCall]:
+    def made(self) -> list[PlannedCall]:
         """Those forwards that could be planned."""
-        return [cast("DeviceCall", each.result()) for _, each in self._planned if each.left and not each.failed]
+        return [cast("PlannedCall", each.result()) for _, each in self._planned if each.left and not each.failed]
 
     def planned_again(self, graph: TurnGraph[R], first: dict[DeviceCache, int]) -> list[DeviceTicket]:
         """A replay is about to plan them, as batches behind the `first` of each cache. Returns those that it leaves
@@ -174,7 +196,7 @@ class Turn(Generic[R]):
         for call, (among, each), ahead, ends in zip(calls, launched, graph.offsets, graph.completes, strict=True):
             batches = [first[part.group.cache] + number for part, number in zip(call.parts, ahead, strict=True)]
             again = call.again(batches)
-            planned = each.again(again)
+            planned = each.again(cast("Call", again))
             among.add(planned)
             self._planned.append((among, planned))
             complete += [part.ticket for part, is_over in zip(again.parts, ends, strict=True) if is_over]
@@ -186,6 +208,12 @@ class Turn(Generic[R]):
         for among, each in planned:
             among.drop(each)
 
+    def unplan(self) -> None:
+        """Gives up the plans as `drop` does, and keeps the batch."""
+        batch = self.batch
+        self.drop()
+        self.batch = batch
+
     def drop(self) -> int:
         """Gives up the plans that no forward has taken, and forgets the batch; returns how many there were. The current
         stream waits for them, as it may be about to overwrite what they read."""
@@ -193,7 +221,7 @@ class Turn(Generic[R]):
         dropped = [each for among, each in planned if among.holds(each) and not each.failed]
         try:
             for each in dropped:
-                cast("DeviceCall", each.result()).arrive()
+                cast("PlannedCall", each.result()).arrive()
         finally:
             for among, each in planned:
                 among.drop(each)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +16,6 @@ from tieredemb.step.batch import Batch, Given
 from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.tables.checkpoint import load, save
-
-if TYPE_CHECKING:
-    from tieredemb.step.call_memory import CallMemory
 
 
 class Alone(Ranks):
@@ -48,7 +45,7 @@ class Alone(Ranks):
         *,
         trains: bool,
         ages: bool,
-        memory: CallMemory | None,
+        memory: Any,
     ) -> Planned:
         engine, context = self._all.engine, self._all.context
         return engine.plan_ahead(executor, given, make_batch, context, trains=trains, ages=ages, memory=memory)

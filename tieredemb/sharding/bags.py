@@ -100,8 +100,9 @@ class CountingFinder(Protocol):
 
     def __call__(self, batch: Batch) -> Sequence[Bags]: ...
 
-    def count(self, batch: Batch) -> int:
-        """The most ids that a rank is asked for in one part. Raises as the call. Waits for the current stream."""
+    def count(self, batch: Batch) -> Callable[[], int]:
+        """Begins to find out, and returns what tells: the most ids that a rank is asked for in one part. That waits for
+        what is launched on the current stream now, and raises as the call."""
 
     def unchecked(self, batch: Batch) -> Sequence[Bags]:
         """The bags of a batch that was found to be good, whose `counts` the host need not know. Does not

@@ -23,6 +23,25 @@ from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
 
 
+class Counted:
+    """See `Looked`. `counts`: tell of each lookup the most ids that a rank is asked for · `error`: what has been found
+    to be wrong already."""
+
+    def __init__(self, context: ShardedContext, counts: Sequence[Callable[[], int]], error: Exception | None) -> None:
+        self._context, self._counts, self._error = context, counts, error
+        self._most: int | None = None
+
+    def fits(self) -> bool:
+        if self._error is None and self._most is None:
+            try:
+                self._most = max((count() for count in self._counts), default=0)
+            except Exception as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._context.fits(self._most or 0)
+
+
 class Captures(Agreement):
     """That of a collection. `make_batch`: makes a checked batch of what a forward is given."""
 
@@ -45,20 +64,22 @@ class Captures(Agreement):
                 "group hosts do: make it by init_process_group('cpu:gloo,cuda:nccl'), or call the function itself"
             )
 
-    def agree(self, mine: int, given: Sequence[Given] = (), error: Exception | None = None) -> int:
-        context, failed = self._context, error
+    def look_at(self, given: Sequence[Given]) -> Counted:
+        counts, error = list[Callable[[], int]](), None
         try:
-            if failed is None and mine and not context.fits(max(map(self._count, given), default=0)):
-                mine = 0
+            counts += map(self._count, given)
         except Exception as raised:
-            failed = raised
-        flags: list[int] = context.announce(Phase.STEP, flag=mine, error=failed).flags.tolist()
-        return functools.reduce(operator.and_, flags)
+            error = raised
+        return Counted(self._context, counts, error)
 
-    def _count(self, given: Given) -> int:
+    def _count(self, given: Given) -> Callable[[], int]:
         device = self._context.device
         moved = [part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part for part in given]
         return self._finder.count(self._make_batch(*moved))
+
+    def agree(self, mine: int, error: Exception | None = None) -> int:
+        flags: list[int] = self._context.announce(Phase.STEP, flag=mine, error=error).flags.tolist()
+        return functools.reduce(operator.and_, flags)
 
     @contextlib.contextmanager
     def capturing(self, given: Sequence[Given]) -> Iterator[None]:

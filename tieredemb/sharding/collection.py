@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from tieredemb.step.agreement import Agreement
-    from tieredemb.step.call_memory import CallMemory
 
 
 MOST_ENTRIES = 1 << 27  # of a part: a GPU takes 2²⁸ ids of both kinds of tables
@@ -248,7 +247,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         *inputs: torch.Tensor | Places,
         trains: bool = True,
         ages: bool = True,
-        memory: CallMemory | None = None,
+        memory: Any = None,
     ) -> Planned:
         """See `LookupModule`. A collective, which the thread of the loop takes part in."""
         trains = trains and not self._frozen

@@ -6,9 +6,11 @@ batch, and learns in the same copy whether an id or an offset is wrong.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from tieredemb.kernels.arguments import struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.row_format import RowFormat
-from tieredemb.kernels.streams import on_device
+from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import feature_name
 from tieredemb.lookup.device_bags import (
     MAX_BAGS,
@@ -262,6 +264,19 @@ class GpuBags:
         held += (self._weights, self._argmax, self._rows)
         return [each for each in held if isinstance(each, torch.Tensor)]
 
+    def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """See `Lasting`; behind `pad`."""
+        bags = self._bags
+        its: dict[str, Any] = {name: put(its) for name, its in vars(bags).items() if isinstance(its, torch.Tensor)}
+        self._bags, self._order = replace(bags, **its), put(self._order)
+        self.asked = self._rows_asked = self._counted = self._order[:0]  # they are sent
+
+    def again(self) -> GpuBags:
+        """See `Lasting`."""
+        bags = copy.copy(self)
+        bags._weights = bags._argmax = bags._rows = None
+        return bags
+
 
 class GpuWholeBags(GpuBags):
     """See `Bags`: of tables that one rank holds each. Padding stays here: a bag is as long as it has ids to look up."""
@@ -323,6 +338,10 @@ class GpuWholeBags(GpuBags):
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), self._lengths]
 
+    def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().lie(put)
+        self._lengths = self.asked  # they are sent, too
+
 
 class GpuFinder:
     """Finds the bags of all `parts`, on the device of `config`. See `CountingFinder`."""
@@ -345,16 +364,27 @@ class GpuFinder:
                 "graph cannot hold: let graph_step capture the step, of a collection that has max_ids="
             )
         found, words = self._launch(batch, GpuPart.find)
-        for bags, counts in zip(found, self._told(words), strict=True):
+        for bags, counts in zip(found, self._counts_in(words[words_of("Fault") :].cpu()), strict=True):
             bags.told(counts)
         return found
 
     def unchecked(self, batch: Batch) -> Sequence[GpuBags]:
         return self._launch(batch, functools.partial(GpuPart.find, finds_firsts=False))[0]
 
-    def count(self, batch: Batch) -> int:
-        parts = zip(self._parts, self._told(self._launch(batch, GpuPart.count)[1]), strict=True)
-        return max(int(counts[:, : len(part.owner)].sum(1).max()) for part, counts in parts)
+    def count(self, batch: Batch) -> Callable[[], int]:
+        words = self._launch(batch, GpuPart.count)[1][words_of("Fault") :]
+        came = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with on_device(self._device):
+            came.copy_(words, non_blocking=True)
+            done.record(current_stream())
+
+        def most() -> int:
+            done.synchronize()
+            parts = zip(self._parts, self._counts_in(came), strict=True)
+            return max(int(counts[:, : len(part.owner)].sum(1).max()) for part, counts in parts)
+
+        return most
 
     def _launch(self, batch: Batch, launch: Callable[..., T]) -> tuple[list[T], torch.Tensor]:
         """What `launch` does of each part, and the words that it writes: a fault, its report, and counts."""
@@ -371,9 +401,10 @@ class GpuFinder:
             of_parts = zip(self._parts, self._split(words[fault + report :]), strict=True)
             return [launch(part, batch, given, counts) for part, counts in of_parts], words
 
-    def _told(self, words: torch.Tensor) -> list[torch.Tensor]:
-        """The counts, of each part, int64 (W, columns) on the CPU. Raises what is wrong. Waits."""
-        told, report = words[words_of("Fault") :].cpu(), words_of("Report")
+    def _counts_in(self, told: torch.Tensor) -> list[torch.Tensor]:
+        """The counts, of each part, int64 (W, columns), of the words behind the fault, on the CPU. Raises what these
+        say is wrong."""
+        report = words_of("Report")
         error = fault_in(told[:report].tolist(), self._names, self._rows)
         if error is not None:
             raise error

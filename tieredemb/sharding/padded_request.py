@@ -8,9 +8,10 @@ the tables' own host computes, there is room for no more ids than came.
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -242,6 +243,21 @@ class PaddedRequest:
         if bags and not rows:
             rows.append(torch.zeros((1, bags[0].shape[1]), dtype=bags[0].dtype, device=bags[0].device))
         return rows[0] if not bags else torch.cat([*bags, *rows])
+
+    def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """See `Lasting`; behind `take`, on a GPU."""
+        self._joined, self._entry, self._ends = put(self._joined), [put(each) for each in self._entry], put(self._ends)
+        ids, stack = put(self.batch.ids), self.batch.stack
+        if stack is not None:
+            runs = [run._replace(edges=put(run.edges)) for run in stack.runs]
+            stack = replace(stack, runs=runs, row=put(stack.row), picked=put(stack.picked))
+        self.batch = self.batch._replace(ids=ids, offsets=self._ends, given=(ids, self._ends), stack=stack)
+
+    def again(self) -> PaddedRequest:
+        """See `Lasting`."""
+        request = copy.copy(self)
+        request._weights = None
+        return request
 
     def tensors(self) -> list[torch.Tensor]:
         """All that lie on the device."""

@@ -16,7 +16,6 @@ from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwar
 
 if TYPE_CHECKING:
     from tieredemb.step.agreement import Agreement
-    from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.engine import Engine
 
 
@@ -52,7 +51,7 @@ class Ranks(abc.ABC):
         *,
         trains: bool,
         ages: bool,
-        memory: CallMemory | None,
+        memory: Any,
     ) -> Planned:
         """Plans the forward of `given` before it comes, by `executor`; `make_batch` checks it and makes its batch."""
 

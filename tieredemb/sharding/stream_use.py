@@ -26,6 +26,16 @@ class StreamUse:
             self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._made.record(current_stream(self._index))
 
+    def arrive(self) -> None:
+        """The current stream waits for that, and with it all that comes."""
+        if self._index is not None and self._made is not None:
+            self._made.wait(current_stream(self._index))
+        self.has_arrived()
+
+    def has_arrived(self) -> None:
+        """Nothing need wait for that any more."""
+        self._made = None
+
     def follow(self, tensors: Iterable[torch.Tensor], given: Iterable[torch.Tensor] = ()) -> None:
         """The current stream uses the `tensors` from now on, some of which may have been made on the stream before, and
         what it is `given` by others. Does not synchronise."""

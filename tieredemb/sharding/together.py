@@ -17,6 +17,7 @@ from tieredemb.sharding.checkpoint import ShardedRows
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase
 from tieredemb.sharding.following import Following
+from tieredemb.sharding.lasting_call import LastingCall, LastingMemory
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held
 from tieredemb.sharding.states import RowStates
@@ -28,7 +29,6 @@ from tieredemb.tables.config import TableSetConfig
 
 if TYPE_CHECKING:
     from tieredemb.step.agreement import Agreement
-    from tieredemb.step.call_memory import CallMemory
 
 
 class Together(Ranks):
@@ -62,34 +62,57 @@ class Together(Ranks):
         *,
         trains: bool,
         ages: bool,
-        memory: CallMemory | None,
+        memory: Any,
     ) -> Planned:
         """See `Ranks`: exchanges the ids, and has the rows that this rank owns fetched. What one rank raises the
         forward raises on all of them."""
-        del memory  # of captured steps
         made: Made[Any]
         try:
-            made = Made(self._planned_call(executor, given, make_batch, trains=trains, ages=ages))
+            made = Made(self._planned_call(executor, given, make_batch, trains=trains, ages=ages, memory=memory))
         except PeerError:
             raise
-        except TieredEmbError as error:
+        except (TieredEmbError, torch.OutOfMemoryError) as error:
             made = Made(None, error)
         planned = Planned(self.held[0].engine.tables, given, made)
         self._planned.add(planned)
         return planned
 
     def _planned_call(
-        self, executor: PlanExecutor, given: Given, make_batch: Callable[..., Batch], *, trains: bool, ages: bool
+        self,
+        executor: PlanExecutor,
+        given: Given,
+        make_batch: Callable[..., Batch],
+        *,
+        trains: bool,
+        ages: bool,
+        memory: LastingMemory | None,
     ) -> ShardedCall:
         try:
             executor.wait_for_inputs()
-            batch = make_batch(*given)
+            batch = self._as_long(make_batch(*given))
         except Exception as error:
             self._context.announce(Phase.PLAN, error=error)
             raise
-        call = ShardedCall(self._context, batch, ahead=True)
-        call.plan_ahead(executor, trains=trains, ages=ages)
+        call: ShardedCall
+        if self._on_buffers:
+            call = LastingCall(self._context, batch, memory)
+        else:
+            call = ShardedCall(self._context, batch, ahead=True)
+        try:
+            call.plan_ahead(executor, trains=trains, ages=ages)
+        except BaseException:
+            call.release()
+            raise
         return call
+
+    @property
+    def _on_buffers(self) -> bool:
+        """Whether a captured step looks up what it has copied to buffers of its own, on a GPU."""
+        return self.held[0].engine.may_exceed_bags
+
+    def _as_long(self, batch: Batch) -> Batch:
+        """A batch that may be followed by what is left of longer ones, where it is one of a captured step."""
+        return batch._replace(exact=False) if batch.exact and self._on_buffers else batch
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -103,9 +126,7 @@ class Together(Ranks):
 
     def look_up(self, batch: Batch, hook: torch.Tensor, *, recomputed: bool) -> torch.Tensor:
         self._reached = True
-        context = self._context
-        if batch.exact and self.held[0].engine.may_exceed_bags:
-            batch = batch._replace(exact=False)
+        context, batch = self._context, self._as_long(batch)
         within = context.backward_pass.touch() if recomputed else None
         trains, weights = hook.requires_grad and torch.is_grad_enabled(), batch.weights
         flag = forward_flag(weights)

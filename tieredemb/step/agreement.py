@@ -6,6 +6,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Sequence
+from typing import Protocol
 
 from tieredemb.step.batch import Given
 
@@ -15,18 +16,29 @@ UNKNOWN_IDS = (
 )
 
 
+class Looked(Protocol):
+    """Lookups that are to come on one rank, whose ids are being looked at."""
+
+    def fits(self) -> bool:
+        """Whether a graph takes as many ids. Waits until that is known. Raises what is wrong with them."""
+
+
 class Agreement(abc.ABC):
-    """That of the ranks of one module. Every call but `check` is a collective, in which hosts wait for each other."""
+    """That of the ranks of one module. Every call but `check` and `look_at` is a collective, in which hosts wait for
+    each other."""
 
     @abc.abstractmethod
     def check(self) -> None:
         """Raises `UnsupportedError` where no graph can hold what the ranks exchange."""
 
     @abc.abstractmethod
-    def agree(self, mine: int, given: Sequence[Given] = (), error: Exception | None = None) -> int:
-        """The bits that all ranks have set in `mine`; none where the lookups that are to come on one of them, `given`,
-        are of more ids than a graph takes. Raises on all ranks what one has met: its `error`, or a wrong id. Ids on a
-        GPU are found there, on the current stream, for which the host waits."""
+    def look_at(self, given: Sequence[Given]) -> Looked:
+        """Begins to look at the ids of lookups that are to come, `given`: on a GPU on the current stream, for which
+        the host does not wait."""
+
+    @abc.abstractmethod
+    def agree(self, mine: int, error: Exception | None = None) -> int:
+        """The bits that all ranks have set in `mine`. Raises on all ranks the `error` that one has met."""
 
     @abc.abstractmethod
     def capturing(self, given: Sequence[Given]) -> contextlib.AbstractContextManager[None]:

@@ -1,0 +1,139 @@
+"""A captured step of several ranks that goes ahead: while it computes a batch, the rows of the next one come, and the
+ids of the one after that go to the ranks that own their rows, which plan them.
+
+Each rank tells the others before every step what it has planned, and what it could do; all do what all can. The ids of
+one batch more are looked at meanwhile: what is to be exchanged inside a graph is known to fit before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tieredemb.errors import UnsupportedError
+from tieredemb.kernels.collectives import hold
+from tieredemb.kernels.streams import on_device
+from tieredemb.pipeline.captured import StepFunction
+from tieredemb.pipeline.graph_ahead import TURNS, StepAhead
+from tieredemb.pipeline.looks import Looks
+from tieredemb.pipeline.turns import Lookups, PlannedCall, Turn
+from tieredemb.step.agreement import Agreement
+
+if TYPE_CHECKING:
+    from tieredemb.pipeline.prefetch import Run
+
+R = TypeVar("R")
+# what a rank has planned, of which batches it has the ids, and what it could do: beside the bits of `graph_together`,
+# as one rank may go ahead and another not
+NOW, NEXT, COMING, THEN, REPLAYS, CAPTURES = (1 << bit for bit in range(2, 8))
+
+
+class StepAheadTogether(StepAhead[R]):
+    """The step of this rank. Every call is a collective."""
+
+    reach = 3  # the third batch is looked at while the second one is planned
+
+    def __init__(self, step: StepFunction[R], agreement: Agreement) -> None:
+        super().__init__(step)
+        self._agreement = agreement
+        self._looks = Looks(step.device, agreement)
+
+    def free(self) -> None:
+        """Gives the graphs up, before the process group whose collectives they hold; the step is captured anew if it is
+        called again."""
+        for turn in self._turns:
+            graph, turn.graph = turn.graph, None
+            if graph is not None:
+                graph.graph.reset()
+
+    def __call__(self, batch: Any, run: Run[Any]) -> R:
+        with on_device(self._step.device):
+            following, lookups, looks = run.following(self.reach), self._lookups(run.told), self._looks
+            looks.keep([batch, *following])
+            for each in (batch, *following[:-1]):
+                looks.begin(each, lookups, run.receive)
+            result = self._run(batch, following, lookups)
+            for each in following[-1:]:
+                looks.begin(each, lookups, run.receive)
+            return result
+
+    def _run(self, batch: Any, following: Sequence[Any], lookups: Lookups) -> R:
+        turns, mine = self._turns, 0
+        calls, next_calls = list[PlannedCall](), list[PlannedCall]()
+        failed: Exception | None = None
+        with self._step.locked:
+            try:
+                calls, next_calls = self._known(batch, following)
+                mine = self._prepare(batch, following, calls, next_calls)
+            except Exception as error:
+                failed = error
+            way = self._agreement.agree(mine, failed)
+            unplanned = self._unplanned(way, lookups)
+            if way & COMING:
+                now, coming, then = turns
+                self._turns = [coming, then, now]
+            if way & REPLAYS:
+                return self._replay(turns, [*calls, *next_calls])
+            if way & CAPTURES:
+                return self._capture(turns, [*calls, *next_calls], lookups)
+        return self._eagerly(turns, unplanned, lookups)
+
+    def _prepare(
+        self, batch: Any, following: Sequence[Any], calls: list[PlannedCall], next_calls: list[PlannedCall]
+    ) -> int:
+        """What this rank has, and could do. Its batches are in their buffers then, as far as they fit. Raises what is
+        wrong with the one that is to be computed."""
+        (now, coming, then), looks, known = self._turns, self._looks, [*calls, *next_calls]
+        # which puts the buffers behind the last call, too
+        may_replay = self._may_replay(now, known) and bool(next_calls)
+        fits = looks.fits(batch)
+        if not calls:
+            self.give_up()
+            now.load(batch)
+        unplanned = self._load([*takewhile(looks.goes_ahead, following[: TURNS - 1])] if fits else [])
+        mine = NOW * bool(calls) | NEXT * bool(next_calls)
+        mine |= COMING * (coming.batch is not None) | THEN * (then.batch is not None)
+        if may_replay and unplanned == [then] and then.plans_later:
+            knows = self._knows(now, known)
+            if knows:  # what it may raise all ranks are to hear of
+                self._step.before_replay()
+            mine |= REPLAYS * knows | CAPTURES * ((knows or now.graph is None) and self._may_capture())
+        return mine
+
+    def _unplanned(self, way: int, lookups: Lookups) -> list[Turn[R]]:
+        """The turns whose batches are to be planned, once all have given up what not all have planned."""
+        now, coming, then = self._turns
+        if not way & COMING:
+            coming.drop()
+            then.drop()
+        if not way & NOW:
+            now.unplan()
+            self._left, self._last = self._step.eager_steps, None
+            if way & COMING:
+                with self._step.on_buffers():
+                    now.plan(self._executor, self._step, lookups)
+        if way & NOW and way & NEXT:
+            return [then] if way & THEN else []
+        coming.unplan()
+        return [turn for turn, has in ((coming, COMING), (then, THEN)) if way & has]
+
+    def _before_replay(self) -> None:
+        """It is done."""
+
+    def _capturing(self, then: Turn[R], lookups: Lookups) -> AbstractContextManager[None]:
+        hold(self)
+        return self._agreement.capturing([lookup.given for lookup in then.wanted(self._step, lookups)])
+
+    def _captured(self) -> None:
+        self._agreement.agree(CAPTURES)  # raises where another has failed
+
+    def _tell(self, error: BaseException) -> None:
+        try:
+            super()._tell(error)
+        except UnsupportedError as told:
+            self._agreement.not_captured(told)
+            raise
+        if isinstance(error, Exception):
+            self._agreement.not_captured(error)

@@ -1,0 +1,132 @@
+"""A forward of ranks that a captured step goes ahead of: what is known of it lies where that of the forward before did.
+
+A replay that computes a batch finds what an earlier one has exchanged and planned of it at one place, whichever of the
+graphs that was.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+import torch
+
+from tieredemb.sharding.call import ShardedCall
+from tieredemb.sharding.context import ShardedContext
+from tieredemb.step.batch import Batch
+from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned
+
+if TYPE_CHECKING:
+    from tieredemb.cache.device.cache import DeviceCache
+    from tieredemb.step.call_memory import CallMemory
+    from tieredemb.step.device_call import DeviceCall
+    from tieredemb.step.device_group_call import DeviceGroupCall
+
+L = TypeVar("L", bound="Lasting")
+
+
+class Lasting(Protocol):
+    """What such a call knows, in tensors: of its bags, and of what it asks each shard."""
+
+    def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Holds what `put` returns of each tensor that the plan, the forward and its update need, and no others."""
+
+    def again(self: L) -> L:
+        """That of another forward, which a replay has found out to where this one lies."""
+
+
+class LastingMemory:
+    """Where what is known of a forward lies: `tensors` like those `found`. `plans`: where each shard's plan does, once
+    there are any."""
+
+    def __init__(self, found: Sequence[torch.Tensor]) -> None:
+        self.tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in found]
+        self.plans: list[CallMemory] = []
+
+    def fits(self, found: Sequence[torch.Tensor]) -> bool:
+        """Whether these have the form of those."""
+        return [(each.shape, each.dtype) for each in found] == [(each.shape, each.dtype) for each in self.tensors]
+
+    def fill(self, found: Sequence[torch.Tensor]) -> None:
+        """Copies them there, in one launch of each dtype. Does not synchronise."""
+        for dtype in dict.fromkeys(tensor.dtype for tensor in found):
+            pairs = [pair for pair in zip(self.tensors, found, strict=True) if pair[0].dtype is dtype]
+            with torch.no_grad():
+                torch._foreach_copy_([into for into, _ in pairs], [tensor for _, tensor in pairs])
+
+
+class LastingCall(ShardedCall):
+    """Such a forward, planned into the `memory` of one that is over, or into a new one. All ranks know that it fits
+    exchanges of one size."""
+
+    def __init__(self, context: ShardedContext, batch: Batch, memory: LastingMemory | None = None) -> None:
+        """Exchanges ids, as a `ShardedCall` that goes ahead."""
+        super().__init__(context, batch, ahead=True)
+        found = list[torch.Tensor]()
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            found.append(tensor)
+            return tensor
+
+        for each in self._known:
+            each.lie(note)
+        if memory is None or not memory.fits(found):
+            cache = cast("DeviceCache", context.shards[0].engine.tables.groups[0].cache)
+            with cache.memory():
+                memory = LastingMemory(found)
+        memory.fill(found)
+        its = iter(memory.tensors)
+        for each in self._known:
+            each.lie(lambda _: next(its))
+        self.memory = memory
+        self._use.made()
+        self._plans: list[DeviceCall] = []
+
+    @property
+    def _known(self) -> list[Lasting]:
+        return [*cast("Sequence[Lasting]", self._bags), *cast("Sequence[Lasting]", self._requests)]
+
+    def plan_ahead(self, executor: PlanExecutor, *, trains: bool, ages: bool) -> None:
+        """See `ShardedCall`; raises what planning does."""
+        plans: Sequence[CallMemory | None] = self.memory.plans or [None] * len(self._requests)
+        for shard, request, memory in zip(self.context.shards, self._requests, plans, strict=True):
+            planned = shard.plan_ahead(executor, request, trains=trains, ages=ages, memory=memory)
+            self._planned.append((shard.engine.planned, planned))
+            self._plans.append(cast("DeviceCall", planned.result()))
+        made = [plan.memory for plan in self._plans]
+        if made != self.memory.plans:  # a graph that knows of others is to notice
+            self.memory = copy.copy(self.memory)
+            self.memory.plans = made
+
+    @property
+    def parts(self) -> list[DeviceGroupCall]:
+        """What each cache has planned of it."""
+        return [part for plan in self._plans for part in plan.parts]
+
+    def again(self, batches: Sequence[int]) -> LastingCall:
+        """The call that a replay has planned to where this one was, as `batches` of the caches of its parts."""
+        call, its = copy.copy(self), iter(batches)
+        call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
+        call._bags = cast("Any", [each.again() for each in cast("Sequence[Lasting]", self._bags)])
+        call._requests = cast("Any", [each.again() for each in cast("Sequence[Lasting]", self._requests)])
+        call._planned, call._plans, call._calls, call._rows = [], [], [], []
+        for shard, request, plan in zip(self.context.shards, call._requests, self._plans, strict=True):
+            again = plan.again([next(its) for _ in plan.parts])
+            planned = Planned(shard.engine.tables, request.batch.given, Made(again))
+            shard.engine.planned.add(planned)
+            call._plans.append(again)
+            call._planned.append((shard.engine.planned, planned))
+        return call
+
+    def arrive(self) -> None:
+        """The current stream waits for what was exchanged and planned ahead."""
+        self._use.arrive()
+        for plan in self._plans:
+            plan.arrive()
+
+    def has_arrived(self) -> None:
+        """Nothing need wait for it any more."""
+        self._use.has_arrived()
+        for plan in self._plans:
+            plan.has_arrived()
