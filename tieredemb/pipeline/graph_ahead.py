@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
+from tieredemb.cache.base import Cache
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.device.ledger import NOTHING_PLANNED
 from tieredemb.cache.device.ticket import DeviceTicket
@@ -174,19 +175,30 @@ class StepAhead(Generic[R]):
         """Brings the rows in of what was planned last, and plans the next batches beside that."""
         executor, plans = self._executor, self._plans
         wanted = [turn.wanted(self._step, lookups) for turn in unplanned]
-        with executor.together([lookup for each in wanted for lookup in each]) as given:
-            caches = [cache for cache in given if isinstance(cache, DeviceCache)]
+        with executor.together([lookup for each in wanted for lookup in each]) as given, forked(plans):
+            caches = self._bring(given)
+            with on_stream(plans):
+                for turn, each in zip(unplanned, wanted, strict=True):
+                    turn.plan_later(executor, each, caches)
+
+    def _bring(self, given: Collection[Cache]) -> list[DeviceCache]:
+        """Begins to bring in what the last plan has missed, on the stream that is current; what has to come before the
+        next plan comes on the one for plans. Returns the caches."""
+        caches, plans = [cache for cache in given if isinstance(cache, DeviceCache)], self._plans
+        for cache in caches:
+            cache.place_last()
+        plans.wait_stream(torch.cuda.current_stream())
+        with on_stream(plans):
             for cache in caches:
-                cache.place_last()
-            with _forked(plans):
-                with on_stream(plans):
-                    for cache in caches:
-                        cache.publish_last()
-                for cache in caches:
-                    cache.complete_last()
-                with on_stream(plans):
-                    for turn, each in zip(unplanned, wanted, strict=True):
-                        turn.plan_later(executor, each, caches)
+                cache.publish_last()
+        for cache in caches:
+            cache.complete_last()
+        return caches
+
+    def _go_ahead_and_compute(self, now: Turn[R], then: Turn[R], lookups: Lookups) -> R:
+        """The captured step, of which one branch brings rows in, one plans, and one computes."""
+        self._go_ahead([then], lookups)
+        return self._compute(now)
 
     def _compute(self, now: Turn[R]) -> R:
         """The function of the batch; its forwards find their plans."""
@@ -218,11 +230,10 @@ class StepAhead(Generic[R]):
                     step.on_buffers(),
                     self._capturing(then, lookups),
                     step.capture(graph, next(pools, None)),
-                    _forked(self._executor.stream),
+                    forked(self._executor.stream),
                 ):
-                    self._go_ahead([then], lookups)
+                    result = self._go_ahead_and_compute(now, then, lookups)
                     then.check_planned()
-                    result = self._compute(now)
             planned = then.calls()
             for call in (*planned, *known):
                 call.has_arrived()
@@ -299,7 +310,7 @@ class StepAhead(Generic[R]):
 
 
 @contextmanager
-def _forked(stream: torch.cuda.Stream) -> Iterator[None]:
+def forked(stream: torch.cuda.Stream) -> Iterator[None]:
     """`stream` forks off the current one, and joins it at the end."""
     stream.wait_stream(torch.cuda.current_stream())
     try:

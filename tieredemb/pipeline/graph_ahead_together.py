@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.collectives import hold
-from tieredemb.kernels.streams import on_device
+from tieredemb.kernels.streams import on_device, on_stream
 from tieredemb.pipeline.captured import StepFunction
-from tieredemb.pipeline.graph_ahead import TURNS, StepAhead
+from tieredemb.pipeline.graph_ahead import TURNS, StepAhead, forked
 from tieredemb.pipeline.looks import Looks
 from tieredemb.pipeline.turns import Lookups, PlannedCall, Turn
 from tieredemb.step.agreement import Agreement
@@ -118,6 +118,29 @@ class StepAheadTogether(StepAhead[R]):
             return [then] if way & THEN else []
         coming.unplan()
         return [turn for turn, has in ((coming, COMING), (then, THEN)) if way & has]
+
+    def _go_ahead_and_compute(self, now: Turn[R], then: Turn[R], lookups: Lookups) -> R:
+        """As of one process, but that the ids of the batch which is planned go to other ranks behind the rows of the
+        one that is computed, and so do not keep these waiting."""
+        executor, plans, wanted = self._executor, self._plans, then.wanted(self._step, lookups)
+        is_planned = False
+
+        def plan() -> None:
+            nonlocal is_planned
+            is_planned = True
+            with executor.together(wanted):
+                with on_stream(plans):
+                    then.plan_later(executor, wanted, caches)
+                executor.stream.wait_stream(plans)
+
+        with forked(plans):
+            with executor.together(wanted) as given:
+                caches = self._bring(given)
+            with self._agreement.behind_rows(plan):
+                result = self._compute(now)
+            if not is_planned:
+                plan()
+        return result
 
     def _before_replay(self) -> None:
         """It is done."""

@@ -110,7 +110,8 @@ class ShardedCall:
             *its, samples = torch.split(header.counts, [*columns, 1], 1)  # type: ignore[no-untyped-call]
             requests: list[Request | PaddedRequest]
             if context.max_ids is not None and bool((header.flags & FITS).all()):
-                requests = [shard.padded.of(samples[:, 0].tolist()) for shard in context.shards]
+                sizes, by_entry = samples[:, 0].tolist(), context.on_buffers
+                requests = [shard.padded.of(sizes, by_entry=by_entry) for shard in context.shards]
                 for bags in self._bags:
                     bags.pad(context.max_ids)
             else:
@@ -171,6 +172,8 @@ class ShardedCall:
             came = exchange.send(each)
             if self._asks[exchange.rank]:
                 bags.keep(came)
+        if context.captures is not None:
+            context.captures.rows_sent()
 
     def _weights(self, weights: torch.Tensor | None) -> list[torch.Tensor | None]:
         """Of each part the weights of the ids that are asked of this rank, where it pools them."""

@@ -49,6 +49,7 @@ class Captures(Agreement):
         self._context, self._finder, self._make_batch = context, finder, make_batch
         self._known: set[object] = set()  # what is looked up in the step that is being captured
         self._told = 0
+        self._behind_rows: Callable[[], object] | None = None
 
     def check(self) -> None:
         exchange = self._context.exchange
@@ -90,10 +91,24 @@ class Captures(Agreement):
         finally:
             self._known = set()
 
+    @contextlib.contextmanager
+    def behind_rows(self, exchanges: Callable[[], object]) -> Iterator[None]:
+        self._behind_rows = exchanges
+        try:
+            yield
+        finally:
+            self._behind_rows = None
+
     def not_captured(self, error: Exception) -> None:
         exchange = self._context.exchange
         if exchange.size > 1 and exchange.failures == self._told:  # else all ranks know of it
             self._context.announce(Phase.STEP, error=error)
+
+    def rows_sent(self) -> None:
+        """A lookup has sent its rows."""
+        exchanges, self._behind_rows = self._behind_rows, None
+        if exchanges is not None:
+            exchanges()
 
     # --- what a forward inside asks ---------------------------------------------------------------------------------
 

@@ -64,6 +64,11 @@ class ShardedContext:
         return False
 
     @property
+    def on_buffers(self) -> bool:
+        """Whether this thread runs a captured step, or one on the way to it, whose batches are copied to buffers."""
+        return self.shards[0].engine.may_exceed_bags
+
+    @property
     def is_scaled(self) -> bool:
         """Whether infinite gradients keep the tables from an update: all ranks have to know."""
         return self.optimizer is not None and self.optimizer.is_scaled

@@ -64,9 +64,11 @@ class PaddedRequests:
         held = [f for f, is_held in enumerate(self.is_held) if is_held]
         self.held_features = torch.tensor(held, dtype=torch.int64, device=device)
 
-    def of(self, samples: Sequence[int]) -> PaddedRequest:
-        """That of a batch in which the ranks have so many `samples`."""
-        return PaddedRequest(self, samples)
+    def of(self, samples: Sequence[int], *, by_entry: bool = False) -> PaddedRequest:
+        """That of a batch in which the ranks have so many `samples`. `by_entry`: whether the rows of ids lie as their
+        gradients will come, which so need not be put into the order of the ids. On a GPU; a plan of it is not to be
+        recorded."""
+        return PaddedRequest(self, samples, by_entry=by_entry)
 
 
 class PaddedRequest:
@@ -74,8 +76,8 @@ class PaddedRequest:
 
     batch: Batch
 
-    def __init__(self, requests: PaddedRequests, samples: Sequence[int]) -> None:
-        self._all, self._samples = requests, list(samples)
+    def __init__(self, requests: PaddedRequests, samples: Sequence[int], *, by_entry: bool) -> None:
+        self._all, self._samples, self._by_entry = requests, list(samples), by_entry
         self._entries = requests.ranks * requests.bound  # of each part
         ids = Exchanged([requests.bound] * requests.ranks)
         self.parts = []
@@ -94,7 +96,7 @@ class PaddedRequest:
         self._ends = edges = self._place(each)
         ids = torch.cat([its.ids for its in each]).index_select(0, self._joined)
         stack = None
-        if any(part.is_whole for part in self.parts):
+        if self._by_entry or any(part.is_whole for part in self.parts):
             lengths = [its.lengths for its in each if its.lengths is not None]
             stack = self._stack(edges, lengths[0] if lengths else None)
         self.batch = Batch(ids, edges, len(edges), False, 1, None, (ids, edges), stack=stack)
@@ -136,14 +138,23 @@ class PaddedRequest:
 
     @property
     def _whole(self) -> int:
-        """The part whose bags are pooled here."""
+        """The part whose bags are pooled here, and `_dealt`: the other one; as far as there are any."""
         return next(number for number, part in enumerate(self.parts) if part.is_whole)
+
+    @property
+    def _dealt(self) -> int:
+        return next(number for number, part in enumerate(self.parts) if not part.is_whole)
 
     def _stack(self, edges: torch.Tensor, lengths: torch.Tensor | None) -> Stack:
         """Bags lie before the rows of ids, of which each has one, whether or not it is asked for."""
         bags, room, all_of = self._bags, len(self._joined), self._all
-        has_rows = len(self.parts) > 1
-        number = torch.arange(room, device=all_of.device) + bags if has_rows else edges.new_full((room,), bags)
+        has_rows, rows = any(not part.is_whole for part in self.parts), 1
+        if not has_rows:
+            number = edges.new_full((room,), bags)
+        elif self._by_entry:  # those of nobody have some
+            number, rows = self._entry[self._dealt].clamp(max=self._entries - 1) + bags, self._entries
+        else:
+            number, rows = torch.arange(room, device=all_of.device) + bags, room
         runs, starts = [], edges[:0]
         if lengths is not None and bags:
             firsts = edges.index_select(0, all_of.held_features)
@@ -152,8 +163,8 @@ class PaddedRequest:
             starts = starts.view(-1)
             bag = torch.searchsorted(starts, torch.arange(room, device=all_of.device), right=True) - 1
             number = torch.where(self._entry[self._whole] < self._entries, bag, number)
-        picked = self._picked(1 - self._whole) if has_rows else edges[:0]
-        return Stack(runs, number.to(torch.int32), bags, bags + (room if has_rows else 1), picked, False)
+        picked = self._picked(self._dealt) if has_rows else edges[:0]
+        return Stack(runs, number.to(torch.int32), bags, bags + rows, picked, False)
 
     def _picked(self, number: int) -> torch.Tensor:
         """Which of the ids has the row of each entry of a part, int64 (W · bound,), those that are nobody's some; none
@@ -206,6 +217,7 @@ class PaddedRequest:
         for number, its in enumerate(weights):
             if its is not None:
                 self._weights = self._filled(number, its)
+        every = every and any(part.is_whole for part in self.parts)
         found = call.pool_stack(self._weights, dtype, differentiable=trains, all_rows=every)
         answers, all_rows = list[torch.Tensor](), list[torch.Tensor | None]()
         for number, part in enumerate(self.parts):
@@ -239,7 +251,7 @@ class PaddedRequest:
             if part.is_whole:
                 bags.append(self._by_feature(grad, part.held))
             else:
-                rows.append(self._gathered(number, grad))
+                rows.append(grad if self._by_entry else self._gathered(number, grad))
         if bags and not rows:
             rows.append(torch.zeros((1, bags[0].shape[1]), dtype=bags[0].dtype, device=bags[0].device))
         return rows[0] if not bags else torch.cat([*bags, *rows])

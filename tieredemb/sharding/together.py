@@ -94,7 +94,7 @@ class Together(Ranks):
             self._context.announce(Phase.PLAN, error=error)
             raise
         call: ShardedCall
-        if self._on_buffers:
+        if self._context.on_buffers:
             call = LastingCall(self._context, batch, memory)
         else:
             call = ShardedCall(self._context, batch, ahead=True)
@@ -105,14 +105,9 @@ class Together(Ranks):
             raise
         return call
 
-    @property
-    def _on_buffers(self) -> bool:
-        """Whether a captured step looks up what it has copied to buffers of its own, on a GPU."""
-        return self.held[0].engine.may_exceed_bags
-
     def _as_long(self, batch: Batch) -> Batch:
-        """A batch that may be followed by what is left of longer ones, where it is one of a captured step."""
-        return batch._replace(exact=False) if batch.exact and self._on_buffers else batch
+        """The batch, which in buffers may be followed by what is left of longer ones."""
+        return batch._replace(exact=False) if batch.exact and self._context.on_buffers else batch
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tieredemb.step.batch import Given
@@ -43,6 +43,11 @@ class Agreement(abc.ABC):
     @abc.abstractmethod
     def capturing(self, given: Sequence[Given]) -> contextlib.AbstractContextManager[None]:
         """A step is captured inside, whose lookups are those of the inputs `given`, and no others."""
+
+    @abc.abstractmethod
+    def behind_rows(self, exchanges: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+        """A step computes inside, whose first lookup calls `exchanges` once its own rows are sent: exchanges follow one
+        another in the order in which they are called, and what is not urgent is not to keep others waiting."""
 
     @abc.abstractmethod
     def not_captured(self, error: Exception) -> None:
