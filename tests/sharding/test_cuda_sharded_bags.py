@@ -138,9 +138,7 @@ def test_padded_it_is_as_on_a_cpu(shape, is_known, modes, ranks):
     sharding = {table.name: TableWise() if t % 4 == 1 else RowWise() for t, table in enumerate(tables)}
     samples, bound = SHAPES[shape][1], len(ids) + 5
     both, widths, columns = finders(tables, ranks, sharding)
-    assert (
-        both[0].count(batch_on(CPU, ids, offsets, samples))() == both[1].count(batch_on(GPU, ids, offsets, samples))()
-    )
+    assert both[0].count(batch_on(CPU, ids, offsets, samples)) == both[1].count(batch_on(GPU, ids, offsets, samples))
     weights = torch.from_numpy(rng.standard_normal(len(ids))).float() if modes == "sum" else None
     grad = torch.from_numpy(rng.standard_normal((samples, columns))).float()
     found = []
@@ -148,7 +146,7 @@ def test_padded_it_is_as_on_a_cpu(shape, is_known, modes, ranks):
         out = torch.zeros((samples, columns), device=device)
         of_weights, gathered = torch.zeros(len(ids), device=device), []
         given = batch_on(device, ids, offsets, samples)
-        for number, bags in enumerate(find(given) if is_known else find.unchecked(given)):
+        for number, bags in enumerate(find(given) if is_known else find.unchecked(given)[0]):
             rng, width = np.random.default_rng(number), widths[number]
             bags.pad(bound)
             space = bags._part.space.space if device == GPU else bags.space

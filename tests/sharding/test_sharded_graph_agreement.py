@@ -16,7 +16,6 @@ from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.kernels import collectives
 from tieredemb.pipeline import graph_together
 from tieredemb.pipeline.graph_together import StepTogether
-from tieredemb.pipeline.looks import Looks
 from tieredemb.pipeline.lookups import LookupSpec
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
@@ -102,7 +101,7 @@ def runs(rank, size, events):
     patches.setattr(graph_together, "on_device", lambda device: contextlib.nullcontext())
     patches.setattr(torch.cuda, "CUDAGraph", lambda: Graph(step))
     patches.setattr(torch.cuda, "Stream", lambda *given, **named: None)
-    patches.setattr(Looks, "_looking", lambda self, batch, receive: contextlib.nullcontext())
+    patches.setattr(graph_together, "on_stream", lambda stream: contextlib.nullcontext())
     together, errors = StepTogether(step, model.agreement), []
     try:
         with warnings.catch_warnings():
@@ -120,7 +119,7 @@ def runs(rank, size, events):
                 if event == "freed":
                     collectives.free_all()
                 step.is_fresh, step.fails, before = event != "in flight", event, len(step.did)
-                errors.append(told(together.run, batch, lambda: False))
+                errors.append(told(together.run, batch))
                 step.did[before:] = [tuple(step.did[before:])]
     finally:
         patches.undo()

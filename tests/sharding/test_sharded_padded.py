@@ -314,7 +314,7 @@ def agrees(rank, size, max_ids, mine, bad):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            does = mine[rank] * agreement.look_at([(ids, offsets)]).fits()
+            does = mine[rank] * agreement.takes([(ids, offsets)])
         except (InvalidInputError, IdOutOfRangeError) as error:
             does, failed = 0, error
         error = told(lambda: found.append(agreement.agree(does, failed)))

@@ -1,28 +1,26 @@
 """A captured step of several ranks that goes ahead: while it computes a batch, the rows of the next one come, and the
 ids of the one after that go to the ranks that own their rows, which plan them.
 
-Each rank tells the others before every step what it has planned, and what it could do; all do what all can. The ids of
-one batch more are looked at meanwhile: what is to be exchanged inside a graph is known to fit before.
+Each rank tells the others before every step what it has planned, and what it could do; all do what all can. Whether
+the ids of a batch are good, and fit what a graph exchanges, the graph finds out that plans it, and tells the host; who
+reads it two steps later waits for nothing. A batch of which it was planned what does not fit runs eagerly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import takewhile
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.collectives import hold
-from tieredemb.kernels.streams import on_device, on_stream
+from tieredemb.kernels.streams import on_stream
 from tieredemb.pipeline.captured import StepFunction
-from tieredemb.pipeline.graph_ahead import TURNS, StepAhead, forked
-from tieredemb.pipeline.looks import Looks
+from tieredemb.pipeline.graph_ahead import StepAhead, forked
 from tieredemb.pipeline.turns import Lookups, PlannedCall, Turn
 from tieredemb.step.agreement import Agreement
-
-if TYPE_CHECKING:
-    from tieredemb.pipeline.prefetch import Run
 
 R = TypeVar("R")
 # what a rank has planned, of which batches it has the ids, and what it could do: beside the bits of `graph_together`,
@@ -33,12 +31,9 @@ NOW, NEXT, COMING, THEN, REPLAYS, CAPTURES = (1 << bit for bit in range(2, 8))
 class StepAheadTogether(StepAhead[R]):
     """The step of this rank. Every call is a collective."""
 
-    reach = 3  # the third batch is looked at while the second one is planned
-
     def __init__(self, step: StepFunction[R], agreement: Agreement) -> None:
         super().__init__(step)
         self._agreement = agreement
-        self._looks = Looks(step.device, agreement)
 
     def free(self) -> None:
         """Gives the graphs up, before the process group whose collectives they hold; the step is captured anew if it is
@@ -47,17 +42,6 @@ class StepAheadTogether(StepAhead[R]):
             graph, turn.graph = turn.graph, None
             if graph is not None:
                 graph.graph.reset()
-
-    def __call__(self, batch: Any, run: Run[Any]) -> R:
-        with on_device(self._step.device):
-            following, lookups, looks = run.following(self.reach), self._lookups(run.told), self._looks
-            looks.keep([batch, *following])
-            for each in (batch, *following[:-1]):
-                looks.begin(each, lookups, run.receive)
-            result = self._run(batch, following, lookups)
-            for each in following[-1:]:
-                looks.begin(each, lookups, run.receive)
-            return result
 
     def _run(self, batch: Any, following: Sequence[Any], lookups: Lookups) -> R:
         turns, mine = self._turns, 0
@@ -74,10 +58,12 @@ class StepAheadTogether(StepAhead[R]):
             if way & COMING:
                 now, coming, then = turns
                 self._turns = [coming, then, now]
-            if way & REPLAYS:
-                return self._replay(turns, [*calls, *next_calls])
-            if way & CAPTURES:
-                return self._capture(turns, [*calls, *next_calls], lookups)
+            if way & (REPLAYS | CAPTURES):
+                known = [*calls, *next_calls]
+                result = self._replay(turns, known) if way & REPLAYS else self._capture(turns, known, lookups)
+                turns[-1].ran = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                turns[-1].ran.record()
+                return result
         return self._eagerly(turns, unplanned, lookups)
 
     def _prepare(
@@ -85,15 +71,18 @@ class StepAheadTogether(StepAhead[R]):
     ) -> int:
         """What this rank has, and could do. Its batches are in their buffers then, as far as they fit. Raises what is
         wrong with the one that is to be computed."""
-        (now, coming, then), looks, known = self._turns, self._looks, [*calls, *next_calls]
+        now, coming, then = self._turns
+        if calls and now.ran is not None:
+            now.ran.synchronize()
+        has_now = bool(calls) and self._agreement.took(calls)
+        known = [*calls, *next_calls] if has_now else []
         # which puts the buffers behind the last call, too
         may_replay = self._may_replay(now, known) and bool(next_calls)
-        fits = looks.fits(batch)
-        if not calls:
+        if not has_now:
             self.give_up()
             now.load(batch)
-        unplanned = self._load([*takewhile(looks.goes_ahead, following[: TURNS - 1])] if fits else [])
-        mine = NOW * bool(calls) | NEXT * bool(next_calls)
+        unplanned = self._load(following)
+        mine = NOW * has_now | NEXT * (has_now and bool(next_calls))
         mine |= COMING * (coming.batch is not None) | THEN * (then.batch is not None)
         if may_replay and unplanned == [then] and then.plans_later:
             knows = self._knows(now, known)

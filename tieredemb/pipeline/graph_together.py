@@ -10,9 +10,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from tieredemb.kernels.collectives import hold
-from tieredemb.kernels.streams import on_device
+from tieredemb.kernels.streams import on_device, on_stream
+from tieredemb.pipeline.batches import tensors_of
 from tieredemb.pipeline.captured import StepFunction
-from tieredemb.pipeline.looks import Looks, Receive
 from tieredemb.pipeline.uncapturable import explain
 from tieredemb.step.agreement import Agreement
 
@@ -29,7 +29,8 @@ class StepTogether(Generic[R]):
         self._left = step.eager_steps
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: R | None = None
-        self._looks = Looks(step.device, agreement)
+        with on_device(step.device):
+            self._beside = torch.cuda.Stream(step.device, priority=-1)  # type: ignore[no-untyped-call]
 
     def give_up(self) -> None:
         """Nothing is planned ahead."""
@@ -41,12 +42,12 @@ class StepTogether(Generic[R]):
         if graph is not None:
             graph.reset()
 
-    def run(self, batch: Any, receive: Receive) -> R:
+    def run(self, batch: Any) -> R:
         """Runs the step on a batch. A collective."""
         step = self._step
         with on_device(step.device):
             with step.locked:
-                way = self._agree(batch, receive)
+                way = self._agree(batch)
                 if not way & REPLAYS and way & CAPTURES:
                     way = self._capture()
                 if way & REPLAYS and self._graph is not None:
@@ -56,9 +57,9 @@ class StepTogether(Generic[R]):
             with step.on_buffers():
                 return step.beside(lambda: step.heard(self._buffers.batch))
 
-    def _agree(self, batch: Any, receive: Receive) -> int:
+    def _agree(self, batch: Any) -> int:
         """What all ranks can do with their batches, of which this one's is in the buffers then."""
-        step, mine, looks = self._step, 0, self._looks
+        step, mine = self._step, 0
         failed: Exception | None = None
         try:
             fresh = self._may_replay()  # which puts the buffers behind the last call, too
@@ -68,12 +69,18 @@ class StepTogether(Generic[R]):
             if mine & REPLAYS:  # what it may raise all ranks are to hear of
                 step.before_replay()
             if mine:
-                looks.begin(batch, step.lookups, receive)
-                mine *= looks.fits(batch)
+                mine *= self._fits(batch)
         except Exception as error:
             failed = error
-        looks.keep(())
         return self._agreement.agree(mine, failed)
+
+    def _fits(self, batch: Any) -> bool:
+        """Whether a graph takes as many ids, which are looked at beside the step before where hosts have them."""
+        given = [each.given for each in self._step.lookups(batch) if each.module.agreement is self._agreement]
+        if any(tensor.is_cuda for _, tensor in tensors_of(batch)):  # which the current stream has made
+            return self._agreement.takes(given)
+        with on_stream(self._beside):
+            return self._agreement.takes(given)
 
     def _may_replay(self) -> bool:
         fresh = True

@@ -71,7 +71,7 @@ class GraphStep(Generic[R]):
             run.leave_planning_to(ahead.give_up, ahead.reach)
             return ahead(batch, run)
         if self._agreement is not None:
-            return self._step_together(step, self._agreement).run(batch, _unknown)
+            return self._step_together(step, self._agreement).run(batch)
         if self._alone is None:
             from tieredemb.pipeline.graph_alone import StepAlone
 
@@ -144,11 +144,6 @@ class GraphStep(Generic[R]):
             self._step, self._agreement = step, agreement
 
 
-def _unknown(batch: Any) -> bool:
-    """When a batch is on the GPU that no loop has handed out."""
-    return False
-
-
 def agreement_of(forwards: Sequence[Forward]) -> Agreement | None:
     """What the ranks agree on, of the modules that a step looks up in, if several ranks do."""
     return next((each.module.agreement for each in forwards if each.module.agreement is not None), None)
@@ -212,8 +207,8 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
 
     A step of several ranks is a graph where the `ShardedTieredEmbeddingBagCollection` has `max_ids`: every call is a
     collective, in which all replay it or all run the function, on a batch of more ids than fit, say. Ids are looked at
-    before, those of three batches ahead where `prefetch` hands them out: a wrong one is refused on all ranks at its own
-    call. With `DistributedDataParallel` the first twelve calls are the function, as torch asks for.
+    before: a wrong one is refused on all ranks at its own call. With `DistributedDataParallel` the first twelve calls
+    are the function, as torch asks for.
 
     On the CPU, where there is nothing to capture, each call is the function. Raises `UnsupportedError` for what no
     graph can hold: tiers that the host takes part in, `check_ids="always"`, calls in the function that wait for the GPU

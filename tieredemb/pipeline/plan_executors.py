@@ -36,10 +36,7 @@ class PlanExecutors:
         devices = {device for device, _ in kinds}
         self._units = Units()
         self._streams = [each for each in self._executors.values() if isinstance(each, StreamExecutor)]
-        self._copies: _Copies | None = None
-        if len(devices) == 1 and next(iter(kinds))[0].type == "cuda":
-            agrees = any(module.agreement is not None for module in modules.values())
-            self._copies = _Copies(devices.pop(), marks=agrees)
+        self._copies = _Copies(devices.pop()) if len(devices) == 1 and next(iter(kinds))[0].type == "cuda" else None
 
     def plan(self, lookups: Sequence[LookupSpec], planned: list[PlannedUnit]) -> None:
         """Begins to plan the forwards of a batch, `lookups`, and puts down which: an interrupt finds those that were
@@ -225,47 +222,30 @@ def _called(function: Callable[[], Any]) -> Future[Any]:
         return Made(None, error)
 
 
-class Arrival:
-    """To be called before a batch is used that may not be on its GPU yet, on each stream that uses it. `is_all`:
-    whether all of the batch is there by then, whatever streams that were current have yet to do."""
-
-    def __init__(self, batch: Any, arrived: torch.cuda.Event, device: torch.device, is_all: bool) -> None:
-        self._batch, self._arrived, self._device = batch, arrived, device
-        self.is_all = is_all
-
-    def __call__(self) -> None:
-        stream = current_stream(self._device.index)
-        self._arrived.wait(stream)
-        for _, tensor in tensors_of(self._batch):
-            if tensor.is_cuda:
-                tensor.record_stream(stream)
-
-
 class _Copies:
-    """Brings batches to a GPU, on a stream of their own. `marks`: whether it is asked when those that are there already
-    were made, as steps of several ranks look at their ids beside the step before."""
+    """Brings batches to a GPU, on a stream of their own."""
 
-    def __init__(self, device: torch.device, *, marks: bool) -> None:
-        self._device, self._marks = device, marks
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.arrived: torch.cuda.Event | None = None  # comes once the last ones are there
 
     def fetch(self, batch: Any) -> tuple[Any, Callable[[], None]]:
         """The batch on the device, or on its way there, and what is to be called before it is used."""
         if are_on_gpu(batch):
-            return (batch, self._made(batch)) if self._marks else (batch, _nothing)
+            return batch, _nothing
         with torch.cuda.stream(side_stream(self._device)):
             moved = map_tensors(batch, self._to_device, lambda value: _moved(value, self._device))
             self.arrived = arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrived.record(current_stream())
 
-        is_all = not any(tensor.is_cuda for _, tensor in tensors_of(batch))
-        return moved, Arrival(moved, arrived, self._device, is_all)
+        def receive() -> None:
+            stream = current_stream(self._device.index)
+            arrived.wait(stream)
+            for _, tensor in tensors_of(moved):
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
 
-    def _made(self, batch: Any) -> Arrival:
-        """What comes once the batch is there, which its loader has made on the current stream."""
-        made = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        made.record(current_stream(self._device.index))
-        return Arrival(batch, made, self._device, True)
+        return moved, receive
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu":

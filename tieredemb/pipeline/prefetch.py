@@ -24,7 +24,7 @@ from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.joint_plans import PlannedUnit
 from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, learn
 from tieredemb.pipeline.pace import Pace
-from tieredemb.pipeline.plan_executors import Arrival, PlanExecutors, kind_of
+from tieredemb.pipeline.plan_executors import PlanExecutors, kind_of
 from tieredemb.step.planned_forwards import PlannedForwards
 
 B = TypeVar("B")
@@ -218,16 +218,6 @@ class Run(Generic[B]):
     def has_handed_out(self, batch: Any) -> bool:
         """Whether this very batch is the one in use."""
         return self._prefetch.depth > 0 and self._current is not None and self._current.batch is batch
-
-    def receive(self, batch: Any) -> bool:
-        """Has the current stream wait for a batch, the one in use or one that is to come, where it is known when all of
-        it is there; returns whether it is."""
-        known = (each for each in (self._current, *self.queue) if each is not None and each.batch is batch)
-        fetched = next(known, None)
-        if fetched is None:
-            return False
-        fetched.receive()
-        return isinstance(fetched.receive, Arrival) and fetched.receive.is_all
 
     def following(self, most: int) -> list[B]:
         """The batches that will be handed out next, as far as they are there already, `most` of them at most."""

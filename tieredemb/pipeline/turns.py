@@ -110,6 +110,7 @@ class Turn(Generic[R]):
         self._later: dict[DeviceCache, LaterRows] = {}
         self.batch: Any = None
         self.graph: TurnGraph[R] | None = None
+        self.ran: torch.cuda.Event | None = None  # of several ranks: comes once the last replay is over that planned it
         self._planned: list[PlannedUnit] = []
         # as they were planned last by launches; replays plan to where these are
         self._launched: list[PlannedUnit] = []

@@ -100,10 +100,15 @@ class CountingFinder(Protocol):
 
     def __call__(self, batch: Batch) -> Sequence[Bags]: ...
 
-    def count(self, batch: Batch) -> Callable[[], int]:
-        """Begins to find out, and returns what tells: the most ids that a rank is asked for in one part. That waits for
-        what is launched on the current stream now, and raises as the call."""
+    def count(self, batch: Batch) -> int:
+        """The most ids that a rank is asked for in one part. Raises as the call. Waits for the current stream."""
 
-    def unchecked(self, batch: Batch) -> Sequence[Bags]:
-        """The bags of a batch that was found to be good, whose `counts` the host need not know. Does not
-        synchronise."""
+    def unchecked(self, batch: Batch) -> tuple[Sequence[Bags], torch.Tensor]:
+        """The bags of a batch, whose `counts` the host need not know, and words, int64 on its device, that tell `most`
+        of it. Does not synchronise."""
+
+    def most(self, words: torch.Tensor) -> int:
+        """What `count` tells, of such words that have come to the CPU. Raises as the call."""
+
+    def room(self) -> torch.Tensor:
+        """On the CPU, for such words."""

@@ -51,6 +51,7 @@ class ShardedCall:
         self.number = -1
         self.batch = batch.size
         self._n_ids = len(batch.ids)
+        self._words: torch.Tensor | None = None  # in a capture, what tells of the bags later
         self._use = StreamUse(context.device)
         self._bags = self._find(batch, Phase.PLAN if ahead else Phase.FORWARD)
         self._requests = self._ask(ahead=ahead, flag=flag)
@@ -84,7 +85,8 @@ class ShardedCall:
         try:
             if captures is not None and captures.is_active:
                 self._fits = True
-                return captures.find(batch)
+                found, self._words = captures.find(batch)
+                return found
             found = self.context.find(batch)
             self._fits = self.context.fits(max(n for bags in found for n in bags.ids))
             return found

@@ -18,28 +18,10 @@ from tieredemb.errors import UnsupportedError
 from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase
+from tieredemb.sharding.lasting_call import LastingCall
 from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
-
-
-class Counted:
-    """See `Looked`. `counts`: tell of each lookup the most ids that a rank is asked for · `error`: what has been found
-    to be wrong already."""
-
-    def __init__(self, context: ShardedContext, counts: Sequence[Callable[[], int]], error: Exception | None) -> None:
-        self._context, self._counts, self._error = context, counts, error
-        self._most: int | None = None
-
-    def fits(self) -> bool:
-        if self._error is None and self._most is None:
-            try:
-                self._most = max((count() for count in self._counts), default=0)
-            except Exception as error:
-                self._error = error
-        if self._error is not None:
-            raise self._error
-        return self._context.fits(self._most or 0)
 
 
 class Captures(Agreement):
@@ -65,18 +47,21 @@ class Captures(Agreement):
                 "group hosts do: make it by init_process_group('cpu:gloo,cuda:nccl'), or call the function itself"
             )
 
-    def look_at(self, given: Sequence[Given]) -> Counted:
-        counts, error = list[Callable[[], int]](), None
-        try:
-            counts += map(self._count, given)
-        except Exception as raised:
-            error = raised
-        return Counted(self._context, counts, error)
+    def takes(self, given: Sequence[Given]) -> bool:
+        return self._context.fits(max(map(self._count, given), default=0))
 
-    def _count(self, given: Given) -> Callable[[], int]:
+    def _count(self, given: Given) -> int:
         device = self._context.device
         moved = [part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part for part in given]
         return self._finder.count(self._make_batch(*moved))
+
+    def room(self) -> torch.Tensor:
+        """On the CPU, for words that a graph will tell."""
+        return self._finder.room()
+
+    def took(self, calls: Sequence[object]) -> bool:
+        told = (call.told for call in calls if isinstance(call, LastingCall) and call.told is not None)
+        return self._context.fits(max(map(self._finder.most, told), default=0))
 
     def agree(self, mine: int, error: Exception | None = None) -> int:
         flags: list[int] = self._context.announce(Phase.STEP, flag=mine, error=error).flags.tolist()
@@ -117,8 +102,9 @@ class Captures(Agreement):
         """Whether the current stream is one of a step that is being captured."""
         return bool(self._known) and torch.cuda.is_current_stream_capturing()
 
-    def find(self, batch: Batch) -> Sequence[Bags]:
-        """The bags of a forward inside. Raises `UnsupportedError` for one whose ids were not found to fit."""
+    def find(self, batch: Batch) -> tuple[Sequence[Bags], torch.Tensor]:
+        """The bags of a forward inside, and words that will tell of them. Raises `UnsupportedError` for one of which
+        nobody finds out whether its ids fit."""
         if identity(batch.given) not in self._known:
             raise UnsupportedError(UNKNOWN_IDS)
         return self._finder.unchecked(batch)

@@ -21,7 +21,7 @@ from tieredemb.kernels.arguments import struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.row_format import RowFormat
-from tieredemb.kernels.streams import current_stream, on_device
+from tieredemb.kernels.streams import on_device
 from tieredemb.lookup.bags import feature_name
 from tieredemb.lookup.device_bags import (
     MAX_BAGS,
@@ -368,23 +368,20 @@ class GpuFinder:
             bags.told(counts)
         return found
 
-    def unchecked(self, batch: Batch) -> Sequence[GpuBags]:
-        return self._launch(batch, functools.partial(GpuPart.find, finds_firsts=False))[0]
+    def unchecked(self, batch: Batch) -> tuple[Sequence[GpuBags], torch.Tensor]:
+        found, words = self._launch(batch, functools.partial(GpuPart.find, finds_firsts=False))
+        return found, words[words_of("Fault") :]
 
-    def count(self, batch: Batch) -> Callable[[], int]:
-        words = self._launch(batch, GpuPart.count)[1][words_of("Fault") :]
-        came = torch.empty(words.shape, dtype=words.dtype, device="cpu", pin_memory=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with on_device(self._device):
-            came.copy_(words, non_blocking=True)
-            done.record(current_stream())
+    def most(self, words: torch.Tensor) -> int:
+        parts = zip(self._parts, self._counts_in(words), strict=True)
+        return max(int(counts[:, : len(part.owner)].sum(1).max()) for part, counts in parts)
 
-        def most() -> int:
-            done.synchronize()
-            parts = zip(self._parts, self._counts_in(came), strict=True)
-            return max(int(counts[:, : len(part.owner)].sum(1).max()) for part, counts in parts)
+    def room(self) -> torch.Tensor:
+        words = words_of("Report") + self._ranks * sum(self._columns)
+        return torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=True)
 
-        return most
+    def count(self, batch: Batch) -> int:
+        return self.most(self._launch(batch, GpuPart.count)[1][words_of("Fault") :].cpu())
 
     def _launch(self, batch: Batch, launch: Callable[..., T]) -> tuple[list[T], torch.Tensor]:
         """What `launch` does of each part, and the words that it writes: a fault, its report, and counts."""

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 
+from tieredemb.errors import UnsupportedError
 from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.padded_request import PaddedRequest
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
+    from tieredemb.sharding.captures import Captures
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.device_call import DeviceCall
     from tieredemb.step.device_group_call import DeviceGroupCall
@@ -37,10 +40,11 @@ class Lasting(Protocol):
 
 
 class LastingMemory:
-    """Where what is known of a forward lies: `tensors` like those `found`. `plans`: where each shard's plan does, once
-    there are any."""
+    """Where what is known of a forward lies: `tensors` like those `found`, and what a graph tells the host, `told`.
+    `plans`: where each shard's plan does, once there are any."""
 
-    def __init__(self, found: Sequence[torch.Tensor]) -> None:
+    def __init__(self, found: Sequence[torch.Tensor], told: torch.Tensor) -> None:
+        self.told = told
         self.tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in found]
         self.plans: list[CallMemory] = []
 
@@ -57,12 +61,15 @@ class LastingMemory:
 
 
 class LastingCall(ShardedCall):
-    """Such a forward, planned into the `memory` of one that is over, or into a new one. All ranks know that it fits
-    exchanges of one size."""
+    """Such a forward, planned into the `memory` of one that is over, or into a new one. `told`: of one that a graph has
+    found, what it tells of its ids; it was not known whether they fit exchanges of one size."""
 
     def __init__(self, context: ShardedContext, batch: Batch, memory: LastingMemory | None = None) -> None:
-        """Exchanges ids, as a `ShardedCall` that goes ahead."""
+        """Exchanges ids, as a `ShardedCall` that goes ahead. Raises `UnsupportedError` on all ranks where a batch is
+        known to be of more than fit."""
         super().__init__(context, batch, ahead=True)
+        if not all(isinstance(each, PaddedRequest) for each in self._requests):
+            raise UnsupportedError("a batch of more ids than fit max_ids is exchanged when its forward comes")
         found = list[torch.Tensor]()
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,14 +81,23 @@ class LastingCall(ShardedCall):
         if memory is None or not memory.fits(found):
             cache = cast("DeviceCache", context.shards[0].engine.tables.groups[0].cache)
             with cache.memory():
-                memory = LastingMemory(found)
+                memory = LastingMemory(found, self._captures.room())
         memory.fill(found)
+        self.told: torch.Tensor | None = None
+        if self._words is not None:
+            self.told = memory.told.copy_(self._words, non_blocking=True)
         its = iter(memory.tensors)
         for each in self._known:
             each.lie(lambda _: next(its))
         self.memory = memory
         self._use.made()
         self._plans: list[DeviceCall] = []
+
+    @property
+    def _captures(self) -> Captures:
+        captures = self.context.captures
+        assert captures is not None
+        return captures
 
     @property
     def _known(self) -> list[Lasting]:

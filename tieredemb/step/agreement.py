@@ -6,7 +6,6 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from tieredemb.step.batch import Given
 
@@ -16,29 +15,26 @@ UNKNOWN_IDS = (
 )
 
 
-class Looked(Protocol):
-    """Lookups that are to come on one rank, whose ids are being looked at."""
-
-    def fits(self) -> bool:
-        """Whether a graph takes as many ids. Waits until that is known. Raises what is wrong with them."""
-
-
 class Agreement(abc.ABC):
-    """That of the ranks of one module. Every call but `check` and `look_at` is a collective, in which hosts wait for
-    each other."""
+    """That of the ranks of one module. Where it says so a call is a collective, in which hosts wait for each other."""
 
     @abc.abstractmethod
     def check(self) -> None:
         """Raises `UnsupportedError` where no graph can hold what the ranks exchange."""
 
     @abc.abstractmethod
-    def look_at(self, given: Sequence[Given]) -> Looked:
-        """Begins to look at the ids of lookups that are to come, `given`: on a GPU on the current stream, for which
-        the host does not wait."""
+    def takes(self, given: Sequence[Given]) -> bool:
+        """Whether a graph takes as many ids as those of lookups that are to come, `given`. Raises what is wrong with
+        them. On a GPU they are looked at on the current stream, for which the host waits."""
+
+    @abc.abstractmethod
+    def took(self, calls: Sequence[object]) -> bool:
+        """The same of the `calls` that a graph has planned, which is over: of more ids it has planned some."""
 
     @abc.abstractmethod
     def agree(self, mine: int, error: Exception | None = None) -> int:
-        """The bits that all ranks have set in `mine`. Raises on all ranks the `error` that one has met."""
+        """The bits that all ranks have set in `mine`. Raises on all ranks the `error` that one has met. A
+        collective."""
 
     @abc.abstractmethod
     def capturing(self, given: Sequence[Given]) -> contextlib.AbstractContextManager[None]:
@@ -52,4 +48,4 @@ class Agreement(abc.ABC):
     @abc.abstractmethod
     def not_captured(self, error: Exception) -> None:
         """The capture has ended in an `error`, which its caller goes on to raise. Others raise it too, in their next
-        call at the latest, as far as they do not know of it."""
+        call at the latest, as far as they do not know of it. A collective where they do not."""
