@@ -129,10 +129,12 @@ def those_asked(bags, features, bound, samples):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize("once", [False, True], ids=["each row", "rows once"])
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_padded_it_is_as_on_a_cpu(shape, is_known, modes, ranks):
-    """`is_known`: whether the host knows the counts, as it does but in a capture."""
+def test_padded_it_is_as_on_a_cpu(shape, is_known, once, modes, ranks):
+    """`is_known`: whether the host knows the counts, as it does but in a capture · `once`: whether a row comes back
+    once, whatever number of ids asks for it."""
     rng = np.random.default_rng(3)
     tables, ids, offsets = a_batch(shape, MODES[modes], rng)
     sharding = {table.name: TableWise() if t % 4 == 1 else RowWise() for t, table in enumerate(tables)}
@@ -146,9 +148,9 @@ def test_padded_it_is_as_on_a_cpu(shape, is_known, modes, ranks):
         out = torch.zeros((samples, columns), device=device)
         of_weights, gathered = torch.zeros(len(ids), device=device), []
         given = batch_on(device, ids, offsets, samples)
-        for number, bags in enumerate(find(given) if is_known else find.unchecked(given)[0]):
+        for number, bags in enumerate(find(given) if is_known else find.unchecked(given, finds_firsts=once)[0]):
             rng, width = np.random.default_rng(number), widths[number]
-            bags.pad(bound)
+            bags.pad(bound, bound + 3 if once else None)
             space = bags._part.space.space if device == GPU else bags.space
             features = len(space.features)
             asked = those_asked(bags, features, bound, samples)
@@ -160,7 +162,7 @@ def test_padded_it_is_as_on_a_cpu(shape, is_known, modes, ranks):
             bags.pool(rows.to(device), its, out, keep=True, keep_rows=weights is not None)
             gathered += [asked, torch.tensor([bags.ids, bags.back, bags.grads])]
             rows, scale = bags.gradient(grad.to(device), float(ranks))
-            is_slots = bags.ids == bags.back
+            is_slots = bags.ids == bags.grads
             gathered += [rows.cpu()[slots] if is_slots else rows, None if scale is None else scale.cpu()[slots]]
             if weights is not None:
                 mine = bags.sent_weights(its)

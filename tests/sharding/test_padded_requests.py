@@ -27,7 +27,7 @@ def some(rank):
     return (5, 0, 9)[rank]
 
 
-def asked_of(rank, sharding, shape):
+def asked_of(rank, sharding, shape, rows=None):
     """The parts of a width, the kinds of its features, and what all ask a rank for, of each part."""
     layout = Layout(TABLES, RANKS, sharding_of(sharding, TABLES))
     kinds = [[t for t in range(len(TABLES)) if (layout.owner[t] < 0) == is_dealt] for is_dealt in (True, False)]
@@ -40,15 +40,15 @@ def asked_of(rank, sharding, shape):
         ids, offsets, *_ = batch_of(TABLES, 0, other, samples=some, shape=shape)
         batch = Batch(ids, offsets, len(offsets), True, some(other), None, (ids, offsets))
         for part, bags in enumerate(HostFinder(layout, parts)(batch)):
-            bags.pad(BOUND)
+            bags.pad(BOUND, rows)
             came[part].append(bags.asked.split(bags.sent)[rank])
     return parts, kinds, [torch.cat(its) for its in came]
 
 
-def taken(parts, kinds, came, rank, *, knows_ends):
+def taken(parts, kinds, came, rank, *, knows_ends, **how):
     requests = PaddedRequests(parts, kinds, rank, RANKS, BOUND, torch.device("cpu"))
     requests.knows_ends = knows_ends
-    request = requests.of([some(other) for other in range(RANKS)])
+    request = requests.of([some(other) for other in range(RANKS)], **how)
     assert [len(values) for values in came] == [sum(part.message.per_rank) for part in request.parts]
     request.take(came)
     return request
@@ -92,3 +92,36 @@ def test_what_lies_behind_the_ids_is_in_no_bag_and_has_no_part_in_anything(rank,
     assert len(theirs) == (room if stack is None else stack.rows)
     if weighed:
         assert equal(weighed[1][:count], weighed[0])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sharding", ["rows", "every other"])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_row_goes_back_once_and_gradients_need_no_order(rank, sharding, shape):
+    """Ids that were asked for before come inverted: the others' rows go back, in their order; and the row of each id in
+    the output is where its gradient will be."""
+    rows = BOUND - 7
+    parts, kinds, came = asked_of(rank, sharding, shape, rows)
+    request = taken(parts, kinds, came, rank, knows_ends=False, by_entry=True, rows=rows)
+    plain = taken(*asked_of(rank, sharding, shape), rank, knows_ends=False)
+    count, stack = int(plain.batch.offsets[-1]), request.batch.stack
+    assert equal(request.batch.ids[:count], plain.batch.ids[:count])
+    assert equal(request.batch.offsets, plain.batch.offsets)
+    assert bool((stack.row < stack.rows).all())
+    (dealt,) = [number for number, part in enumerate(parts) if not part.is_whole]
+    features = len(parts[dealt].space.features)
+    of_entry = {int(row) - stack.bags: j for j, row in enumerate(stack.row[:count]) if row >= stack.bags}
+    firsts, asked = 0, 0
+    for block, piece in enumerate(came[dealt].split(request.parts[dealt].message.per_rank)):
+        ids = piece[features : features + BOUND][: int(piece[:features].sum())]
+        first = [position for position, each in enumerate(ids.tolist()) if each >= 0]
+        picked = stack.picked[block * rows : block * rows + len(first)].tolist() if count else []
+        assert picked == [of_entry[block * BOUND + position] for position in first][: len(picked)]
+        firsts, asked = firsts + len(first), asked + len(ids)
+    assert len(of_entry) == asked
+    assert firsts < asked or shape not in ("long", "ones")
+    assert request.parts[dealt].answer.per_rank == [rows] * RANKS
+    grads = [[torch.randn(sum(part.grads.per_rank), 4)] for part in request.parts]
+    found = request.gradient(SimpleNamespace(weigh=None), grads)
+    assert equal(found[stack.bags :], grads[dealt][0])
+    assert len(found) == stack.rows

@@ -99,7 +99,8 @@ class StepAheadTogether(StepAhead[R]):
             then.drop()
         if not way & NOW:
             now.unplan()
-            self._left, self._last = self._step.eager_steps, None
+            # one more than of one process: the first steps find out how much the ranks send each other
+            self._left, self._last = self._step.eager_steps + 1, None
             if way & COMING:
                 with self._step.on_buffers():
                     now.plan(self._executor, self._step, lookups)

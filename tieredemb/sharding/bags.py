@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +41,20 @@ class Part:
         return 2 * len(self.space.features)
 
 
+class Most(NamedTuple):
+    """The most that a batch asks any rank for in one part: `ids`, and in a part that is dealt out different `rows`."""
+
+    ids: int
+    rows: int
+
+
+def most_in(are_whole: Sequence[bool], counts: Sequence[torch.Tensor]) -> Most:
+    """Of what each part asks the ranks for, `counts`: see `Bags`."""
+    found = [its.view(len(its), 2, -1).sum(2).amax(0).tolist() for its in counts]
+    rows = [rows for is_whole, (_, rows) in zip(are_whole, found, strict=True) if not is_whole]
+    return Most(max(ids for ids, _ in found), max(rows, default=0))
+
+
 class Bags(Protocol):
     """The bags of one part in one batch; tensors lie on the tables' device, but for `counts`.
 
@@ -60,10 +74,11 @@ class Bags(Protocol):
     back: list[int]
     grads: list[int]
 
-    def pad(self, bound: int) -> None:
+    def pad(self, bound: int, rows: int | None = None) -> None:
         """Makes `asked` a `Message` of one size, where no rank is asked for more than `bound` ids: each is sent that
-        many from now on, none of them inverted, and as many weights, and rows and gradients of tables that are dealt
-        out. Does not synchronise, and needs `counts` on the device alone."""
+        many from now on, and as many weights, and gradients of tables that are dealt out. Of these as many rows come
+        back, and no id is inverted; or `rows`, of which no rank is asked for more different ones. Does not synchronise,
+        and needs `counts` on the device alone."""
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         """Those of the ids that are asked for, float32 (K,), where their owner pools, of `weights`: floats (N,), of the
@@ -103,12 +118,12 @@ class CountingFinder(Protocol):
     def count(self, batch: Batch) -> int:
         """The most ids that a rank is asked for in one part. Raises as the call. Waits for the current stream."""
 
-    def unchecked(self, batch: Batch) -> tuple[Sequence[Bags], torch.Tensor]:
+    def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
         """The bags of a batch, whose `counts` the host need not know, and words, int64 on its device, that tell `most`
-        of it. Does not synchronise."""
+        of it. `finds_firsts`: whether ids that were asked for before are inverted. Does not synchronise."""
 
-    def most(self, words: torch.Tensor) -> int:
-        """What `count` tells, of such words that have come to the CPU. Raises as the call."""
+    def most(self, words: torch.Tensor) -> Most:
+        """What a batch asks for, by such words that have come to the CPU. Raises as the call."""
 
     def room(self) -> torch.Tensor:
         """On the CPU, for such words."""

@@ -40,7 +40,10 @@ INFINITE = 1  # of a backward: a gradient is not finite, which is to keep all ra
 class ShardedCall:
     """One forward. It tells the owners of its rows which it asks for, which may be long before the forward comes and
     the rows are fetched. Of each part of each shard: the bags here; of each shard what was asked of this rank, and the
-    call that answers. `number`: in the order of forwards, once it has come."""
+    call that answers. `number`: in the order of forwards, once it has come · `row_bound`: of an exchange of one size,
+    how many rows come back from each rank, if not one for each id."""
+
+    row_bound: int | None = None
 
     def __init__(self, context: ShardedContext, batch: Batch, *, flag: int = 0, ahead: bool = False) -> None:
         """Exchanges ids. Raises on all ranks what one has met. `flag`: of the forward (`forward_flag`) · `ahead`:
@@ -85,14 +88,18 @@ class ShardedCall:
         try:
             if captures is not None and captures.is_active:
                 self._fits = True
-                found, self._words = captures.find(batch)
+                found, self._words = captures.find(batch, finds_firsts=self.row_bound is not None)
                 return found
             found = self.context.find(batch)
-            self._fits = self.context.fits(max(n for bags in found for n in bags.ids))
+            self._fits = self.context.fits(max(n for bags in found for n in bags.ids)) and self._back_fits(found)
             return found
         except Exception as error:
             self.context.announce(phase, error=error)
             raise
+
+    def _back_fits(self, found: Sequence[Bags]) -> bool:
+        """Whether no more different rows come back than there is room for."""
+        return True
 
     def _ask(self, *, ahead: bool, flag: int) -> list[Request | PaddedRequest]:
         """What is asked of each shard here."""
@@ -113,9 +120,10 @@ class ShardedCall:
             requests: list[Request | PaddedRequest]
             if context.max_ids is not None and bool((header.flags & FITS).all()):
                 sizes, by_entry = samples[:, 0].tolist(), context.on_buffers
-                requests = [shard.padded.of(sizes, by_entry=by_entry) for shard in context.shards]
+                rows = self.row_bound
+                requests = [shard.padded.of(sizes, by_entry=by_entry, rows=rows) for shard in context.shards]
                 for bags in self._bags:
-                    bags.pad(context.max_ids)
+                    bags.pad(context.max_ids, rows)
             else:
                 requests = [shard.request(each, samples[:, 0]) for shard, each in zip(context.shards, its, strict=True)]
             messages = [part.message.per_rank for request in requests for part in request.parts]

@@ -23,6 +23,8 @@ from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
 
+MOST_BITS = 16  # of a flag: behind them stands how many rows a rank has asked another for
+
 
 class Captures(Agreement):
     """That of a collection. `make_batch`: makes a checked batch of what a forward is given."""
@@ -60,12 +62,15 @@ class Captures(Agreement):
         return self._finder.room()
 
     def took(self, calls: Sequence[object]) -> bool:
-        told = (call.told for call in calls if isinstance(call, LastingCall) and call.told is not None)
-        return self._context.fits(max(map(self._finder.most, told), default=0))
+        of_ranks = [call for call in calls if isinstance(call, LastingCall)]
+        return all(call.told is None or call.fits(self._finder.most(call.told)) for call in of_ranks)
 
     def agree(self, mine: int, error: Exception | None = None) -> int:
-        flags: list[int] = self._context.announce(Phase.STEP, flag=mine, error=error).flags.tolist()
-        return functools.reduce(operator.and_, flags)
+        context = self._context
+        flag = mine | context.most_rows << MOST_BITS
+        flags: list[int] = context.announce(Phase.STEP, flag=flag, error=error).flags.tolist()
+        context.know_rows(max(flags) >> MOST_BITS)
+        return functools.reduce(operator.and_, flags) & ((1 << MOST_BITS) - 1)
 
     @contextlib.contextmanager
     def capturing(self, given: Sequence[Given]) -> Iterator[None]:
@@ -102,9 +107,9 @@ class Captures(Agreement):
         """Whether the current stream is one of a step that is being captured."""
         return bool(self._known) and torch.cuda.is_current_stream_capturing()
 
-    def find(self, batch: Batch) -> tuple[Sequence[Bags], torch.Tensor]:
+    def find(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
         """The bags of a forward inside, and words that will tell of them. Raises `UnsupportedError` for one of which
         nobody finds out whether its ids fit."""
         if identity(batch.given) not in self._known:
             raise UnsupportedError(UNKNOWN_IDS)
-        return self._finder.unchecked(batch)
+        return self._finder.unchecked(batch, finds_firsts=finds_firsts)

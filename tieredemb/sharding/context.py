@@ -22,12 +22,16 @@ from tieredemb.tables.fused_optimizer import FusedOptimizer
 if TYPE_CHECKING:
     from tieredemb.sharding.captures import Captures
 
+ROW_ROOM = 1.1  # × the most rows that have come back of a batch
+
 
 @dataclass(eq=False)
 class ShardedContext:
     """What the calls of one module share. `find`: finds the bags of a batch · `columns`: ΣD of an output, which are of
     `output_dtype`, on `device` · `divisor`: what gradients are divided by · `max_ids`: what exchanges of one size are
-    padded to, if there are any · `captures`: what lets a step be captured · `number`: of the last exchange."""
+    padded to, if there are any · `captures`: what lets a step be captured · `number`: of the last exchange ·
+    `most_rows`: the most different rows that this rank has asked another for in one part, of batches that captured
+    steps go ahead to, and `row_bound`: how many come back there, once the ranks have told each other."""
 
     layout: Layout
     exchange: Exchange
@@ -42,6 +46,8 @@ class ShardedContext:
     max_ids: int | None = None
     captures: Captures | None = None
     number: int = 0
+    most_rows: int = 0
+    row_bound: int | None = None
     _told_longer: bool = False
 
     def check_trainable(self) -> None:
@@ -62,6 +68,11 @@ class ShardedContext:
                 stacklevel=2,
             )
         return False
+
+    def know_rows(self, most: int) -> None:
+        """All ranks know now that no rank has asked another for more different rows than `most`."""
+        if self.max_ids is not None and most > (self.row_bound or 0):
+            self.row_bound = min(self.max_ids, int(ROW_ROOM * most) + 1)
 
     @property
     def on_buffers(self) -> bool:

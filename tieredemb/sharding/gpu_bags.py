@@ -34,7 +34,7 @@ from tieredemb.lookup.device_bags import (
     words_of,
 )
 from tieredemb.lookup.device_lookup import DeviceLookup
-from tieredemb.sharding.bags import Part
+from tieredemb.sharding.bags import Most, Part, most_in
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.padding import Padding, each_asked, message
 from tieredemb.step.batch import Batch
@@ -206,13 +206,18 @@ class GpuBags:
         asked = sum(self.ids)
         self.asked, self._order = self.asked[:asked], self._order[:asked]
 
-    def pad(self, bound: int) -> None:
-        counts = self._counted[:, : len(self._part.owner)]
-        padding = Padding(counts.sum(1), bound)
-        padding.place(self._bags.homes, self._order)
+    def pad(self, bound: int, rows: int | None = None) -> None:
+        counts, more = self._counted.split(len(self._part.owner), 1)  # type: ignore[no-untyped-call]
+        padding, asked = Padding(counts.sum(1), bound), self._rows_asked
+        if rows is None or self._part.is_whole:
+            padding.place(self._bags.homes, self._order)
+            asked = each_asked(asked)
+        else:
+            Padding(more.sum(1), rows).move(self._bags.homes)
         self._order = padding.pad(self._order)
-        self.ids = self.back = self.grads = [bound] * self._part.ranks
-        self._send(counts, padding.pad(each_asked(self._rows_asked)))
+        self.ids = self.grads = [bound] * self._part.ranks
+        self.back = [bound if rows is None else rows] * self._part.ranks
+        self._send(counts, padding.pad(asked))
 
     def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
         self.asked, self.sent = message(counts, ids)
@@ -368,20 +373,19 @@ class GpuFinder:
             bags.told(counts)
         return found
 
-    def unchecked(self, batch: Batch) -> tuple[Sequence[GpuBags], torch.Tensor]:
-        found, words = self._launch(batch, functools.partial(GpuPart.find, finds_firsts=False))
+    def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[GpuBags], torch.Tensor]:
+        found, words = self._launch(batch, functools.partial(GpuPart.find, finds_firsts=finds_firsts))
         return found, words[words_of("Fault") :]
 
-    def most(self, words: torch.Tensor) -> int:
-        parts = zip(self._parts, self._counts_in(words), strict=True)
-        return max(int(counts[:, : len(part.owner)].sum(1).max()) for part, counts in parts)
+    def most(self, words: torch.Tensor) -> Most:
+        return most_in([part.is_whole for part in self._parts], self._counts_in(words))
 
     def room(self) -> torch.Tensor:
         words = words_of("Report") + self._ranks * sum(self._columns)
         return torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def count(self, batch: Batch) -> int:
-        return self.most(self._launch(batch, GpuPart.count)[1][words_of("Fault") :].cpu())
+        return self.most(self._launch(batch, GpuPart.count)[1][words_of("Fault") :].cpu()).ids
 
     def _launch(self, batch: Batch, launch: Callable[..., T]) -> tuple[list[T], torch.Tensor]:
         """What `launch` does of each part, and the words that it writes: a fault, its report, and counts."""

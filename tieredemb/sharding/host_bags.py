@@ -13,7 +13,7 @@ from tieredemb.kernels.row_format import carrier_view
 from tieredemb.lookup.bags import EqualBags, KeySpace
 from tieredemb.lookup.bags_cpu import checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
-from tieredemb.sharding.bags import Bags, Part
+from tieredemb.sharding.bags import Bags, Most, Part
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.owners_cpu import find_owners
 from tieredemb.sharding.padding import Padding, each_asked, message
@@ -49,12 +49,12 @@ class HostFinder:
     def count(self, batch: Batch) -> int:
         return max(n for bags in self(batch) for n in bags.ids)
 
-    def unchecked(self, batch: Batch) -> tuple[Sequence[Bags], torch.Tensor]:
+    def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
         """What is wrong is known at once."""
         return self(batch), self.room()
 
-    def most(self, words: torch.Tensor) -> int:
-        return 0
+    def most(self, words: torch.Tensor) -> Most:
+        return Most(0, 0)
 
     def room(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device="cpu")
@@ -79,13 +79,19 @@ class HostBags:
         self._rows = np.empty((0, space.width), np.float32)
         self._weights, self._argmax, self._is_weighted = NO_WEIGHTS, NO_ARGMAX, False
 
-    def pad(self, bound: int) -> None:
+    def pad(self, bound: int, rows: int | None = None) -> None:
         padding, order = Padding(torch.tensor(self.ids, dtype=torch.int64, device="cpu"), bound), self._order
-        padding.place(torch.from_numpy(self._homes), torch.from_numpy(order))
+        homes, asked = torch.from_numpy(self._homes), self.asked
+        if rows is None:
+            padding.place(homes, torch.from_numpy(order))
+            asked = each_asked(asked)
+        else:
+            Padding(torch.tensor(self.back, dtype=torch.int64, device="cpu"), rows).move(homes)
         self._order = padding.pad(torch.from_numpy(order)).numpy()
         counts = self.counts[:, : len(self.space.features)]
-        self.asked, self.sent = message(counts, padding.pad(each_asked(self.asked)))
-        self.ids = self.back = self.grads = [bound] * len(counts)
+        self.asked, self.sent = message(counts, padding.pad(asked))
+        self.ids = self.grads = [bound] * len(counts)
+        self.back = [bound if rows is None else rows] * len(counts)
 
     def sent_weights(self, weights: torch.Tensor) -> torch.Tensor | None:
         return None

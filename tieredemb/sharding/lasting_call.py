@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 import torch
 
 from tieredemb.errors import UnsupportedError
+from tieredemb.sharding.bags import Bags, Most, most_in
 from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.padded_request import PaddedRequest
@@ -65,8 +66,9 @@ class LastingCall(ShardedCall):
     found, what it tells of its ids; it was not known whether they fit exchanges of one size."""
 
     def __init__(self, context: ShardedContext, batch: Batch, memory: LastingMemory | None = None) -> None:
-        """Exchanges ids, as a `ShardedCall` that goes ahead. Raises `UnsupportedError` on all ranks where a batch is
-        known to be of more than fit."""
+        """Exchanges ids, as a `ShardedCall` that goes ahead, of which each different row comes back once. Raises
+        `UnsupportedError` on all ranks where a batch is known to be of more than fit."""
+        self.row_bound = context.row_bound
         super().__init__(context, batch, ahead=True)
         if not all(isinstance(each, PaddedRequest) for each in self._requests):
             raise UnsupportedError("a batch of more ids than fit max_ids is exchanged when its forward comes")
@@ -92,6 +94,16 @@ class LastingCall(ShardedCall):
         self.memory = memory
         self._use.made()
         self._plans: list[DeviceCall] = []
+
+    def _back_fits(self, found: Sequence[Bags]) -> bool:
+        are_whole = [part.is_whole for shard in self.context.shards for part in shard.parts]
+        return self.fits(most_in(are_whole, [bags.counts for bags in found]))
+
+    def fits(self, most: Most) -> bool:
+        """Whether there is room for what a batch asks for."""
+        context = self.context
+        context.most_rows = max(context.most_rows, most.rows)
+        return context.fits(most.ids) and (self.row_bound is None or most.rows <= self.row_bound)
 
     @property
     def _captures(self) -> Captures:

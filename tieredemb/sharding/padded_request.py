@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tieredemb.sharding.bags import Part
-from tieredemb.sharding.padding import Came, read, sizes_of
+from tieredemb.sharding.padding import Came, each_asked, firsts_of, read, sizes_of
 from tieredemb.sharding.request import Kind
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call
@@ -64,11 +64,11 @@ class PaddedRequests:
         held = [f for f, is_held in enumerate(self.is_held) if is_held]
         self.held_features = torch.tensor(held, dtype=torch.int64, device=device)
 
-    def of(self, samples: Sequence[int], *, by_entry: bool = False) -> PaddedRequest:
+    def of(self, samples: Sequence[int], *, by_entry: bool = False, rows: int | None = None) -> PaddedRequest:
         """That of a batch in which the ranks have so many `samples`. `by_entry`: whether the rows of ids lie as their
         gradients will come, which so need not be put into the order of the ids. On a GPU; a plan of it is not to be
-        recorded."""
-        return PaddedRequest(self, samples, by_entry=by_entry)
+        recorded · `rows`: see `Bags.pad`."""
+        return PaddedRequest(self, samples, by_entry=by_entry, rows=rows)
 
 
 class PaddedRequest:
@@ -76,15 +76,17 @@ class PaddedRequest:
 
     batch: Batch
 
-    def __init__(self, requests: PaddedRequests, samples: Sequence[int], *, by_entry: bool) -> None:
-        self._all, self._samples, self._by_entry = requests, list(samples), by_entry
+    def __init__(self, requests: PaddedRequests, samples: Sequence[int], *, by_entry: bool, rows: int | None) -> None:
+        self._all, self._samples, self._by_entry, self._bound = requests, list(samples), by_entry, rows
         self._entries = requests.ranks * requests.bound  # of each part
         ids = Exchanged([requests.bound] * requests.ranks)
+        back = ids if rows is None else Exchanged([rows] * requests.ranks)
         self.parts = []
         for part, held in zip(requests.parts, requests.held, strict=True):
             sizes = sizes_of(len(part.space.features), requests.bound, held, samples)
-            answer = Exchanged([held * each for each in samples]) if part.is_whole else ids
-            self.parts.append(PaddedPart(part.is_whole, held, Exchanged(sizes), answer, answer, ids))
+            bags = Exchanged([held * each for each in samples])
+            answer, grads = (bags, bags) if part.is_whole else (back, ids)
+            self.parts.append(PaddedPart(part.is_whole, held, Exchanged(sizes), answer, grads, ids))
         self._weights: torch.Tensor | None = None
 
     def take(self, came: Sequence[torch.Tensor]) -> None:
@@ -94,8 +96,12 @@ class PaddedRequest:
             for values, part, held in zip(came, self._all.parts, self._all.held, strict=True)
         ]
         self._ends = edges = self._place(each)
-        ids = torch.cat([its.ids for its in each]).index_select(0, self._joined)
-        stack = None
+        ids = torch.cat([its.ids for its in each])
+        self._goes: torch.Tensor | None = None  # where rows of the entries go among those that come back
+        if self._bound is not None and not all(part.is_whole for part in self.parts):
+            ids, dealt = each_asked(ids), each[self._dealt]
+            self._goes = firsts_of(dealt.ids, dealt.counts.sum(1), self._bound)
+        ids, stack = ids.index_select(0, self._joined), None
         if self._by_entry or any(part.is_whole for part in self.parts):
             lengths = [its.lengths for its in each if its.lengths is not None]
             stack = self._stack(edges, lengths[0] if lengths else None)
@@ -167,15 +173,23 @@ class PaddedRequest:
         return Stack(runs, number.to(torch.int32), bags, bags + rows, picked, False)
 
     def _picked(self, number: int) -> torch.Tensor:
-        """Which of the ids has the row of each entry of a part, int64 (W · bound,), those that are nobody's some; none
+        """Which of the ids has each of the rows of a part that go back, int64 (K,), those that are nobody's some; none
         where there are no ids."""
-        picked = self._joined.new_zeros(self._entries + 1)
-        picked.index_copy_(0, self._entry[number], torch.arange(len(self._joined), device=self._all.device))
+        goes, entry = self._goes, self._entry[number]
+        if goes is not None:  # nobody's goes behind them all
+            entry = torch.cat([goes, goes.new_full((1,), self._back)]).index_select(0, entry)
+        picked = self._joined.new_zeros(self._back + 1)
+        picked.index_copy_(0, entry, torch.arange(len(self._joined), device=self._all.device))
         return picked[:-1] if len(self._joined) else picked[:0]
 
+    @property
+    def _back(self) -> int:
+        """How many rows go back in all."""
+        return self._entries if self._bound is None else self._all.ranks * self._bound
+
     def _rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Those of the entries, of `rows` that were picked."""
-        return rows if len(rows) else rows.new_zeros((self._entries, rows.shape[1]))
+        """Those that go back, of `rows` that were picked."""
+        return rows if len(rows) else rows.new_zeros((self._back, rows.shape[1]))
 
     def _runs(self, edges: torch.Tensor, starts: torch.Tensor) -> list[Run]:
         """Neighbouring features whose bags are pooled alike. `starts`: int64 (F′, ΣB), where bags begin."""
@@ -263,6 +277,7 @@ class PaddedRequest:
         if stack is not None:
             runs = [run._replace(edges=put(run.edges)) for run in stack.runs]
             stack = replace(stack, runs=runs, row=put(stack.row), picked=put(stack.picked))
+        self._goes = None  # all are picked
         self.batch = self.batch._replace(ids=ids, offsets=self._ends, given=(ids, self._ends), stack=stack)
 
     def again(self) -> PaddedRequest:

@@ -31,9 +31,8 @@ class Padding:
             return values.new_zeros((self.entries, *values.shape[1:]))
         return values.index_select(0, self._numbers.clamp(max=len(values) - 1))
 
-    def entries_of(self, count: int) -> torch.Tensor:
-        """The entries of the first `count` values, int64."""
-        number = torch.arange(count, device=self._ends.device)
+    def entries_of(self, number: torch.Tensor) -> torch.Tensor:
+        """The entries of values, by their numbers: int64 (K,)."""
         rank = torch.searchsorted(self._ends, number, right=True).clamp_(max=len(self._ends) - 1)
         return (number - self._starts[rank] + rank * self.bound).clamp_(0, self.entries - 1)
 
@@ -41,8 +40,27 @@ class Padding:
         """Writes to `homes`, int32 (N,), of the occurrences `order`, int64 (K,), the entries of the values that they
         are. What lies behind the values in `order` keeps its home."""
         number = torch.arange(len(order), device=homes.device)
-        entry = self.entries_of(len(order)).to(homes.dtype)
+        entry = self.entries_of(number).to(homes.dtype)
         homes.index_copy_(0, order, torch.where(number < self._ends[-1], entry, homes[order]))
+
+
+    def move(self, homes: torch.Tensor) -> None:
+        """Makes of homes that are numbers of values, int32 (N,), their entries; others, which are negative, stay."""
+        entry = self.entries_of(homes.clamp(min=0).to(torch.int64)).to(homes.dtype)
+        torch.where(homes >= 0, entry, homes, out=homes)
+
+
+def firsts_of(ids: torch.Tensor, counts: torch.Tensor, bound: int) -> torch.Tensor:
+    """Where the row of each entry goes among those that come back, `bound` for each rank: int64 (W · B,), that of an id
+    which was asked for before, or is none, behind them all. `ids`: int64 (W · B,), as they were asked for · `counts`:
+    int64 (W,), how many of each rank's block are ids."""
+    blocks = ids.view(len(counts), -1)
+    number = torch.arange(blocks.shape[1], device=ids.device)
+    is_first = (blocks >= 0) & (number < counts[:, None])
+    at = torch.cumsum(is_first, 1) - 1
+    goes = is_first & (at < bound)
+    at += torch.arange(len(counts), device=ids.device)[:, None] * bound
+    return torch.where(goes, at, len(counts) * bound).view(-1)
 
 
 def each_asked(ids: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ class HostWholeBags:
         """Of values of all occurrences those that are looked up."""
         return values if self._kept is None else values[self._kept]
 
-    def pad(self, bound: int) -> None:
+    def pad(self, bound: int, rows: int | None = None) -> None:
         self._padding = Padding(torch.tensor(self.ids, dtype=torch.int64, device="cpu"), bound)
         ids = self._padding.pad(torch.from_numpy(self._by_rank(self._asked_rows)))
         lengths = torch.from_numpy(self._lengths[self._order])
@@ -78,7 +78,7 @@ class HostWholeBags:
 
     def keep(self, every: torch.Tensor) -> None:
         if self._padding is not None:
-            every = every[self._padding.entries_of(len(self._asked_rows))]
+            every = every[self._padding.entries_of(torch.arange(len(self._asked_rows), device="cpu"))]
         self._rows = carrier_view(every)
 
     def pool(
