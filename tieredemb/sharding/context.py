@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from tieredemb.tables.fused_optimizer import FusedOptimizer
 if TYPE_CHECKING:
     from tieredemb.sharding.captures import Captures
 
-ROW_ROOM = 1.1  # × the most rows that have come back of a batch
+ROW_ROOM, SPREAD = 1.1, 8  # × the most rows that have come back of a batch, and × their root, by which counts differ
 
 
 @dataclass(eq=False)
@@ -72,7 +73,7 @@ class ShardedContext:
     def know_rows(self, most: int) -> None:
         """All ranks know now that no rank has asked another for more different rows than `most`."""
         if self.max_ids is not None and most > (self.row_bound or 0):
-            self.row_bound = min(self.max_ids, int(ROW_ROOM * most) + 1)
+            self.row_bound = min(self.max_ids, int(ROW_ROOM * most + SPREAD * math.sqrt(most)) + 1)
 
     @property
     def on_buffers(self) -> bool:

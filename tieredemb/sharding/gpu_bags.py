@@ -131,7 +131,9 @@ class GpuPart:
             cells = torch.zeros(n_cells, dtype=torch.int32, device=device)
             cell = torch.empty(n, dtype=torch.int32, device=device)
         owner, local = self._own(bags, counts, cells, cell)
-        owner, order = torch.sort(owner, stable=True)
+        # of few bits, as a sort takes them eight at a time
+        owner, order = torch.sort(owner.to(torch.uint8 if self.ranks < 255 else torch.int16), stable=True)
+        owner = owner.to(torch.int32)
         if finds_firsts:
             place, is_first = torch.empty_like(owner), torch.empty_like(owner)
             kernel(OWNERS, "firsts_find")(
@@ -160,7 +162,7 @@ class GpuPart:
         fits = self._columns_fit and grad.shape[1] % self._vector == 0 and grad.data_ptr() % 16 == 0
         gradient = kernel(OCCURRENCES, "occurrences_gradient", *self._gradient, *(() if fits else ("-DUNALIGNED",)))
         gradient(
-            blocks_for(n * self._lanes, THREADS, MOST_BLOCKS), THREADS, order, n, bags.bag, max(1, bags.batch), columns,
+            blocks_for(n * self._lanes, THREADS), THREADS, order, n, bags.bag, max(1, bags.batch), columns,
             self.space.mode, grad, grad.shape[1], 0 if argmax is None else argmax, share, rows,
         )  # fmt: skip
         return rows

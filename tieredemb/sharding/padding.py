@@ -43,7 +43,6 @@ class Padding:
         entry = self.entries_of(number).to(homes.dtype)
         homes.index_copy_(0, order, torch.where(number < self._ends[-1], entry, homes[order]))
 
-
     def move(self, homes: torch.Tensor) -> None:
         """Makes of homes that are numbers of values, int32 (N,), their entries; others, which are negative, stay."""
         entry = self.entries_of(homes.clamp(min=0).to(torch.int64)).to(homes.dtype)
@@ -57,7 +56,8 @@ def firsts_of(ids: torch.Tensor, counts: torch.Tensor, bound: int) -> torch.Tens
     blocks = ids.view(len(counts), -1)
     number = torch.arange(blocks.shape[1], device=ids.device)
     is_first = (blocks >= 0) & (number < counts[:, None])
-    at = torch.cumsum(is_first, 1) - 1
+    before = torch.cumsum(is_first.view(-1), 0).view_as(blocks) - 1  # as one: a GPU scans each of few rows by one block
+    at = before - (before[:, :1] + 1 - is_first[:, :1].long())
     goes = is_first & (at < bound)
     at += torch.arange(len(counts), device=ids.device)[:, None] * bound
     return torch.where(goes, at, len(counts) * bound).view(-1)
