@@ -11,6 +11,7 @@ from sharding.test_sharded_failures import told
 from torch import nn
 
 import tieredemb as te
+from tieredemb.pipeline.pace import SharedPace
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.layout import RowWise
 
@@ -130,3 +131,48 @@ def test_a_loop_that_is_left_leaves_nothing_behind(worlds):
     assert waiting == (0, 0)
     for name, weight in expected.items():
         assert equal(weights[name], weight)
+
+
+class Told:
+    """What stands in for what finds out whether planning ahead pays: says so of each step."""
+
+    def __init__(self, steps):
+        self.steps, self.at = steps, 0
+
+    @property
+    def ahead(self):
+        return self.steps[min(self.at, len(self.steps)) - 1] if self.at else True
+
+    def step(self):
+        self.at += 1
+
+    def leave(self):
+        pass
+
+
+def paced(rank, size, steps):
+    """A loop that plans ahead where rank `steps` says so; in which steps it had."""
+    model = model_of(te.Adagrad(lr=0.1), capacity=0.5)
+    batches = [batch_of(TABLES, step, rank, samples=lambda rank: 5) for step in range(len(steps[0]))]
+    loop = te.prefetch(batches, model, ids_of=lambda batch: batch[:2])
+    loop.pace = SharedPace(Told(steps[rank]), model.agreement)
+    planned, outputs = [], []
+    for batch in loop:
+        planned.append(len(model.planned.waiting))
+        outputs.append(step_of(model, batch, weighted=False)[0])
+    weights = dict(model.state_dict())
+    model.close()
+    return planned, outputs, weights
+
+
+def test_ranks_plan_ahead_where_the_first_of_them_finds_that_it_pays(worlds):
+    on, off = [True] * 12, [True] * 3 + [False] * 5 + [True] * 4
+    alone, expected = one_process(3, TABLES, 12, lambda rank: 5, False, {"optimizer": te.Adagrad(lr=0.1)})
+    answers = worlds(3).run(paced, (off, on, [False] * 12))
+    for rank, (planned, outputs, weights) in enumerate(answers):
+        # of this batch and the next one: what the first rank has told with a forward holds from the next batch on
+        assert planned == [2, 2, 2, 2, 1, 0, 0, 0, 0, 1, 2, 1], rank
+        assert all(equal(mine, theirs) for mine, (theirs, _) in zip(outputs, alone[rank], strict=True))
+        assert not rank or not weights
+    for name, weight in expected.items():
+        assert equal(answers[0][2][name], weight)

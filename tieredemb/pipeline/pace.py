@@ -11,6 +11,8 @@ from itertools import pairwise
 
 import torch
 
+from tieredemb.step.agreement import Agreement
+
 FIRST, LAST = 16, 16384  # steps from one trial to the next: more each time
 SPAN = 4  # steps that are timed as one
 SPANS = (2, 4, 2)  # of a trial: as the loop goes, the other way, and as it goes again
@@ -75,6 +77,29 @@ class Pace:
         if self._parts:
             self.ahead ^= len(self._parts) == 2  # as it was before
             self._parts, self._left, self._wait = [], self._settle, 0
+
+
+class SharedPace:
+    """That of several ranks, which plan alike: as the first of them finds out by its `pace`, and tells the others with
+    its forwards."""
+
+    def __init__(self, pace: Pace, agreement: Agreement) -> None:
+        self._pace, self._agreement = pace, agreement
+
+    @property
+    def ahead(self) -> bool:
+        """Whether all plan ahead, by the last forward."""
+        return self._agreement.plans_ahead
+
+    def step(self) -> None:
+        """See `Pace.step`."""
+        self._pace.step()
+        self._agreement.offer(ahead=self._pace.ahead)
+
+    def leave(self) -> None:
+        """See `Pace.leave`."""
+        self._pace.leave()
+        self._agreement.offer(ahead=self._pace.ahead)
 
 
 def _spans(events: list[torch.cuda.Event]) -> list[float]:

@@ -23,7 +23,7 @@ from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.joint_plans import PlannedUnit
 from tieredemb.pipeline.lookups import Learned, LookupSpec, NamedLookups, learn
-from tieredemb.pipeline.pace import Pace
+from tieredemb.pipeline.pace import Pace, SharedPace
 from tieredemb.pipeline.plan_executors import PlanExecutors, kind_of
 from tieredemb.step.planned_forwards import PlannedForwards
 
@@ -100,15 +100,18 @@ def prefetch(
     return Prefetch(loader, model, depth, ids_of=ids_of)
 
 
-def pace_of(modules: Iterable[LookupModule], depth: int) -> Pace | None:
-    """What finds out whether planning ahead pays: where all plans are launches on one GPU, and cost the host alone.
-    Several ranks have to plan alike, and each would find something else."""
+def pace_of(modules: Iterable[LookupModule], depth: int) -> Pace | SharedPace | None:
+    """What finds out whether planning ahead pays: where all plans are launches on one GPU, and cost the host alone."""
     given = list(modules)
     kinds = {kind_of(module) for module in given}
-    if depth == 0 or len(kinds) > 1 or any(module.engine is None for module in given):
+    agreements = [module.agreement for module in given if module.agreement is not None]
+    if depth == 0 or len(kinds) > 1 or len(agreements) > 1:
         return None
     ((device, waits),) = kinds
-    return None if waits or device.type != "cuda" else Pace(device, depth)
+    if waits or device.type != "cuda":
+        return None
+    pace = Pace(device, depth)
+    return SharedPace(pace, agreements[0]) if agreements else pace
 
 
 def _waits(module: LookupModule) -> bool:

@@ -33,6 +33,7 @@ T = TypeVar("T")
 WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
 PLANNED = 2  # ids were exchanged before
 GRADIENT = 4  # that of the weights is asked for, which takes the rows of all ids
+ALONE = 16  # this rank would not plan the next batch ahead
 FITS = 8  # no rank is asked for more ids than an exchange of one size takes
 INFINITE = 1  # of a backward: a gradient is not finite, which is to keep all ranks from the update
 
@@ -70,13 +71,13 @@ class ShardedCall:
         if planned is None:
             return cls(context, batch, flag=flag)
         try:
-            flags = context.announce(Phase.FORWARD, flag=PLANNED | flag).flags
+            flags = context.announce(Phase.FORWARD, flag=PLANNED | flag | ALONE * (not context.offers_ahead)).flags
             _check_weighted(flags)
         except BaseException:
             planned.release()
             raise
         if bool((flags & PLANNED).all()):
-            planned._flags = flags
+            planned._told(flags)
             return planned
         planned.release()
         return cls(context, batch, flag=flag)
@@ -106,14 +107,14 @@ class ShardedCall:
         context, exchange = self.context, self.context.exchange
         samples = torch.full((exchange.size, 1), self.batch, dtype=torch.int64, device="cpu")
         counts = torch.cat([*(bags.counts for bags in self._bags), samples], 1)
-        flag = FITS * self._fits | (0 if ahead else flag)
+        flag = FITS * self._fits | (0 if ahead else flag) | ALONE * (not context.offers_ahead)
         is_asked = False
         while not is_asked:  # others may have had a plan, which they then give up
             context.number += 1
             header = exchange.header(Phase.PLAN if ahead else Phase.FORWARD, context.number, counts, flag=flag)
             is_asked = not bool((header.flags & PLANNED).any())
             _check_weighted(header.flags)
-        self._flags = header.flags
+        self._told(header.flags)
         with exchange.agreed():
             columns = [sum(part.columns for part in shard.parts) for shard in context.shards]
             *its, samples = torch.split(header.counts, [*columns, 1], 1)  # type: ignore[no-untyped-call]
@@ -131,6 +132,11 @@ class ShardedCall:
             for request, messages_of in zip(requests, self._by_shard(came), strict=True):
                 request.take(messages_of)
         return requests
+
+    def _told(self, flags: torch.Tensor) -> None:
+        """All ranks have announced the forward, or that they plan it."""
+        self._flags = flags
+        self.context.plans_ahead = not int(flags[0]) & ALONE
 
     def _by_shard(self, of_parts: Sequence[T]) -> Iterator[Sequence[T]]:
         """What there is of each part, shard by shard."""

@@ -49,6 +49,13 @@ class Captures(Agreement):
                 "group hosts do: make it by init_process_group('cpu:gloo,cuda:nccl'), or call the function itself"
             )
 
+    @property
+    def plans_ahead(self) -> bool:
+        return self._context.plans_ahead
+
+    def offer(self, *, ahead: bool) -> None:
+        self._context.offers_ahead = ahead
+
     def takes(self, given: Sequence[Given]) -> bool:
         return self._context.fits(max(map(self._count, given), default=0))
 

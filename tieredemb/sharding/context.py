@@ -32,7 +32,8 @@ class ShardedContext:
     `output_dtype`, on `device` · `divisor`: what gradients are divided by · `max_ids`: what exchanges of one size are
     padded to, if there are any · `captures`: what lets a step be captured · `number`: of the last exchange ·
     `most_rows`: the most different rows that this rank has asked another for in one part, of batches that captured
-    steps go ahead to, and `row_bound`: how many come back there, once the ranks have told each other."""
+    steps go ahead to, and `row_bound`: how many come back there, once the ranks have told each other ·
+    `offers_ahead`: whether this rank would plan eager steps ahead, and `plans_ahead`: whether all do."""
 
     layout: Layout
     exchange: Exchange
@@ -49,6 +50,8 @@ class ShardedContext:
     number: int = 0
     most_rows: int = 0
     row_bound: int | None = None
+    offers_ahead: bool = True
+    plans_ahead: bool = True
     _told_longer: bool = False
 
     def check_trainable(self) -> None:

@@ -22,6 +22,16 @@ class Agreement(abc.ABC):
     def check(self) -> None:
         """Raises `UnsupportedError` where no graph can hold what the ranks exchange."""
 
+    @property
+    @abc.abstractmethod
+    def plans_ahead(self) -> bool:
+        """Whether eager steps plan the next batch ahead, which all ranks do or none does: as the first rank has offered
+        with its last forward."""
+
+    @abc.abstractmethod
+    def offer(self, *, ahead: bool) -> None:
+        """This rank would plan `ahead`, or not."""
+
     @abc.abstractmethod
     def takes(self, given: Sequence[Given]) -> bool:
         """Whether a graph takes as many ids as those of lookups that are to come, `given`. Raises what is wrong with
