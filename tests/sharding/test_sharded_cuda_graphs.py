@@ -28,7 +28,7 @@ from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 MIXED = tables_of(modes=("sum", "mean", "max"), widths=(4, 8), rows=(1, 3, 17, 40, 25, 9, 31), padding=(None, 0, 2))
 SUMS = tables_of(widths=(4, 8), rows=(1, 3, 17, 40, 25, 9, 31), padding=(None, 0, 2))
 SAMPLES, STEPS, LONGEST = 7, 12, 250
-FIRST = {False: 4, True: 7}  # steps before the first replay, of a loop that fetches ahead and of one that does not
+FIRST = {False: 4, True: 10}  # steps before the first replays, of a loop that fetches ahead and of one that does not
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@ many GPUs as ranks; eager steps are compared on those by `test_sharded_cuda_worl
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from devices import equal
@@ -93,3 +95,84 @@ def test_gpus_replay_other_options(world, keywords, ahead):
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 def test_gpus_replay_many_steps(world, ahead):
     compare(world, sharding="rows", steps=2000, capacity=0.3, ahead=ahead)
+
+
+# --- what one rank alone meets ----------------------------------------------------------------------------------------
+
+
+def run_with(rank, events, skipped, *, is_captured):
+    """A loop in which something happens on a rank, but for steps that are `skipped`; outputs, tables, and what is
+    refused: of each step its number and the error."""
+    tables, refused, outputs = tables_of(**TABLES), [], []
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=sharding_of("every other", tables), average=False, capacity=0.5,
+        optimizer=te.Adagrad(lr=0.1), max_ids=100 if is_captured else None,
+    )  # fmt: skip
+    fails = is_captured and events.get("capture") == rank
+
+    def step(batch):
+        nonlocal fails
+        ids, offsets, upstream = batch
+        out = model(ids, offsets)
+        out.backward(upstream.to(out.dtype))
+        if fails and torch.cuda.is_current_stream_capturing():
+            fails = False
+            raise ValueError("the step's own")
+        return out.detach()
+
+    def batch_at(number):
+        ids, offsets, _, upstream = batch_of(tables, number, rank, samples=seven)
+        if events.get(("long", number)) == rank:
+            ids = torch.cat([torch.arange(7 * 8) % table.num_embeddings for table in tables])
+            offsets = torch.arange(7 * len(tables) + 1) * 8
+        if events.get(("id", number)) == rank:
+            ids = ids + 1000
+        return ids.cuda(), offsets.cuda(), upstream
+
+    train = te.graph_step(step, max_ids=LONGEST) if is_captured else step
+    batches = [batch_at(number) for number in range(40)]
+    plain = not is_captured or events.get("plain") == rank
+    for number, batch in enumerate(batches if plain else te.prefetch(batches, model)):
+        if number in skipped:
+            continue
+        try:
+            outputs.append(train(batch).clone())
+        except (te.errors.TieredEmbError, ValueError) as error:
+            refused.append((number, str(error)))
+    weights, graphs = dict(model.state_dict()), len(graphs_of(train)) if is_captured else 0
+    model.close()
+    return outputs, weights, refused, graphs
+
+
+def meets(rank, size, events):
+    """A captured run beside an eager one of the steps that were not refused."""
+    captured = run_with(rank, events, (), is_captured=True)
+    eager = run_with(rank, events, [number for number, _ in captured[2]], is_captured=False)
+    return captured, eager
+
+
+@pytest.mark.parametrize(
+    ("events", "told", "graphs"),
+    [
+        ({("long", 14): 1}, None, 3),
+        ({("id", 14): 0}, "rank 0: id 10", 3),
+        ({("id", 13): 1, ("long", 14): 0}, "rank 1: id 10", 3),
+        ({"capture": 1}, "the step's own", 3),
+        ({"plain": 1}, None, 0),
+    ],
+    ids=["a long batch", "a wrong id", "both", "a capture that fails", "a rank that does not fetch ahead"],
+)
+def test_what_one_rank_meets_all_do(world, events, told, graphs):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = world.run(meets, events)
+    steps = {tuple(number for number, _ in refused) for (*_, refused, _), _ in found}
+    assert len(steps) == 1
+    assert len(next(iter(steps))) == (told is not None)
+    for (outputs, weights, refused, captured), (its_outputs, its_weights, its_refused, _) in found:
+        assert not its_refused
+        assert all(told in text for _, text in refused)
+        assert captured == graphs
+        assert len(outputs) == len(its_outputs) == 40 - len(refused)
+        assert all(equal(one, other) for one, other in zip(outputs, its_outputs, strict=True))
+        assert all(equal(weights[name], its_weights[name]) for name in its_weights)

@@ -1,4 +1,5 @@
-"""A captured step of several ranks: all replay their graphs, or all capture them, or all run the function.
+"""A captured step of several ranks that plans the batch which it computes: all replay their graphs, or all capture
+them, or all run the function.
 
 What they do they agree on before each step, between hosts, while their GPUs are busy with the step before.
 """

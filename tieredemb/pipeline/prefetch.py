@@ -89,9 +89,10 @@ def prefetch(
     and fetching ahead starts with the second; ids that the model computes cannot be guessed, which a warning says.
 
     Where the host is what the loop waits for, nothing can be hidden: steps on a GPU, over tiers that its kernels reach,
-    are timed now and then, and planned ahead while that makes them faster. Its plans lock rows: those of `depth`
-    batches more than without. Leaving the loop gives them up. An exception of the loader comes at its batch. Returns an
-    iterable with the length of `loader`, for any number of loops, one at a time. Raises `ConfigError`.
+    are timed now and then, of several ranks on the first, and planned ahead while that makes them faster. Its plans
+    lock rows: those of `depth` batches more than without. Leaving the loop gives them up. An exception of the loader
+    comes at its batch. Returns an iterable with the length of `loader`, for any number of loops, one at a time. Raises
+    `ConfigError`.
 
     >>> model = nn.Sequential(tieredemb.TieredEmbeddingBag(1000, 4, optimizer=tieredemb.SGD(lr=0.1)), nn.Linear(4, 1))
     >>> for ids in tieredemb.prefetch(torch.randint(1000, (5, 8, 3)), model):
