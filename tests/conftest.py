@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from tieredemb.kernels import DEVICES
 
         metafunc.parametrize("device", DEVICES, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """A test draws the same numbers from torch's own generator whatever ran before it."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture
