@@ -953,7 +953,31 @@ def test_stand_ins_are_parameters_and_no_keys_of_a_state_dict(device):
     assert list(model.state_dict()) == ["0.weight", "1.weight", "1.bias"]
     assert model.load_state_dict(model.state_dict()).missing_keys == []
     assert list(make(te.SGD(lr=0.1)).parameters()) == list(make(None).parameters()) == []
-    assert "stand_in" in repr(dict(model.named_parameters()))
+    assert [name for name, _ in model.named_parameters()] == list(model.state_dict())
+    copied = pickle.loads(pickle.dumps(model))
+    assert [name for name, _ in copied.named_parameters()] == list(model.state_dict())
+
+
+def test_a_stand_in_that_was_replaced_is_refused(device):
+    model, _ = follower()
+    named = dict(model.named_parameters())
+    torch.func.functional_call(model, named, torch.tensor([[1, 2]]))
+    moved = {name: each.detach() + 1.0 for name, each in named.items()}
+    with pytest.raises(UnsupportedError, match=r"parameter 'weight' of a tiered module was replaced"):
+        torch.func.functional_call(model, moved, torch.tensor([[1, 2]]))
+    del moved["0.weight"]
+    torch.func.functional_call(model, moved, torch.tensor([[1, 2]]))
+
+
+def test_parameters_that_are_picked_by_their_names_are_those_of_torchs_modules(device):
+    """As models pick what they regularise, and scripts what decays."""
+    model, _ = follower()
+    model.train()
+    plain = nn.Sequential(nn.EmbeddingBag(10, 4, mode="sum"), nn.Linear(4, 1))
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    term = sum(each.norm(2) for name, each in model.named_parameters() if name.endswith("weight"))
+    with pytest.warns(UserWarning, match="regulariser"):
+        (term + model(torch.tensor([[1, 2]])).sum()).backward()
 
 
 @pytest.mark.parametrize("power", [1, 2])

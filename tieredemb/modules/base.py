@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,8 +56,14 @@ class TieredModule(LookupModule):
         self._context = self.engine.context(self.options)
         # a plain tensor, no Parameter: it only makes autograd ask for a gradient, and lies where the tables are
         self._hook = self._make_hook()
-        self._stand_ins = {f"stand_in_{each.table}": each for each in self.engine.stand_ins}
+        for name in [name for name, each in self._parameters.items() if isinstance(each, StandIn)]:
+            del self._parameters[name]  # of what was pickled, whose tables have others now
+        self._stand_ins = {self._stand_in_name(each.table): each for each in self.engine.stand_ins}
         self._parameters.update(self._stand_ins)
+
+    def _stand_in_name(self, table: int) -> str:
+        """That of a table's stand-in among the parameters."""
+        return f"stand_in_{table}"
 
     def _make_hook(self) -> torch.Tensor:
         with no_inference():  # a module built in inference mode may be trained later
@@ -144,7 +150,12 @@ class TieredModule(LookupModule):
         of a model around it does."""
         if self._frozen:
             return False
-        for each in self._stand_ins.values():
+        for name, each in self._stand_ins.items():
+            if self._parameters.get(name) is not each:
+                raise UnsupportedError(
+                    f"parameter {name!r} of a tiered module was replaced by another tensor, as functional_call() does "
+                    f"it: it stands for a table whose rows stay as they are; leave it out of what is replaced"
+                )
             if each._version != each.unwritten:
                 check_written(each)
             if not each.requires_grad:
@@ -257,10 +268,22 @@ class TieredModule(LookupModule):
         """Name of a table's weights in `state_dict()`."""
         return f"tables.{self.tables.config.tables[table].name}.weight"
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+    @contextlib.contextmanager
+    def _without_stand_ins(self) -> Iterator[None]:
+        """They are no parameters inside; others may be replaced."""
+        every = dict(self._parameters)
         for name in self._stand_ins:
-            destination.pop(prefix + name, None)
+            self._parameters.pop(name, None)
+        try:
+            yield
+        finally:
+            others = dict(self._parameters)
+            self._parameters.clear()
+            self._parameters.update({name: others.get(name, each) for name, each in every.items()})  # in their order
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        with self._without_stand_ins():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
         for table in range(len(self.tables.config.tables)):
             destination[prefix + self._weight_key(table)] = self.tables.weight(table)
 
@@ -275,10 +298,10 @@ class TieredModule(LookupModule):
         error_msgs: list[str],
     ) -> None:
         # hooks run first, as they may rename keys; a subclass's own parameters are loaded there too
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        missing_keys[:] = [key for key in missing_keys if key not in {prefix + name for name in self._stand_ins}]
+        with self._without_stand_ins():
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
         tables = self.tables.config.tables
         keys = [prefix + self._weight_key(table) for table in range(len(tables))]
         weights, problems = given_weights(state_dict, keys, tables, unexpected_keys)

@@ -64,6 +64,10 @@ class OneTable(TieredModule):
     def _weight_key(self, table: int) -> str:
         return "weight"
 
+    def _stand_in_name(self, table: int) -> str:
+        """That of the weight of torch's module, by which code picks parameters."""
+        return "weight"
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             raise UnsupportedError(
