@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import gc
 import itertools
 import threading
 import time
@@ -244,6 +245,7 @@ def test_a_module_that_is_closed_while_rows_are_on_their_way(device, planned_her
 def test_rows_that_are_being_written_are_there_before_the_storage_is_used_otherwise(
     gpu, monkeypatch, planned_here, tmp_path, call
 ):
+    gc.collect()  # or modules of other tests close their storage amid this one
     model, being_written, used = staged(tmp_path, "rows"), [], []
     model.save_checkpoint(str(tmp_path / "saved"))
 
