@@ -1,10 +1,12 @@
 # Needs python3 (3.11 or newer, with venv), make and a package registry. Everything is installed in .venv: what training
 # needs by `make train`, the tools and tests too by the others.
 #   PYTHON=python3.12   another interpreter        ARGS=…   passed on to the command that a target runs
+#   WORKERS='-n 4'      processes that run the tests: as many as cores, 8 at most, where all tests are run; else one
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+WORKERS ?= $(if $(ARGS),,-n auto --maxprocesses 8)
 INSTALLED := .venv/.installed
 TRAINABLE := .venv/.trainable
 CLIENTS := build/clients
@@ -23,7 +25,7 @@ train: $(TRAINABLE)
 	$(BIN)/python -m examples.dlrm train $(if $(DATA),--data "$(DATA)") --plot runs/dlrm.png $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 test-clients: $(CLIENTS)/.installed
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
