@@ -33,9 +33,6 @@ class StepTogether(Generic[R]):
         with on_device(step.device):
             self._beside = torch.cuda.Stream(step.device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def give_up(self) -> None:
-        """Nothing is planned ahead."""
-
     def free(self) -> None:
         """Gives the graph up, before the process group whose collectives it holds; the step is captured anew if it is
         called again."""
