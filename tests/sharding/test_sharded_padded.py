@@ -339,6 +339,23 @@ def test_a_wrong_id_is_told_of_before_a_replay_on_all_ranks(worlds):
         assert text.startswith("rank 1: ")
 
 
+def counts_rows(rank, size, counts):
+    """What the ranks agree on, and how many rows come back, as each has counted more."""
+    model = model_of(tables_of(), "both", max_ids=64)
+    context, found = model._ranks._context, []
+    for each in counts:
+        context.most_rows = each[rank]
+        found.append((model.agreement.agree(rank | 2), context.row_bound))
+    model.close()
+    return found
+
+
+def test_room_for_rows_is_what_the_ranks_have_counted_and_some_more(worlds):
+    """It grows where one has counted more than there is room for, and never shrinks, nor beyond `max_ids`."""
+    answers = worlds(3).run(counts_rows, [(0, 0, 0), (5, 9, 2), (3, 30, 2), (5, 9, 40), (90, 0, 0)])
+    assert answers == [[(2, None), (2, 34), (2, 34), (2, 64), (2, 64)]] * 3
+
+
 def does_not_agree(rank, size):
     """Rank 0 runs eagerly where the others are about to replay."""
     tables = tables_of()

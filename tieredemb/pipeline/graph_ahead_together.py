@@ -54,6 +54,8 @@ class StepAheadTogether(StepAhead[R]):
             except Exception as error:
                 failed = error
             way = self._agreement.agree(mine, failed)
+            if not all(self._agreement.are_as_now(turn.made_last[0]) for turn in turns):
+                way &= ~CAPTURES  # no graph is to find other memory than it knows: a step plans to such eagerly
             unplanned = self._unplanned(way, lookups)
             if way & COMING:
                 now, coming, then = turns

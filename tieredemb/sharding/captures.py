@@ -72,6 +72,9 @@ class Captures(Agreement):
         of_ranks = [call for call in calls if isinstance(call, LastingCall)]
         return all(call.told is None or call.fits(self._finder.most(call.told)) for call in of_ranks)
 
+    def are_as_now(self, calls: Sequence[object]) -> bool:
+        return all(call.row_bound == self._context.row_bound for call in calls if isinstance(call, LastingCall))
+
     def agree(self, mine: int, error: Exception | None = None) -> int:
         context = self._context
         flag = mine | context.most_rows << MOST_BITS

@@ -42,6 +42,11 @@ class Agreement(abc.ABC):
         """The same of the `calls` that a graph has planned, which is over: of more ids it has planned some."""
 
     @abc.abstractmethod
+    def are_as_now(self, calls: Sequence[object]) -> bool:
+        """Whether what would be exchanged for a plan now has the form that it had for the `calls`, which were planned
+        before: all ranks find the same."""
+
+    @abc.abstractmethod
     def agree(self, mine: int, error: Exception | None = None) -> int:
         """The bits that all ranks have set in `mine`. Raises on all ranks the `error` that one has met. A
         collective."""
