@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 
 from tieredemb.errors import PeerError, TieredEmbError
@@ -28,6 +29,9 @@ from tieredemb.sharding.stream_use import StreamUse
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import NUMBERS, Call
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
 
 T = TypeVar("T")
 WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
@@ -133,7 +137,7 @@ class ShardedCall:
                 request.take(messages_of)
         return requests
 
-    def _told(self, flags: torch.Tensor) -> None:
+    def _told(self, flags: Array) -> None:
         """All ranks have announced the forward, or that they plan it."""
         self._flags = flags
         self.context.plans_ahead = not int(flags[0]) & ALONE
@@ -214,7 +218,7 @@ class ShardedCall:
     @property
     def _asks(self) -> list[bool]:
         """Which ranks ask for the gradient of weights."""
-        asks: list[bool] = (self._flags & GRADIENT).bool().tolist()
+        asks: list[bool] = (self._flags & GRADIENT).astype(bool).tolist()
         return asks
 
     def _rows_for_weights(self, every: Sequence[torch.Tensor | None]) -> list[tuple[Bags, Sending]]:
@@ -300,7 +304,7 @@ def forward_flag(weights: torch.Tensor | None) -> int:
     return WEIGHTED | GRADIENT * (torch.is_grad_enabled() and weights.requires_grad)
 
 
-def _check_weighted(flags: torch.Tensor) -> None:
+def _check_weighted(flags: Array) -> None:
     """Raises `PeerError`, on all ranks, where some have weights of their samples and others none."""
     weighted = (flags & WEIGHTED).tolist()
     if len(set(weighted)) > 1:

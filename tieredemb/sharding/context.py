@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -107,7 +108,7 @@ class ShardedContext:
         """All ranks are to do something of which no ids are told, or this one has met an `error`, which all then
         raise."""
         self.number += 1
-        return self.exchange.header(phase, self.number, self.no_counts(), flag=flag, error=error)
+        return self.exchange.header(phase, self.number, self.no_counts, flag=flag, error=error)
 
     @contextlib.contextmanager
     def telling(self, phase: Phase) -> Iterator[None]:
@@ -120,6 +121,7 @@ class ShardedContext:
             self.announce(phase, error=error)
             raise
 
+    @functools.cached_property
     def no_counts(self) -> torch.Tensor:
         """Of a header that announces nothing to come."""
         columns = sum(part.columns for shard in self.shards for part in shard.parts)

@@ -16,13 +16,17 @@ import socket
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from tieredemb import errors
 from tieredemb.errors import ConfigError, PeerError, TieredEmbError
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
 
 
 class Phase(enum.IntEnum):
@@ -54,7 +58,7 @@ class Header(NamedTuple):
     """What each rank has announced: `counts`, int64 (W, K), what each sends to this one · `flags`, int64 (W,)."""
 
     counts: torch.Tensor
-    flags: torch.Tensor
+    flags: Array
 
 
 class Sending(NamedTuple):
@@ -103,16 +107,15 @@ class Exchange:
         CPU, what it sends to each. K is the same in every call. Raises on every rank alike where one has met an
         `error`, or does something else. Does not wait for a GPU."""
         self._check()
-        mine = torch.empty((self.size, counts.shape[1] + 4), dtype=torch.int64, device="cpu")
-        mine[:, 0], mine[:, 1], mine[:, 2], mine[:, 3] = int(phase), number, error is not None, flag
-        mine[:, 4:] = counts
-        theirs = torch.empty_like(mine)
+        mine = np.empty((self.size, counts.shape[1] + 4), np.int64)
+        mine[:, :4] = int(phase), number, error is not None, flag
+        mine[:, 4:] = counts.numpy()
+        theirs = np.empty_like(mine)
         with self._answered(phase):
-            dist.all_to_all_single(theirs, mine, group=self.group)
-        if bool(theirs[:, 2].any()):
+            dist.all_to_all_single(torch.from_numpy(theirs), torch.from_numpy(mine), group=self.group)
+        if theirs[:, 2].any():
             self._raise(error)
-        others = (theirs[:, :2] != mine[:, :2]).any(1)
-        if bool(others.any()):
+        if (theirs[:, :2] != mine[:, :2]).any():
             told = ", ".join(
                 f"rank {rank} {Phase(int(at)).told} (its call {number})"
                 for rank, (at, number) in enumerate(theirs[:, :2].tolist())
@@ -122,7 +125,7 @@ class Exchange:
                 f"many batches in the same order, and to plan them ahead alike: prefetch() learns from a rank's first "
                 f"batch where its ids are, but from one without samples; name them with ids_of"
             )
-        return Header(theirs[:, 4:], theirs[:, 3])
+        return Header(torch.from_numpy(theirs[:, 4:]), theirs[:, 3])
 
     @contextlib.contextmanager
     def _answered(self, phase: Phase) -> Iterator[None]:
