@@ -101,6 +101,7 @@ def runs(rank, size, events):
     patches.setattr(graph_together, "on_device", lambda device: contextlib.nullcontext())
     patches.setattr(torch.cuda, "CUDAGraph", lambda: Graph(step))
     patches.setattr(torch.cuda, "Stream", lambda *given, **named: None)
+    patches.setattr(torch.cuda, "Event", lambda: Event(1))
     patches.setattr(graph_together, "on_stream", lambda stream: contextlib.nullcontext())
     together, errors = StepTogether(step, model.agreement), []
     try:
@@ -125,6 +126,27 @@ def runs(rank, size, events):
         patches.undo()
         model.close()
     return step.did, errors
+
+
+class Event:
+    """Of a replay that ends at the given query, or never."""
+
+    def __init__(self, ends):
+        self.ends, self.asked = ends, 0
+
+    def record(self):
+        pass
+
+    def query(self):
+        self.asked += 1
+        return self.asked == self.ends
+
+
+def test_a_replay_that_waits_for_a_rank_that_has_gone_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(collectives, "PATIENCE", 0.05)
+    assert collectives.is_over(Event(1))
+    assert collectives.is_over(Event(3))
+    assert not collectives.is_over(Event(0))
 
 
 USUAL = [("eager",)] * 2 + [("capture", "replay")] + [("replay",)] * (STEPS - 3)

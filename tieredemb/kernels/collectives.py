@@ -1,4 +1,5 @@
-"""CUDA graphs that hold collectives of a process group: they are freed before the group ends.
+"""CUDA graphs that hold collectives of a process group: they are freed before the group ends, and not waited for as if
+every rank were there.
 
 NCCL's end of a communicator waits until no graph holds one of its collectives: `destroy_process_group()` would wait for
 ever while a captured step is alive, which a variable of the user's keeps alive as long as it likes.
@@ -10,8 +11,10 @@ import atexit
 import functools
 import weakref
 from collections.abc import Callable
+from time import monotonic, sleep
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 P = ParamSpec("P")
@@ -23,6 +26,20 @@ class Holder(Protocol):
 
     def free(self) -> None:
         """Gives them up, those too that a GPU is running: it ends them first. Called again, it does nothing."""
+
+
+PATIENCE, POLL = 10.0, 2e-5  # seconds
+
+
+def is_over(replayed: torch.cuda.Event) -> bool:
+    """Waits for a replay. False where that does not end: it may wait for a rank that has gone, of which the others
+    learn as soon as hosts tell each other anything."""
+    deadline = monotonic() + PATIENCE
+    while not replayed.query():  # type: ignore[no-untyped-call]
+        if monotonic() > deadline:
+            return False
+        sleep(POLL)
+    return True
 
 
 _HOLDERS: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from tieredemb.errors import UnsupportedError
-from tieredemb.kernels.collectives import hold
+from tieredemb.kernels.collectives import hold, is_over
 from tieredemb.kernels.streams import on_stream
 from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.graph_ahead import StepAhead, forked
@@ -74,9 +74,7 @@ class StepAheadTogether(StepAhead[R]):
         """What this rank has, and could do. Its batches are in their buffers then, as far as they fit. Raises what is
         wrong with the one that is to be computed."""
         now, coming, then = self._turns
-        if calls and now.ran is not None:
-            now.ran.synchronize()
-        has_now = bool(calls) and self._agreement.took(calls)
+        has_now = bool(calls) and (now.ran is None or is_over(now.ran)) and self._agreement.took(calls)
         known = [*calls, *next_calls] if has_now else []
         # which puts the buffers behind the last call, too
         may_replay = self._may_replay(now, known) and bool(next_calls)

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tieredemb.kernels.collectives import hold
+from tieredemb.kernels.collectives import hold, is_over
 from tieredemb.kernels.streams import on_device, on_stream
 from tieredemb.pipeline.batches import tensors_of
 from tieredemb.pipeline.captured import StepFunction
@@ -30,6 +30,7 @@ class StepTogether(Generic[R]):
         self._left = step.eager_steps
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: R | None = None
+        self._ran: torch.cuda.Event | None = None  # comes once the last replay is over
         with on_device(step.device):
             self._beside = torch.cuda.Stream(step.device, priority=-1)  # type: ignore[no-untyped-call]
 
@@ -50,6 +51,8 @@ class StepTogether(Generic[R]):
                     way = self._capture()
                 if way & REPLAYS and self._graph is not None:
                     self._graph.replay()
+                    self._ran = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    self._ran.record()
                     return self._result  # type: ignore[return-value]
             self._left -= 1
             with step.on_buffers():
@@ -76,7 +79,7 @@ class StepTogether(Generic[R]):
         """Whether a graph takes as many ids, which are looked at beside the step before where hosts have them."""
         given = [each.given for each in self._step.lookups(batch) if each.module.agreement is self._agreement]
         if any(tensor.is_cuda for _, tensor in tensors_of(batch)):  # which the current stream has made
-            return self._agreement.takes(given)
+            return (self._ran is None or is_over(self._ran)) and self._agreement.takes(given)
         with on_stream(self._beside):
             return self._agreement.takes(given)
 
