@@ -3,6 +3,9 @@ many GPUs as ranks; eager steps are compared on those by `test_sharded_cuda_worl
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 import warnings
 
 import pytest
@@ -174,3 +177,49 @@ def test_what_one_rank_meets_all_do(world, events, told):
         assert len(outputs) == len(its_outputs) == 40 - len(refused)
         assert all(equal(one, other) for one, other in zip(outputs, its_outputs, strict=True))
         assert all(equal(weights[name], its_weights[name]) for name in its_weights)
+
+
+def dies(rank, size, ahead):
+    """Rank 1 is killed once it has launched a replay, whose collectives it may not take part in to the end."""
+    tables = tables_of(**TABLES)
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=sharding_of("rows", tables), capacity=0.5, optimizer=te.Adagrad(lr=0.1), max_ids=LONGEST
+    )
+
+    def step(batch):
+        ids, offsets, upstream = batch
+        out = model(ids, offsets)
+        out.backward(upstream.to(out.dtype))
+        return out.detach()
+
+    train = te.graph_step(step, max_ids=LONGEST)
+    drawn = [batch_of(tables, number, rank, samples=seven) for number in range(30)]
+    batches = [(ids.cuda(), offsets.cuda(), upstream) for ids, offsets, _, upstream in drawn]
+    started = time.monotonic()
+    try:
+        for number, batch in enumerate(te.prefetch(batches, model) if ahead else batches):
+            started = time.monotonic()
+            train(batch)
+            if rank == 1 and number == 16:
+                os.kill(os.getpid(), signal.SIGKILL)
+    except te.errors.PeerError as error:
+        return str(error), number, time.monotonic() - started
+    return "", number, 0.0
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+def test_a_rank_that_is_killed_between_replays_is_noticed(ahead):
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip(f"{RANKS} ranks need as many GPUs, here are {torch.cuda.device_count()}")
+    broken = World(RANKS, "cuda")
+    try:
+        for pipe in broken.pipes:
+            pipe.send((dies, (ahead,)))
+        assert broken.pipes[0].poll(200)
+        kind, (text, number, seconds) = broken.pipes[0].recv()
+        assert kind == "returned"
+        assert "start all of them again from the last checkpoint" in text
+        assert 17 <= number <= 19
+        assert seconds < 30
+    finally:
+        broken.close()
