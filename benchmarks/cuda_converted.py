@@ -137,7 +137,7 @@ def records(plan: Plan) -> list[Record]:
         ms: dict[tuple[str, str], float] = {}
         for provider in (CONVERTED, COLLECTION):
             start = perf_counter()
-            trained, given, stats, close = _tiered(provider, plan, share, apart, ids, each, whole)
+            trained, given, stats, close = tiered(provider, plan, share, apart, ids, each, whole)
             for mode, (times, done) in measure(plan, trained, given, stats).items():
                 ratio = times.mean_ms / baseline.mean_ms
                 ms[provider, mode] = times.mean_ms
@@ -171,7 +171,7 @@ def modes(ms: dict[tuple[str, str], float], config: str) -> list[Record]:
     return found
 
 
-def _tiered(
+def tiered(
     provider: str,
     plan: Plan,
     share: float,

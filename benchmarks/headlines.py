@@ -8,7 +8,17 @@ from typing import Any, NamedTuple
 
 from benchmarks.record import Record, load
 
-ON_CPU = ("cpu-step", "tiers", "cpu-optimizers", "cpu-kernels", "slot-map", "opening", "state", "sharding")
+ON_CPU = (
+    "cpu-step",
+    "cpu-converted",
+    "tiers",
+    "cpu-optimizers",
+    "cpu-kernels",
+    "slot-map",
+    "opening",
+    "state",
+    "sharding",
+)
 ON_GPU = (
     "cuda-step", "cuda-kernels", "cuda-dlrm", "cuda-inference", "cuda-tiers", "cuda-optimizers", "cuda-converted",
     "cuda-rounding", "cuda-opening", "cuda-sharding",

@@ -129,7 +129,7 @@ class HotArrays(Protocol):
     dirty: np.ndarray[Any, Any]
 
 
-_ROWS_PER_THREAD = 1024  # fewer are moved sooner than a second thread has started (256-byte rows: 30 microseconds)
+_ROWS_PER_THREAD = 256  # of some 256 bytes: what a second thread that waits for a call takes off, it costs
 
 
 class ColdRows(abc.ABC):
