@@ -106,8 +106,9 @@ def batches(tables, steps=STEPS, where="cuda", *, weighted=False):
     return [tuple(part.to(where) for part in batch) for batch in given]
 
 
-def compare(tables, replayed, *, sharding, ahead=False, where="cuda", weighted=False, steps=STEPS, **keywords):
+def compare(tables, replayed, *, sharding, ahead=False, where="cuda", weighted=False, **keywords):
     """A captured run of ranks against one process, step by step."""
+    steps = 25 if ahead else STEPS
     plain, ranks = Run(tables, **keywords), Run(tables, sharding=sharding, **keywords)
     train = te.graph_step(ranks.step, max_ids=LONGEST)
     loader = batches(tables, steps, where, weighted=weighted)
@@ -124,18 +125,21 @@ def compare(tables, replayed, *, sharding, ahead=False, where="cuda", weighted=F
 # --- the bits of one process ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize("optimizer", [te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
 @pytest.mark.parametrize("capacity", [2, 0.3, 1.0])
 @pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
-def test_captured_steps_have_the_bits_of_one_process(with_itself, replayed, sharding, capacity, optimizer):
-    compare(MIXED, replayed, sharding=sharding, capacity=capacity, optimizer=optimizer)
+def test_captured_steps_have_the_bits_of_one_process(with_itself, replayed, sharding, capacity, optimizer, ahead):
+    compare(MIXED, replayed, sharding=sharding, ahead=ahead, capacity=capacity, optimizer=optimizer)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
-def test_captured_steps_weigh_samples(with_itself, replayed, sharding):
-    compare(SUMS, replayed, sharding=sharding, weighted=True)
+def test_captured_steps_weigh_samples(with_itself, replayed, sharding, ahead):
+    compare(SUMS, replayed, sharding=sharding, ahead=ahead, weighted=True)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize(
     "keywords",
     [
@@ -145,38 +149,13 @@ def test_captured_steps_weigh_samples(with_itself, replayed, sharding):
     ],
     ids=lambda keywords: "-".join(keywords),
 )
-def test_captured_steps_of_other_options(with_itself, replayed, keywords):
-    compare(MIXED, replayed, sharding="every other", **keywords)
+def test_captured_steps_of_other_options(with_itself, replayed, keywords, ahead):
+    compare(MIXED, replayed, sharding="every other", ahead=ahead, **keywords)
 
 
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
 def test_steps_go_ahead_of_batches_wherever_these_are(with_itself, replayed, where):
-    compare(MIXED, replayed, sharding="every other", ahead=True, where=where, steps=25)
-
-
-@pytest.mark.parametrize("optimizer", [te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
-@pytest.mark.parametrize("capacity", [2, 0.3, 1.0])
-@pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
-def test_steps_that_go_ahead_have_the_bits_of_one_process(with_itself, replayed, sharding, capacity, optimizer):
-    compare(MIXED, replayed, sharding=sharding, ahead=True, capacity=capacity, optimizer=optimizer, steps=25)
-
-
-@pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
-def test_steps_that_go_ahead_weigh_samples(with_itself, replayed, sharding):
-    compare(SUMS, replayed, sharding=sharding, ahead=True, weighted=True, steps=25)
-
-
-@pytest.mark.parametrize(
-    "keywords",
-    [
-        {"dtype": torch.bfloat16, "rounding": "stochastic"},
-        {"max_norm": 0.5},
-        {"policy": te.LRU(), "storage": te.HostMemory()},
-    ],
-    ids=lambda keywords: "-".join(keywords),
-)
-def test_steps_that_go_ahead_of_other_options(with_itself, replayed, keywords):
-    compare(MIXED, replayed, sharding="every other", ahead=True, steps=25, **keywords)
+    compare(MIXED, replayed, sharding="every other", ahead=True, where=where)
 
 
 def test_loops_one_after_the_other_go_ahead(with_itself, replayed):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 P = ParamSpec("P")
 R = TypeVar("R")
+PATIENCE, POLL = 10.0, 2e-5  # seconds: how long a replay is waited for, and how often it is asked
 
 
 class Holder(Protocol):
@@ -26,9 +27,6 @@ class Holder(Protocol):
 
     def free(self) -> None:
         """Gives them up, those too that a GPU is running: it ends them first. Called again, it does nothing."""
-
-
-PATIENCE, POLL = 10.0, 2e-5  # seconds
 
 
 def is_over(replayed: torch.cuda.Event) -> bool:

@@ -56,8 +56,6 @@ class TieredModule(LookupModule):
         self._context = self.engine.context(self.options)
         # a plain tensor, no Parameter: it only makes autograd ask for a gradient, and lies where the tables are
         self._hook = self._make_hook()
-        for name in [name for name, each in self._parameters.items() if isinstance(each, StandIn)]:
-            del self._parameters[name]  # of what was pickled, whose tables have others now
         self._stand_ins = {self._stand_in_name(each.table): each for each in self.engine.stand_ins}
         self._parameters.update(self._stand_ins)
 
@@ -151,7 +149,7 @@ class TieredModule(LookupModule):
         if self._frozen:
             return False
         for name, each in self._stand_ins.items():
-            if self._parameters.get(name) is not each:
+            if self._parameters.get(name, each) is not each:
                 raise UnsupportedError(
                     f"parameter {name!r} of a tiered module was replaced by another tensor, as functional_call() does "
                     f"it: it stands for a table whose rows stay as they are; leave it out of what is replaced"
@@ -268,10 +266,17 @@ class TieredModule(LookupModule):
         """Name of a table's weights in `state_dict()`."""
         return f"tables.{self.tables.config.tables[table].name}.weight"
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._stand_ins:
+            destination.pop(prefix + name, None)
+        for table in range(len(self.tables.config.tables)):
+            destination[prefix + self._weight_key(table)] = self.tables.weight(table)
+
     @contextlib.contextmanager
     def _without_stand_ins(self) -> Iterator[None]:
-        """They are no parameters inside; others may be replaced."""
-        every = dict(self._parameters)
+        """They are no parameters inside, where others may be replaced: a table's key may be the name of its own."""
+        every = self._parameters | self._stand_ins
         for name in self._stand_ins:
             self._parameters.pop(name, None)
         try:
@@ -280,12 +285,6 @@ class TieredModule(LookupModule):
             others = dict(self._parameters)
             self._parameters.clear()
             self._parameters.update({name: others.get(name, each) for name, each in every.items()})  # in their order
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        with self._without_stand_ins():
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-        for table in range(len(self.tables.config.tables)):
-            destination[prefix + self._weight_key(table)] = self.tables.weight(table)
 
     def _load_from_state_dict(
         self,
@@ -362,6 +361,8 @@ class TieredModule(LookupModule):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name in [name for name, each in self._parameters.items() if isinstance(each, StandIn)]:
+            del self._parameters[name]  # the tables have others now, which may have other names
         self._connect()
 
 

@@ -2,8 +2,8 @@
 ids of the one after that go to the ranks that own their rows, which plan them.
 
 Each rank tells the others before every step what it has planned, and what it could do; all do what all can. Whether
-the ids of a batch are good, and fit what a graph exchanges, the graph finds out that plans it, and tells the host; who
-reads it two steps later waits for nothing. A batch of which it was planned what does not fit runs eagerly.
+the ids of a batch are good, and fit what a graph exchanges, the graph finds out that plans it, and tells the host,
+which reads it two steps later. A batch that did not fit, of which a part was planned, runs eagerly.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StepAheadTogether(StepAhead[R]):
             way = self._agreement.agree(mine, failed)
             if not all(self._agreement.are_as_now(turn.made_last[0]) for turn in turns):
                 way &= ~CAPTURES  # no graph is to find other memory than it knows: a step plans to such eagerly
-            unplanned = self._unplanned(way, lookups)
+            unplanned = self._align(way, lookups)
             if way & COMING:
                 now, coming, then = turns
                 self._turns = [coming, then, now]
@@ -91,8 +91,8 @@ class StepAheadTogether(StepAhead[R]):
             mine |= REPLAYS * knows | CAPTURES * ((knows or now.graph is None) and self._may_capture())
         return mine
 
-    def _unplanned(self, way: int, lookups: Lookups) -> list[Turn[R]]:
-        """The turns whose batches are to be planned, once all have given up what not all have planned."""
+    def _align(self, way: int, lookups: Lookups) -> list[Turn[R]]:
+        """Gives up what not all ranks have planned. Returns the turns whose batches are yet to be planned."""
         now, coming, then = self._turns
         if not way & COMING:
             coming.drop()

@@ -80,10 +80,10 @@ class Pace:
 
 
 class SharedPace:
-    """That of several ranks, which plan alike: as the first of them finds out by its `pace`, and tells the others with
-    its forwards."""
+    """That of several ranks, which plan alike: as the first of them finds out by its `pace`, if it has one, and tells
+    the others with its forwards. A rank without one, as its storage is another, does as they do."""
 
-    def __init__(self, pace: Pace, agreement: Agreement) -> None:
+    def __init__(self, pace: Pace | None, agreement: Agreement) -> None:
         self._pace, self._agreement = pace, agreement
 
     @property
@@ -93,13 +93,15 @@ class SharedPace:
 
     def step(self) -> None:
         """See `Pace.step`."""
-        self._pace.step()
-        self._agreement.offer(ahead=self._pace.ahead)
+        if self._pace is not None:
+            self._pace.step()
+            self._agreement.offer(ahead=self._pace.ahead)
 
     def leave(self) -> None:
         """See `Pace.leave`."""
-        self._pace.leave()
-        self._agreement.offer(ahead=self._pace.ahead)
+        if self._pace is not None:
+            self._pace.leave()
+            self._agreement.offer(ahead=self._pace.ahead)
 
 
 def _spans(events: list[torch.cuda.Event]) -> list[float]:

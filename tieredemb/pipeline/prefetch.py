@@ -106,12 +106,10 @@ def pace_of(modules: Iterable[LookupModule], depth: int) -> Pace | SharedPace | 
     given = list(modules)
     kinds = {kind_of(module) for module in given}
     agreements = [module.agreement for module in given if module.agreement is not None]
-    if depth == 0 or len(kinds) > 1 or len(agreements) > 1:
+    if depth == 0 or len(agreements) > 1:
         return None
-    ((device, waits),) = kinds
-    if waits or device.type != "cuda":
-        return None
-    pace = Pace(device, depth)
+    device, waits = next(iter(kinds))
+    pace = Pace(device, depth) if len(kinds) == 1 and not waits and device.type == "cuda" else None
     return SharedPace(pace, agreements[0]) if agreements else pace
 
 

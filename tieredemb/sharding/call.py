@@ -20,7 +20,7 @@ import torch
 from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.sharding.asked import AskedPart
-from tieredemb.sharding.bags import Bags
+from tieredemb.sharding.bags import Bags, Most, most_in
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase, Sending
 from tieredemb.sharding.padded_request import PaddedPart, PaddedRequest
@@ -37,8 +37,8 @@ T = TypeVar("T")
 WEIGHTED = 1  # flag of a header of a forward: per-sample weights are given
 PLANNED = 2  # ids were exchanged before
 GRADIENT = 4  # that of the weights is asked for, which takes the rows of all ids
+FITS = 8  # an exchange of one size takes what other ranks are asked for
 ALONE = 16  # this rank would not plan the next batch ahead
-FITS = 8  # no rank is asked for more ids than an exchange of one size takes
 INFINITE = 1  # of a backward: a gradient is not finite, which is to keep all ranks from the update
 
 
@@ -96,15 +96,19 @@ class ShardedCall:
                 found, self._words = captures.find(batch, finds_firsts=self.row_bound is not None)
                 return found
             found = self.context.find(batch)
-            self._fits = self.context.fits(max(n for bags in found for n in bags.ids)) and self._back_fits(found)
+            self._fits = self.context.max_ids is not None and self.fits(self._most(found))
             return found
         except Exception as error:
             self.context.announce(phase, error=error)
             raise
 
-    def _back_fits(self, found: Sequence[Bags]) -> bool:
-        """Whether no more different rows come back than there is room for."""
-        return True
+    def _most(self, found: Sequence[Bags]) -> Most:
+        are_whole = [part.is_whole for shard in self.context.shards for part in shard.parts]
+        return most_in(are_whole, [bags.counts for bags in found])
+
+    def fits(self, most: Most) -> bool:
+        """Whether an exchange of one size takes what a batch asks for."""
+        return self.context.fits(most.ids)
 
     def _ask(self, *, ahead: bool, flag: int) -> list[Request | PaddedRequest]:
         """What is asked of each shard here."""

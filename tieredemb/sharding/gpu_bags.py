@@ -6,7 +6,6 @@ batch, and learns in the same copy whether an id or an offset is wrong.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,6 +39,7 @@ from tieredemb.sharding.padding import Padding, each_asked, message
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import NO_OVERFLOW, ReadRows
+from tieredemb.step.shallow import shallow_copy
 from tieredemb.tables.config import TableSetConfig
 
 T = TypeVar("T")
@@ -273,14 +273,14 @@ class GpuBags:
 
     def lie(self, put: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """See `Lasting`; behind `pad`."""
-        bags = self._bags
-        its: dict[str, Any] = {name: put(its) for name, its in vars(bags).items() if isinstance(its, torch.Tensor)}
-        self._bags, self._order = replace(bags, **its), put(self._order)
+        named = vars(self._bags).items()
+        lying: dict[str, Any] = {name: put(each) for name, each in named if isinstance(each, torch.Tensor)}
+        self._bags, self._order = replace(self._bags, **lying), put(self._order)
         self.asked = self._rows_asked = self._counted = self._order[:0]  # they are sent
 
     def again(self) -> GpuBags:
         """See `Lasting`."""
-        bags = copy.copy(self)
+        bags = shallow_copy(self)
         bags._weights = bags._argmax = bags._rows = None
         return bags
 

@@ -6,19 +6,19 @@ graphs that was.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 
 from tieredemb.errors import UnsupportedError
-from tieredemb.sharding.bags import Bags, Most, most_in
+from tieredemb.sharding.bags import Most
 from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.padded_request import PaddedRequest
 from tieredemb.step.batch import Batch
 from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned
+from tieredemb.step.shallow import shallow_copy
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
@@ -95,15 +95,10 @@ class LastingCall(ShardedCall):
         self._use.made()
         self._plans: list[DeviceCall] = []
 
-    def _back_fits(self, found: Sequence[Bags]) -> bool:
-        are_whole = [part.is_whole for shard in self.context.shards for part in shard.parts]
-        return self.fits(most_in(are_whole, [bags.counts for bags in found]))
-
     def fits(self, most: Most) -> bool:
-        """Whether there is room for what a batch asks for."""
-        context = self.context
-        context.most_rows = max(context.most_rows, most.rows)
-        return context.fits(most.ids) and (self.row_bound is None or most.rows <= self.row_bound)
+        """See `ShardedCall`; and whether there is room for the rows that come back."""
+        self.context.most_rows = max(self.context.most_rows, most.rows)
+        return super().fits(most) and (self.row_bound is None or most.rows <= self.row_bound)
 
     @property
     def _captures(self) -> Captures:
@@ -124,7 +119,7 @@ class LastingCall(ShardedCall):
             self._plans.append(cast("DeviceCall", planned.result()))
         made = [plan.memory for plan in self._plans]
         if made != self.memory.plans:  # a graph that knows of others is to notice
-            self.memory = copy.copy(self.memory)
+            self.memory = shallow_copy(self.memory)
             self.memory.plans = made
 
     @property
@@ -134,7 +129,7 @@ class LastingCall(ShardedCall):
 
     def again(self, batches: Sequence[int]) -> LastingCall:
         """The call that a replay has planned to where this one was, as `batches` of the caches of its parts."""
-        call, its = copy.copy(self), iter(batches)
+        call, its = shallow_copy(self), iter(batches)
         call.number, call.consumed, call.within, call.keeps_rows = -1, False, None, False
         call._bags = cast("Any", [each.again() for each in cast("Sequence[Lasting]", self._bags)])
         call._requests = cast("Any", [each.again() for each in cast("Sequence[Lasting]", self._requests)])

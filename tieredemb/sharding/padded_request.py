@@ -8,7 +8,6 @@ the tables' own host computes, there is room for no more ids than came.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from tieredemb.sharding.padding import Came, each_asked, firsts_of, read, sizes_
 from tieredemb.sharding.request import Kind
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call
+from tieredemb.step.shallow import shallow_copy
 from tieredemb.step.stack import Run, Stack
 
 
@@ -282,7 +282,7 @@ class PaddedRequest:
 
     def again(self) -> PaddedRequest:
         """See `Lasting`."""
-        request = copy.copy(self)
+        request = shallow_copy(self)
         request._weights = None
         return request
 

@@ -18,8 +18,9 @@ from tieredemb.lookup.device_bags import MAX_BAGS, Edges, find_device_bags, numb
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import NUMBERS, Call, Collected, StackRows
 from tieredemb.step.call_memory import CallMemory
-from tieredemb.step.device_group_call import DeviceGroupCall, shallow_copy
+from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.device_update import take_step, those_alike, update, update_together
+from tieredemb.step.shallow import shallow_copy
 from tieredemb.step.stack import Stack
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer

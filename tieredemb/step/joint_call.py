@@ -18,8 +18,9 @@ from tieredemb.lookup.device_bags import MAX_BAGS, DeviceBags, join_edges
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import NUMBERS, BackwardPass, CallContext
 from tieredemb.step.device_call import DeviceCall
-from tieredemb.step.device_group_call import DeviceGroupCall, shallow_copy
+from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.planned_forwards import Seen, Waiting
+from tieredemb.step.shallow import shallow_copy
 from tieredemb.tables.pool import Pool, Together
 
 if TYPE_CHECKING:

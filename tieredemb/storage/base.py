@@ -129,7 +129,7 @@ class HotArrays(Protocol):
     dirty: np.ndarray[Any, Any]
 
 
-_ROWS_PER_THREAD = 256  # of some 256 bytes: what a second thread that waits for a call takes off, it costs
+_ROWS_PER_THREAD = 256  # fewer, of some 256 bytes, one thread moves as fast as two
 
 
 class ColdRows(abc.ABC):
