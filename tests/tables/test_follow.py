@@ -1038,6 +1038,21 @@ def average_of(model):
     return averaged
 
 
+def average_that_counts_as_no_write(model):
+    """As torch's foreach functions make it on a GPU: no version of a tensor tells of it."""
+    averaged = copy.deepcopy(model)
+    for into, each in zip(averaged.parameters(), model.parameters(), strict=True):
+        (into.value if isinstance(into, StandIn) else into.data).lerp_(each.detach(), 0.5)
+    return averaged
+
+
+def foreach_average(model):
+    averaged = copy.deepcopy(model)
+    with torch.no_grad():
+        torch._foreach_lerp_([*averaged.parameters()], [*model.parameters()], 0.5)
+    return averaged
+
+
 def stepped_by_hand(model):
     with torch.no_grad():
         for each in model.parameters():
@@ -1045,7 +1060,7 @@ def stepped_by_hand(model):
     return model
 
 
-@pytest.mark.parametrize("write", [average_of, stepped_by_hand])
+@pytest.mark.parametrize("write", [average_of, average_that_counts_as_no_write, foreach_average, stepped_by_hand])
 @pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad])
 def test_tables_whose_stand_ins_were_written_to_are_refused(device, write, context):
     model, optimizer = follower()
@@ -1074,10 +1089,27 @@ def test_the_value_that_a_stand_in_has_may_be_written_again(device):
         optimizer.step()
         optimizer.zero_grad()
         assert not equal(weight(model[0]), before)
+    again = copy.deepcopy(copied)
     with torch.no_grad():
-        copied(torch.tensor([[1, 2]]))
-        with pytest.raises(UnsupportedError, match="written to"):  # it is an average, for all that is known
-            rewritten(copied)(torch.tensor([[1, 2]]))
+        for each in (copied, again, rewritten(copied), rewritten(again)):
+            each(torch.tensor([[1, 2]]))
+
+
+def test_copies_of_an_average_are_refused_too(device):
+    model, _ = follower()
+    for copied in (copy.deepcopy(average_of(model).module), pickle.loads(pickle.dumps(foreach_average(model)))):
+        with torch.no_grad(), pytest.raises(UnsupportedError, match="written to"):
+            copied(torch.tensor([[1, 2]]))
+
+
+def test_copies_of_copies_are_looked_up_as_they_are(device):
+    copied, _ = follower()
+    ids = torch.tensor([[1, 2]])
+    with torch.no_grad():
+        expected = copied(ids)
+        for _ in range(9):
+            copied = pickle.loads(pickle.dumps(copy.deepcopy(copied)))
+            assert_same_bits([copied(ids)], [expected])
 
 
 def test_moving_and_loading_write_to_no_stand_in(device):

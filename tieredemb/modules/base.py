@@ -154,7 +154,7 @@ class TieredModule(LookupModule):
                     f"parameter {name!r} of a tiered module was replaced by another tensor, as functional_call() does "
                     f"it: it stands for a table whose rows stay as they are; leave it out of what is replaced"
                 )
-            if each._version != each.unwritten:
+            if each._version != each.unwritten or each.is_copy:
                 check_written(each)
             if not each.requires_grad:
                 return False

@@ -112,6 +112,9 @@ class Following:
     def step(self, others: Sequence[Any]) -> None:
         """See `Follower`. It is never due."""
 
+    def drop_gradient(self) -> None:
+        """See `Follower`."""
+
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def _places(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, tuple[int, int]]:

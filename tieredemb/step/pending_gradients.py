@@ -234,7 +234,7 @@ class PendingGradients:
 
     def drop(self) -> None:
         """Drops what is collected, and gives its rows free."""
-        self._left = False
+        self._left, self._is_fresh = False, True
         for call, _ in self._taken():
             call.release()
 

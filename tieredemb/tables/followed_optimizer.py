@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -435,19 +436,32 @@ class FollowedOptimizer:
         found = (engine.optimizer for engine in list(self._tables.whole.engines))
         return [each for each in found if isinstance(each, FollowedOptimizer) and each is not self]
 
-    def _is_stepping(self) -> bool:
-        """Whether the optimizer's own code asks, inside a step."""
-        return self._followers is not None and self._followers.are_in_step()
+    @property
+    def is_gradient_there(self) -> bool:
+        """See `OfFollowed`."""
+        return self.pending is not None and self.pending.is_there
+
+    def is_hidden_from(self, asks: FrameType) -> bool:
+        """See `OfFollowed`."""
+        return self._followers is not None and self._followers.are_asking(asks)
 
     def read(self, table: int) -> torch.Tensor | None:
         """The `.grad` of a stand-in."""
-        pending = self.pending
-        return None if pending is None or self._is_stepping() else pending.read(table)
+        return None if self.pending is None else self.pending.read(table)
 
     def zeroed(self, table: int) -> torch.Tensor | None:
         """See `Gradients`."""
-        pending = self.pending
-        return None if pending is None or self._is_stepping() else pending.zeroed(table)
+        return None if self.pending is None else self.pending.zeroed(table)
+
+    def drop_all(self) -> None:
+        """See `OfFollowed`."""
+        if self._followers is not None:
+            self._followers.drop_gradients()
+
+    def drop_gradient(self) -> None:
+        """See `Follower`."""
+        if self.pending is not None:
+            self.pending.drop()
 
     def write(self, table: int, value: torch.Tensor | None) -> None:
         """Replaces it; None drops the table's gradient."""

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
 from operator import is_
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,9 @@ class Follower(Protocol):
 
     def step(self, others: Sequence[Any]) -> None:
         """Takes a step, and those of `others`, which are due with it."""
+
+    def drop_gradient(self) -> None:
+        """Sets the gradients of the tables to None."""
 
     def add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's `state_dict()`, with the tables' state."""
@@ -90,6 +94,7 @@ class Followers:
         self._those: list[weakref.ref[Any]] = []
         self._groups: dict[tuple[int, bool], _Group] = {}
         self._step: tuple[Any, int] | None = None  # the frame of a step of the optimizer, and its thread
+        self._asks: FrameType | None = None  # a frame inside that, of code that asks for each table
         mine = weakref.ref(self)
 
         def before(_: Any, args: Any, kwargs: Any) -> Any:
@@ -149,25 +154,33 @@ class Followers:
             known = self._groups[index, waits] = _Group()
         return known.meaning(self._kind, group, waits=waits)
 
-    def are_in_step(self) -> bool:
-        """Whether the optimizer's own code asks: inside a step, on its thread. A step that an exception has ended is
-        over, whoever keeps its frame."""
+    def are_asking(self, frame: FrameType) -> bool:
+        """Whether `frame` is of the optimizer's own code: inside a step, on its thread. A step that an exception has
+        ended is over, whoever keeps its frame."""
         step = self._step
         if step is None or step[1] != threading.get_ident():
             return False
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            if frame is step[0]:
+        if frame is self._asks:
+            return True
+        around: FrameType | None = frame
+        while around is not None:
+            if around is step[0]:
+                self._asks = frame
                 return True
-            frame = frame.f_back
-        self._step = None
+            around = around.f_back
+        self._step = self._asks = None
         return False
+
+    def drop_gradients(self) -> None:
+        """The optimizer's `zero_grad()` sets those of all tables to None, asked for the first of them."""
+        for each in self.listed():
+            each.drop_gradient()
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def _before(self, frame: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the optimizer's step, in the `frame` that makes it. The step of a closure begins when that has run."""
-        self._step = None
+        self._step = self._asks = None
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
             for each in self.listed():
@@ -179,7 +192,7 @@ class Followers:
         here = [frame]
 
         def run() -> Any:
-            self._step = None
+            self._step = self._asks = None
             result = closure()
             for each in self.listed():
                 each.check_step()
@@ -190,7 +203,7 @@ class Followers:
 
     def _after(self) -> None:
         """After the optimizer's step: tables that share caches take theirs as one."""
-        self._step = None
+        self._step = self._asks = None
         due: dict[Hashable, list[Follower]] = {}
         for each in self.listed():
             if each.is_due:

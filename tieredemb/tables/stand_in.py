@@ -30,6 +30,7 @@ from tieredemb.kernels.inference import no_inference
 # clipping's together, leave it a normal float32
 TRACE = 2.0**-48
 VALUE = 2.0**-20  # its square adds nothing to a loss
+VALUES = [VALUE * 2**copies for copies in range(4)]  # of a copy others, so that an average over both is none of them
 _ZEROING, _CLIPPING, _STEPPING, _OTHER = object(), object(), object(), object()  # who asks for a gradient
 _CLIPS = torch.nn.utils.clip_grad.__file__
 _ZEROES = ("torch.optim.optimizer", "torch.nn.modules.module")
@@ -56,6 +57,16 @@ class OfFollowed(Gradients, Protocol):
 
     optimizer: torch.optim.Optimizer | None
 
+    @property
+    def is_gradient_there(self) -> bool:
+        """Whether the tables have a gradient, if of zeros."""
+
+    def is_hidden_from(self, asks: FrameType) -> bool:
+        """Whether it is the optimizer's own code that asks, inside a step."""
+
+    def drop_all(self) -> None:
+        """Drops the gradients of all tables that follow the optimizer."""
+
 
 class StandIn(torch.nn.Parameter):
     """Stands for table number `table` of a module. Its own value, float32 (2,), means nothing and never changes: a loss
@@ -65,15 +76,23 @@ class StandIn(torch.nn.Parameter):
     gradients: weakref.ref[OfFollowed] | None = None
     was_looked_at = False  # a gradient of its own, of a loss that depends on its value
     unwritten: int  # its `_version`, as long as nobody has written to its value
-    was_rewritten = False  # the value that it has was written to it once
+    made_as: float  # the numbers of its value
+    is_copy: bool
 
-    def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True, table: int = 0) -> StandIn:
+    def __new__(
+        cls,
+        data: torch.Tensor | None = None,
+        requires_grad: bool = True,
+        table: int = 0,
+        made_as: float = VALUE,
+    ) -> StandIn:
         with no_inference():  # it may be trained later
-            values = torch.full((2,), VALUE, dtype=torch.float32) if data is None else data
+            values = torch.full((2,), made_as, dtype=torch.float32) if data is None else data
             made: StandIn = super().__new__(cls, values.clone() if values.is_inference() else values)
             made.register_hook(functools.partial(_warn_of_terms, weakref.ref(made)))  # type: ignore[no-untyped-call]
         made.requires_grad = requires_grad
-        made.table, made.gradients, made.unwritten = table, None, made._version
+        made.table, made.gradients, made.unwritten, made.made_as = table, None, made._version, made_as
+        made.is_copy = made_as != VALUE
         return made
 
     @property
@@ -108,14 +127,19 @@ class StandIn(torch.nn.Parameter):
         """The norm of the table's gradient and `TRACE`, float32 (2,); zeros from a step on until the next backward;
         None without a gradient. Computed when it is read first; does not synchronise with a GPU."""
         gradients = None if self.gradients is None else self.gradients()
-        if gradients is None:
+        if gradients is None or not gradients.is_gradient_there:  # in each step all stand-ins are asked twice and more
             return None
         frame = sys._getframe(1)
+        if gradients.is_hidden_from(frame):
+            return None
         asks = _KNOWN.get(frame.f_code)
         if asks is None:
             asks = _who_asks(frame)
         if asks is _ZEROING:
-            return gradients.zeroed(self.table)
+            if not _drops_all(frame, gradients.optimizer):
+                return gradients.zeroed(self.table)
+            gradients.drop_all()
+            return None
         if asks is _CLIPPING:
             _refuse_what_norms_cannot_tell(frame)
         found = gradients.read(self.table)
@@ -136,12 +160,14 @@ class StandIn(torch.nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
         """A copy has no gradient: it belongs to a copy of the tables, which follows nobody yet."""
         if id(self) not in memo:
-            memo[id(self)] = StandIn(self.value.clone(), self.requires_grad, self.table)
+            made_as = VALUES[VALUES.index(self.made_as) % (len(VALUES) - 1) + 1]  # never that of an original
+            value = self.value * (made_as / self.made_as)  # exact: what was written to this one is in the copy, too
+            memo[id(self)] = StandIn(value, self.requires_grad, self.table, made_as)
         copied: StandIn = memo[id(self)]
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return StandIn, (self.value, self.requires_grad, self.table)
+        return StandIn, (self.value, self.requires_grad, self.table, self.made_as)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StandIn(table {self.table})"
@@ -181,6 +207,13 @@ def _who_asks(frame: FrameType) -> object:
     return asks
 
 
+def _drops_all(zeroing: FrameType, followed: torch.optim.Optimizer | None) -> bool:
+    """Whether this `zero_grad()` is to set the gradients of all tables that follow the optimizer to None: its own is, by
+    default."""
+    names = zeroing.f_locals
+    return followed is not None and names.get("self") is followed and names.get("set_to_none") is True
+
+
 def _refuse_another(followed: torch.optim.Optimizer | None, asks: FrameType) -> None:
     """Raises `UnsupportedError` in the step of an optimizer that finds the gradient of a table: those that tables
     follow find none."""
@@ -194,14 +227,17 @@ def _refuse_another(followed: torch.optim.Optimizer | None, asks: FrameType) -> 
 
 
 def check_written(stand_in: StandIn) -> None:
-    """For a stand-in that was written to. The value that it had may be written to it again, as DistributedDataParallel
-    does where it begins; to a copy, which follows nobody, but once, as an average does that in each step. Raises
-    `UnsupportedError` for anything else. Waits for the GPU, if it lies on one."""
-    gradients = None if stand_in.gradients is None else stand_in.gradients()
-    follows = gradients is not None and gradients.optimizer is not None
-    writes, is_same = stand_in._version - stand_in.unwritten, bool((stand_in.value == VALUE).all())
-    if is_same and (follows or (writes == 1 and not stand_in.was_rewritten)):
-        stand_in.unwritten, stand_in.was_rewritten = stand_in._version, True
+    """For a stand-in that was written to, or that is a copy: an average over copies by torch's foreach functions, which
+    on a GPU count as no write, shows in the value alone. The value that it has may be written to it again, as
+    DistributedDataParallel does where it begins. Raises `UnsupportedError` for another one. Waits for the GPU, if it
+    lies on one, but for copies that follow an optimizer, which nobody averages."""
+    if stand_in._version == stand_in.unwritten:
+        gradients = None if stand_in.gradients is None else stand_in.gradients()
+        follows = gradients is not None and gradients.optimizer is not None
+        if follows or (stand_in.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+    if bool((stand_in.value == stand_in.made_as).all()):
+        stand_in.unwritten = stand_in._version
         return
     raise UnsupportedError(
         f"{stand_in!r} was written to, as a parameter is by an average over parameters() (EMA, SWA), by an "
