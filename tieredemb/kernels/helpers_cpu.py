@@ -46,7 +46,8 @@ LINE = 128  # bytes: cache lines are fetched in pairs
 # it, helpers that are called and have not come, helpers asleep, whether they are to end, what those asleep wait for;
 # then the job: the addresses of a function and of its argument.
 OPEN, AT_IT, CALLED, ASLEEP, IS_OVER, MUTEX, CONDITION, JOB, END = range(0, 9 * LINE, LINE)
-LOOKS = 1000  # of a helper that waits for a call, with a pause each, before it sleeps: some 25 microseconds
+LOOKS = 1000  # of a helper that waits for a call, with a pause each, before others may have the core: 25 microseconds
+PATIENCE = 8  # times that it does so before it sleeps, which would make it late for the small kernels of a step
 
 
 @inline
@@ -62,10 +63,12 @@ def takes_call(board):
 
 @inline
 def wait_for_call(board):
-    for _ in range(LOOKS):
-        if takes_call(board):
-            return
-        pause()
+    for _ in range(PATIENCE):
+        for _ in range(LOOKS):
+            if takes_call(board) or atomic_load(board + IS_OVER) != 0:
+                return
+            pause()
+        yield_core()
     mutex_lock(board + MUTEX)
     atomic_add(board + ASLEEP, 1)
     while not takes_call(board) and atomic_load(board + IS_OVER) == 0:
