@@ -208,8 +208,8 @@ def _who_asks(frame: FrameType) -> object:
 
 
 def _drops_all(zeroing: FrameType, followed: torch.optim.Optimizer | None) -> bool:
-    """Whether this `zero_grad()` is to set the gradients of all tables that follow the optimizer to None: its own is, by
-    default."""
+    """Whether this `zero_grad()` is to set the gradients of all tables that follow the optimizer to None, as its own
+    does by default."""
     names = zeroing.f_locals
     return followed is not None and names.get("self") is followed and names.get("set_to_none") is True
 
