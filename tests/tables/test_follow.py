@@ -1072,6 +1072,24 @@ def test_tables_whose_stand_ins_were_written_to_are_refused(device, write, conte
         written(torch.tensor([[1, 2]]))
 
 
+def test_zero_grad_of_another_optimizer_drops_the_gradients_of_its_own_params_alone(device):
+    tables = [te.TableConfig(name=name, num_embeddings=9, embedding_dim=4) for name in "ab"]
+    model = te.TieredEmbeddingBagCollection(tables, capacity=1.0, optimizer=torch.optim.SGD)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.follow(optimizer)
+    other = torch.optim.SGD([next(model.parameters())], lr=0.1)
+    model(torch.tensor([1, 2]), torch.tensor([0, 1, 2])).sum().backward()
+    other.zero_grad()
+    first, second = model.parameters()
+    assert first.grad is None
+    assert second.grad is not None
+    with pytest.raises(BackwardError, match="set to None and others not"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert first.grad is second.grad is None
+    optimizer.step()  # of no table
+
+
 def rewritten(model):
     """As DistributedDataParallel does where it begins."""
     with torch.no_grad():
