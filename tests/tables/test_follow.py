@@ -1120,6 +1120,24 @@ def test_copies_of_an_average_are_refused_too(device):
             copied(torch.tensor([[1, 2]]))
 
 
+def test_an_average_is_noticed_of_two_copies_of_which_one_trains(device):
+    base, _ = follower()
+    model, averaged = copy.deepcopy(base), copy.deepcopy(base)
+    model[0].follow(torch.optim.Adagrad(model.parameters(), lr=0.1))
+    ids = torch.tensor([[1, 2]])
+    with torch.no_grad():
+        model(ids)
+        averaged(ids)
+        for into, each in zip(averaged.parameters(), model.parameters(), strict=True):
+            (into.value if isinstance(into, StandIn) else into.data).lerp_(each.detach(), 0.5)
+        model(ids)
+        with pytest.raises(UnsupportedError, match="written to"):
+            averaged(ids)
+        averaged[0].follow(torch.optim.Adagrad(averaged.parameters(), lr=0.1))
+        with pytest.raises(UnsupportedError, match="written to"):
+            averaged(ids)
+
+
 def test_copies_of_copies_are_looked_up_as_they_are(device):
     copied, _ = follower()
     ids = torch.tensor([[1, 2]])

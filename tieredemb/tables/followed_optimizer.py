@@ -113,6 +113,8 @@ class FollowedOptimizer:
         self.config = config
         self._take_over(optimizer, old)
         self._put(optimizer, index, old)
+        for stand_in in self.stand_ins:
+            stand_in.follows()
         self.in_state_dict = in_state_dict
         self._followers = followers_of(optimizer)  # each time: an interrupt may have come in between
         self._followers.add(self)

@@ -30,7 +30,7 @@ from tieredemb.kernels.inference import no_inference
 # clipping's together, leave it a normal float32
 TRACE = 2.0**-48
 VALUE = 2.0**-20  # its square adds nothing to a loss
-VALUES = [VALUE * 2**copies for copies in range(4)]  # of a copy others, so that an average over both is none of them
+COPIED = 2 * VALUE  # that of a copy that follows nobody, so that an average over it and who trains is neither
 _ZEROING, _CLIPPING, _STEPPING, _OTHER = object(), object(), object(), object()  # who asks for a gradient
 _CLIPS = torch.nn.utils.clip_grad.__file__
 _ZEROES = ("torch.optim.optimizer", "torch.nn.modules.module")
@@ -76,8 +76,7 @@ class StandIn(torch.nn.Parameter):
     gradients: weakref.ref[OfFollowed] | None = None
     was_looked_at = False  # a gradient of its own, of a loss that depends on its value
     unwritten: int  # its `_version`, as long as nobody has written to its value
-    made_as: float  # the numbers of its value
-    is_copy: bool
+    made_as: float  # the numbers of its value: `VALUE`, or `COPIED`
 
     def __new__(
         cls,
@@ -92,7 +91,6 @@ class StandIn(torch.nn.Parameter):
             made.register_hook(functools.partial(_warn_of_terms, weakref.ref(made)))  # type: ignore[no-untyped-call]
         made.requires_grad = requires_grad
         made.table, made.gradients, made.unwritten, made.made_as = table, None, made._version, made_as
-        made.is_copy = made_as != VALUE
         return made
 
     @property
@@ -116,6 +114,22 @@ class StandIn(torch.nn.Parameter):
         """Its value, as `.data` of a parameter is it."""
         value: torch.Tensor = _DATA.__get__(self)
         return value
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether its tables are copies, and have followed nobody yet."""
+        return self.made_as != VALUE
+
+    def follows(self) -> None:
+        """Its tables follow an optimizer from here on. The next forward finds out whether it was written to before."""
+        if self.is_copy:
+            with no_inference():
+                self.data, self.made_as = self._as(VALUE), VALUE
+            self.unwritten = -1
+
+    def _as(self, made_as: float) -> torch.Tensor:
+        """Its value, as one made as other numbers would have it: what was written to it is in there."""
+        return self.value * (made_as / self.made_as)  # powers of two: exact
 
     def move(self, device: torch.device) -> None:
         """Lies on `device` from here on."""
@@ -160,9 +174,7 @@ class StandIn(torch.nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
         """A copy has no gradient: it belongs to a copy of the tables, which follows nobody yet."""
         if id(self) not in memo:
-            made_as = VALUES[VALUES.index(self.made_as) % (len(VALUES) - 1) + 1]  # never that of an original
-            value = self.value * (made_as / self.made_as)  # exact: what was written to this one is in the copy, too
-            memo[id(self)] = StandIn(value, self.requires_grad, self.table, made_as)
+            memo[id(self)] = StandIn(self._as(COPIED), self.requires_grad, self.table, COPIED)
         copied: StandIn = memo[id(self)]
         return copied
 
@@ -227,15 +239,13 @@ def _refuse_another(followed: torch.optim.Optimizer | None, asks: FrameType) -> 
 
 
 def check_written(stand_in: StandIn) -> None:
-    """For a stand-in that was written to, or that is a copy: an average over copies by torch's foreach functions, which
-    on a GPU count as no write, shows in the value alone. The value that it has may be written to it again, as
-    DistributedDataParallel does where it begins. Raises `UnsupportedError` for another one. Waits for the GPU, if it
-    lies on one, but for copies that follow an optimizer, which nobody averages."""
-    if stand_in._version == stand_in.unwritten:
-        gradients = None if stand_in.gradients is None else stand_in.gradients()
-        follows = gradients is not None and gradients.optimizer is not None
-        if follows or (stand_in.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
+    """For a stand-in that was written to, or that may have been: torch's foreach functions, by which averages are made,
+    count as no write on a GPU, and show in the value of a copy alone. The value that it has may be written to it again,
+    as DistributedDataParallel does where it begins. Raises `UnsupportedError` for another one. Waits for the GPU, if it
+    lies on one; a capture, which cannot wait, looks at no copy."""
+    is_unwritten = stand_in._version == stand_in.unwritten
+    if is_unwritten and stand_in.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
     if bool((stand_in.value == stand_in.made_as).all()):
         stand_in.unwritten = stand_in._version
         return
