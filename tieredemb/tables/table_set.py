@@ -24,6 +24,7 @@ from tieredemb.lookup.history import History
 from tieredemb.progress import progress
 from tieredemb.stats import CacheStats
 from tieredemb.storage.host import ask_for_huge_pages
+from tieredemb.tables.collected import when_collected
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.given_rows import rows_of_part
 from tieredemb.tables.group import Group, make_group, move_group, row_layout, slot_bytes
@@ -155,7 +156,7 @@ class TableSet:
         self.columns = (starts if is_wide else np.array([0] * len(widths_of) + widths_of[:1])).astype(np.int64)
         widths = sorted({table.embedding_dim for table in config.tables})
         self._replaced = 0  # how often rows were
-        self._finalizer = weakref.finalize(self, self.placed.close)
+        self._finalizer = when_collected(self, self.placed.close)
         members = [[t for t, table in enumerate(config.tables) if table.embedding_dim == width] for width in widths]
         spaces = [KeySpace(config.tables, each, list(self.columns)) for each in members]
         sharers = [Sharer(s.rows, slot_bytes(row_layout(config, 1, s.width), config.device)) for s in spaces]

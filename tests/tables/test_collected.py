@@ -1,0 +1,91 @@
+"""Tables that are collected are closed, wherever the collector comes to it, and before the process ends."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import thread as futures
+
+import pytest
+
+from tieredemb.tables.collected import wait, when_collected
+
+
+class Owner:
+    """Who can only be found by the collector."""
+
+    def __init__(self):
+        self.me = self
+
+
+def lock_of(module, name):
+    lock = getattr(module, name, None)
+    if lock is None:
+        pytest.skip(f"Python {sys.version_info.major}.{sys.version_info.minor} has no {name}")
+    return lock
+
+
+def with_threads(closed):
+    """Closes as tables do, with threads that help."""
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        closed.append(pool.submit(int, 7).result())
+
+
+def test_what_is_collected_is_closed_at_once():
+    closed = []
+    owner = Owner()
+    when_collected(owner, lambda: with_threads(closed))
+    del owner
+    gc.collect()
+    assert closed == [7]
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(threading, "_shutdown_locks_lock"), (futures, "_global_shutdown_lock")],
+    ids=["start", "submit"],
+)
+def test_what_is_collected_amid_the_bookkeeping_of_threads_is_closed_behind_it(module, name):
+    closed, owner = [], Owner()
+    when_collected(owner, lambda: with_threads(closed))
+    with lock_of(module, name):
+        del owner
+        gc.collect()  # here, if at all, with_threads would wait for itself
+    wait()
+    assert closed == [7]
+
+
+def test_a_process_does_not_end_before(tmp_path):
+    lock_of(threading, "_shutdown_locks_lock")
+    script = f"""
+import gc, threading, torch
+import tieredemb as te
+
+bag = te.TieredEmbeddingBag(
+    50, 4, mode="sum", capacity=20, optimizer=te.SGD(lr=1.0), storage=te.File({str(tmp_path / "rows")!r})
+)
+bag(torch.arange(10).view(-1, 1)).sum().backward()
+print(bag.state_dict()["weight"][:10].sum().item())
+bag.me = bag
+with threading._shutdown_locks_lock:
+    del bag
+    gc.collect()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    script = f"""
+import tieredemb as te
+
+bag = te.TieredEmbeddingBag(
+    50, 4, mode="sum", capacity=20, optimizer=te.SGD(lr=1.0), storage=te.File({str(tmp_path / "rows")!r})
+)
+print(bag.state_dict()["weight"][:10].sum().item())
+"""
+    again = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert again.stdout == done.stdout, again.stderr

@@ -1,0 +1,55 @@
+"""Closes what nobody has any more, wherever the garbage collector finds that out.
+
+It may do so inside Python's own bookkeeping of threads, where this thread has a lock that starting and ending another
+one wants, too: closing tables there, which threads help with, would wait for itself. So it is
+left to a thread of which that bookkeeping knows nothing.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import thread as futures
+from typing import Any
+
+# since Python 3.13 threads are counted without the first one
+_LOCKS = [getattr(threading, "_shutdown_locks_lock", None), getattr(futures, "_global_shutdown_lock", None)]
+_under_way: dict[int, Any] = {}  # locks that are taken until a close on a thread of its own has ended
+
+
+def when_collected(owner: object, close: Callable[[], object]) -> weakref.finalize[..., Any]:
+    """Has `close` called once nobody has the `owner` any more, or when the process ends."""
+    return weakref.finalize(owner, _close, close)
+
+
+def _close(close: Callable[[], object]) -> None:
+    if any(lock is not None and lock.locked() for lock in _LOCKS):
+        _close_aside(close)
+    else:
+        close()
+
+
+def _close_aside(close: Callable[[], object]) -> None:
+    ended = _thread.allocate_lock()
+    ended.acquire()
+
+    def run() -> None:
+        try:
+            close()
+        finally:
+            _under_way.pop(id(ended), None)
+            ended.release()
+
+    _under_way[id(ended)] = ended
+    _thread.start_new_thread(run, ())
+
+
+@atexit.register
+def wait() -> None:
+    """Until all of them have ended."""
+    for ended in list(_under_way.values()):
+        with ended:
+            pass
