@@ -14,6 +14,7 @@ from tieredemb.modules.embedding_collection import TieredEmbeddingCollection
 from tieredemb.modules.keyed import KeyedInputs, is_keyed
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.batches import Path, resolve, tensors_of
+from tieredemb.pipeline.views import View, find_view
 from tieredemb.step.batch import Given
 from tieredemb.step.planned_forwards import identity
 
@@ -26,16 +27,28 @@ class LookupSpec(NamedTuple):
     trains: bool = True
 
 
+class InBatch(NamedTuple):
+    """A tensor of a batch, or a `view` of one."""
+
+    path: Path
+    view: View | None = None
+
+    def of(self, batch: Any) -> torch.Tensor:
+        """The same of another batch. Raises what comes of one of another form."""
+        found: torch.Tensor = resolve(batch, self.path)
+        return found if self.view is None else self.view.of(found)
+
+
 @dataclass(frozen=True)
 class Learned:
-    """How the lookups of a model come from a batch: for each forward its module, its inputs as paths (what was in no
-    batch, offsets or the features' places, is the same each time), and whether it trains."""
+    """How the lookups of a model come from a batch: for each forward its module, its inputs (what was in no batch,
+    offsets or the features' places, is the same each time), and whether it trains."""
 
-    forwards: tuple[tuple[LookupModule, tuple[Path | torch.Tensor | Places, ...], bool], ...]
+    forwards: tuple[tuple[LookupModule, tuple[InBatch | torch.Tensor | Places, ...], bool], ...]
 
     def __call__(self, batch: Any) -> list[LookupSpec]:
-        def given(inputs: tuple[Path | torch.Tensor | Places, ...]) -> Given:
-            return tuple(resolve(batch, part) if isinstance(part, tuple) else part for part in inputs)
+        def given(inputs: tuple[InBatch | torch.Tensor | Places, ...]) -> Given:
+            return tuple(part.of(batch) if isinstance(part, InBatch) else part for part in inputs)
 
         return [LookupSpec(module, given(inputs), trains) for module, inputs, trains in self.forwards]
 
@@ -43,19 +56,37 @@ class Learned:
 def learn(batch: Any, seen: Sequence[LookupSpec]) -> tuple[Learned, list[LookupModule]]:
     """How the lookups `seen` came from `batch`, but for those of other ids (computed, or of another batch); and the
     modules whose lookups all were such."""
-    paths: dict[tuple[Any, ...], Path] = {}
-    for path, tensor in tensors_of(batch):
-        paths.setdefault(identity((tensor,)), path)
+    inputs = _Inputs(batch)
     forwards = []
     for module, given, trains in seen:
-        ids, *rest = (paths.get(identity((part,))) for part in given)
+        ids, *rest = map(inputs.find, given)
         if ids is None:
             continue
-        found = [part if path is None else path for path, part in zip(rest, given[1:], strict=True)]
+        found = [part if place is None else place for place, part in zip(rest, given[1:], strict=True)]
         forwards.append((module, (ids, *found), trains))
     found_for = [module for module, _, _ in forwards]
     unknown = [module for module in dict.fromkeys(lookup.module for lookup in seen) if module not in found_for]
     return Learned(tuple(forwards)), unknown
+
+
+class _Inputs:
+    """The tensors of a batch."""
+
+    def __init__(self, batch: Any) -> None:
+        self._tensors = list(tensors_of(batch))
+        self._alike: dict[tuple[Any, ...], InBatch] = {}
+        for path, tensor in self._tensors:
+            self._alike.setdefault(identity((tensor,)), InBatch(path))
+
+    def find(self, given: torch.Tensor | Places) -> InBatch | None:
+        """What in the batch a forward was given; None for other tensors."""
+        if not isinstance(given, torch.Tensor):
+            return None
+        alike = self._alike.get(identity((given,)))
+        if alike is not None:
+            return alike
+        views = ((path, find_view(tensor, given)) for path, tensor in self._tensors)
+        return next((InBatch(path, view) for path, view in views if view is not None), None)
 
 
 class NamedLookups:
