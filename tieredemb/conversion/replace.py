@@ -20,6 +20,7 @@ from tieredemb.conversion.known_regularisers import Weights
 from tieredemb.conversion.left_over import left_over, put_in_place
 from tieredemb.errors import ConfigError
 from tieredemb.modules.base import TieredModule
+from tieredemb.pipeline.planned_calls import plan_calls
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 
 _LISTED = 5  # names in a warning
@@ -91,7 +92,22 @@ def _convert(
         return twins[""], remarks, {}  # the caller has the old one
     old = {each.name: weakref.ref(each.module.weight) for each in able}
     _swap(model, {each.module: twins[each.name] for each in able})
+    if len(twins) > 1:
+        for each in {model, _holder(model, list(twins))}:
+            plan_calls(each)
     return model, remarks, old
+
+
+def _holder(model: nn.Module, names: list[str]) -> nn.Module:
+    """The innermost module that holds all of those with these names, and is called: no list or dict of modules."""
+    first, *others = (name.split(".")[:-1] for name in names)
+    depth = 0
+    while depth < len(first) and all(other[depth : depth + 1] == [first[depth]] for other in others):
+        depth += 1
+    within = [model.get_submodule(".".join(first[:most])) for most in range(depth + 1)]
+    return next(
+        each for each in reversed(within) if not isinstance(each, nn.ModuleList | nn.ModuleDict) or each is model
+    )
 
 
 def _settings(keywords: dict[str, Any]) -> Settings:

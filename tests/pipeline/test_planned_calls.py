@@ -1,0 +1,375 @@
+"""Calls of a converted model are planned as one from their arguments, with the numbers of tables that plan apart."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+import weakref
+
+import pytest
+import torch
+from devices import assert_same_bits, idle, randint
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tieredemb as te
+from tieredemb.errors import IdOutOfRangeError
+from tieredemb.modules.forwards import LISTENERS
+from tieredemb.pipeline import planned_calls
+from tieredemb.step.planned_forwards import PlannedForwards
+
+TABLES, ROWS, WIDTH = 5, 40, 4
+OPTIMIZERS = [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam]
+
+
+class Columns(nn.Module):
+    """Tables for the columns of a matrix. `count`: how many are looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.ModuleList([nn.Embedding(ROWS, WIDTH) for _ in range(TABLES)])
+        self.top = nn.Linear(WIDTH, 1)
+        self.count = TABLES
+        self.fails = None
+
+    def forward(self, x, *, shift=0):
+        tables = list(self.emb)[: self.count]
+        rows = [table(x[:, field] + shift if shift else x[:, field]) for field, table in enumerate(tables)]
+        if self.fails is not None:
+            raise self.fails
+        return self.top(torch.stack(rows).tanh().sum(0))
+
+
+class Lists(Columns):
+    """Tables for lists of ids and offsets, as that of DLRM."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.ModuleList([nn.EmbeddingBag(ROWS, WIDTH, mode="sum") for _ in range(TABLES)])
+
+    def forward(self, dense, offsets, ids):
+        pooled = [table(*each) for table, *each in zip(self.emb, ids, offsets, strict=True)]
+        return self.top(torch.stack(pooled).sum(0) * dense)
+
+
+def lists_of(x, step):
+    """The arguments of `Lists` for a matrix."""
+    dense = torch.full((len(x), 1), 1.0 + step)
+    return dense, [torch.arange(len(x)) for _ in range(TABLES)], list(x.t().contiguous())
+
+
+class Found:
+    """Counts the forwards that found a plan."""
+
+    def __init__(self, monkeypatch):
+        self.planned = 0
+        take = PlannedForwards.take
+
+        def taken(*args):
+            found = take(*args)
+            self.planned += found is not None
+            return found
+
+        monkeypatch.setattr(PlannedForwards, "take", taken)
+
+
+def converted(kind=Columns, optimizer=torch.optim.Adagrad, capacity=0.2, planned=True):
+    torch.manual_seed(0)
+    model = kind()
+    made = optimizer(model.parameters(), lr=0.1)
+    te.replace_embedding_bags(model, capacity=capacity, optimizer=made)
+    if not planned:
+        model._forward_pre_hooks.clear()
+        model._forward_hooks.clear()
+    return model, made
+
+
+def train(model, optimizer, calls):
+    """Trains on the arguments `calls`; the losses, and all rows at the end."""
+    losses = []
+    for arguments in calls:
+        optimizer.zero_grad()
+        loss = model(*arguments).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *rows_of(model)]
+
+
+def rows_of(model):
+    return list(model.state_dict().values())
+
+
+def matrices(steps, size=7):
+    return [(randint(0, ROWS, (size, TABLES), seed=step),) for step in range(steps)]
+
+
+def calls_of(model):
+    (hook,) = model._forward_hooks.values()
+    return hook.__self__
+
+
+@pytest.mark.parametrize("capacity", [0.03, 0.2, 1.0])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", [Columns, Lists])
+def test_calls_are_planned_with_the_numbers_of_tables_apart(gpu, monkeypatch, kind, optimizer, capacity):
+    calls = matrices(12)
+    if kind is Lists:
+        calls = [lists_of(x, step) for step, (x,) in enumerate(calls)]
+    expected = train(*converted(kind, optimizer, capacity, planned=False), calls)
+    found = Found(monkeypatch)
+    model, made = converted(kind, optimizer, capacity)
+    assert_same_bits(train(model, made, calls), expected)
+    assert found.planned == 11 * TABLES
+    assert all(idle(table) for table in model.emb)
+
+
+def test_batches_of_any_size_are_planned(gpu, monkeypatch):
+    calls = [(randint(0, ROWS, (size, TABLES), seed=size),) for size in (7, 7, 3, 1, 11, 7, 2)]
+    expected = train(*converted(planned=False), calls)
+    found = Found(monkeypatch)
+    assert_same_bits(train(*converted(), calls), expected)
+    assert found.planned == 6 * TABLES
+
+
+def test_evaluation_is_planned_by_its_own_calls(gpu, monkeypatch):
+    def run(model, optimizer):
+        outputs = []
+        for step, (x,) in enumerate(matrices(9)):
+            outputs += train(model, optimizer, [(x,)])
+            model.eval()
+            with torch.inference_mode() if step % 2 else torch.no_grad():
+                outputs.append(model(x).clone())
+            model.train()
+        return outputs
+
+    expected = run(*converted(planned=False))
+    found = Found(monkeypatch)
+    assert_same_bits(run(*converted()), expected)
+    assert found.planned == 2 * 8 * TABLES
+
+
+def test_a_model_that_computes_its_ids_plans_nothing(gpu, monkeypatch):
+    def run(model, optimizer):
+        for (x,) in matrices(5):
+            optimizer.zero_grad()
+            model(x // 2, shift=1).square().mean().backward()
+            optimizer.step()
+        return rows_of(model)
+
+    expected = run(*converted(planned=False))
+    found, (model, optimizer) = Found(monkeypatch), converted()
+    assert_same_bits(run(model, optimizer), expected)
+    assert found.planned == 0
+    assert list(calls_of(model)._habits.values()) == [None]
+
+
+def test_calls_that_look_up_something_else_are_right_and_end_it(gpu, monkeypatch):
+    def run(model, optimizer):
+        outputs = train(model, optimizer, matrices(3))
+        for (x,) in matrices(planned_calls.MOST_IN_VAIN + 2):
+            optimizer.zero_grad()
+            loss = model(x // 2, shift=1).square().mean()  # not the tensors that were planned
+            loss.backward()
+            optimizer.step()
+            outputs.append(loss.detach())
+        return outputs + train(model, optimizer, matrices(3))
+
+    expected = run(*converted(planned=False))
+    found, (model, optimizer) = Found(monkeypatch), converted()
+    assert_same_bits(run(model, optimizer), expected)
+    assert found.planned == 2 * TABLES
+    assert list(calls_of(model)._habits.values()) == [None]
+    assert all(idle(table) for table in model.emb)
+
+
+def test_outputs_that_nobody_uses_lock_nothing(gpu):
+    def run(model, optimizer):
+        outputs = train(model, optimizer, matrices(3))
+        model.count = 2
+        return outputs + train(model, optimizer, matrices(4))
+
+    model, optimizer = converted()
+    assert_same_bits(run(model, optimizer), run(*converted(planned=False)))
+    assert all(idle(table) for table in model.emb)
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_a_call_that_fails_leaves_nothing(gpu, monkeypatch, error):
+    def run(model, optimizer):
+        outputs = train(model, optimizer, matrices(3))
+        model.fails = error
+        for (x,) in matrices(2):
+            with pytest.raises(type(error)):
+                model(x)
+        model.fails = None
+        return outputs + train(model, optimizer, matrices(3))
+
+    expected = run(*converted(planned=False))
+    found, (model, optimizer) = Found(monkeypatch), converted()
+    assert_same_bits(run(model, optimizer), expected)
+    assert found.planned == 7 * TABLES
+    assert all(idle(table) for table in model.emb)
+
+
+def test_an_interrupted_call_is_over_with_the_next_one(gpu):
+    model, optimizer = converted()
+    train(model, optimizer, matrices(3))
+    begun = calls_of(model)
+    begun.before(model, matrices(1)[0], {})  # and nothing comes behind it
+    assert model.emb[0].planned.waiting
+    train(model, optimizer, matrices(2))
+    assert not model.emb[0].planned.waiting
+    begun.before(model, matrices(1)[0], {})
+    model.emb[0].engine.drop_planned()  # as saving and copying do
+    assert all(idle(table) for table in model.emb)
+
+
+def test_a_wrong_id_is_refused_as_ever(gpu):
+    def run(model, optimizer):
+        outputs = train(model, optimizer, matrices(3))
+        optimizer.zero_grad()
+        x = matrices(1)[0][0].clone()
+        x[3, 2] = ROWS
+        model(x).square().mean().backward()
+        optimizer.step()
+        with pytest.raises(IdOutOfRangeError, match=rf"emb\.2.*{ROWS}"):
+            model.emb[2].stats()
+        return outputs + train(model, optimizer, matrices(3))
+
+    assert_same_bits(run(*converted()), run(*converted(planned=False)))
+
+
+def test_a_loop_that_fetches_ahead_plans_for_itself(gpu, monkeypatch):
+    expected = train(*converted(planned=False), matrices(9))
+    found, (model, optimizer) = Found(monkeypatch), converted()
+    loop = te.prefetch(matrices(9), model)
+    loop.pace = None
+    assert_same_bits(train(model, optimizer, loop), expected)
+    assert found.planned == 8 * TABLES
+    assert [habit.in_vain for habit in calls_of(model)._habits.values()] == [0]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_captured_step_plans_for_itself(gpu, ahead):
+    batches = matrices(12)
+
+    def run(model, optimizer, captured):
+        def step(batch):
+            optimizer.zero_grad()
+            loss = model(*batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        one = te.graph_step(step) if captured else step
+        losses = [one(batch).clone() for batch in (te.prefetch(batches, model) if ahead else batches)]
+        return [*losses, *rows_of(model)]
+
+    def sgd(params, lr):
+        return torch.optim.SGD(params, lr=lr, foreach=True)
+
+    expected = run(*converted(optimizer=sgd, planned=False), captured=False)
+    assert_same_bits(run(*converted(optimizer=sgd), captured=True), expected)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed_calls_are_right(gpu, use_reentrant):
+    def run(model, optimizer):
+        for (x,) in matrices(5):
+            optimizer.zero_grad()
+            weight = torch.ones((), requires_grad=True)  # reentrant checkpoints want an input with a gradient
+            out = checkpoint(lambda x, weight: model(x) * weight, x, weight, use_reentrant=use_reentrant)
+            out.square().mean().backward()
+            optimizer.step()
+        return rows_of(model)
+
+    assert_same_bits(run(*converted()), run(*converted(planned=False)))
+
+
+def test_micro_batches_of_a_step(gpu):
+    def run(model, optimizer):
+        for (x,) in matrices(5, size=8):
+            optimizer.zero_grad()
+            for part in x.chunk(2):
+                (model(part).square().mean() / 2).backward()
+            optimizer.step()
+        return rows_of(model)
+
+    assert_same_bits(run(*converted()), run(*converted(planned=False)))
+
+
+def test_threads_take_their_own_plans(gpu):
+    model, _ = converted()
+    model.eval()
+    wanted = []
+    with torch.no_grad():
+        for (x,) in matrices(40):
+            wanted.append(model(x).clone())
+    outputs = [[], []]
+
+    def look_up(to):
+        with torch.no_grad(), torch.device("cuda"):
+            for (x,) in matrices(40):
+                to.append(model(x).clone())
+
+    threads = [threading.Thread(target=look_up, args=(to,)) for to in outputs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found in outputs:
+        assert_same_bits(found, wanted)
+    assert all(idle(table) for table in model.emb)
+
+
+def test_copies_learn_their_own_calls(gpu):
+    model, optimizer = converted()
+    train(model, optimizer, matrices(3))
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for other in (copy.deepcopy(model), torch.load(saved, weights_only=False)):
+        assert calls_of(other) is not calls_of(model)
+        assert calls_of(other)._habits == {}
+        with pytest.MonkeyPatch.context() as patched, torch.no_grad():
+            found = Found(patched)
+            outputs = [other(*each) for each in matrices(4)]
+            assert found.planned == 3 * TABLES
+            assert_same_bits(outputs, [model(*each) for each in matrices(4)])
+
+
+def test_hooks_are_put_once_and_hold_no_model():
+    model, optimizer = converted()
+    assert len(model._forward_hooks) == 1
+    planned_calls.plan_calls(model)
+    assert len(model._forward_hooks) == 1
+    train(model, optimizer, matrices(2))
+    assert LISTENERS == []
+    kept = weakref.ref(calls_of(model))
+    del model, optimizer
+    assert kept() is None
+
+
+def test_the_innermost_holder_of_all_tables_has_them_too():
+    class Embeddings(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.emb = nn.ModuleDict({name: nn.Embedding(ROWS, WIDTH) for name in "abc"})
+
+        def forward(self, x):
+            return sum(table(x[:, field]) for field, table in enumerate(self.emb.values()))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embeddings = Embeddings()
+
+        def forward(self, x):
+            return self.embeddings(x.long())
+
+    model = Model()
+    te.replace_embedding_bags(model.eval(), capacity=0.5)
+    assert [len(part._forward_hooks) for part in (model, model.embeddings, model.embeddings.emb)] == [1, 1, 0]
+    assert model(torch.zeros(3, 3)).shape == (3, WIDTH)
