@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tieredemb as te
-from tieredemb.pipeline.pace import FIRST, LAST, SETTLE, SPAN, SPANS, Pace
+from tieredemb.pipeline.pace import AGAIN, FIRST, LAST, SETTLE, SPAN, SPANS, Pace
 
 TRIAL = SPAN * sum(SPANS)
 
@@ -77,6 +77,19 @@ def test_what_makes_all_steps_faster_by_and_by_decides_nothing(clock, drift, alo
 def test_a_disturbed_span_does_not_count(clock):
     pace = Pace(torch.device("cuda", 0), 1)
     assert run(pace, clock, 200, disturbed=(FIRST + 1, FIRST + 2 * SPAN))[-1]
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_bad_moment_of_a_whole_trial_is_made_good_by_those_after_it(clock, faster):
+    """It falls on the steps that are faster, those that plan ahead or the others, by chance."""
+    pace, found = Pace(torch.device("cuda", 0), 1), []
+    for step in range(260):
+        pace.step()
+        found.append(pace.ahead)
+        clock.now += 1.0 if pace.ahead == faster else 1.3
+        clock.now += 5.0 * (pace.ahead == faster and step < FIRST + TRIAL + 20)
+    assert (not faster) in found[FIRST + TRIAL + 20 :][:AGAIN]
+    assert set(found[-20:]) == {faster}
 
 
 def test_a_lucky_span_does_not_count(clock):

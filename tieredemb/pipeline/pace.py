@@ -13,7 +13,7 @@ import torch
 
 from tieredemb.step.agreement import Agreement
 
-FIRST, LAST = 16, 16384  # steps from one trial to the next: more each time
+FIRST, AGAIN, LAST = 16, 32, 16384  # steps before a trial: the first one, until two find the same, and then more
 SPAN = 4  # steps that are timed as one
 SPANS = (2, 4, 2)  # of a trial: as the loop goes, the other way, and as it goes again
 WORTH = 1.03  # planning ahead has to save more than this: it costs the host in any case
@@ -25,15 +25,18 @@ class Pace:
     that runs the loop.
 
     A trial has the other way between two halves of the first one: what changes meanwhile, as a cache does that fills,
-    tells on both.
+    tells on both. Hosts have bad moments that are longer than a trial: so soon after one that finds what none has found
+    before comes another one, and what both have timed decides.
     """
 
     def __init__(self, device: torch.device, depth: int) -> None:
         self.ahead = True
         self._device = device
         self._settle = SETTLE + depth
-        self._between = FIRST
+        self._between = AGAIN
         self._left = FIRST  # steps until a trial begins
+        self._found: bool | None = None  # by the last trial: whether to plan ahead
+        self._spans: dict[bool, list[float]] = {True: [], False: []}  # of trials that are not sure, in each way
         self._parts: list[list[torch.cuda.Event]] = []  # of a trial: between any two events is a span
         self._wait = 0  # steps until the next event
 
@@ -64,12 +67,19 @@ class Pace:
 
     def _decide(self) -> None:
         before, other, after = map(_spans, self._parts)
-        times = {self.ahead: _usual(before + after), not self.ahead: _usual(other)}
-        times[True] *= WORTH
         self._parts = []
-        self._between = min(16 * self._between, LAST)
-        self._left = self._between
-        if times[not self.ahead] < times[self.ahead]:
+        self._spans[self.ahead] += before + after
+        self._spans[not self.ahead] += other
+        times = {way: _usual(spans) for way, spans in self._spans.items()}
+        times[True] *= WORTH
+        found = not self.ahead if times[not self.ahead] < times[self.ahead] else self.ahead
+        if found == self._found:
+            self._between = min(8 * self._between, LAST)
+            self._spans = {True: [], False: []}
+        else:
+            self._between = AGAIN
+        self._found, self._left = found, self._between
+        if found != self.ahead:
             self._turn()
 
     def leave(self) -> None:
@@ -110,5 +120,5 @@ def _spans(events: list[torch.cuda.Event]) -> list[float]:
 
 
 def _usual(spans: list[float]) -> float:
-    """The second fastest: one may be lucky, and some are disturbed."""
-    return sorted(spans)[1]
+    """The lower quartile: some may be lucky, and many are disturbed."""
+    return sorted(spans)[len(spans) // 4]
