@@ -168,6 +168,15 @@ class TieredModule(LookupModule):
             tell(self, batch, trains=torch.is_grad_enabled() and self._trains)
         return self.engine.lookup(batch, self._context, self._hook if self._trains else self._hook.detach())
 
+    def _planned(self, *given: torch.Tensor) -> torch.Tensor | None:
+        """The output of a forward that was planned for what it is `given`, which was checked with that; None where it
+        was not, and is to be looked up."""
+        if LISTENERS or not self.engine.planned.waiting or inside_backward():
+            return None
+        if torch._C._are_functorch_transforms_active() or not all(isinstance(part, torch.Tensor) for part in given):
+            return None  # what is to be refused
+        return self.engine.lookup_planned(given, self._context, self._hook if self._trains else self._hook.detach())
+
     @abc.abstractmethod
     def _batch(self, *inputs: Any) -> Batch:
         """The batch that a forward of `inputs` looks up. Raises `InvalidInputError`."""
@@ -186,9 +195,14 @@ class TieredModule(LookupModule):
             executor, inputs, self._batch, self._context, trains=trains, ages=ages, memory=memory
         )
 
-    def batch_of(self, given: Given) -> tuple[Batch, CallContext]:
-        """What a plan of several forwards needs of one, from what that will be given. Raises `InvalidInputError`."""
-        return self._batch(*given), self._context
+    def batch_of(self, given: Given) -> Batch:
+        """What a forward will look up, from what it will be given. Raises `InvalidInputError`."""
+        return self._batch(*given)
+
+    @property
+    def call_context(self) -> CallContext:
+        """What its calls need."""
+        return self._context
 
     def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Sums the gradients of all backward passes inside the context and applies one optimizer step at its end: the

@@ -96,7 +96,10 @@ class TieredEmbedding(OneTable):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of `input` (ids, int32 or int64, any shape): (*input.shape, D). Raises `InvalidInputError` or
         `IdOutOfRangeError` and changes nothing."""
-        return self._lookup(self._batch(input)).reshape(*input.shape, self.embedding_dim)
+        rows = self._planned(input)
+        if rows is None:
+            rows = self._lookup(self._batch(input))
+        return rows.reshape(*input.shape, self.embedding_dim)
 
     def _batch(self, input: torch.Tensor) -> Batch:
         ids = as_ids("input", input, self._hook.device)

@@ -156,6 +156,10 @@ class TieredEmbeddingBag(OneTable):
         `per_sample_weights`: of the ids' shape and the outputs' dtype, for mode "sum". Raises `InvalidInputError` or
         `IdOutOfRangeError` and changes nothing.
         """
+        if per_sample_weights is None:
+            found = self._planned(input) if offsets is None else self._planned(input, offsets)
+            if found is not None:
+                return found
         return self._lookup(self._batch(input, offsets, per_sample_weights))
 
     def _batch(

@@ -16,7 +16,7 @@ from tieredemb.kernels.streams import on_device
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.lookups import LookupSpec, ages_of
-from tieredemb.step.planned_forwards import Planned, PlannedForwards, Waiting
+from tieredemb.step.planned_forwards import Planned, PlannedForwards, Waiting, forms
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.pool import Member
 
@@ -124,29 +124,36 @@ def plan_at_once(units: Sequence[Unit], made: list[PlannedUnit]) -> None:
 def _plan_joint(unit: Unit, made: list[PlannedUnit], *, ages: bool, ahead: bool, memory: CallMemory | None) -> bool:
     """Plans several forwards as one, and puts that down in `made`; returns False where they do not fit together, or one
     of them is wrong: each then finds out by itself."""
-    from tieredemb.step.joint_call import JointCall, PlannedTogether, joint_context, may_join
+    from tieredemb.step.joint_call import JointCall, PlannedTogether, joint_context
+    from tieredemb.step.joint_form import JointForm, may_join
 
     modules = [cast("TieredModule", lookup.module) for lookup in unit]
+    tables = [cast("Member", module.tables) for module in modules]
+    pool, numbers, options = tables[0].pool, tuple([each.number for each in tables]), modules[0].options
+    inputs = [lookup.given for lookup in unit]
+    shown = tuple([forms(given) for given in inputs])
     try:
-        found = [module.batch_of(lookup.given) for module, lookup in zip(modules, unit, strict=True)]
-        batches = [batch for batch, _ in found]
-        tables = [cast("Member", module.tables) for module in modules]
-        numbers = tuple(each.number for each in tables)
-        context = joint_context(tables[0].pool, numbers, modules[0].options) if may_join(batches) else None
-        if context is None:
-            return False
+        context = joint_context(pool, numbers, options, known=True)
+        form = None if context is None else context.form_of(shown)
+        if context is None or form is None:
+            batches = [module.batch_of(given) for module, given in zip(modules, inputs, strict=True)]
+            context = joint_context(pool, numbers, options) if may_join(batches) else None
+            if context is None:
+                return False
+            form = JointForm(batches)
+            context.keep_form(shown, form)
         trains = unit[0].trains and modules[0].is_trainable
-        may_exceed = modules[0].engine.may_exceed_bags
-        with on_device(tables[0].config.device):
-            call = JointCall(context, batches)
+        with on_device(context.tables.config.device):
+            call = JointCall(context, form)
             call.plan(
-                call.join(batches), trains=trains, scored=True, ages=ages, ahead=ahead, may_exceed_bags=may_exceed,
-                memory=memory,
+                call.join(inputs), trains=trains, scored=True, ages=ages, ahead=ahead,
+                may_exceed_bags=modules[0].engine.may_exceed_bags, memory=memory,
             )  # fmt: skip
     except (TieredEmbError, RuntimeError):
         return False
     among = unit[0].module.planned
-    planned = PlannedTogether(call, [(context, lookup.given) for lookup, (_, context) in zip(unit, found, strict=True)])
+    forwards = [(module.call_context, given) for module, given in zip(modules, inputs, strict=True)]
+    planned = PlannedTogether(call, forwards, shown)
     made.append((among, planned))
     among.add(planned)
     return True

@@ -119,7 +119,7 @@ class PlannedCalls:
             self._now.call = _Call(mode, None)
             self._now.call.listen()
             return
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing() or torch._C._are_functorch_transforms_active():
             return
         for planned in habit.planned:
             if planned.waiting:  # by a loop that fetches ahead, or a captured step

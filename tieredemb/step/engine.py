@@ -136,36 +136,59 @@ class Engine:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def lookup(self, batch: Batch, context: CallContext, hook: torch.Tensor) -> torch.Tensor:
+    def lookup(
+        self, batch: Batch | None, context: CallContext, hook: torch.Tensor, planned: Call | None = None
+    ) -> torch.Tensor:
         """Pools a batch: (B, ΣD). `hook`: float32 (0,), which requires a gradient where a backward is to update
-        rows."""
+        rows · `planned`: the call, where it was planned ahead and taken; the batch is None then."""
         recomputed = inside_backward()
         within = context.backward_pass.touch() if recomputed else None
-        trains, weights = hook.requires_grad, batch.weights
+        trains, weights = hook.requires_grad, None if batch is None else batch.weights
         if torch.is_grad_enabled() and (trains or (weights is not None and weights.requires_grad)):
             if trains and _MAY_BE_DISTRIBUTED and self._over_ranks is None and torch.distributed.is_initialized():
                 _check_world_size()
-            make = functools.partial(self.begin, batch, context, trains=trains, recomputed=recomputed, within=within)
+            make = functools.partial(self.begin, batch, context, planned, trains, recomputed=recomputed, within=within)
             # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
             # captured step to an earlier one
             leaf = hook.detach().requires_grad_() if trains else hook
             return LOOKUP(leaf, weights, make)
-        call = self.begin(batch, context, trains=False, recomputed=recomputed, within=within)
+        call = self.begin(batch, context, planned, False, recomputed=recomputed, within=within)
         try:
             return call.pool(weights, differentiable=False)
         finally:
             call.release()
 
-    def begin(self, batch: Batch, context: CallContext, *, trains: bool, recomputed: bool, within: Any) -> Call:
-        """The call of a forward: planned ahead for its very tensors, or now."""
+    def lookup_planned(self, given: Given, context: CallContext, hook: torch.Tensor) -> torch.Tensor | None:
+        """The same of a batch that was planned ahead for these very tensors, as it was checked then; None where there
+        is none. Not inside a backward, where a forward is one of before."""
         place = self.tables.placed.now
         if place.faults is not None:
             place.check_earlier()
-        call = self.planned.take(self.tables, batch.given) if self.planned.waiting and not recomputed else None
-        time = self.tables.step_time
-        if call is None:
-            ages = not recomputed and (time is None or time.begins(self.tables))
-            call = self._call(batch, context, trains=trains, recomputed=recomputed, ages=ages)
+        call = self.planned.take(self.tables, given)
+        return None if call is None else self.lookup(None, context, hook, call)
+
+    def begin(
+        self,
+        batch: Batch | None,
+        context: CallContext,
+        planned: Call | None,
+        trains: bool,
+        *,
+        recomputed: bool,
+        within: Any,
+    ) -> Call:
+        """The call of a forward: planned ahead for its very tensors, or now."""
+        call, time = planned, self.tables.step_time
+        if batch is not None:
+            place = self.tables.placed.now
+            if place.faults is not None:
+                place.check_earlier()
+            if self.planned.waiting and not recomputed:
+                call = self.planned.take(self.tables, batch.given)
+            if call is None:
+                ages = not recomputed and (time is None or time.begins(self.tables))
+                call = self._call(batch, context, trains=trains, recomputed=recomputed, ages=ages)
+        assert call is not None
         if time is not None and not recomputed:
             time.looked_up(self.tables, call)
         call.within = within

@@ -6,19 +6,19 @@ Of each table there is one forward, of as many samples. Its ids, output and grad
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from tieredemb.cache.device.ticket import TicketShare
 from tieredemb.kernels.streams import current_stream
-from tieredemb.lookup.bags import EqualBags
-from tieredemb.lookup.device_bags import MAX_BAGS, DeviceBags, join_edges
-from tieredemb.step.batch import Batch
+from tieredemb.lookup.device_bags import DeviceBags
 from tieredemb.step.call import NUMBERS, BackwardPass, CallContext
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import DeviceGroupCall
+from tieredemb.step.joint_form import JointForm, JointForms
 from tieredemb.step.planned_forwards import Seen, Waiting
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.tables.pool import Pool, Together
@@ -26,7 +26,7 @@ from tieredemb.tables.pool import Pool, Together
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.lookup.options import LookupOptions
-    from tieredemb.step.batch import Given
+    from tieredemb.step.batch import Batch, Given
     from tieredemb.step.call import Call
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.planned_forwards import Marks
@@ -48,38 +48,44 @@ def _never(_: object) -> None:
     raise AssertionError("a joint call has no gradient of its own")
 
 
-def joint_context(pool: Pool, numbers: tuple[int, ...], options: LookupOptions) -> CallContext | None:
+class JointContext(CallContext):
+    """What joint calls over some tables of a pool need."""
+
+    @functools.cached_property
+    def forms(self) -> JointForms:
+        """Of the batches that were looked up."""
+        return JointForms()
+
+    def form_of(self, shown: Any) -> JointForm | None:
+        """That of batches whose tensors show that, if such were looked up before."""
+        return self.forms.get(shown, self.tables.placed.now)
+
+    def keep_form(self, shown: Any, form: JointForm) -> None:
+        """For batches of as much to come."""
+        self.forms.put(shown, self.tables.placed.now, form)
+
+
+def joint_context(
+    pool: Pool, numbers: tuple[int, ...], options: LookupOptions, *, known: bool = False
+) -> JointContext | None:
     """What joint calls over these tables of the pool need; None where so many others were asked for that they are no
-    habit of a model."""
-    found: CallContext | None = pool.contexts.get((numbers, options))
-    if found is None and len(pool.contexts) < MOST_TOGETHER:
-        found = CallContext(Together(pool, numbers), options, _Nobody(), BackwardPass(), _never)
+    habit of a model, or where it is not `known` yet."""
+    found: JointContext | None = pool.contexts.get((numbers, options))
+    if found is None and not known and len(pool.contexts) < MOST_TOGETHER:
+        found = JointContext(Together(pool, numbers), options, _Nobody(), BackwardPass(), _never)
         pool.contexts[numbers, options] = found
     return found
 
 
-def may_join(batches: Sequence[Batch]) -> bool:
-    """Whether forwards of these batches, one of each of several tables, can be planned as one: they have as many bags,
-    and no ids that are in none."""
-    size = batches[0].size
-    if size == 0 or any(batch.size != size or batch.weights is not None or batch.places for batch in batches):
-        return False
-    if any(isinstance(batch.offsets, torch.Tensor) and batch.offsets.shape[0] != size for batch in batches):
-        return False  # they name the end of the last bag, behind which there may be ids
-    return len(batches) ** 2 * size <= MAX_BAGS and sum(batch.ids.shape[0] for batch in batches) > 0
-
-
 class JointCall(DeviceCall):
-    """The forwards of several tables as one call, whose context is a `joint_context`. `starts`: where the ids of each
-    begin, and where they end."""
+    """The forwards of several tables as one call, of batches of one `form`. `starts`: where the ids of each begin, and
+    where they end."""
 
     tells_at_once = False  # but with the first forward: there may be none
 
-    def __init__(self, context: CallContext, batches: Sequence[Batch]) -> None:
-        super().__init__(context, batches[0].size)
-        self.starts = [0]
-        for batch in batches:
-            self.starts.append(self.starts[-1] + batch.ids.shape[0])
+    def __init__(self, context: JointContext, form: JointForm) -> None:
+        super().__init__(context, form.size)
+        self.form, self.starts = form, form.starts
         self._forget_parts()
 
     @property
@@ -89,28 +95,13 @@ class JointCall(DeviceCall):
 
     def _forget_parts(self) -> None:
         self._in_flight = set(range(self.count))  # forwards that were not released
-        self._rows: torch.Tensor | None = None
+        self._rows: list[torch.Tensor] | None = None  # the output of each forward
         self._rows_of: tuple[int, int, bool] | None = None  # of what version of rows, on which stream, in which mode
 
-    def join(self, batches: Sequence[Batch]) -> Batch:
-        """The batches as one, to be planned."""
-        ids = torch.cat([batch.ids for batch in batches]).to(torch.int64)
-        bags = len(batches) * self.batch
-        return Batch(ids, self._edges(batches), bags + 1, True, self.batch, None, (ids,))
-
-    def _edges(self, batches: Sequence[Batch]) -> torch.Tensor | EqualBags:
-        lengths = [each.offsets.length if isinstance(each.offsets, EqualBags) else -1 for each in batches]
-        if lengths[0] >= 0 and lengths.count(lengths[0]) == len(lengths):
-            return EqualBags(len(batches) * self.batch, lengths[0])
-        given = [each.offsets for each in batches if isinstance(each.offsets, torch.Tensor)]
-        blocks, count = [], 0
-        for length in lengths:
-            blocks.append(count if length < 0 else -1)
-            count += length < 0
+    def join(self, forwards: Sequence[Given]) -> Batch:
+        """What the forwards are given, as one batch to be planned."""
         group = cast("DeviceGroup", self.context.tables.groups[0])
-        parts = group.words.get((*self.starts[:-1], *blocks, *(max(0, length) for length in lengths))).view(3, -1)
-        offsets = torch.cat(given).to(torch.int64) if given else parts[0, :0]
-        return join_edges(offsets, parts, self.batch, self.starts[-1])
+        return self.form.join(forwards, group.words)
 
     def share(self, position: int, context: CallContext) -> PartCall:
         """The forward of one table, that at `position`."""
@@ -147,11 +138,13 @@ class JointCall(DeviceCall):
         if self._rows is None:
             if self.source is None:
                 self._tell()
-            self._rows, self._rows_of = self.pool(None, differentiable=False), now
+            rows = self.pool(None, differentiable=False)
+            # no views to autograd: who has one may change it in place
+            self._rows = [each.data for each in rows.view(self.count, self.batch, -1).unbind()]
+            self._rows_of = now
         elif now != self._rows_of:
             return None
-        # no view to autograd: who has it may change it in place
-        return self._rows[position * self.batch : (position + 1) * self.batch].data
+        return self._rows[position]
 
     def release_part(self, *positions: int) -> None:
         """Forwards are over; with the last one the plan is."""
@@ -274,12 +267,13 @@ class PlannedTogether(Waiting):
     """The forwards of a joint `call`, each in its tables and of its inputs: `forwards` names them, with the context of
     who makes them."""
 
-    def __init__(self, call: JointCall, forwards: Sequence[Forward]) -> None:
+    def __init__(self, call: JointCall, forwards: Sequence[Forward], shown: Sequence[Any] | None = None) -> None:
+        """`shown`: what the tensors of each show (`forms`), where that is known."""
         self._call = call
         self._forwards = forwards
         self.count = len(forwards)
         self._number = {id(context.tables): number for number, (context, _) in enumerate(forwards)}
-        self._seen = Seen([given for _, given in forwards])
+        self._seen = Seen([given for _, given in forwards], shown)
         self._taken: set[int] = set()
 
     def find(self, tables: TableSet, given: Given, its_marks: Marks) -> int | None:

@@ -231,11 +231,11 @@ class PlannedForwards:
 
 
 class Seen:
-    """What the inputs of several forwards show now."""
+    """What the inputs of several forwards show now. `shown`: their `forms`, where these are known."""
 
-    def __init__(self, forwards: Sequence[Given]) -> None:
+    def __init__(self, forwards: Sequence[Given], shown: Sequence[Any] | None = None) -> None:
         self._forwards = forwards
-        self._forms = [forms(given) for given in forwards]
+        self._forms = [forms(given) for given in forwards] if shown is None else shown
         tensors = {id(part): part for given in forwards for part in given if isinstance(part, torch.Tensor)}
         self._tensors = list(tensors.values())
         self._marks = self._marked()
@@ -265,9 +265,11 @@ def _mark(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
-def forms(given: Given) -> list[tuple[Any, ...]]:
+def forms(given: Given) -> tuple[tuple[Any, ...], ...]:
     """What tensors show of that memory."""
-    return [(part.shape, part.stride(), part.dtype, part.device) for part in given if isinstance(part, torch.Tensor)]
+    return tuple(
+        [(part.shape, part.stride(), part.dtype, part.device) for part in given if isinstance(part, torch.Tensor)]
+    )
 
 
 def identity(given: Given) -> tuple[Any, ...]:

@@ -1,0 +1,93 @@
+"""Batches of several tables that are planned as one. What they have alike, where shapes and dtypes are those of batches
+before, was checked with those: the values are all that is new."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tieredemb.lookup.bags import EqualBags
+from tieredemb.lookup.device_bags import MAX_BAGS, join_edges
+from tieredemb.step.batch import Batch
+
+if TYPE_CHECKING:
+    from tieredemb.kernels.kept_numbers import KeptNumbers
+    from tieredemb.step.batch import Given
+    from tieredemb.tables.table_set import Place
+
+MOST_FORMS = 8  # of one choice of tables, those used last
+
+
+def may_join(batches: Sequence[Batch]) -> bool:
+    """Whether forwards of these batches, one of each of several tables, can be planned as one: they have as many bags,
+    and no ids that are in none."""
+    size = batches[0].size
+    if size == 0 or any(batch.size != size or batch.weights is not None or batch.places for batch in batches):
+        return False
+    if any(isinstance(batch.offsets, torch.Tensor) and batch.offsets.shape[0] != size for batch in batches):
+        return False  # they name the end of the last bag, behind which there may be ids
+    return len(batches) ** 2 * size <= MAX_BAGS and sum(batch.ids.shape[0] for batch in batches) > 0
+
+
+class JointForm:
+    """What `batches` have alike that `may_join`. `size`: their samples · `starts`: where the ids of each begin, and
+    where they end."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self.size = batches[0].size
+        self.starts = [0]
+        for batch in batches:
+            self.starts.append(self.starts[-1] + batch.ids.shape[0])
+        self._is_flat = all(batch.given[0].dim() == 1 for batch in batches)  # type: ignore[union-attr]
+        lengths = [each.offsets.length if isinstance(each.offsets, EqualBags) else -1 for each in batches]
+        self._bags: EqualBags | None = None
+        if lengths[0] >= 0 and lengths.count(lengths[0]) == len(lengths):
+            self._bags = EqualBags(len(batches) * self.size, lengths[0])
+        self._with_offsets = [number for number, length in enumerate(lengths) if length < 0]
+        blocks = [self._with_offsets.index(number) if length < 0 else -1 for number, length in enumerate(lengths)]
+        self._parts = (*self.starts[:-1], *blocks, *(max(0, length) for length in lengths))  # see `join_edges`
+
+    def join(self, forwards: Sequence[Given], words: KeptNumbers) -> Batch:
+        """What the forwards are given, as one batch, on the stream that is current. `words`: of the tables that are
+        looked up as one."""
+        given: list[Any] = [each[0] for each in forwards]
+        ids = torch.cat(given if self._is_flat else [each.reshape(-1) for each in given]).to(torch.int64)
+        edges = self._edges(forwards, words) if self._bags is None else self._bags
+        return Batch(ids, edges, len(forwards) * self.size + 1, True, self.size, None, (ids,))
+
+    def _edges(self, forwards: Sequence[Given], words: KeptNumbers) -> torch.Tensor:
+        # each time: who fills the same memory anew, as a replay of a graph does, tells nobody
+        given: list[Any] = [forwards[number][1] for number in self._with_offsets]
+        parts = words.get(self._parts).view(3, -1)
+        offsets = torch.cat(given).to(torch.int64) if given else parts[0, :0]
+        return join_edges(offsets, parts, self.size, self.starts[-1])
+
+
+class JointForms:
+    """Those of one choice of tables, by what tensors show (`forms`)."""
+
+    def __init__(self) -> None:
+        self._place: weakref.ref[Place] | None = None
+        self._known: OrderedDict[Any, JointForm] = OrderedDict()
+
+    def get(self, shown: Any, place: Place) -> JointForm | None:
+        """That of batches in which tensors show that; None where such were not checked, of tables where they are."""
+        if self._place is None or self._place() is not place:
+            return None
+        found = self._known.get(shown)
+        if found is not None:
+            self._known.move_to_end(shown)
+        return found
+
+    def put(self, shown: Any, place: Place, form: JointForm) -> None:
+        """Batches in which tensors show that were checked, and are of that form."""
+        if self._place is None or self._place() is not place:
+            self._place = weakref.ref(place)
+            self._known.clear()
+        self._known[shown] = form
+        if len(self._known) > MOST_FORMS:
+            self._known.popitem(last=False)
