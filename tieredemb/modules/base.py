@@ -171,10 +171,13 @@ class TieredModule(LookupModule):
     def _planned(self, *given: torch.Tensor) -> torch.Tensor | None:
         """The output of a forward that was planned for what it is `given`, which was checked with that; None where it
         was not, and is to be looked up."""
-        if LISTENERS or not self.engine.planned.waiting or inside_backward():
+        if not self.engine.planned.waiting or LISTENERS or inside_backward():
             return None
-        if torch._C._are_functorch_transforms_active() or not all(isinstance(part, torch.Tensor) for part in given):
-            return None  # what is to be refused
+        if torch._C._are_functorch_transforms_active():
+            return None  # which is to be refused, as is what is no tensor
+        for part in given:
+            if not isinstance(part, torch.Tensor):
+                return None
         return self.engine.lookup_planned(given, self._context, self._hook if self._trains else self._hook.detach())
 
     @abc.abstractmethod

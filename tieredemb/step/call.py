@@ -215,6 +215,11 @@ class Call(abc.ABC):
     def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
         """Takes an optimizer step in which no row has a gradient."""
 
+    def joint_output(self, hook: torch.Tensor) -> torch.Tensor | None:
+        """Of a forward that is looked up together with others, and was started: its output, of one autograd node with
+        theirs; None where it is to be looked up by itself. `hook`: see `LookupFunction`."""
+        return None
+
     def release(self) -> None:
         for part in self.parts:
             part.ticket.release()
@@ -251,6 +256,16 @@ class LookupFunction(torch.autograd.Function):
         return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
 
 
+def check_backward(call: Call) -> None:
+    """Raises `BackwardError` where a gradient of the call's output cannot be applied any more, or by nobody."""
+    if call.consumed:
+        raise BackwardError(
+            "this forward has been backpropagated already, and its update applied to the rows in place; "
+            "run the forward again, or sum the losses and call backward once (retain_graph is not supported)"
+        )
+    call.context.check_trainable()
+
+
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
     """Collects the gradient of a call's output for the update, and computes that of its weights."""
     for listener in tuple(BACKWARDS):
@@ -259,13 +274,8 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, 
     of_rows, of_weights, _ = ctx.needs_input_grad
     # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the table's
     trains = of_rows and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
-    if trains and call.consumed:
-        raise BackwardError(
-            "this forward has been backpropagated already, and its update applied to the rows in place; "
-            "run the forward again, or sum the losses and call backward once (retain_graph is not supported)"
-        )
     if trains:
-        call.context.check_trainable()
+        check_backward(call)
     grad = grad.detach()
     if grad.dtype is not torch.float32 or not grad.is_contiguous():
         grad = grad.to(torch.float32).contiguous()
@@ -274,7 +284,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, 
         shape, dtype = ctx.weights_like
         weights_grad = call.weights_gradient(grad).to(dtype).reshape(shape)
     if trains:
-        call.context.backward_pass.add(call, grad)
+        call.context.backward_pass.add((call, grad))
         call.consumed = True
     return None, weights_grad, None
 
@@ -324,14 +334,16 @@ class BackwardPass:
         self._of_thread[thread] = collected
         return weakref.ref(collected)
 
-    def add(self, call: Call, grad: torch.Tensor) -> None:
-        collected = None if call.within is None else call.within()
+    def add(self, *gradients: tuple[Call, torch.Tensor]) -> None:
+        """Calls and the gradients of their outputs, as they reach them. Several are of one forward pass."""
+        within = gradients[0][0].within
+        collected = None if within is None else within()
         if collected is None or collected.finished:
             task = torch._C._current_graph_task_id()
             collected = self._of_task.get(task)
             if collected is None or collected.finished:
                 collected = self._begin(task, _backward_depth())
-        collected.calls.append((call, grad))
+        collected.calls += gradients
 
     def _begin(self, task: int, depth: int) -> _CollectedCalls:
         collected = _CollectedCalls(depth)

@@ -53,7 +53,7 @@ def _is_large(sets: Sequence[Collected]) -> bool:
 def update(collected: Collected) -> None:
     """One optimizer step for calls over one set of tables, in forward order."""
     tables, optimizer = collected[0][0].context.tables, collected[0][0].context.check_trainable()
-    calls, grads = _device_calls(collected), [grad for _, grad in collected]
+    calls, grads = _device_calls(collected), [grad.contiguous() for _, grad in collected]
     check_bags(tables, calls)
     groups = [cast("DeviceGroup", group) for group in tables.groups]
     tickets = [[call.parts[g].ticket for call in calls] for g in range(len(groups))]
@@ -219,7 +219,7 @@ class Combined:
         scales = [part.scale() for part in parts]
         if len(parts) == 1 and features is None:
             part = parts[0]
-            self.grad, self.scale, self.argmax = grads[0], scales[0], part.argmax
+            self.grad, self.scale, self.argmax = grads[0].contiguous(), scales[0], part.argmax
             self.homes, self.bag, self.samples = part.trained, part.bag, part.samples
             self._part: DeviceGroupCall | None = part
             return
@@ -233,7 +233,7 @@ class Combined:
             elif has_argmax:  # of another mode: of its rows nobody asks
                 argmax.append(torch.full_like(grads[len(argmax)], -1, dtype=torch.int32))
             first += part.trained.shape[0]
-        self.grad = torch.cat(list(grads)) if len(grads) > 1 else grads[0]  # or put together already
+        self.grad = torch.cat(list(grads)) if len(grads) > 1 else grads[0].contiguous()  # or put together already
         self.argmax = torch.cat(argmax) if argmax else None
         self.scale = None
         if any(scale is not None for scale in scales):

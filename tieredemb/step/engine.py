@@ -141,18 +141,26 @@ class Engine:
     ) -> torch.Tensor:
         """Pools a batch: (B, ΣD). `hook`: float32 (0,), which requires a gradient where a backward is to update
         rows · `planned`: the call, where it was planned ahead and taken; the batch is None then."""
-        recomputed = inside_backward()
+        recomputed = planned is None and inside_backward()
         within = context.backward_pass.touch() if recomputed else None
         trains, weights = hook.requires_grad, None if batch is None else batch.weights
         if torch.is_grad_enabled() and (trains or (weights is not None and weights.requires_grad)):
             if trains and _MAY_BE_DISTRIBUTED and self._over_ranks is None and torch.distributed.is_initialized():
                 _check_world_size()
-            make = functools.partial(self.begin, batch, context, planned, trains, recomputed=recomputed, within=within)
+            make = functools.partial(
+                self.begin, batch, context, planned, trains=trains, recomputed=recomputed, within=within
+            )
+            if planned is not None:
+                call = make()
+                output = call.joint_output(hook)
+                if output is not None:
+                    return output
+                make = functools.partial(_itself, call)
             # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
             # captured step to an earlier one
             leaf = hook.detach().requires_grad_() if trains else hook
             return LOOKUP(leaf, weights, make)
-        call = self.begin(batch, context, planned, False, recomputed=recomputed, within=within)
+        call = self.begin(batch, context, planned, trains=False, recomputed=recomputed, within=within)
         try:
             return call.pool(weights, differentiable=False)
         finally:
@@ -171,9 +179,9 @@ class Engine:
         self,
         batch: Batch | None,
         context: CallContext,
-        planned: Call | None,
-        trains: bool,
+        planned: Call | None = None,
         *,
+        trains: bool,
         recomputed: bool,
         within: Any,
     ) -> Call:
@@ -330,6 +338,10 @@ class Engine:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._connect()
+
+
+def _itself(call: Call) -> Call:
+    return call
 
 
 # of tables that share caches, whoever looks up in them: what one backward reaches is one update

@@ -7,6 +7,7 @@ Of each table there is one forward, of as many samples. Its ids, output and grad
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +20,7 @@ from tieredemb.step.call import NUMBERS, BackwardPass, CallContext
 from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.joint_form import JointForm, JointForms
+from tieredemb.step.joint_lookup import JOINT_LOOKUP, Came
 from tieredemb.step.planned_forwards import Seen, Waiting
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.tables.pool import Pool, Together
@@ -95,8 +97,11 @@ class JointCall(DeviceCall):
 
     def _forget_parts(self) -> None:
         self._in_flight = set(range(self.count))  # forwards that were not released
-        self._rows: list[torch.Tensor] | None = None  # the output of each forward
+        self._rows: torch.Tensor | None = None  # the outputs of all forwards
         self._rows_of: tuple[int, int, bool] | None = None  # of what version of rows, on which stream, in which mode
+        # the same with a gradient, of those that have yet to come: they keep the node, and so the calls that it keeps
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._came: weakref.ref[Came] | None = None  # as their node knows them, once there is one
 
     def join(self, forwards: Sequence[Given]) -> Batch:
         """What the forwards are given, as one batch to be planned."""
@@ -133,22 +138,50 @@ class JointCall(DeviceCall):
     def rows_of(self, position: int) -> torch.Tensor | None:
         """The output of one of the forwards, (B, D), while the rows are what they were when the first one came; else,
         and where that was on another stream or in inference mode, None."""
+        # no view to autograd: who has it may change it in place
+        return self._looked_up()[position].data if self._is_as_looked_up() else None
+
+    def output_of(self, call: PartCall, hook: torch.Tensor) -> torch.Tensor | None:
+        """The same of one that has come, of one autograd node with the others; see `Call.joint_output`."""
+        if not self._is_as_looked_up():
+            return None
+        if self._came is None:
+            # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
+            # captured step to an earlier one
+            leaf, came = hook.detach().requires_grad_(), Came()
+            self._came = weakref.ref(came)
+            self._outputs = dict(enumerate(JOINT_LOOKUP(leaf, self._outputs_apart, came)))
+            del came
+        found, output = self._came(), self._outputs.pop(call.position, None)
+        if found is None or output is None:
+            return None
+        found[call.position] = call
+        return output
+
+    def _is_as_looked_up(self) -> bool:
+        """Whether a lookup now finds what the one of the first forward has found, or is the first one."""
         cache, stream = self.parts[0].group.cache, torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
         now = cache.rows_version, stream, torch.is_inference_mode_enabled()
+        self._rows_of = self._rows_of or now
+        return now == self._rows_of
+
+    def _looked_up(self) -> torch.Tensor:
+        """The outputs of all forwards, (F, B, D)."""
         if self._rows is None:
             if self.source is None:
                 self._tell()
-            rows = self.pool(None, differentiable=False)
-            # no views to autograd: who has one may change it in place
-            self._rows = [each.data for each in rows.view(self.count, self.batch, -1).unbind()]
-            self._rows_of = now
-        elif now != self._rows_of:
-            return None
-        return self._rows[position]
+            self._rows = self.pool(None, differentiable=False).view(self.count, self.batch, -1)
+        return self._rows
+
+    def _outputs_apart(self) -> list[torch.Tensor]:
+        """That of each, no views to autograd either."""
+        return [each.data for each in self._looked_up().unbind()]
 
     def release_part(self, *positions: int) -> None:
         """Forwards are over; with the last one the plan is."""
         self._in_flight.difference_update(positions)
+        for position in positions:
+            self._outputs.pop(position, None)
         if not self._in_flight:
             self._rows = None
             self.release()
@@ -242,6 +275,9 @@ class PartCall(DeviceCall):
                 return rows
         self.joint.begin_alone()
         return super().pool(weights, differentiable=differentiable)
+
+    def joint_output(self, hook: torch.Tensor) -> torch.Tensor | None:
+        return self.joint.output_of(self, hook)
 
     def follow(self, *more: torch.Tensor) -> None:
         held = [value for part in self._parts for value in (*part.held(), part.bags.offsets, part.bag)]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Key = tuple[object, ...]
 MOST_UPDATES = 16  # that are recorded of one set of tables, those used last
-ALIGNMENT = 16  # bytes, that kernels read at once
+ALIGNMENT = 16  # bytes, that kernels read at once of a gradient that is not put together with others
 
 
 class _Update:
@@ -72,7 +72,7 @@ class RecordedUpdates:
         plans = [call.recorded for call in calls]
         if any(plan is None for plan in plans) or torch.cuda.is_current_stream_capturing():
             return False
-        if any(grad.data_ptr() % ALIGNMENT or not grad.numel() for grad in grads):
+        if (len(grads) == 1 and grads[0].data_ptr() % ALIGNMENT) or not all(grad.numel() for grad in grads):
             return False
         made = cast("list[Recorded]", plans)
         key: Key = (
