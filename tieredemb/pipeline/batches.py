@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,13 +36,23 @@ def tensors_of(batch: Any) -> Iterator[tuple[Path, torch.Tensor]]:
 
 def are_on_gpu(batch: Any) -> bool:
     """Whether all tensors in a batch are on a GPU."""
-    if type(batch) in (list, tuple):  # of many tables: asked of each step
-        for part in batch:
-            if not (isinstance(part, torch.Tensor) and part.is_cuda):
-                break
-        else:
-            return True
+    for part in _flat(batch):  # in each step, of many tables
+        if not (isinstance(part, torch.Tensor) and part.is_cuda):
+            break
+    else:
+        return True
     return all(tensor.is_cuda for _, tensor in tensors_of(batch))
+
+
+def _flat(batch: Any) -> Collection[Any]:
+    """The parts of a batch, where it is plain enough to tell them at once."""
+    if type(batch) in (list, tuple):
+        found: Collection[Any] = batch
+    elif type(batch) is dict:
+        found = batch.values()
+    else:
+        found = getattr(batch, "__dict__", {}).values() if dataclasses.is_dataclass(batch) else ()
+    return found or (None,)
 
 
 def _parts(value: Any) -> Iterator[tuple[tuple[str, Any], Any]]:

@@ -190,6 +190,8 @@ class Run(Generic[B]):
         """The batch handed out has been used."""
         current, self._current = self._current, None
         assert current is not None
+        if not current.planned and not self._seen:
+            return
         planned = sum(each.count for _, each in current.planned)
         if planned and current.drop(made=not self._warned) == planned and not self._warned:
             self._warned = True
