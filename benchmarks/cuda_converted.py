@@ -18,9 +18,9 @@ from torch import nn
 
 import tieredemb
 from benchmarks.cuda_command import keep, make_parser, parse
-from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, MODE_STEPS
+from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, MODE_STEPS, batches_of_modes
 from benchmarks.cuda_step import STATISTIC, once, release, say
-from benchmarks.cuda_tables import run_fetched, run_fresh
+from benchmarks.cuda_tables import run_fetched, run_fresh, run_in_turns
 from benchmarks.cuda_timing import StepTimes, run_steps
 from benchmarks.cuda_workload import Cache, CudaWorkload, batches
 from benchmarks.record import Record, at_most, measured
@@ -32,7 +32,6 @@ STEPS, WARM_UP = 100, 40
 LR = 0.05
 TORCH = "torch, nn.EmbeddingBag(sparse=True)"
 CONVERTED, COLLECTION = "tieredemb, converted", "tieredemb, one collection"
-MODES = 4
 MOST_EAGER = 0.35  # of torch's time, that a converted model may take
 MOST_GRAPH = 1.2  # of the collection's time, that a converted model may take as a graph
 MOST_FETCHED = 1.0  # of its time without prefetch, that a converted model may take with it
@@ -109,7 +108,11 @@ def measure(
         some = list(islice(source, MODE_STEPS + plan.steps + 1))
         return run_fetched(step, some, trained.model, stats, warm_up=MODE_STEPS, depth=1, device=device)
 
-    runs = {"": alone(trained.step, plan.warm_up), FETCHED: ahead(trained.step)}
+    plain, fetched = run_in_turns(
+        trained.step, source, trained.model, stats,
+        warm_up=plan.warm_up, warm_up_ahead=MODE_STEPS, steps=plan.steps, device=device,
+    )  # fmt: skip
+    runs = {"": plain, FETCHED: fetched}
     if device.type == "cuda":
         captured = tieredemb.graph_step(trained.step)
         runs[GRAPH] = alone(captured, MODE_STEPS)
@@ -119,7 +122,7 @@ def measure(
 
 def records(plan: Plan) -> list[Record]:
     work, device = plan.work, plan.device
-    ids = batches(work, plan.warm_up + MODES * (MODE_STEPS + plan.steps + 1), device)
+    ids = batches(work, batches_of_modes(plan.warm_up, plan.steps), device)
     apart = [list(each.view(work.tables, -1).unbind()) for each in ids]
     random = torch.Generator(device).manual_seed(1)
     whole = torch.randn(work.batch, work.tables * work.width, generator=random, device=device).mul_(1e-2)
@@ -198,8 +201,8 @@ def title(plan: Plan) -> str:
     return (
         f"Forward, backward from a gradient of the outputs, and `step()` of torch.optim.Adagrad: {work.tables} × "
         f"{work.rows:,} × {work.width}, batch {work.batch:,}, bags of 1 id, Zipf {work.alpha:g}, fp32. The mean of "
-        f"{plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up; then of as many in each "
-        f"other mode."
+        f"{plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up, eager without prefetch and "
+        f"with it by turns; then of as many in each other mode."
     )
 
 

@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 
 import tieredemb
-from benchmarks.cuda_tables import run_fetched, run_fresh
+from benchmarks.cuda_tables import batches_in_turns, run_fetched, run_fresh, run_in_turns
 from benchmarks.cuda_timing import QUEUED, StepTimes, run_queued
 from tieredemb.stats import CacheStats
 
-MODE_STEPS = 80  # before a mode is timed: it may compile kernels, capture, or find out whether planning ahead pays
+MODE_STEPS = 160  # before a mode is timed: it may compile kernels, capture, or find out whether planning ahead pays
 FETCHED, GRAPH, FETCHED_GRAPH = ", prefetch", ", CUDA graph", ", CUDA graph, prefetch"
 OF_DEVICE = ", device alone"  # behind a mode: what the GPU needs where Python is what steps wait for
 
@@ -44,9 +44,14 @@ def measure_modes(
         batches = list(islice(ids, MODE_STEPS + steps + 1))
         return run_fetched(step, batches, tiered.module, stats, warm_up=MODE_STEPS, depth=1, device=device)
 
-    runs = {"": alone(tiered.step, warm_up)}
+    runs = {}
     if fetched:
-        runs[FETCHED] = ahead(tiered.step)
+        runs[""], runs[FETCHED] = run_in_turns(
+            tiered.step, ids, tiered.module, stats,
+            warm_up=warm_up, warm_up_ahead=MODE_STEPS, steps=steps, device=device,
+        )  # fmt: skip
+    else:
+        runs[""] = alone(tiered.step, warm_up)
     if device.type == "cuda":
         captured = tieredemb.graph_step(tiered.step)
         runs[GRAPH] = alone(captured, MODE_STEPS)
@@ -61,3 +66,8 @@ def measure_modes(
         for batch in loop:
             captured(batch)
     return runs
+
+
+def batches_of_modes(warm_up: int, steps: int) -> int:
+    """How many batches `measure_modes` takes at most."""
+    return batches_in_turns(warm_up, MODE_STEPS, steps) + 2 * (MODE_STEPS + steps + 1) + 3 * QUEUED

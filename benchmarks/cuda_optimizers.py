@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.cuda_command import keep, make_parser, parse
-from benchmarks.cuda_modes import MODE_STEPS, measure_modes
+from benchmarks.cuda_modes import batches_of_modes, measure_modes
 from benchmarks.cuda_providers import OURS, Upstream
 from benchmarks.cuda_step import STATISTIC, STEPS, release, say
 from benchmarks.cuda_tables import set_weights, tiered_tables
@@ -70,7 +70,7 @@ def step_records(plan: Plan) -> list[Record]:
     """Steps of all optimizers on the same batches."""
     upstream = Upstream(plan.work, plan.device)
     of_mean_loss(upstream.gradient)
-    ids = batches(plan.work, plan.warm_up + MODES * (MODE_STEPS + plan.steps), plan.device)
+    ids = batches(plan.work, batches_of_modes(plan.warm_up, plan.steps), plan.device)
     release(plan.device)
     records, baseline = [], {}
     for name, optimizer in OPTIMIZERS.items():

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import tieredemb
-from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, MODE_STEPS, OF_DEVICE, measure_modes
+from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, OF_DEVICE, batches_of_modes, measure_modes
 from benchmarks.cuda_providers import (
     FBGEMM,
     OURS,
@@ -61,7 +61,7 @@ class Plan:
 def measure(plan: Plan, work: CudaWorkload) -> list[Record]:
     """The records of one workload, in the order of the table."""
     start = perf_counter()
-    ids = list(batches(work, plan.warm_up + 4 * (MODE_STEPS + plan.steps), plan.device))
+    ids = list(batches(work, batches_of_modes(plan.warm_up, plan.steps), plan.device))
     upstream = Upstream(work, plan.device)
     release(plan.device)
     say(f"{work}: {len(ids)} batches drawn in {perf_counter() - start:.1f} s")
@@ -297,9 +297,10 @@ def title(plan: Plan) -> str:
     first = describe(plan.policies[0])
     text = (
         f"Forward, backward and update, bags of 1 id, row-wise Adagrad, {first}, unified memory, {cold}: the "
-        f"mean of {plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up; then of as many "
-        f"with the next batch fetched ahead, as replays of a CUDA graph, and as replays that fetch the next batch. "
-        f"{'; '.join(map(str, plan.works))}. Hit rate: of the lookups, before the batch's own rows came in."
+        f"mean of {plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up, and of as many "
+        f"with the next batch fetched ahead, by turns with those; then of as many as replays of a CUDA graph, and as "
+        f"replays that fetch the next batch. {'; '.join(map(str, plan.works))}. Hit rate: of the lookups, before the "
+        f"batch's own rows came in."
     )
     if FBGEMM in plan.providers and not fbgemm_installed():
         text += f" FBGEMM is not installed here; its figures were {PEER_EARLIER}."

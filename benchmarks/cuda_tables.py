@@ -18,6 +18,9 @@ from tieredemb.lookup.optimizer import state_width
 from tieredemb.stats import CacheStats
 from tieredemb.storage.base import Storage
 
+TURNS = 5  # that steps with prefetch and those without take
+AGAIN = 6  # steps at the beginning of each with it, whose batches nobody has planned
+
 
 class Shape(Protocol):
     """`tables` tables of `rows` × `width`."""
@@ -126,3 +129,60 @@ def run_fresh(
     before = stats()
     times = run_steps(step, batches[warm_up:], device)
     return times, stats() - before
+
+
+class _Following:
+    """A loader whose loops go on where the one before has ended, each for `count` batches."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches, self.count = batches, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._batches, self.count)
+
+
+def run_in_turns(
+    step: Callable[[Any], object],
+    batches: Iterator[Any],
+    model: nn.Module,
+    stats: Callable[[], CacheStats],
+    *,
+    warm_up: int,
+    warm_up_ahead: int,
+    steps: int,
+    device: torch.device,
+) -> tuple[tuple[StepTimes, CacheStats], tuple[StepTimes, CacheStats]]:
+    """Runs `step` without prefetch and with it, `steps` each, by turns: what a host does beside for a while tells on
+    both. Times, and what was done, of each. `warm_up`: steps before, without · `warm_up_ahead`: with prefetch, which
+    finds out meanwhile whether planning ahead pays."""
+    share = -(-steps // TURNS)
+    run_steps(step, list(islice(batches, warm_up)), device)
+    loader = _Following(batches)
+    fetched = tieredemb.prefetch(loader, model)
+    loader.count = warm_up_ahead
+    for batch in fetched:
+        step(batch)
+    found: dict[bool, list[tuple[StepTimes, CacheStats]]] = {False: [], True: []}
+    for _ in range(TURNS):
+        before = stats()
+        times = run_steps(step, list(islice(batches, share)), device)
+        found[False].append((times, stats() - before))
+        loader.count = AGAIN + share + 1
+        loop = iter(fetched)
+        for batch in islice(loop, AGAIN):
+            step(batch)
+        before = stats()
+        times = run_steps(step, _Next(loop, share), device)
+        found[True].append((times, stats() - before))
+        for batch in loop:
+            step(batch)
+    plain, ahead = (
+        (StepTimes.of_all([times for times, _ in runs]), sum((done for _, done in runs), CacheStats()))
+        for runs in found.values()
+    )
+    return plain, ahead
+
+
+def batches_in_turns(warm_up: int, warm_up_ahead: int, steps: int) -> int:
+    """How many batches `run_in_turns` takes."""
+    return warm_up + warm_up_ahead + TURNS * (2 * -(-steps // TURNS) + AGAIN + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from time import perf_counter
@@ -63,6 +63,15 @@ class StepTimes:
     mean_ms: float
     host_ms: float
     step_ms: np.ndarray[Any, Any]
+
+    @classmethod
+    def of_all(cls, runs: Sequence[StepTimes]) -> StepTimes:
+        """Of runs of one kind of step, as one."""
+        steps = [len(run.step_ms) for run in runs]
+        mean, host = (
+            float(np.average([getattr(run, name) for run in runs], weights=steps)) for name in ("mean_ms", "host_ms")
+        )
+        return cls(mean_ms=mean, host_ms=host, step_ms=np.concatenate([run.step_ms for run in runs]))
 
     def quantiles(self) -> Quantiles:
         """The mean wall time in the place of the median, with the 20/80 percentiles of the events."""
