@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
@@ -176,6 +177,9 @@ def run_in_turns(
         found[True].append((times, stats() - before))
         for batch in loop:
             step(batch)
+    if fetched.pace is not None:
+        way = "ahead" if fetched.pace.ahead else "when a step begins"
+        print(f"  with prefetch, in the end, planned {way}", file=sys.stderr, flush=True)
     plain, ahead = (
         (StepTimes.of_all([times for times, _ in runs]), sum((done for _, done in runs), CacheStats()))
         for runs in found.values()

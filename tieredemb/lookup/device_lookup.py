@@ -258,12 +258,14 @@ class DeviceLookup:
         steps: torch.Tensor | None = None,
         *,
         tables: torch.Tensor | None = None,
+        grads: torch.Tensor | None = None,
     ) -> None:
         """Applies one optimizer step to the rows of `segments` and marks hot ones dirty. `grad`: float32 (B, ΣD) ·
         `scale`: float32 (N,), what each occurrence's share is multiplied by · `argmax`: int32 (B, ΣD) · `rate`, float32
         (F,), and `numbers`, float32: as `begin` made them · `past`, `steps`: as it was given, of a dense optimizer ·
         `tables`: of features apart that were looked up as one, whose `grad` is (F·B, D): which table each is, int32
-        (F,)."""
+        (F,) · `grads`: of those, where the part of each lies, int64 (F,), if they do not follow one another; `grad` is
+        the first of them, (B, D), all are contiguous and lie as it does, and none has maxima."""
         n = segments.order.shape[0]
         sorted_scale = None
         if scale is not None:
@@ -279,9 +281,9 @@ class DeviceLookup:
         )  # fmt: skip
         short(
             blocks_for(n * self._lanes, THREADS, UPDATE_BLOCKS), THREADS, segments.work, segments.items, n,
-            segments.sorted_bag, max(1, grad.shape[0]) if tables is None else 0, self.space.column, grad, grad.shape[1],
-            _address(sorted_scale), segments.order, _address(argmax), self.space.mode, *rows, rate, numbers,
-            _address(tables), parts, _address(past), _address(steps), draws,
+            segments.sorted_bag, max(1, grad.shape[0]) if tables is None else 0, self.space.column, grad,
+            _address(grads), grad.shape[0], grad.shape[1], _address(sorted_scale), segments.order, _address(argmax),
+            self.space.mode, *rows, rate, numbers, _address(tables), parts, _address(past), _address(steps), draws,
         )  # fmt: skip
         long = kernel(self._recipe, "long_segments_update", *self._update, *overflow.flags)
         long(

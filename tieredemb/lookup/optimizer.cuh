@@ -301,11 +301,12 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
 
 // Sums the gradients of each item. Reads 4 D bytes an occurrence; a short segment's row and state once each way. The
 // gradient of a maximum counts where its winner (`argmax`) is the occurrence (`order`) itself. `batch`: bags a feature; 0
-// where the gradient has a row for each bag · `tables`: of the features, where each is a table that takes steps of its
-// own; null for theirs in order.
+// where the gradient has a row for each bag · `grads`: where the gradient of each feature lies, of `samples` rows, if they
+// are not one behind the other in `grad`; such have no maxima · `tables`: of the features, where each is a table that
+// takes steps of its own; null for theirs in order.
 extern "C" __global__ void __launch_bounds__(256) segments_update(
     const Work *work, const Item *items, int n, const int *sorted_bag, int batch, const i64 *column, const float *grad,
-    i64 total, const float *sorted_scale, const int *order, const int *argmax, const int *mode, row_t *weight,
+    const i64 *grads, int samples, i64 total, const float *sorted_scale, const int *order, const int *argmax, const int *mode, row_t *weight,
     float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty,
     const float *rate, const Numbers *numbers, const int *tables, float *parts, const Past *past, const i64 *steps,
     Draws draws) {
@@ -330,7 +331,9 @@ extern "C" __global__ void __launch_bounds__(256) segments_update(
             const int its = bag / batch;
             return (i64)(bag - its * batch) * total + column[its];
         };
-        const float *base = grad + shift;
+        const float *base = grad;
+        if (IS_APART && grads) base = reinterpret_cast<const float *>(grads[feature]) - (i64)feature * samples * total;
+        base += shift;
         Place place;
         Row row;
         if (whole) {

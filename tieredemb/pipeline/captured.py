@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from tieredemb.cache.device.cache import DeviceCache
+from tieredemb.cache.device.planner import LARGE
 from tieredemb.cache.locks import Locks
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.captures import Capture, no_collector
@@ -33,7 +34,8 @@ DDP_STEPS = 11  # the same of what has DistributedDataParallel, by torch's notes
 class StepFunction(Generic[R]):
     """A user's function of a batch, and what it has shown on a first one: the `modules` that it looks up in, on one
     `device`, of which tensors (`lookups`), and whether it `trains` any. `buffers`: a template of those it runs on ·
-    `eager_steps`: how many run on buffers before a capture."""
+    `eager_steps`: how many run on buffers before a capture · `gains_ahead`: whether going ahead of its batch hides
+    anything."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class StepFunction(Generic[R]):
         self.trains = any(each.trains for each in forwards)
         self.lookups: Learned = learn(batch, [LookupSpec(each.module, each.given, each.trains) for each in forwards])[0]
         self.caches = self._caches()
+        self.gains_ahead = self._gains_ahead(forwards)
         self._locks = Locks(self.caches)
         self._function = function
         self._leaves = Leaves(self.device)
@@ -77,6 +80,14 @@ class StepFunction(Generic[R]):
     def _caches(self) -> list[DeviceCache]:
         groups = (group for engine in self._engines for group in engine.tables.groups)
         return list(dict.fromkeys(group.cache for group in groups if isinstance(group, DeviceGroup)))
+
+    def _gains_ahead(self, forwards: Sequence[Forward]) -> bool:
+        """Whether rows come and go, or plans take the GPU longer than it takes the host to go ahead of a batch."""
+        groups = [group for engine in self._engines for group in engine.tables.whole.groups]
+        if any(len(group.resident) < len(group.space) for group in groups):
+            return True
+        ids = [forward.given[0] for forward in forwards]
+        return sum(each.numel() for each in ids if isinstance(each, torch.Tensor)) >= LARGE
 
     @property
     def locked(self) -> Locks:

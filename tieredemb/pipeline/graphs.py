@@ -66,7 +66,9 @@ class GraphStep(Generic[R]):
                 self._ahead.give_up()
             return step(batch)
         run = running(batch)
-        if run is not None and (run.told or step.lookups.forwards):
+        if run is not None and not step.gains_ahead and self._agreement is None:
+            run.leave_planning_to(self._plan_nothing, 0)
+        elif run is not None and (run.told or step.lookups.forwards):
             ahead = self._ahead = self._ahead or self._going_ahead(step)
             run.leave_planning_to(ahead.give_up, ahead.reach)
             return ahead(batch, run)
@@ -77,6 +79,10 @@ class GraphStep(Generic[R]):
 
             self._alone = StepAlone(step)
         return self._alone.run(batch)
+
+    @staticmethod
+    def _plan_nothing() -> None:
+        """Of a loop whose batches the step plans itself, each with its own."""
 
     def _going_ahead(self, step: StepFunction[R]) -> StepAhead[R]:
         if self._agreement is None:

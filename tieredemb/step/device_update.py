@@ -15,7 +15,7 @@ from tieredemb.lookup.device_bags import MAX_BAGS
 from tieredemb.lookup.device_lookup import DeviceLookup, Segments
 from tieredemb.step.call import Call, Collected
 from tieredemb.step.device_group_call import DeviceGroupCall
-from tieredemb.step.recorded_updates import updates_of
+from tieredemb.step.recorded_updates import ALIGNMENT, updates_of
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 
@@ -114,9 +114,11 @@ def update_together(sets: Sequence[Collected]) -> None:
             overflow = whole.cache.overflow(tickets)
 
             def launch(grads: Sequence[torch.Tensor]) -> None:
-                faults = _faults(calls)
+                faults, places = _faults(calls), None
                 if joint is not None:
-                    batch = Combined(parts, [grads[0] if len(grads) == 1 else torch.cat(list(grads))])
+                    places = _places(joint, grads)
+                    grad = grads[0] if len(grads) == 1 or places is not None else torch.cat(list(grads))
+                    batch = Combined(parts, [grad])
                 else:
                     batch = Combined(parts, grads, whole.lookup, [part.group.own.start for part in parts])
                 segments = batch.segments()
@@ -126,7 +128,7 @@ def update_together(sets: Sequence[Collected]) -> None:
                     )
                     whole.lookup.update(
                         whole.cache.hot, overflow, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
-                        whole.pasts, whole.device_steps, tables=None if joint is None else taken,
+                        whole.pasts, whole.device_steps, tables=None if joint is None else taken, grads=places,
                     )  # fmt: skip
                     if whole.pasts is not None:
                         whole.lookup.end(options, whole.device_steps, rate, numbers, whole.pasts, taken)
@@ -134,6 +136,16 @@ def update_together(sets: Sequence[Collected]) -> None:
             recurs = found_inf is None and grad_scale is None and _is_plain(calls)
             if not (recurs and updates_of(tables).run(calls, grads, [overflow], [options, taken], launch)):
                 launch(grads)
+
+
+def _places(joint: JointCall, grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Where several gradients lie, int64 (F,) on their device, if an update may read them there: in a graph, which
+    finds them in the same places each time."""
+    if len(grads) == 1 or not torch.cuda.is_current_stream_capturing():
+        return None
+    if any(grad.data_ptr() % ALIGNMENT or not grad.is_contiguous() for grad in grads):
+        return None
+    return cast("DeviceGroup", joint.context.tables.groups[0]).words.get(tuple([grad.data_ptr() for grad in grads]))
 
 
 def _joint_of(collected: Collected) -> JointCall | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Key = tuple[object, ...]
 MOST_UPDATES = 16  # that are recorded of one set of tables, those used last
-ALIGNMENT = 16  # bytes, that kernels read at once of a gradient that is not put together with others
+ALIGNMENT = 16  # bytes, that kernels read at once of a gradient where it lies
 
 
 class _Update:
