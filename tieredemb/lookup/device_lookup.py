@@ -5,7 +5,7 @@ Nothing here waits for the device. Rows are read and updated where they live: in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -26,6 +26,7 @@ from tieredemb.lookup.rounding import DeviceDraws, no_draws
 BAG = "lookup/embedding_bag.cu"
 THREADS = 256
 MOST_BLOCKS = 4224
+ADDRESSES = 16  # that a launch is told of
 UPDATE_BLOCKS = 8448  # 64 a multiprocessor of an H200: items differ in length, so a block is worth little
 BAGS_OF_ONE, LONG_BAGS = 4, 1  # bags a group of lanes takes: four for bags of one id, to have as many rows in flight
 WORK_WORDS = 4  # of a `Work`
@@ -290,6 +291,15 @@ class DeviceLookup:
             blocks_for(segments.longs.shape[0] * self._lanes, THREADS, 132), THREADS, segments.work, segments.longs,
             parts, *rows, rate, numbers, _address(tables), _address(past), _address(steps), draws,
         )  # fmt: skip
+
+    def addresses(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Where they begin, int64 (K,) on their device, by launches alone."""
+        found = torch.empty(len(tensors), dtype=torch.int64, device=tensors[0].device)
+        told = kernel(self._recipe, "addresses_set", *self._update)
+        for start in range(0, len(tensors), ADDRESSES):
+            some = [each.data_ptr() for each in tensors[start : start + ADDRESSES]]
+            told(1, ADDRESSES, found[start:], len(some), *some, *[0] * (ADDRESSES - len(some)))
+        return found
 
     def begin(
         self,

@@ -116,7 +116,7 @@ def update_together(sets: Sequence[Collected]) -> None:
             def launch(grads: Sequence[torch.Tensor]) -> None:
                 faults, places = _faults(calls), None
                 if joint is not None:
-                    places = _places(joint, grads)
+                    places = whole.lookup.addresses(grads) if _may_stay(grads) else None
                     grad = grads[0] if len(grads) == 1 or places is not None else torch.cat(list(grads))
                     batch = Combined(parts, [grad])
                 else:
@@ -138,14 +138,12 @@ def update_together(sets: Sequence[Collected]) -> None:
                 launch(grads)
 
 
-def _places(joint: JointCall, grads: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Where several gradients lie, int64 (F,) on their device, if an update may read them there: in a graph, which
+def _may_stay(grads: Sequence[torch.Tensor]) -> bool:
+    """Whether an update may read several gradients where they lie, and need not put them together: in a graph, which
     finds them in the same places each time."""
     if len(grads) == 1 or not torch.cuda.is_current_stream_capturing():
-        return None
-    if any(grad.data_ptr() % ALIGNMENT or not grad.is_contiguous() for grad in grads):
-        return None
-    return cast("DeviceGroup", joint.context.tables.groups[0]).words.get(tuple([grad.data_ptr() for grad in grads]))
+        return False
+    return all(grad.data_ptr() % ALIGNMENT == 0 and grad.is_contiguous() for grad in grads)
 
 
 def _joint_of(collected: Collected) -> JointCall | None:
