@@ -166,8 +166,8 @@ def update_records(rate: float, weight: torch.Tensor, homes: torch.Tensor) -> li
 
     def update() -> None:
         short(
-            8448, 256, work, items, n, bags, BATCH, column, grad, TABLES * WIDTH, 0, 0, 0, 0, weight, state, 0, 0, 0,
-            dirty, rates, numbers, 0, parts, 0, 0, nearest,
+            8448, 256, work, items, n, bags, BATCH, column, grad, 0, 0, TABLES * WIDTH, 0, 0, 0, 0, weight, state, 0,
+            0, 0, dirty, rates, numbers, 0, parts, 0, 0, nearest,
         )  # fmt: skip
         long(132, 256, work, longs, parts, weight, state, 0, 0, 0, dirty, rates, numbers, 0, 0, 0, nearest)
 

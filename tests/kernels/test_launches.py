@@ -44,7 +44,7 @@ from tieredemb.lookup.device_bags import (
     new_fault,
     tell_fault,
 )
-from tieredemb.lookup.device_lookup import DeviceLookup
+from tieredemb.lookup.device_lookup import ADDRESSES, DeviceLookup
 from tieredemb.lookup.gradient_norm import first_occurrences, occurrence_powers
 from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
 from tieredemb.sharding import gpu_bags
@@ -273,6 +273,8 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
         rate, numbers = lookup.begin(options, steps, torch.cat([fault, fault]), scaler, scaler, segments.work, past)
         for scale, winners in ((lookup.mean_scale(homes, bags), None), (None, argmax)):
             lookup.update(hot, overflow, segments, grad, scale, winners, rate, numbers, past, steps)
+    told = lookup.addresses([torch.zeros(4)] * (ADDRESSES + 1))
+    assert (told.shape, told.dtype) == ((ADDRESSES + 1,), torch.int64)
     dense = {"segments_catch_up", "rows_read_current", "step_end"}
     if past is not None:
         lookup.catch_up(hot, overflow, segments, fault, past, steps)
@@ -394,7 +396,10 @@ def test_tables_apart_are_looked_up_and_updated_as_one(launched):
     tables = torch.tensor([1, 3], dtype=torch.int32)
     rate, numbers = lookup.begin(options, steps, fault, None, None, segments.work, None, tables)
     grad = torch.zeros(6, 8)
-    lookup.update(hot_rows(state=0), NOWHERE, segments, grad, None, None, rate, numbers, tables=tables)
+    for apart in (None, torch.zeros(2, dtype=torch.int64)):
+        lookup.update(
+            hot_rows(state=0), NOWHERE, segments, grad, None, None, rate, numbers, tables=tables, grads=apart
+        )
     assert {*launched} >= {"bags_pool", "step_begin", "segments_update", "long_segments_update"}
 
 

@@ -306,7 +306,7 @@ def test_update_equals_the_formula_and_repeats_its_bits(optimizer, width):
             blocks_for(n, 256), 256, ordered.values, n, bags, batch, work, items, longs
         )  # fmt: skip
         kernel("segments_update")(
-            64, 256, work, items, n, bags, batch, column, grad, tables * width, 0, order, 0, 0, weight, state,
+            64, 256, work, items, n, bags, batch, column, grad, 0, 0, tables * width, 0, order, 0, 0, weight, state,
             0, 0, 0, dirty, rate, numbers, 0, parts, 0, 0, no_draws(recipe_file(optimizer)),
         )  # fmt: skip
         kernel("long_segments_update")(

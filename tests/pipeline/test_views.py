@@ -104,3 +104,24 @@ def test_columns_of_a_batch_are_fetched_ahead(device, monkeypatch, depth):
         found = run(model, te.prefetch(batches, model, depth))
     assert [(each.found, each.missed) for each in plans] == [(4, 1)] * 3
     assert_same_bits(found, run(Columns(), batches))
+
+
+def test_offsets_that_a_model_cuts_to_size_are_those_of_its_first_batch_alone(device, monkeypatch):
+    """A smaller batch has others: it is planned when its forward comes."""
+    starts = torch.arange(7) * 3
+
+    def run(loop, model):
+        for ids in loop:
+            model(ids.reshape(-1), starts[: len(ids)]).square().sum().backward()
+        return bits(model)
+
+    def table():
+        return te.TieredEmbeddingBag(40, 4, mode="sum", capacity=9, optimizer=te.Adagrad(lr=0.5))
+
+    batches, model = [randint(0, 40, (size, 3), seed=size) for size in (7, 7, 7, 3)], table()
+    plans = Plans(model, monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = run(te.prefetch(batches, model), model)
+    assert (plans.found, plans.missed) == (2, 2)
+    assert_same_bits(found, run(batches, table()))

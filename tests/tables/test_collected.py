@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from concurrent.futures import thread as futures
 
 import pytest
 
+from tieredemb.tables import collected
 from tieredemb.tables.collected import wait, when_collected
 
 
@@ -89,3 +91,40 @@ print(bag.state_dict()["weight"][:10].sum().item())
 """
     again = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
     assert again.stdout == done.stdout, again.stderr
+
+
+def test_where_no_thread_can_be_started_the_end_of_the_process_closes(monkeypatch):
+    registered, closed, owner = [], [], Owner()
+    when_collected(owner, lambda: closed.append(1))
+    monkeypatch.setattr(collected._thread, "start_new_thread", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
+    monkeypatch.setattr(collected.atexit, "register", registered.append)
+    with lock_of(threading, "_shutdown_locks_lock"):
+        del owner
+        gc.collect()
+    wait()
+    assert closed == []
+    registered[0]()
+    assert closed == [1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_waits_for_no_close_of_its_parents():
+    script = """
+import gc, os, sys, threading
+from tieredemb.tables.collected import when_collected
+
+class Owner: pass
+gone = threading.Event()
+owner = Owner(); owner.me = owner
+when_collected(owner, gone.wait)
+with threading._shutdown_locks_lock:
+    del owner
+    gc.collect()
+if os.fork() == 0:
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+gone.set()
+"""
+    lock_of(threading, "_shutdown_locks_lock")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr

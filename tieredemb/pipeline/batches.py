@@ -27,7 +27,7 @@ def tensors_of(batch: Any) -> Iterator[tuple[Path, torch.Tensor]]:
     while todo:
         path, value = todo.popleft()
         if isinstance(value, torch.Tensor):
-            if value.layout is torch.strided:
+            if value.layout is torch.strided and not value.is_nested:
                 yield path, value
         elif len(path) < DEEPEST and id(value) not in seen:
             seen.add(id(value))

@@ -200,7 +200,8 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
     The first calls are the function itself, step after step as without a graph; then one is captured and all are
     replays, which copy the batch into buffers and launch once. The numbers are those of the function. For batches that
     `prefetch` hands out, the rows of the next one are fetched inside the step, and the one after that is planned, while
-    this one computes; so the loader is asked for two batches ahead.
+    this one computes; so the loader is asked for two batches ahead. Not where all rows are resident and a batch has
+    less than 131,072 ids, whose plans are not worth hiding.
 
     Batches keep their form and shapes, but ids (and per-sample weights), whose number may differ where offsets name the
     end of the last bag: up to that of the first batch, of `example_batch` (no step is run on it), or `max_ids`. What

@@ -28,26 +28,34 @@ class LookupSpec(NamedTuple):
 
 
 class InBatch(NamedTuple):
-    """A tensor of a batch, or a `view` of one."""
+    """A tensor of a batch, or a `view` of one. `shape`: the one that it has to have, if not any."""
 
     path: Path
     view: View | None = None
+    shape: torch.Size | None = None
 
     def of(self, batch: Any) -> torch.Tensor:
         """The same of another batch. Raises what comes of one of another form."""
         found: torch.Tensor = resolve(batch, self.path)
-        return found if self.view is None else self.view.of(found)
+        if self.view is not None:
+            found = self.view.of(found)
+        if self.shape is not None and found.shape != self.shape:
+            raise ValueError(f"a tensor of shape {tuple(self.shape)} was at {self.path}, now one of {found.shape}")
+        return found
+
+
+Inputs = tuple[InBatch | torch.Tensor | Places, ...]
 
 
 @dataclass(frozen=True)
 class Learned:
-    """How the lookups of a model come from a batch: for each forward its module, its inputs (what was in no batch,
-    offsets or the features' places, is the same each time), and whether it trains."""
+    """How the lookups of a model come from a batch: for each forward its module, its inputs, and whether it trains.
+    What was in no batch, offsets or the features' places, is taken to be the same each time, for ids of one shape."""
 
-    forwards: tuple[tuple[LookupModule, tuple[InBatch | torch.Tensor | Places, ...], bool], ...]
+    forwards: tuple[tuple[LookupModule, Inputs, bool], ...]
 
     def __call__(self, batch: Any) -> list[LookupSpec]:
-        def given(inputs: tuple[InBatch | torch.Tensor | Places, ...]) -> Given:
+        def given(inputs: Inputs) -> Given:
             return tuple(part.of(batch) if isinstance(part, InBatch) else part for part in inputs)
 
         return [LookupSpec(module, given(inputs), trains) for module, inputs, trains in self.forwards]
@@ -56,13 +64,15 @@ class Learned:
 def learn(batch: Any, seen: Sequence[LookupSpec]) -> tuple[Learned, list[LookupModule]]:
     """How the lookups `seen` came from `batch`, but for those of other ids (computed, or of another batch); and the
     modules whose lookups all were such."""
-    inputs = _Inputs(batch)
+    tensors = _Inputs(batch)
     forwards = []
     for module, given, trains in seen:
-        ids, *rest = map(inputs.find, given)
+        ids, *rest = map(tensors.find, given)
         if ids is None:
             continue
         found = [part if place is None else place for place, part in zip(rest, given[1:], strict=True)]
+        if any(isinstance(part, torch.Tensor) for part in found):  # who cuts its offsets to size has others then
+            ids = ids._replace(shape=given[0].shape if isinstance(given[0], torch.Tensor) else None)
         forwards.append((module, (ids, *found), trains))
     found_for = [module for module, _, _ in forwards]
     unknown = [module for module in dict.fromkeys(lookup.module for lookup in seen) if module not in found_for]

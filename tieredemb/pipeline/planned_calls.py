@@ -1,8 +1,10 @@
 """Calls of a model whose tables share caches: what they will look up is planned as one when they begin, as `prefetch`
-plans it before they come. A call shows which of its arguments reach which tables; those after it are planned."""
+plans it before they come. Two calls that look up alike show which of their arguments reach which tables; those after
+them are planned."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -11,25 +13,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tieredemb.errors import TieredEmbError
 from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.joint_plans import PlannedUnit, Units, drop_all, plan_at_once
 from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
 from tieredemb.step.call import inside_backward, untraced
-from tieredemb.step.planned_forwards import PlannedForwards
+from tieredemb.step.planned_forwards import PlannedForwards, identity
 
-MOST_IN_VAIN = 3  # calls that did not look up what was planned for them: then no more is
-MOST_SEEN = 10_000  # lookups that one call is learned from
+MOST_IN_VAIN = 3  # calls that did not look up what was planned for them, or as the one before: then nothing is planned
+MOST_SEEN = 1000  # lookups that one call is learned from
 
 
 def plan_calls(model: nn.Module) -> None:
-    """Has the calls of `model` planned, from its second one on, by hooks. Only lookups of tables that share a cache on
+    """Has the calls of `model` planned, from its third one on, by hooks. Only lookups of tables that share a cache on
     a GPU are planned as one; where there are none, nothing is planned."""
     if not any(isinstance(getattr(hook, "__self__", None), PlannedCalls) for hook in model._forward_hooks.values()):
         calls = PlannedCalls()
         model.register_forward_pre_hook(calls.before, with_kwargs=True)
-        model.register_forward_hook(calls.after, with_kwargs=True, always_call=True)
+        model.register_forward_hook(calls.after, with_kwargs=True)
+        model.register_forward_hook(calls.ended, always_call=True)
 
 
 class Mode(NamedTuple):
@@ -42,58 +44,71 @@ class Mode(NamedTuple):
 
 @dataclass
 class _Habit:
-    """What calls look up. `planned`: among what their forwards wait · `in_vain`: how many calls were planned that then
-    did something else."""
+    """What the calls of a model do in one mode. `lookups`: as the last one that was learned from has shown, if any ·
+    `is_sure`: whether the one before has shown the same · `units`, `planned`: of what is planned, and among what its
+    forwards wait · `in_vain`: how many calls then did something else · `is_over`: whether nothing more is planned."""
 
-    lookups: Learned
-    units: Units
-    planned: set[PlannedForwards]
+    lookups: Learned | None = None
+    is_sure: bool = False
+    units: Units = field(default_factory=Units)
+    planned: set[PlannedForwards] = field(default_factory=set)
     in_vain: int = 0
+    is_over: bool = False
+
+    def was_in_vain(self) -> None:
+        self.in_vain += 1
+        self.is_over |= self.in_vain == MOST_IN_VAIN
 
 
 @dataclass(eq=False)
 class _Call:
-    """A call that is under way. `planned`: for it, by its `habit`; one without is learned from: `seen` are its
-    lookups."""
+    """A call that is under way. `planned`: for it · `seen`: its lookups, if it is learned from."""
 
-    mode: Mode
-    habit: _Habit | None
+    habit: _Habit
     planned: list[PlannedUnit] = field(default_factory=list)
-    seen: list[LookupSpec] = field(default_factory=list)
+    seen: list[LookupSpec] | None = None
     listener: _Listener | None = None
 
-    def listen(self) -> None:
-        self.listener = _Listener(self)
+    def listen(self, model: nn.Module) -> None:
+        self.seen, self.listener = [], _Listener(self, model)
         LISTENERS.append(self.listener)
 
     def leave(self) -> None:
         """It has ended, in whatever way."""
-        if self.listener is not None and self.listener in LISTENERS:
-            LISTENERS.remove(self.listener)
+        if self.listener is not None:
+            self.listener.leave()
+        left = any(each.left for _, each in self.planned)
         drop_all(self.planned)
+        if left:
+            self.habit.was_in_vain()
 
 
 class _Listener:
-    """Hears of the lookups of a call, which its thread makes; no more once nobody has the call, as one that was
+    """Hears of the lookups that a call's thread makes in its model; no more once nobody has the call, as one that was
     interrupted."""
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: _Call, model: nn.Module) -> None:
         self._call = weakref.ref(call)
         self._thread = threading.get_ident()
+        self._modules = weakref.WeakSet(part for part in model.modules() if isinstance(part, LookupModule))
 
     def __call__(self, forward: Forward) -> None:
         call = self._call()
-        if call is None or len(call.seen) == MOST_SEEN:
-            LISTENERS.remove(self)
-        elif threading.get_ident() == self._thread:
+        if call is None or call.seen is None or len(call.seen) == MOST_SEEN:
+            self.leave()
+        elif threading.get_ident() == self._thread and forward.module in self._modules:
             call.seen.append(LookupSpec(forward.module, forward.given, forward.trains))
+
+    def leave(self) -> None:
+        with contextlib.suppress(ValueError):  # another thread may have been told of it, too
+            LISTENERS.remove(self)
 
 
 class PlannedCalls:
-    """The hooks of one model. `_habits`: of its calls in each mode; None where nothing can be planned as one."""
+    """The hooks of one model. `_habits`: of its calls in each mode."""
 
     def __init__(self) -> None:
-        self._habits: dict[Mode, _Habit | None] = {}
+        self._habits: dict[Mode, _Habit] = {}
         self._now = threading.local()
         self._table: weakref.ref[LookupModule] | None = None
 
@@ -103,49 +118,57 @@ class PlannedCalls:
             self._begin(model, (args, kwargs))
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """It has ended; with an error, where the `output` is None."""
+        """It has ended well."""
         if not torch.compiler.is_compiling():
-            self._end((args, kwargs), has_ended_well=output is not None)
+            self._learn((args, kwargs))
+
+    def ended(self, *_: object) -> None:
+        """It has ended, if with an exception."""
+        if not torch.compiler.is_compiling():
+            self._leave()
 
     @untraced
     def _begin(self, model: nn.Module, given: Any) -> None:
-        self._leave()  # a call that was interrupted
-        mode = Mode(model.training, torch.is_grad_enabled(), self._device(model))
-        known = mode in self._habits
-        habit = self._habits[mode] if known else None
-        if mode.device is None or mode.device.type != "cuda" or (known and habit is None) or inside_backward():
+        self._leave()  # one that was interrupted, or that has called its model again
+        device = self._device(model)
+        if device is None or device.type != "cuda" or inside_backward() or torch.cuda.is_current_stream_capturing():
             return
-        if habit is None:
-            self._now.call = _Call(mode, None)
-            self._now.call.listen()
+        mode = Mode(model.training, torch.is_grad_enabled(), device)
+        habit = self._habits.setdefault(mode, _Habit())
+        if habit.is_over or torch._C._are_functorch_transforms_active():
             return
-        if torch.cuda.is_current_stream_capturing() or torch._C._are_functorch_transforms_active():
+        if not habit.is_sure:
+            self._now.call = _Call(habit)
+            self._now.call.listen(model)
             return
         for planned in habit.planned:
             if planned.waiting:  # by a loop that fetches ahead, or a captured step
                 return
-        call = self._now.call = _Call(mode, habit)
-        try:
-            units = habit.units.of(habit.lookups(given))
-        except (TieredEmbError, LookupError, TypeError, AttributeError, ValueError, RuntimeError):
-            return  # of another form, or what its forwards will refuse
-        plan_at_once(units, call.planned)
+        lookups = _looked_up(habit, given)
+        if lookups:
+            call = self._now.call = _Call(habit)
+            plan_at_once(habit.units.of(lookups), call.planned)
 
     @untraced
-    def _end(self, given: Any, *, has_ended_well: bool) -> None:
+    def _learn(self, given: Any) -> None:
         call: _Call | None = getattr(self._now, "call", None)
-        if call is None:
+        if call is None or call.seen is None or len(call.seen) == MOST_SEEN:
             return
-        is_left = any(each.left for _, each in call.planned)
-        self._leave()
-        if not has_ended_well:
+        tensors = [part for lookup in call.seen for part in lookup.given if isinstance(part, torch.Tensor)]
+        if not tensors or any(part.numel() == 0 for part in tensors):
+            return  # one empty tensor is like another
+        habit = call.habit
+        try:
+            lookups = learn(given, call.seen)[0]
+            is_shared = any(len(unit) > 1 for unit in Units().of(lookups(given)))
+        except Exception:  # arguments that nothing can be learned of are no fault of the call
+            habit.is_over = True
             return
-        if call.habit is None:
-            self._learn(call.mode, given, call.seen)
-        elif is_left:
-            call.habit.in_vain += 1
-            if call.habit.in_vain == MOST_IN_VAIN:
-                self._habits[call.mode] = None
+        habit.is_over = not is_shared
+        habit.is_sure = is_shared and habit.lookups is not None and _are_alike(habit.lookups, lookups)
+        if habit.lookups is not None and not habit.is_sure:
+            habit.was_in_vain()
+        habit.lookups, habit.planned = lookups, {lookup.module.planned for lookup in call.seen}
 
     def _leave(self) -> None:
         call: _Call | None = getattr(self._now, "call", None)
@@ -161,17 +184,42 @@ class PlannedCalls:
             self._table = None if table is None else weakref.ref(table)
         return None if table is None else table.tables.placed.now.config.device
 
-    def _learn(self, mode: Mode, given: Any, seen: list[LookupSpec]) -> None:
-        tensors = [part for lookup in seen for part in lookup.given if isinstance(part, torch.Tensor)]
-        if not tensors or any(part.numel() == 0 for part in tensors):
-            return  # one empty tensor is like another
-        lookups, units = learn(given, seen)[0], Units()
-        is_shared = any(len(unit) > 1 for unit in units.of(lookups(given)))
-        planned = {lookup.module.planned for lookup in seen}
-        self._habits[mode] = _Habit(lookups, units, planned) if is_shared else None
-
     def __getstate__(self) -> dict[str, Any]:
         return {}  # a copy learns by itself, of its own tables
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
+
+
+def _looked_up(habit: _Habit, given: Any) -> list[LookupSpec]:
+    """What a call of arguments `given` will look up; nothing of such as are of another form, or of tensors that do not
+    tell when they are changed before they are looked up, as those do not that were made in inference mode."""
+    assert habit.lookups is not None
+    try:
+        lookups = habit.lookups(given)
+    except Exception:  # whatever objects are among them
+        return []
+    for lookup in lookups:
+        for part in lookup.given:
+            if isinstance(part, torch.Tensor) and part.is_inference():
+                return []
+    return lookups
+
+
+def _are_alike(one: Learned, other: Learned) -> bool:
+    """Whether two calls have looked up in the same tables by the same arguments, and what was not among these is the
+    same tensor, unchanged."""
+    if len(one.forwards) != len(other.forwards):
+        return False
+    for (module, inputs, trains), (its_module, its_inputs, its_trains) in zip(
+        one.forwards, other.forwards, strict=True
+    ):
+        if module is not its_module or trains != its_trains or len(inputs) != len(its_inputs):
+            return False
+        for part, its_part in zip(inputs, its_inputs, strict=True):
+            if isinstance(part, torch.Tensor) and isinstance(its_part, torch.Tensor):
+                if identity((part,)) != identity((its_part,)):
+                    return False
+            elif isinstance(part, torch.Tensor) or isinstance(its_part, torch.Tensor) or part != its_part:
+                return False
+    return True

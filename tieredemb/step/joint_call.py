@@ -150,8 +150,9 @@ class JointCall(DeviceCall):
             # captured step to an earlier one
             leaf, came = hook.detach().requires_grad_(), Came()
             self._came = weakref.ref(came)
-            self._outputs = dict(enumerate(JOINT_LOOKUP(leaf, self._outputs_apart, came)))
-            del came
+            outputs = enumerate(JOINT_LOOKUP(leaf, self._outputs_apart, came))
+            self._outputs = {position: each for position, each in outputs if position in self._in_flight}
+            del came, outputs
         found, output = self._came(), self._outputs.pop(call.position, None)
         if found is None or output is None:
             return None
@@ -183,7 +184,7 @@ class JointCall(DeviceCall):
         for position in positions:
             self._outputs.pop(position, None)
         if not self._in_flight:
-            self._rows = None
+            self._rows, self._outputs = None, {}
             self.release()
 
     def again(self, batches: Sequence[int]) -> JointCall:

@@ -3,6 +3,7 @@ before, was checked with those: the values are all that is new."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -80,7 +81,8 @@ class JointForms:
             return None
         found = self._known.get(shown)
         if found is not None:
-            self._known.move_to_end(shown)
+            with contextlib.suppress(KeyError):  # another thread may have put others in its place
+                self._known.move_to_end(shown)
         return found
 
     def put(self, shown: Any, place: Place, form: JointForm) -> None:
@@ -89,5 +91,6 @@ class JointForms:
             self._place = weakref.ref(place)
             self._known.clear()
         self._known[shown] = form
-        if len(self._known) > MOST_FORMS:
-            self._known.popitem(last=False)
+        with contextlib.suppress(KeyError):
+            if len(self._known) > MOST_FORMS:
+                self._known.popitem(last=False)

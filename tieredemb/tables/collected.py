@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -44,7 +45,16 @@ def _close_aside(close: Callable[[], object]) -> None:
             ended.release()
 
     _under_way[id(ended)] = ended
-    _thread.start_new_thread(run, ())
+    try:
+        _thread.start_new_thread(run, ())
+    except RuntimeError:  # no more threads: the process's end closes it
+        ended.release()
+        del _under_way[id(ended)]
+        atexit.register(close)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_under_way.clear)  # whose threads are the parent's
 
 
 @atexit.register
