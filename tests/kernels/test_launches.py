@@ -397,9 +397,7 @@ def test_tables_apart_are_looked_up_and_updated_as_one(launched):
     rate, numbers = lookup.begin(options, steps, fault, None, None, segments.work, None, tables)
     grad = torch.zeros(6, 8)
     for apart in (None, torch.zeros(2, dtype=torch.int64)):
-        lookup.update(
-            hot_rows(state=0), NOWHERE, segments, grad, None, None, rate, numbers, tables=tables, grads=apart
-        )
+        lookup.update(hot_rows(state=0), NOWHERE, segments, grad, None, None, rate, numbers, tables=tables, grads=apart)
     assert {*launched} >= {"bags_pool", "step_begin", "segments_update", "long_segments_update"}
 
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,6 +71,11 @@ class TieredModule(LookupModule):
     def tables(self) -> TableSet:
         """The tables, wherever their rows are."""
         return self.engine.tables
+
+    @property
+    def stand_ins(self) -> Mapping[str, StandIn]:
+        """What stands for its tables in a torch optimizer, by its name among the parameters."""
+        return self._stand_ins
 
     @property
     def engines(self) -> Sequence[Engine]:

@@ -45,6 +45,7 @@ class Buffers:
             self._buffer[path] = buffer
         self._are_distinct = len(made) == len(self._buffer)
         self.batch = map_tensors(batch, lambda tensor: made[id(tensor)])
+        self._shapes = self._alike_shapes()
         if any(tensor is not self._buffer.get(path) for path, tensor in tensors_of(self.batch)):
             raise InvalidInputError(
                 "the batch has tensors inside of objects that cannot be copied; a captured step takes batches of "
@@ -93,23 +94,29 @@ class Buffers:
                 with torch.no_grad():
                     torch._foreach_copy_(into, given)
 
+    def _alike_shapes(self) -> list[torch.Size] | None:
+        """Those of a list or tuple of buffers on a GPU that are all alike, whose bytes are what is copied; None of any
+        other batch."""
+        into = self.batch
+        if type(into) not in (list, tuple) or self._gpu is None or len(into) < MANY or not self._are_distinct:
+            return None
+        if not all(isinstance(buffer, torch.Tensor) and buffer.dtype is into[0].dtype for buffer in into):
+            return None
+        if into[0].dtype.is_floating_point or into[0].dtype.is_complex:  # may be views that negate or conjugate
+            return None
+        return [buffer.shape for buffer in into]
+
     def _load_alike(self, batch: Any) -> bool:
         """Copies a batch in, where it is a list or a tuple of tensors that are all alike, in one launch and with few
         questions; returns whether it did."""
-        into = self.batch
-        if type(batch) not in (list, tuple) or type(into) is not type(batch) or len(batch) != len(into) or not batch:
+        into, shapes, gpu = self.batch, self._shapes, self._gpu
+        if shapes is None or gpu is None or type(batch) is not type(into) or len(batch) != len(shapes):
             return False
-        gpu, dtype = self._gpu, batch[0].dtype if isinstance(batch[0], torch.Tensor) else None
-        if gpu is None or len(into) < MANY or not self._are_distinct:
-            return False
-        if dtype is None or dtype.is_floating_point or dtype.is_complex:  # may be views that negate or conjugate
-            return False
-        for tensor, buffer in zip(batch, into, strict=True):
-            if not (isinstance(tensor, torch.Tensor) and isinstance(buffer, torch.Tensor)):
+        dtype, here = into[0].dtype, gpu.index
+        for tensor, shape in zip(batch, shapes, strict=True):
+            if not isinstance(tensor, torch.Tensor) or tensor.dtype is not dtype or tensor.shape != shape:
                 return False
-            if tensor.dtype is not dtype or buffer.dtype is not dtype:
-                return False
-            if tensor.shape != buffer.shape or tensor.get_device() != gpu.index or not tensor.is_contiguous():
+            if tensor.get_device() != here or not tensor.is_contiguous():
                 return False
         with torch.no_grad():
             torch._foreach_copy_(into, batch)

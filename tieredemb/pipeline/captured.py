@@ -21,6 +21,7 @@ from tieredemb.pipeline.batches import detached, tensors_of
 from tieredemb.pipeline.buffers import Buffers
 from tieredemb.pipeline.leaves import Leaves
 from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
+from tieredemb.pipeline.trained_as import TrainedAs
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.options_told import OptionsTold
@@ -59,14 +60,14 @@ class StepFunction(Generic[R]):
         self._leaves = Leaves(self.device)
         wholes = dict.fromkeys(engine.tables.whole.placed for engine in self._engines)
         self._wholes = [(placed, placed.now) for placed in wholes]  # which a move replaces
-        self._trainable = [(module, module.is_trainable) for module in self.modules]
+        self._trained_as = TrainedAs(self.modules)
         places = [engine.tables.placed.now for engine in self._engines]
         self._reports = [place.faults for place in places if place.faults is not None]
         self._other_reports = list({id(each): each for each in (place.other_faults for place in places)}.values())
         trained = [
             engine.optimizer
-            for module, trains in self._trainable
-            if trains and self.trains
+            for module in self.modules
+            if self.trains and module.is_trainable
             for engine in module.engines
         ]
         self._options = OptionsTold([optimizer for optimizer in trained if optimizer is not None])
@@ -99,9 +100,8 @@ class StepFunction(Generic[R]):
         for placed, place in self._wholes:
             if placed.now is not place:
                 return False
-        for module, trains in self._trainable:
-            if module.is_trainable is not trains:
-                return False
+        if not self._trained_as.is_still_so():
+            return False
         return self._alike == self._optimizers_alike()
 
     def _optimizers_alike(self) -> list[int]:
@@ -113,7 +113,7 @@ class StepFunction(Generic[R]):
     def accumulates(self) -> bool:
         """Whether gradients are being summed around the call, which a graph knows nothing of."""
         for engine in self._engines:  # noqa: SIM110 - asked of each replay, and a generator costs most of it
-            if engine.accumulates:
+            if engine._accumulates is not None and engine.accumulates:
                 return True
         return False
 

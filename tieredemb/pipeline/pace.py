@@ -120,5 +120,5 @@ def _spans(events: list[torch.cuda.Event]) -> list[float]:
 
 
 def _usual(spans: list[float]) -> float:
-    """The lower quartile: some may be lucky, and many are disturbed."""
-    return sorted(spans)[len(spans) // 4]
+    """The lower median: some are disturbed."""
+    return sorted(spans)[(len(spans) - 1) // 2]
