@@ -14,7 +14,7 @@ from benchmarks.cuda_tables import batches_in_turns, run_fetched, run_fresh, run
 from benchmarks.cuda_timing import QUEUED, StepTimes, run_queued
 from tieredemb.stats import CacheStats
 
-MODE_STEPS = 160  # before a mode is timed: it may compile kernels, capture, or find out whether planning ahead pays
+MODE_STEPS = 220  # before a mode is timed: it may compile kernels, capture, or find out whether planning ahead pays
 FETCHED, GRAPH, FETCHED_GRAPH = ", prefetch", ", CUDA graph", ", CUDA graph, prefetch"
 OF_DEVICE = ", device alone"  # behind a mode: what the GPU needs where Python is what steps wait for
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tieredemb as te
-from tieredemb.pipeline.pace import AGAIN, FIRST, LAST, SETTLE, SPAN, SPANS, Pace
+from tieredemb.pipeline.pace import AGAIN, FIRST, LAST, MOST_CUT, SETTLE, SPAN, SPANS, Pace
 
 TRIAL = SPAN * sum(SPANS)
 
@@ -121,14 +121,27 @@ def test_nothing_waits_for_the_gpu_and_a_trial_goes_on_until_it_has_come(clock):
     assert not run(pace, clock, 2, alone=0.5)[-1]
 
 
-@pytest.mark.parametrize("steps", [FIRST + 3, FIRST + TRIAL // 2, FIRST + TRIAL])
-def test_a_loop_that_is_left_begins_its_trial_anew(clock, steps):
+@pytest.mark.parametrize("alone", [2.0, 0.5])
+@pytest.mark.parametrize("length", [23, 40, 61])
+def test_a_trial_goes_on_in_the_next_loop(clock, length, alone):
+    """What passes between two loops is timed in neither."""
     pace = Pace(torch.device("cuda", 0), 1)
-    run(pace, clock, steps)
-    pace.leave()
-    assert pace.ahead
-    clock.now += 1000.0
-    assert run(pace, clock, 90)[-1]
+    for _ in range(400 // length):
+        run(pace, clock, length, alone=alone)
+        pace.leave()
+        clock.now += 1000.0
+    assert run(pace, clock, 1, alone=alone) == [alone > 1.0]
+
+
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_loops_that_are_too_short_for_a_trial_have_none(clock, length):
+    pace = Pace(torch.device("cuda", 0), 1)
+    found = []
+    for _ in range(60 * (MOST_CUT + 2) // length):
+        found += run(pace, clock, length, alone=2.0)
+        pace.leave()
+    assert set(found[-100:]) == {True}
+    assert found.count(False) <= 9 * (MOST_CUT + 1)
 
 
 def test_where_plans_are_made_by_others_nothing_is_timed():

@@ -595,7 +595,8 @@ def test_lookups_that_lose_their_gradients_leave_no_circle(gpu):
 def test_a_model_that_calls_itself_is_planned_no_more(gpu):
     class Twice(Columns):
         def forward(self, x, again=True):
-            return super().forward(x) + (self(x.flip(0), again=False) if again else 0)
+            inside = self(x.flip(0), again=False) if again else 0
+            return super().forward(x) + inside
 
     model, optimizer = converted(Twice)
     assert_same_bits(train(model, optimizer, matrices(9)), train(*converted(Twice, planned=False), matrices(9)))

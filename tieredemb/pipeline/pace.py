@@ -17,6 +17,7 @@ FIRST, AGAIN, LAST = 16, 32, 16384  # steps before a trial: the first one, until
 SPAN = 4  # steps that are timed as one
 SPANS = (2, 4, 2)  # of a trial: as the loop goes, the other way, and as it goes again
 WORTH = 1.03  # planning ahead has to save more than this: it costs the host in any case
+MOST_CUT = 4  # times that the end of a loop may cut a trial short
 SETTLE = 4  # steps after a change that are not timed, beside those that were planned before it
 
 
@@ -39,6 +40,7 @@ class Pace:
         self._spans: dict[bool, list[float]] = {True: [], False: []}  # of trials that are not sure, in each way
         self._parts: list[list[torch.cuda.Event]] = []  # of a trial: between any two events is a span
         self._wait = 0  # steps until the next event
+        self._cut = 0  # how often a loop's end has cut a trial short
 
     def step(self) -> None:
         """A step is about to begin. Does not synchronise."""
@@ -46,10 +48,15 @@ class Pace:
             self._left -= 1
         elif self._wait:
             self._wait -= 1
-        elif len(self._parts) < len(SPANS) or len(self._parts[-1]) <= SPANS[-1]:
+        elif not self._is_timed:
             self._note()
         elif self._parts[-1][-1].query():  # type: ignore[no-untyped-call]
             self._decide()
+
+    @property
+    def _is_timed(self) -> bool:
+        """Whether all spans of a trial have ended."""
+        return len(self._parts) == len(SPANS) and len(self._parts[-1]) > SPANS[-1]
 
     def _note(self) -> None:
         """A span begins, or ends."""
@@ -67,7 +74,7 @@ class Pace:
 
     def _decide(self) -> None:
         before, other, after = map(_spans, self._parts)
-        self._parts = []
+        self._parts, self._cut = [], 0
         self._spans[self.ahead] += before + after
         self._spans[not self.ahead] += other
         times = {way: _usual(spans) for way, spans in self._spans.items()}
@@ -83,10 +90,15 @@ class Pace:
             self._turn()
 
     def leave(self) -> None:
-        """The loop has ended: a trial that is under way begins anew with the next one."""
-        if self._parts:
-            self.ahead ^= len(self._parts) == 2  # as it was before
-            self._parts, self._left, self._wait = [], self._settle, 0
+        """The loop has ended: what it was about to time of a trial is timed in the next one. Where loops are too short
+        for that, there is no trial."""
+        if not self._parts or self._is_timed:
+            return
+        self._parts[-1] = []
+        self._wait, self._cut = self._settle, self._cut + 1
+        if self._cut > MOST_CUT:
+            self.ahead = self._found is not False
+            self._parts, self._cut, self._left = [], 0, LAST
 
 
 class SharedPace:
