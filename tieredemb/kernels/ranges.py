@@ -35,7 +35,7 @@ KERNELS = {  # by the range that launches them; for a lookup rows catch up and t
     "lookup": ("bags_pool", "rows_gather", "segments_limit_norm", "segments_catch_up", "rows_read_current"),
     "update": (
         *("options_set", "step_begin", "bags_mean_scale", "weights_gradient", "scale_gather", "occurrences_gradient"),
-        *("segments_update", "long_segments_update", "step_end"),
+        *("addresses_set", "segments_update", "long_segments_update", "step_end"),
     ),
 }
 _PART_OF = {kernel: part for part, kernels in KERNELS.items() for kernel in kernels}
