@@ -134,7 +134,7 @@ class PlannedCalls:
         if device is None or device.type != "cuda" or inside_backward() or torch.cuda.is_current_stream_capturing():
             return
         mode = Mode(model.training, torch.is_grad_enabled(), device)
-        habit = self._habits.setdefault(mode, _Habit())
+        habit = self._habits.get(mode) or self._habits.setdefault(mode, _Habit())
         if habit.is_over or torch._C._are_functorch_transforms_active():
             return
         if not habit.is_sure:
