@@ -99,9 +99,9 @@ class JointCall(DeviceCall):
         self._in_flight = set(range(self.count))  # forwards that were not released
         self._rows: torch.Tensor | None = None  # the outputs of all forwards
         self._rows_of: tuple[int, int, bool] | None = None  # of what version of rows, on which stream, in which mode
-        # the same with a gradient, of those that have yet to come: they keep the node, and so the calls that it keeps
-        self._outputs: dict[int, torch.Tensor] = {}
-        self._came: weakref.ref[Came] | None = None  # as their node knows them, once there is one
+        # of their autograd node, once there is one: those that have come, as it knows them, and the outputs of those
+        # that have yet to come, which keep it and so the calls that it keeps
+        self._node: tuple[weakref.ref[Came], dict[int, torch.Tensor]] | None = None
 
     def join(self, forwards: Sequence[Given]) -> Batch:
         """What the forwards are given, as one batch to be planned."""
@@ -145,18 +145,19 @@ class JointCall(DeviceCall):
         """The same of one that has come, of one autograd node with the others; see `Call.joint_output`."""
         if not self._is_as_looked_up():
             return None
-        if self._came is None:
+        if self._node is None:
             # a leaf of its own: autograd remembers a leaf's stream for as long as a graph is alive, which would tie a
             # captured step to an earlier one
             leaf, came = hook.detach().requires_grad_(), Came()
-            self._came = weakref.ref(came)
-            outputs = enumerate(JOINT_LOOKUP(leaf, self._outputs_apart, came))
-            self._outputs = {position: each for position, each in outputs if position in self._in_flight}
-            del came, outputs
-        found, output = self._came(), self._outputs.pop(call.position, None)
-        if found is None or output is None:
+            outputs = dict(enumerate(JOINT_LOOKUP(leaf, self._outputs_apart, came)))
+            for position in outputs.keys() - self._in_flight:
+                del outputs[position]
+            self._node = weakref.ref(came), outputs
+        of_node, outputs = self._node
+        output, came_there = outputs.pop(call.position, None), of_node()
+        if output is None or came_there is None:
             return None
-        found[call.position] = call
+        came_there[call.position] = call
         return output
 
     def _is_as_looked_up(self) -> bool:
@@ -181,10 +182,11 @@ class JointCall(DeviceCall):
     def release_part(self, *positions: int) -> None:
         """Forwards are over; with the last one the plan is."""
         self._in_flight.difference_update(positions)
-        for position in positions:
-            self._outputs.pop(position, None)
+        if self._node is not None:
+            for position in positions:
+                self._node[1].pop(position, None)
         if not self._in_flight:
-            self._rows, self._outputs = None, {}
+            self._rows = self._node = None
             self.release()
 
     def again(self, batches: Sequence[int]) -> JointCall:
