@@ -18,7 +18,7 @@ from torch import nn
 
 import tieredemb
 from benchmarks.cuda_command import keep, make_parser, parse
-from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, MODE_STEPS, batches_of_modes
+from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, batches_of_modes, mode_steps
 from benchmarks.cuda_step import STATISTIC, once, release, say
 from benchmarks.cuda_tables import run_fetched, run_fresh, run_in_turns
 from benchmarks.cuda_timing import StepTimes, run_steps
@@ -99,23 +99,23 @@ def measure(
     plan: Plan, trained: Trained, given: list[Any], stats: Callable[[], CacheStats]
 ) -> dict[str, tuple[StepTimes, CacheStats]]:
     """Times of the steps in each mode, by its name, and what they did."""
-    device, source = plan.device, iter(given)
+    device, source, again = plan.device, iter(given), mode_steps(plan.warm_up)
 
     def alone(step: Callable[[Any], object], warm_up: int) -> tuple[StepTimes, CacheStats]:
         return run_fresh(step, list(islice(source, warm_up + plan.steps)), stats, warm_up=warm_up, device=device)
 
     def ahead(step: Callable[[Any], object]) -> tuple[StepTimes, CacheStats]:
-        some = list(islice(source, MODE_STEPS + plan.steps + 1))
-        return run_fetched(step, some, trained.model, stats, warm_up=MODE_STEPS, depth=1, device=device)
+        some = list(islice(source, again + plan.steps + 1))
+        return run_fetched(step, some, trained.model, stats, warm_up=again, depth=1, device=device)
 
     plain, fetched = run_in_turns(
         trained.step, source, trained.model, stats,
-        warm_up=plan.warm_up, warm_up_ahead=MODE_STEPS, steps=plan.steps, device=device,
+        warm_up=plan.warm_up, warm_up_ahead=again, steps=plan.steps, device=device,
     )  # fmt: skip
     runs = {"": plain, FETCHED: fetched}
     if device.type == "cuda":
         captured = tieredemb.graph_step(trained.step)
-        runs[GRAPH] = alone(captured, MODE_STEPS)
+        runs[GRAPH] = alone(captured, again)
         runs[FETCHED_GRAPH] = ahead(captured)
     return runs
 

@@ -19,6 +19,11 @@ FETCHED, GRAPH, FETCHED_GRAPH = ", prefetch", ", CUDA graph", ", CUDA graph, pre
 OF_DEVICE = ", device alone"  # behind a mode: what the GPU needs where Python is what steps wait for
 
 
+def mode_steps(warm_up: int) -> int:
+    """Steps before a further mode is timed, where there are `warm_up` before the first: fewer of a tiny run."""
+    return min(MODE_STEPS, 8 * warm_up)
+
+
 class Trained(Protocol):
     """A collection on a `device`, and a step of it."""
 
@@ -34,32 +39,32 @@ def measure_modes(
 ) -> dict[str, tuple[StepTimes, CacheStats]]:
     """Times of the steps in each mode, by its name, and what they did; eager with prefetch if `fetched`, and what
     graphs take the GPU alone if `of_device`."""
-    device, stats = tiered.device, tiered.module.stats
+    device, stats, again = tiered.device, tiered.module.stats, mode_steps(warm_up)
 
     def alone(step: Callable[[torch.Tensor], object], warm_up: int) -> tuple[StepTimes, CacheStats]:
         batches = list(islice(ids, warm_up + steps))
         return run_fresh(step, batches, stats, warm_up=warm_up, device=device)
 
     def ahead(step: Callable[[torch.Tensor], object]) -> tuple[StepTimes, CacheStats]:
-        batches = list(islice(ids, MODE_STEPS + steps + 1))
-        return run_fetched(step, batches, tiered.module, stats, warm_up=MODE_STEPS, depth=1, device=device)
+        batches = list(islice(ids, again + steps + 1))
+        return run_fetched(step, batches, tiered.module, stats, warm_up=again, depth=1, device=device)
 
     runs = {}
     if fetched:
         runs[""], runs[FETCHED] = run_in_turns(
             tiered.step, ids, tiered.module, stats,
-            warm_up=warm_up, warm_up_ahead=MODE_STEPS, steps=steps, device=device,
+            warm_up=warm_up, warm_up_ahead=again, steps=steps, device=device,
         )  # fmt: skip
     else:
         runs[""] = alone(tiered.step, warm_up)
     if device.type == "cuda":
         captured = tieredemb.graph_step(tiered.step)
-        runs[GRAPH] = alone(captured, MODE_STEPS)
+        runs[GRAPH] = alone(captured, again)
         runs[FETCHED_GRAPH] = ahead(captured)
     if of_device and device.type == "cuda":
-        again = list(islice(ids, 3 * QUEUED))
-        runs[GRAPH + OF_DEVICE] = run_queued(captured, again), runs[GRAPH][1]
-        loop = iter(tieredemb.prefetch(again, tiered.module))  # whose first and last steps are no replays
+        queued = list(islice(ids, 3 * QUEUED))
+        runs[GRAPH + OF_DEVICE] = run_queued(captured, queued), runs[GRAPH][1]
+        loop = iter(tieredemb.prefetch(queued, tiered.module))  # whose first and last steps are no replays
         for batch in islice(loop, QUEUED):
             captured(batch)
         runs[FETCHED_GRAPH + OF_DEVICE] = run_queued(captured, loop), runs[FETCHED_GRAPH][1]
@@ -70,4 +75,5 @@ def measure_modes(
 
 def batches_of_modes(warm_up: int, steps: int) -> int:
     """How many batches `measure_modes` takes at most."""
-    return batches_in_turns(warm_up, MODE_STEPS, steps) + 2 * (MODE_STEPS + steps + 1) + 3 * QUEUED
+    again = mode_steps(warm_up)
+    return batches_in_turns(warm_up, again, steps) + 2 * (again + steps + 1) + 3 * QUEUED

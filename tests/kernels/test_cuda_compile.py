@@ -98,11 +98,15 @@ def test_kernel_compiles_with_what_batches_ask_for(file, flags):
     assert compile_for(file, "sm_90", (*row_flags(file, torch.bfloat16, 12), *flags)) == ""
 
 
-@pytest.mark.parametrize(("dtype", "width"), [(BFLOAT16, 128), (BFLOAT16, 12), (HALF, 64), (HALF, 7)])
+AWAY = ("-DSLOTLESS", "-DAPART")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "more"), [(BFLOAT16, 128, ()), (BFLOAT16, 12, AWAY), (HALF, 64, AWAY), (HALF, 7, ())]
+)  # each format with either, and either in vectors and without: all of them take these compilers minutes
 @pytest.mark.parametrize("file", [name for name in OPTIMIZERS if name != "norms"])
-def test_update_compiles_with_stochastic_rounding(file, dtype, width):
-    for more in ((), ("-DSLOTLESS", "-DAPART")):
-        assert compile_for(file, "sm_90", (*row_flags(file, dtype, width), "-DSTOCHASTIC", *more)) == ""
+def test_update_compiles_with_stochastic_rounding(file, dtype, width, more):
+    assert compile_for(file, "sm_90", (*row_flags(file, dtype, width), "-DSTOCHASTIC", *more)) == ""
 
 
 @pytest.mark.parametrize("flags", [("-DCLIENTS",), ("-DSLOTLESS", "-DCLIENTS")])
