@@ -20,7 +20,7 @@ import tieredemb
 from benchmarks.cuda_command import keep, make_parser, parse
 from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, batches_of_modes, mode_steps
 from benchmarks.cuda_step import STATISTIC, once, release, say
-from benchmarks.cuda_tables import run_fetched, run_fresh, run_in_turns
+from benchmarks.cuda_tables import run_fetched, run_fresh, run_in_turns, set_weights
 from benchmarks.cuda_timing import StepTimes, run_steps
 from benchmarks.cuda_workload import Cache, CudaWorkload, batches
 from benchmarks.record import Record, at_most, measured
@@ -186,6 +186,9 @@ def tiered(
     """What trains, its batches, the counters of its cache, and what closes it."""
     if provider == COLLECTION:
         together = Collection(plan.work, share, plan.device)
+        set_weights(
+            together.tables, plan.work, plan.device
+        )  # rows that are there, as those of a model that has trained
         optimizer = torch.optim.Adagrad(together.tables.parameters(), lr=LR)
         together.tables.follow(optimizer)
         return Trained(together, optimizer, [whole]), list(ids), together.tables.stats, together.tables.close
