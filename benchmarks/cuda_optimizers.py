@@ -38,7 +38,6 @@ from tieredemb.stats import CacheStats
 NAME = "W-1.2"
 ROWS, SLOTS = 500_000, 260_000
 WARM_UP = 600  # of Adam's first steps those that have no closed form are past
-MODES = 4
 
 
 @dataclass(frozen=True, kw_only=True)

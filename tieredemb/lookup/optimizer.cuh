@@ -48,8 +48,8 @@ extern "C" __global__ void scale_gather(const int *order, int n, const float *sc
     for (i64 p = thread_index(); p < n; p += thread_count()) sorted_scale[p] = scale[order[p]];
 }
 
-// Writes `count` addresses, as many as a launch is told of, to `to`: a graph's launches know them, whose copies from the
-// host would have to find them there at each replay.
+// Writes `count` addresses to `to`. They are arguments, which a graph keeps with its launches: a copy from the host would
+// read the host's memory again at each replay.
 extern "C" __global__ void addresses_set(i64 *to, int count, i64 a0, i64 a1, i64 a2, i64 a3, i64 a4, i64 a5, i64 a6,
                                          i64 a7, i64 a8, i64 a9, i64 a10, i64 a11, i64 a12, i64 a13, i64 a14, i64 a15) {
     wait_for_prior_kernel();
@@ -315,9 +315,9 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
 // takes steps of its own; null for theirs in order.
 extern "C" __global__ void __launch_bounds__(256) segments_update(
     const Work *work, const Item *items, int n, const int *sorted_bag, int batch, const i64 *column, const float *grad,
-    const i64 *grads, int samples, i64 total, const float *sorted_scale, const int *order, const int *argmax, const int *mode, row_t *weight,
-    float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty,
-    const float *rate, const Numbers *numbers, const int *tables, float *parts, const Past *past, const i64 *steps,
+    const i64 *grads, int samples, i64 total, const float *sorted_scale, const int *order, const int *argmax,
+    const int *mode, row_t *weight, float *state, row_t *away_weight, float *away_state, const Record *records,
+    unsigned char *dirty, const float *rate, const Numbers *numbers, const int *tables, float *parts, const Past *past, const i64 *steps,
     Draws draws) {
     wait_for_prior_kernel();
     const int lane = threadIdx.x % LANES;

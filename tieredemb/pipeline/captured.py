@@ -113,7 +113,7 @@ class StepFunction(Generic[R]):
     def accumulates(self) -> bool:
         """Whether gradients are being summed around the call, which a graph knows nothing of."""
         for engine in self._engines:  # noqa: SIM110 - asked of each replay, and a generator costs most of it
-            if engine._accumulates is not None and engine.accumulates:
+            if engine.accumulates:
                 return True
         return False
 

@@ -124,7 +124,7 @@ def plan_at_once(units: Sequence[Unit], made: list[PlannedUnit]) -> None:
 def _plan_joint(unit: Unit, made: list[PlannedUnit], *, ages: bool, ahead: bool, memory: CallMemory | None) -> bool:
     """Plans several forwards as one, and puts that down in `made`; returns False where they do not fit together, or one
     of them is wrong: each then finds out by itself."""
-    from tieredemb.step.joint_call import JointCall, PlannedTogether, joint_context
+    from tieredemb.step.joint_call import JointCall, PlannedTogether, joint_context, known_context
     from tieredemb.step.joint_form import JointForm, may_join
 
     modules = [cast("TieredModule", lookup.module) for lookup in unit]
@@ -133,7 +133,7 @@ def _plan_joint(unit: Unit, made: list[PlannedUnit], *, ages: bool, ahead: bool,
     inputs = [lookup.given for lookup in unit]
     shown = tuple([forms(given) for given in inputs])
     try:
-        context = joint_context(pool, numbers, options, known=True)
+        context = known_context(pool, numbers, options)
         form = None if context is None else context.form_of(shown)
         if context is None or form is None:
             batches = [module.batch_of(given) for module, given in zip(modules, inputs, strict=True)]

@@ -67,13 +67,17 @@ class JointContext(CallContext):
         self.forms.put(shown, self.tables.placed.now, form)
 
 
-def joint_context(
-    pool: Pool, numbers: tuple[int, ...], options: LookupOptions, *, known: bool = False
-) -> JointContext | None:
-    """What joint calls over these tables of the pool need; None where so many others were asked for that they are no
-    habit of a model, or where it is not `known` yet."""
+def known_context(pool: Pool, numbers: tuple[int, ...], options: LookupOptions) -> JointContext | None:
+    """What joint calls over these tables of the pool have needed before, if there were any."""
     found: JointContext | None = pool.contexts.get((numbers, options))
-    if found is None and not known and len(pool.contexts) < MOST_TOGETHER:
+    return found
+
+
+def joint_context(pool: Pool, numbers: tuple[int, ...], options: LookupOptions) -> JointContext | None:
+    """What joint calls over these tables of the pool need; None where so many others were asked for that they are no
+    habit of a model."""
+    found = known_context(pool, numbers, options)
+    if found is None and len(pool.contexts) < MOST_TOGETHER:
         found = JointContext(Together(pool, numbers), options, _Nobody(), BackwardPass(), _never)
         pool.contexts[numbers, options] = found
     return found

@@ -40,8 +40,9 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
     # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the tables'
     if ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
         # which need not be contiguous: an update puts them together
-        there = [(at, grad.detach()) for at, grad in enumerate(grads) if grad is not None]
-        collected = [(ctx.came[at], grad.to(torch.float32)) for at, grad in there]
+        collected = [
+            (ctx.came[at], grad.detach().to(torch.float32)) for at, grad in enumerate(grads) if grad is not None
+        ]
         for call, _ in collected:
             check_backward(call)
         if collected:
