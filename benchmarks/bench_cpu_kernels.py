@@ -135,7 +135,8 @@ def _choose(recorder: Recorder, step: Step) -> None:
 def _number(recorder: Recorder, step: Step) -> None:
     recorder.batch += 1
     hot = recorder.hot
-    number(step.bags.keys, step.found, hot.last_batch, hot.unique_of_slot, recorder.batch)
+    whole = np.array([0, len(step.bags.keys)])
+    number(step.bags.keys, step.found, whole, hot.last_batch, hot.unique_of_slot, recorder.batch)
 
 
 def _raise(recorder: Recorder, step: Step) -> None:

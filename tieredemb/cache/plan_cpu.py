@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 RESOLVE_GRAIN = 8192
+COUNTED = ("lookups", "hits", "unique")  # of `Numbering.counted`, in this order, and the missed keys after them
+UNIQUE, MISSED = 2, 3
 AHEAD = 16  # iterations whose cache lines are requested early
 
 
@@ -27,34 +29,38 @@ AHEAD = 16  # iterations whose cache lines are requested early
 class Numbering:
     """`inverse`: int32 (N,), position of each occurrence's key among the unique ones, −1 for padding · `unique_keys`:
     int64 (U,) · `unique_slots`: int32 (U,), −1 for missed keys · `missed`: int32 (M,), positions of the missed keys
-    among the unique ones · `lookups`, `hits`: occurrences without padding, and those whose row was resident."""
+    among the unique ones · `counted`: int64 (K, 4), of each part of the batch the occurrences without padding, those
+    whose row was resident (`COUNTED`), and how many unique and missed keys it has."""
 
     inverse: Array
     unique_keys: Array
     unique_slots: Array
     missed: Array
-    lookups: int
-    hits: int
+    counted: Array
 
 
-def number(keys: Array, slots: Array, last_batch: Array, unique_of_slot: Array, batch: int) -> Numbering:
+def number(
+    keys: Array, slots: Array, starts: Array, last_batch: Array, unique_of_slot: Array, batch: int
+) -> Numbering:
     """Numbers the unique keys of `keys` (int64 (N,), negative for padding), which the map has found in `slots` (int32
-    (N,)), and locks the resident ones by the stamp of `batch`."""
+    (N,)), and locks the resident ones by the stamp of `batch`. `starts`: where each part of the batch begins, and where
+    they end, int64 (K + 1,); a key is in one part alone."""
     inverse = np.empty(len(keys), np.int32)
     unique_keys = np.empty(len(keys), np.int64)
     unique_slots = np.empty(len(keys), np.int32)
     missed = np.empty(len(keys), np.int32)
-    unique, misses, lookups, hits = keys_number(
-        keys, slots, last_batch, unique_of_slot, batch, inverse, unique_keys, unique_slots, missed
+    counted = np.empty((len(starts) - 1, len(COUNTED) + 1), np.int64)
+    keys_number(
+        keys, slots, starts, last_batch, unique_of_slot, batch, inverse, unique_keys, unique_slots, missed, counted
     )
+    unique, misses = counted[:, UNIQUE].sum(), counted[:, MISSED].sum()
     # copies, because a ticket may live long and the buffers are as long as the batch
     return Numbering(
         inverse,
         unique_keys[:unique].copy(),
         unique_slots[:unique].copy(),
         missed[:misses].copy(),
-        lookups,
-        hits,
+        counted,
     )
 
 
@@ -66,7 +72,9 @@ def resolve(inverse: Array, unique_slots: Array) -> Array:
 
 
 @jit
-def keys_number(keys, slots, last_batch, unique_of_slot, batch, inverse, unique_keys, unique_slots, missed):
+def keys_number(
+    keys, slots, starts, last_batch, unique_of_slot, batch, inverse, unique_keys, unique_slots, missed, counted
+):
     """Numbers unique keys by first occurrence; see `plan.number`. The claim table holds at most half its cells."""
     n = keys.shape[0]
     stamp = np.int32(batch)  # which wraps
@@ -80,41 +88,48 @@ def keys_number(keys, slots, last_batch, unique_of_slot, batch, inverse, unique_
     claim_unique = np.empty(cells, np.int32)
     unique = 0
     misses = 0
-    lookups = 0
-    for i in range(n):
-        if i + AHEAD < n:
-            ahead = slots[i + AHEAD]
-            if ahead >= 0:
-                prefetch(last_batch, ahead)
-                prefetch(unique_of_slot, ahead)
-        key = keys[i]
-        if key < 0:
-            inverse[i] = -1
-            continue
-        lookups += 1
-        s = slots[i]
-        if s >= 0:
-            if last_batch[s] != stamp:
-                last_batch[s] = stamp
-                unique_of_slot[s] = unique
+    for part in range(starts.shape[0] - 1):
+        first_unique, first_missed = unique, misses
+        lookups = 0
+        hits = 0
+        for i in range(starts[part], starts[part + 1]):
+            if i + AHEAD < n:
+                ahead = slots[i + AHEAD]
+                if ahead >= 0:
+                    prefetch(last_batch, ahead)
+                    prefetch(unique_of_slot, ahead)
+            key = keys[i]
+            if key < 0:
+                inverse[i] = -1
+                continue
+            lookups += 1
+            s = slots[i]
+            if s >= 0:
+                hits += 1
+                if last_batch[s] != stamp:
+                    last_batch[s] = stamp
+                    unique_of_slot[s] = unique
+                    unique_keys[unique] = key
+                    unique_slots[unique] = s
+                    unique += 1
+                inverse[i] = unique_of_slot[s]
+                continue
+            cell = np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & (cells - 1)
+            while claim_key[cell] != 0 and claim_key[cell] != key + 1:
+                cell = (cell + 1) & (cells - 1)
+            if claim_key[cell] == 0:
+                claim_key[cell] = key + 1
+                claim_unique[cell] = unique
                 unique_keys[unique] = key
-                unique_slots[unique] = s
+                unique_slots[unique] = -1
+                missed[misses] = unique
+                misses += 1
                 unique += 1
-            inverse[i] = unique_of_slot[s]
-            continue
-        cell = np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & (cells - 1)
-        while claim_key[cell] != 0 and claim_key[cell] != key + 1:
-            cell = (cell + 1) & (cells - 1)
-        if claim_key[cell] == 0:
-            claim_key[cell] = key + 1
-            claim_unique[cell] = unique
-            unique_keys[unique] = key
-            unique_slots[unique] = -1
-            missed[misses] = unique
-            misses += 1
-            unique += 1
-        inverse[i] = claim_unique[cell]
-    return unique, misses, lookups, n - absent
+            inverse[i] = claim_unique[cell]
+        counted[part, 0] = lookups
+        counted[part, 1] = hits
+        counted[part, 2] = unique - first_unique
+        counted[part, 3] = misses - first_missed
 
 
 @over_ranges

@@ -85,7 +85,8 @@ class Ticket(Flight):
     """A planned batch in flight on the CPU.
 
     `homes`: int32 (N,), the slot of each occurrence, or `DROPPED` for padding · `inverse`: int32 (N,), the position of
-    each occurrence among the unique keys, −1 for padding · `unique_keys`: int64 (U,) · `unique_slots`: int32 (U,).
+    each occurrence among the unique keys, −1 for padding · `unique_keys`: int64 (U,) · `unique_slots`: int32 (U,) ·
+    `uniques`: int64 (K,), how many of the unique keys each of those has who have planned it as one.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Ticket(Flight):
         inverse: Array,
         unique_keys: Array,
         unique_slots: Array,
+        uniques: Array,
         book: TicketBook,
     ) -> None:
         super().__init__(batch, book)
@@ -102,6 +104,7 @@ class Ticket(Flight):
         self.inverse = inverse
         self.unique_keys = unique_keys
         self.unique_slots = unique_slots
+        self.uniques = uniques
 
     def size_bytes(self) -> int:
         return sum(array.nbytes for array in (self.homes, self.inverse, self.unique_keys, self.unique_slots))

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tieredemb.cache.base import Cache
 from tieredemb.cache.changes import Change
+from tieredemb.cache.host.clients import Clients, Planners
 from tieredemb.cache.host.hot_rows import HotRows, stamp
-from tieredemb.cache.plan_cpu import Numbering, number, resolve
+from tieredemb.cache.plan_cpu import COUNTED, MISSED, UNIQUE, Numbering, number, resolve
 from tieredemb.cache.policy_cpu import choose_victims, part_of, raise_scores
 from tieredemb.cache.tickets import Ticket
 from tieredemb.config import Policy
@@ -52,19 +53,21 @@ class _SlotsMove(Change):
 SLOTS_MOVE = _SlotsMove()
 
 
-class _Client:
-    """One of several who plan by a cache: what its plans have counted, and the time of its last one."""
+class _Left(NamedTuple):
+    """Rows that have made room: their slots, int32 (K,), and which of them were dirty, bool (K,)."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self._time = 0
+    slots: Array
+    dirty: Array
 
-    def planned(self, time: int, counted: dict[str, int]) -> None:
-        """It has planned; several plans of one time are one batch."""
-        for name, value in counted.items():
-            self.counts[name] += value
-        self.counts["batches"] += time != self._time
-        self._time = time
+
+NOBODY = _Left(np.empty(0, np.int32), np.empty(0, np.bool_))
+
+
+def _planners(client: int | Planners | None, keys: int) -> Planners:
+    """Whose plan of so many keys it is."""
+    if isinstance(client, Planners):
+        return client
+    return Planners(() if client is None else (client,), np.array([0, keys]))
 
 
 class HostCache(Cache):
@@ -90,9 +93,7 @@ class HostCache(Cache):
         self._row_bytes = cold.layout.row_bytes
         self._index = SlotMap(slots)
         self._counts: Counter[str] = Counter()
-        self._first_keys = np.array(clients[:-1], np.int64)
-        self._clients = [_Client() for _ in self._first_keys]
-        self._client: _Client | None = None  # whose plan is being made
+        self._clients = Clients(clients)
         self._last = 0  # number of the last batch planned
         self._resident = tuple(resident)
         self._pinned = sum(rows for _, rows in self._resident)  # slots below are theirs
@@ -102,61 +103,93 @@ class HostCache(Cache):
     # --- batches ----------------------------------------------------------------------------------------------------
 
     @ranged("plan")
-    def plan(self, keys: Array, *, score: bool = True, ages: bool = True, client: int | None = None) -> Ticket:
+    def plan(
+        self, keys: Array, *, score: bool = True, ages: bool = True, client: int | Planners | None = None
+    ) -> Ticket:
         """Makes the rows of `keys` (int64 (N,), in range, negative for padding) resident and locks them.
 
         With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
         recomputed. With `ages=False` it is of the time of the plan before it; see `Cache`. `client`: whose plan it is,
-        where several share the cache. A failing storage raises its error and changes no row; the cache stays usable.
+        where several share the cache: one's, or that of several. A failing storage raises its error and changes no row; the cache stays usable.
         Lookups and updates of other batches go on meanwhile.
         """
         with self.plan_lock:
             self._check_usable()
-            self._client = None if client is None else self._clients[client]
-            cold, hot = self.cold, self.hot
+            cold, hot, planners = self.cold, self.hot, _planners(client, len(keys))
             if not cold.volatile:
                 cold.begin_changes()
             is_later = ages or cold.metadata.batch == 0
             cold.metadata.batch += is_later
             self._last = batch = self._last + 1
+            self._clients.planner = None  # of a plan that was interrupted
             if len(hot.key) > hot.capacity:
                 self._retire_transients(batch)
-            numbering = number(keys, self._index.find(keys), hot.last_batch, hot.unique_of_slot, batch)
+            slots = self._index.find(keys)
+            numbering = number(keys, slots, planners.starts, hot.last_batch, hot.unique_of_slot, batch)
             unique_slots = numbering.unique_slots
             if len(numbering.missed):
-                self._bring(numbering, batch)
+                self._bring(numbering, planners, batch)
             if score:
                 raise_scores(unique_slots, hot.score, self._scoring.now(cold.metadata.batch), self._scoring)
-                counted = {
-                    "lookups": numbering.lookups,
-                    "hits": numbering.hits,
-                    "unique": len(numbering.unique_keys),
-                }
-                for name, value in counted.items():
-                    self._counts[name] += value
-                self._counts["batches"] += is_later
-                if self._client is not None:
-                    self._client.planned(cold.metadata.batch, counted)
+                self._count_lookups(numbering, planners, is_later=is_later)
             homes = resolve(numbering.inverse, unique_slots)
-            ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, self._book)
+            uniques = numbering.counted[:, UNIQUE]
+            ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, uniques, self._book)
             self._book.open(ticket)
-            self._client = None
             return ticket
 
+    def _count_lookups(self, numbering: Numbering, planners: Planners, *, is_later: bool) -> None:
+        of_each = numbering.counted[:, :MISSED].tolist()
+        for name, values in zip(COUNTED, zip(*of_each, strict=True), strict=True):
+            self._counts[name] += sum(values)
+        self._counts["batches"] += is_later
+        for client, values in zip(planners.numbers, of_each, strict=False):  # of none, where nobody shares the cache
+            self._clients.planned(client, self.cold.metadata.batch, dict(zip(COUNTED, values, strict=True)))
+
     @ranged("swap")
-    def _bring(self, numbering: Numbering, batch: int) -> None:
+    def _bring(self, numbering: Numbering, planners: Planners, batch: int) -> None:
         """Brings the missed rows of a batch into slots, which `unique_slots` then names."""
         missed = numbering.missed
         moving = self.plan_changes.begin(SLOTS_MOVE)
-        slots = self._make_room(len(missed), batch)
-        self._fill(numbering.unique_keys[missed], slots)
+        if len(planners.numbers) == 1:
+            (self._clients.planner,) = planners.numbers
+        slots, left = self._make_room(len(missed), batch)
+        untouched = self._fill(numbering.unique_keys[missed], slots)
+        if len(planners.numbers) > 1:
+            self._count_arrivals(numbering, planners, slots, untouched, left)
         numbering.unique_slots[missed] = slots
         self.hot.last_batch[slots] = stamp(batch)
+        self._clients.planner = None
         self.plan_changes.end(moving)
+
+    def _count_arrivals(
+        self, numbering: Numbering, planners: Planners, slots: Array, untouched: Array, left: _Left
+    ) -> None:
+        """Counts for several clients what the arrival of their rows in `slots` has made, each of its own."""
+        has_left = dirty = np.zeros(len(slots), np.bool_)
+        if len(left.slots):
+            place = self.hot.unique_of_slot  # scratch, which this plan has used already
+            place[left.slots] = np.arange(len(left.slots), dtype=np.int32)
+            at = np.clip(place[slots], 0, len(left.slots) - 1)
+            has_left = left.slots[at] == slots
+            dirty = has_left & left.dirty[at]
+        self._clients.add_parts(
+            planners.numbers,
+            numbering.counted[:, MISSED],
+            {
+                "rows_filled": np.ones(len(slots), np.int64),
+                "bytes_filled": ~untouched * self._row_bytes,
+                "evictions": has_left,
+                "rows_written_back": dirty,
+                "bytes_written_back": self._bytes_written(dirty.astype(np.int64), has_left),
+                "rows_overflow": slots >= self.hot.capacity,
+            },
+        )
 
     def _pin(self) -> None:
         """Brings the rows of resident tables into the first slots, where no victim is looked for."""
-        counted, self._client = self._counts.copy(), None  # as of batches alone
+        self._clients.planner = None  # of a plan that was interrupted
+        counted = self._counts.copy()  # as of batches alone
         for first, rows in self._resident:
             for start in range(first, first + rows, PIN_ROWS):
                 keys = np.arange(start, min(start + PIN_ROWS, first + rows), dtype=np.int64)
@@ -176,26 +209,30 @@ class HostCache(Cache):
         moving = self.plan_changes.begin(SLOTS_MOVE)
         slots = self.hot.transients()
         behind = self.hot.last_batch[slots] - stamp(self._book.oldest(batch))
-        self._evict(slots[behind < 0])
+        slots = slots[behind < 0]
+        keys = self.hot.key[slots]
+        dirty = self._evict(slots)
+        self._count_rows(keys, dirty, evictions=np.ones(len(slots), np.int64))
         self.plan_changes.end(moving)
 
-    def _make_room(self, rows: int, batch: int) -> Array:
-        """Empty slots for `rows` missed rows, int32: evicts what has to go, goes beyond the capacity for the rest."""
-        short = rows - self.hot.free
+    def _make_room(self, rows: int, batch: int) -> tuple[Array, _Left]:
+        """Empty slots for `rows` missed rows, int32, and what has left them: evicts what has to go, goes beyond the
+        capacity for the rest."""
+        short, left = rows - self.hot.free, NOBODY
         if short > 0:
             hot = self.hot
             oldest, used = stamp(self._oldest(batch)), min(hot.used, hot.capacity) - self._pinned
             victims = np.empty(0, np.int32)
-            if self._clients:
+            if len(self._clients):
                 victims = self._victims(short, part_of(short, used, batch), oldest)
             if len(victims) < short:
                 victims = self._victims(short, slice(used), oldest)
             with self.lock:  # the arrays of all rows may be replaced
                 self.hot.ensure_transient(short - len(victims))
-            self._evict(victims)
+            left = _Left(victims, self._evict(victims))
             self._count(rows_overflow=short - len(victims))
         with self.lock:
-            return self.hot.take(rows)
+            return self.hot.take(rows), left
 
     def _victims(self, count: int, part: slice, oldest: Any) -> Array:
         """Up to `count` slots, int32, that are to leave, of a `part` of those that no resident table has."""
@@ -204,35 +241,39 @@ class HostCache(Cache):
         by_age = self._scoring.ties_by_age
         return choose_victims(count, key, score, last_batch, oldest, stop - first, by_age) + np.int32(first)
 
-    def _evict(self, slots: Array) -> None:
+    def _evict(self, slots: Array) -> Array:
+        """Returns which rows were dirty, bool (K,)."""
         if len(slots) == 0:
-            return
+            return np.empty(0, np.bool_)
         keys = self.hot.key[slots]
-        self._write_back(keys, slots)
+        dirty = self._write_back(keys, slots)
         self._index.erase(keys)
         self.hot.vacate(slots)
         self._count(evictions=len(slots))
+        return dirty
 
-    def _write_back(self, keys: Array, slots: Array) -> None:
-        is_dirty = self.hot.dirty[slots] != 0
+    def _write_back(self, keys: Array, slots: Array) -> Array:
+        """Returns which rows were dirty, bool (K,): those were written whole, and of the others their scores."""
+        is_dirty: Array = self.hot.dirty[slots] != 0
         self.cold.write(keys, slots, self.hot)
         self.hot.dirty[slots] = 0
-        self._count(**self._written(is_dirty))
-        if self._client is None and self._clients:  # in a whole-cache call each row counts for the client that has it
-            of = np.searchsorted(self._first_keys, keys, side="right") - 1
-            for client in np.unique(of):
-                self._clients[client].counts.update(self._written(is_dirty[of == client]))
-
-    def _written(self, is_dirty: Array) -> dict[str, int]:
-        """What counts for rows that were written, whole where they were dirty, and else their scores."""
         dirty = int(np.count_nonzero(is_dirty))
-        scores = (len(is_dirty) - dirty) * self.hot.score.itemsize
-        return {"rows_written_back": dirty, "bytes_written_back": dirty * self._row_bytes + scores}
+        self._count(rows_written_back=dirty, bytes_written_back=int(self._bytes_written(dirty, len(slots))))
+        return is_dirty
 
-    def _fill(self, keys: Array, slots: Array) -> None:
-        """Brings the rows `keys` into the empty `slots` and publishes them."""
-        if len(keys) == 0:
-            return
+    def _bytes_written(self, dirty: Any, rows: Any) -> Any:
+        """Of `rows` that are written back, of which those are dirty; elementwise."""
+        return dirty * self._row_bytes + (rows - dirty) * self.hot.score.itemsize
+
+    def _count_rows(self, keys: Array, dirty: Array, **more: Array) -> None:
+        """Counts rows that were written back, of which those were dirty, for the clients that have them."""
+        if len(self._clients):
+            written = dirty.astype(np.int64)
+            more |= {"rows_written_back": written, "bytes_written_back": self._bytes_written(written, 1)}
+            self._clients.add_rows(keys, more)
+
+    def _fill(self, keys: Array, slots: Array) -> Array:
+        """Brings the rows `keys` into the empty `slots` and publishes them; returns which were generated, bool (K,)."""
         hot = self.hot
         if len(hot.key) > hot.capacity:
             self._index.grow(len(hot.key))
@@ -246,17 +287,16 @@ class HostCache(Cache):
         hot.key[slots] = keys
         self._index.insert(keys, slots)
         self._count(rows_filled=len(keys), bytes_filled=(len(keys) - len(fresh)) * self._row_bytes)
+        return untouched
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------
 
     def write_back(self) -> None:
         with self.whole():
-            self._client = None
             self._check_open()
             self._settle()
             self.cold.metadata.policy = self._scoring.name
-            slots = self.hot.occupied()
-            self._write_back(self.hot.key[slots], slots)
+            self._write_back_slots(self.hot.occupied())
 
     def dirty_rows(self) -> tuple[Array, Array, Array]:
         with self.whole():
@@ -273,8 +313,13 @@ class HostCache(Cache):
         return slots[(keys >= start) & (keys < stop)]
 
     def _write_back_range(self, start: int, stop: int) -> None:
-        slots = self._slots_in(start, stop)
-        self._write_back(self.hot.key[slots], slots)
+        self._write_back_slots(self._slots_in(start, stop))
+
+    def _write_back_slots(self, slots: Array) -> None:
+        """In a call that is no plan."""
+        self._clients.planner = None  # of a plan that was interrupted
+        keys = self.hot.key[slots]
+        self._count_rows(keys, self._write_back(keys, slots))
 
     def _copy_range(self, start: int, stop: int, weight: Array, state: Array) -> Array:
         """As every cache, but without a write: a full disk does not matter."""
@@ -306,7 +351,7 @@ class HostCache(Cache):
         return self.counted(client)
 
     def counted(self, client: int | None) -> CacheStats:
-        return CacheStats(**(self._counts if client is None else self._clients[client].counts))
+        return CacheStats(**(self._counts if client is None else self._clients.counts[client]))
 
     def memory_report(self) -> dict[str, Any]:
         with self.whole():
@@ -327,5 +372,4 @@ class HostCache(Cache):
 
     def _count(self, **more: int) -> None:
         self._counts.update(more)
-        if self._client is not None:
-            self._client.counts.update(more)
+        self._clients.add(more)
