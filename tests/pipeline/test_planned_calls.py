@@ -115,7 +115,7 @@ def calls_of(model):
 @pytest.mark.parametrize("capacity", [0.03, 0.2, 1.0])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", [Columns, Lists])
-def test_calls_are_planned_with_the_numbers_of_tables_apart(gpu, monkeypatch, kind, optimizer, capacity):
+def test_calls_are_planned_with_the_numbers_of_tables_apart(device, monkeypatch, kind, optimizer, capacity):
     calls = matrices(12)
     if kind is Lists:
         calls = [lists_of(x, step) for step, (x,) in enumerate(calls)]
@@ -127,7 +127,7 @@ def test_calls_are_planned_with_the_numbers_of_tables_apart(gpu, monkeypatch, ki
     assert all(idle(table) for table in model.emb)
 
 
-def test_batches_of_any_size_are_planned(gpu, monkeypatch):
+def test_batches_of_any_size_are_planned(device, monkeypatch):
     calls = [(randint(0, ROWS, (size, TABLES), seed=size),) for size in (7, 7, 3, 1, 11, 7, 2)]
     expected = train(*converted(planned=False), calls)
     found = Found(monkeypatch)
@@ -135,7 +135,7 @@ def test_batches_of_any_size_are_planned(gpu, monkeypatch):
     assert found.planned == 5 * TABLES
 
 
-def test_evaluation_is_planned_by_its_own_calls(gpu, monkeypatch):
+def test_evaluation_is_planned_by_its_own_calls(device, monkeypatch):
     def run(model, optimizer):
         outputs = []
         for step, (x,) in enumerate(matrices(9)):
@@ -152,7 +152,7 @@ def test_evaluation_is_planned_by_its_own_calls(gpu, monkeypatch):
     assert found.planned == 2 * 7 * TABLES
 
 
-def test_a_model_that_computes_its_ids_plans_nothing(gpu, monkeypatch):
+def test_a_model_that_computes_its_ids_plans_nothing(device, monkeypatch):
     def run(model, optimizer):
         for (x,) in matrices(5):
             optimizer.zero_grad()
@@ -167,7 +167,7 @@ def test_a_model_that_computes_its_ids_plans_nothing(gpu, monkeypatch):
     assert [habit.is_over for habit in calls_of(model)._habits.values()] == [True]
 
 
-def test_calls_that_look_up_something_else_are_right_and_end_it(gpu, monkeypatch):
+def test_calls_that_look_up_something_else_are_right_and_end_it(device, monkeypatch):
     def run(model, optimizer):
         outputs = train(model, optimizer, matrices(3))
         for (x,) in matrices(planned_calls.MOST_IN_VAIN + 2):
@@ -186,7 +186,7 @@ def test_calls_that_look_up_something_else_are_right_and_end_it(gpu, monkeypatch
     assert all(idle(table) for table in model.emb)
 
 
-def test_outputs_that_nobody_uses_lock_nothing(gpu):
+def test_outputs_that_nobody_uses_lock_nothing(device):
     def run(model, optimizer):
         outputs = train(model, optimizer, matrices(3))
         model.count = 2
@@ -198,7 +198,7 @@ def test_outputs_that_nobody_uses_lock_nothing(gpu):
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
-def test_a_call_that_fails_leaves_nothing(gpu, monkeypatch, error):
+def test_a_call_that_fails_leaves_nothing(device, monkeypatch, error):
     def run(model, optimizer):
         outputs = train(model, optimizer, matrices(3))
         model.fails = error
@@ -215,7 +215,7 @@ def test_a_call_that_fails_leaves_nothing(gpu, monkeypatch, error):
     assert all(idle(table) for table in model.emb)
 
 
-def test_an_interrupted_call_is_over_with_the_next_one(gpu):
+def test_an_interrupted_call_is_over_with_the_next_one(device):
     model, optimizer = converted()
     train(model, optimizer, matrices(3))
     begun = calls_of(model)
@@ -228,7 +228,7 @@ def test_an_interrupted_call_is_over_with_the_next_one(gpu):
     assert all(idle(table) for table in model.emb)
 
 
-def test_a_wrong_id_is_refused_as_ever(gpu):
+def test_a_wrong_id_is_refused_as_ever(device):
     model, optimizer = converted()
     train(model, optimizer, matrices(3))
     before = rows_of(model)
@@ -270,7 +270,7 @@ class Bare(Columns):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_whatever_comes_of_the_outputs(gpu, use, optimizer):
+def test_whatever_comes_of_the_outputs(device, use, optimizer):
     def run(model, optimizer):
         losses = []
         for (x,) in matrices(8):
@@ -287,7 +287,7 @@ def test_whatever_comes_of_the_outputs(gpu, use, optimizer):
     assert all(idle(table) for table in model.emb)
 
 
-def test_a_backward_of_each_output_by_itself(gpu):
+def test_a_backward_of_each_output_by_itself(device):
     def run(model, optimizer):
         for (x,) in matrices(6):
             optimizer.zero_grad()
@@ -302,7 +302,7 @@ def test_a_backward_of_each_output_by_itself(gpu):
     assert_same_bits(run(*converted(Bare)), run(*converted(Bare, planned=False)))
 
 
-def test_gradients_of_something_else_update_nothing(gpu):
+def test_gradients_of_something_else_update_nothing(device):
     """As `autograd.grad` asks for them."""
 
     def run(model, optimizer):
@@ -320,7 +320,7 @@ def test_gradients_of_something_else_update_nothing(gpu):
     assert_same_bits(run(*converted(Bare)), run(*converted(Bare, planned=False)))
 
 
-def test_some_lookups_without_gradients(gpu, monkeypatch):
+def test_some_lookups_without_gradients(device, monkeypatch):
     class Some(Columns):
         def forward(self, x):
             with torch.no_grad():
@@ -341,7 +341,7 @@ def test_some_lookups_without_gradients(gpu, monkeypatch):
     assert all(idle(table) for table in model.emb)
 
 
-def test_outputs_that_are_gone_are_collected_at_once(gpu):
+def test_outputs_that_are_gone_are_collected_at_once(device):
     """Without Python's collector: what a call leaves is no circle."""
     model, optimizer = converted(Bare)
     train_it = [model(x) for (x,) in matrices(4)]
@@ -359,7 +359,7 @@ def test_outputs_that_are_gone_are_collected_at_once(gpu):
         gc.enable()
 
 
-def test_a_loop_that_fetches_ahead_plans_for_itself(gpu, monkeypatch):
+def test_a_loop_that_fetches_ahead_plans_for_itself(device, monkeypatch):
     expected = train(*converted(planned=False), matrices(9))
     found, (model, optimizer) = Found(monkeypatch), converted()
     loop = te.prefetch(matrices(9), model)
@@ -370,7 +370,7 @@ def test_a_loop_that_fetches_ahead_plans_for_itself(gpu, monkeypatch):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_captured_step_plans_for_itself(gpu, ahead):
+def test_a_captured_step_plans_for_itself(device, ahead):
     batches = matrices(12)
 
     def run(model, optimizer, captured):
@@ -393,7 +393,7 @@ def test_a_captured_step_plans_for_itself(gpu, ahead):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputed_calls_are_right(gpu, use_reentrant):
+def test_recomputed_calls_are_right(device, use_reentrant):
     def run(model, optimizer):
         for (x,) in matrices(5):
             optimizer.zero_grad()
@@ -406,7 +406,7 @@ def test_recomputed_calls_are_right(gpu, use_reentrant):
     assert_same_bits(run(*converted()), run(*converted(planned=False)))
 
 
-def test_micro_batches_of_a_step(gpu):
+def test_micro_batches_of_a_step(device):
     def run(model, optimizer):
         for (x,) in matrices(5, size=8):
             optimizer.zero_grad()
@@ -418,7 +418,7 @@ def test_micro_batches_of_a_step(gpu):
     assert_same_bits(run(*converted()), run(*converted(planned=False)))
 
 
-def test_threads_take_their_own_plans(gpu):
+def test_threads_take_their_own_plans(device):
     model, _ = converted()
     model.eval()
     wanted = []
@@ -428,7 +428,7 @@ def test_threads_take_their_own_plans(gpu):
     outputs = [[], []]
 
     def look_up(to):
-        with torch.no_grad(), torch.device("cuda"):
+        with torch.no_grad(), torch.device(device):
             for (x,) in matrices(40):
                 to.append(model(x).clone())
 
@@ -442,7 +442,7 @@ def test_threads_take_their_own_plans(gpu):
     assert all(idle(table) for table in model.emb)
 
 
-def test_copies_learn_their_own_calls(gpu):
+def test_copies_learn_their_own_calls(device):
     model, optimizer = converted()
     train(model, optimizer, matrices(3))
     saved = io.BytesIO()
@@ -508,7 +508,7 @@ class Offsets(Columns):
 
 
 @pytest.mark.parametrize("computes", [False, True])
-def test_offsets_of_the_model(gpu, monkeypatch, computes):
+def test_offsets_of_the_model(device, monkeypatch, computes):
     """Those of a smaller batch are others, and so may those be that it computes."""
 
     def kind():
@@ -526,7 +526,7 @@ def test_offsets_of_the_model(gpu, monkeypatch, computes):
     assert found.planned == (0 if computes else 4 * TABLES)
 
 
-def test_ids_that_change_unnoticed_before_they_are_looked_up(gpu, monkeypatch):
+def test_ids_that_change_unnoticed_before_they_are_looked_up(device, monkeypatch):
     """Tensors that were made in inference mode do not count their versions."""
 
     class Clamps(Bare):
@@ -549,7 +549,7 @@ class Unreadable:
         raise RuntimeError("no")
 
 
-def test_arguments_that_nothing_can_be_learned_of(gpu):
+def test_arguments_that_nothing_can_be_learned_of(device):
     class With(Columns):
         def forward(self, x, other):
             return super().forward(x)
@@ -560,7 +560,7 @@ def test_arguments_that_nothing_can_be_learned_of(gpu):
         assert_same_bits(train(*converted(With), calls), train(*converted(With, planned=False), calls))
 
 
-def test_lookups_that_lose_their_gradients_leave_no_circle(gpu):
+def test_lookups_that_lose_their_gradients_leave_no_circle(device):
     class Freezes(Bare):
         frozen = 0
 
@@ -592,7 +592,7 @@ def test_lookups_that_lose_their_gradients_leave_no_circle(gpu):
     assert not [each for each in gc.get_objects() if isinstance(each, JointCall)]
 
 
-def test_a_model_that_calls_itself_is_planned_no_more(gpu):
+def test_a_model_that_calls_itself_is_planned_no_more(device):
     class Twice(Columns):
         def forward(self, x, again=True):
             inside = self(x.flip(0), again=False) if again else 0

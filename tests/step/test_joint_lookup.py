@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tieredemb.errors import BackwardError
-from tieredemb.step.joint_call import JointCall
+from tieredemb.step.host_joint_call import HostJointCall
 from tieredemb.step.joint_lookup import JOINT_LOOKUP, Came
 
 FORWARDS, SAMPLES, WIDTH = 4, 2, 3
@@ -105,7 +105,7 @@ def test_a_backward_that_builds_a_graph_collects_as_another(node):
 # --- what keeps it ----------------------------------------------------------------------------------------------------
 
 
-class Joint(JointCall):
+class Joint(HostJointCall):
     """A joint call whose rows are zeros. `changed`: whether rows have, since the first forward."""
 
     def __init__(self):

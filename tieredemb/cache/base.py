@@ -70,6 +70,7 @@ class Cache(abc.ABC):
         self._book = TicketBook()
         self._pid = os.getpid()
         self._closed = False
+        self.rows_version = 0  # counts what may change rows where they are
         self.doubts = Doubts()
         self.plan_changes = ChangeBook(self.doubts)  # guarded by `plan_lock`
         self.changes = ChangeBook(self.doubts)  # by `lock`

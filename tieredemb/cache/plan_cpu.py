@@ -39,9 +39,7 @@ class Numbering:
     counted: Array
 
 
-def number(
-    keys: Array, slots: Array, starts: Array, last_batch: Array, unique_of_slot: Array, batch: int
-) -> Numbering:
+def number(keys: Array, slots: Array, starts: Array, last_batch: Array, unique_of_slot: Array, batch: int) -> Numbering:
     """Numbers the unique keys of `keys` (int64 (N,), negative for padding), which the map has found in `slots` (int32
     (N,)), and locks the resident ones by the stamp of `batch`. `starts`: where each part of the batch begins, and where
     they end, int64 (K + 1,); a key is in one part alone."""

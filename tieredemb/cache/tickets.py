@@ -110,6 +110,20 @@ class Ticket(Flight):
         return sum(array.nbytes for array in (self.homes, self.inverse, self.unique_keys, self.unique_slots))
 
 
+class TicketShare:
+    """Some occurrences of a batch that is in flight: `own` is what it has of its own, its `homes` for one, and in all
+    else it is the ticket of the `whole`."""
+
+    def __init__(self, whole: Flight, **own: Any) -> None:
+        self.__dict__.update(own, whole=whole)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["whole"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.whole, name, value)
+
+
 class TicketBook:
     """The tickets of one cache."""
 

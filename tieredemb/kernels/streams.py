@@ -11,8 +11,10 @@ import torch
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes `device` the current one; for nothing where it is."""
-    return _NOTHING if torch._C._cuda_getDevice() == device.index else torch.cuda.device(device)
+    """Makes a GPU, `device`, the current one; for nothing where it is."""
+    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

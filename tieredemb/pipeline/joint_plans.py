@@ -5,6 +5,7 @@ A unit is what one plan is of: several forwards, or a single one that has nobody
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
@@ -16,12 +17,13 @@ from tieredemb.kernels.streams import on_device
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.lookups import LookupSpec, ages_of
-from tieredemb.step.planned_forwards import Planned, PlannedForwards, Waiting, forms
+from tieredemb.step.planned_forwards import Made, PlanExecutor, Planned, PlannedForwards, Waiting, forms
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.pool import Member
 
 if TYPE_CHECKING:
     from tieredemb.step.call_memory import CallMemory
+    from tieredemb.step.joint_call import JointCall
     from tieredemb.tables.table_set import Place
 
 Unit = list[LookupSpec]
@@ -73,9 +75,9 @@ def _alike(module: LookupModule, trains: bool) -> Hashable:
     if not isinstance(module, TieredModule) or not isinstance(tables, Member):
         return None
     (group,) = tables.groups
-    if not isinstance(group, DeviceGroup) or group.lookup.has_max:
+    if group.space.has_max:
         return None
-    if not group.cache.cold.device_readable or tables.config.check_ids == "always":
+    if isinstance(group, DeviceGroup) and (not group.cache.cold.device_readable or tables.config.check_ids == "always"):
         return None
     if module.options.max_norm is not None:
         return None
@@ -87,15 +89,17 @@ def plan_units(
     plan_alone: PlanAlone,
     made: list[PlannedUnit],
     memories: Sequence[Any] = (),
+    executor_of: Callable[[LookupModule], PlanExecutor] | None = None,
     *,
     ahead: bool,
 ) -> None:
-    """Plans the units of one batch, on the stream that is current, and puts them down in `made` one by one: an
-    interrupt finds those that were. `plan_alone`: plans a single forward · `memories`: of each unit in turn, where to
-    plan · `ahead`: see `Call.plan`."""
+    """Plans the units of one batch and puts them down in `made` one by one: an interrupt finds those that were.
+    `plan_alone`: plans a single forward · `memories`: of each unit in turn, where to plan · `executor_of`: where plans
+    of several forwards are made, which is else here, on the stream that is current · `ahead`: see `Call.plan`."""
     ages = ages_of([unit[0] for unit in units])
     for unit, is_later, memory in zip(units, ages, chain(memories, repeat(None)), strict=False):
-        if len(unit) > 1 and _plan_joint(unit, made, ages=is_later, ahead=ahead, memory=memory):
+        executor = None if executor_of is None or len(unit) == 1 else executor_of(unit[0].module)
+        if len(unit) > 1 and _plan_joint(unit, made, executor, ages=is_later, ahead=ahead, memory=memory):
             continue
         for lookup in unit:
             planned = plan_alone(lookup, ages=is_later, memory=memory if len(unit) == 1 else None)
@@ -117,14 +121,22 @@ def plan_at_once(units: Sequence[Unit], made: list[PlannedUnit]) -> None:
             continue
         tables = unit[0].module.tables
         ages = tables.step_time is None or tables.step_time.begins(tables)
-        if _plan_joint(unit, made, ages=ages, ahead=False, memory=None) and tables.step_time is not None:
+        if _plan_joint(unit, made, None, ages=ages, ahead=False, memory=None) and tables.step_time is not None:
             tables.step_time.looked_up(tables, made[-1][1].result())  # a step has begun with it
 
 
-def _plan_joint(unit: Unit, made: list[PlannedUnit], *, ages: bool, ahead: bool, memory: CallMemory | None) -> bool:
+def _plan_joint(
+    unit: Unit,
+    made: list[PlannedUnit],
+    executor: PlanExecutor | None,
+    *,
+    ages: bool,
+    ahead: bool,
+    memory: CallMemory | None,
+) -> bool:
     """Plans several forwards as one, and puts that down in `made`; returns False where they do not fit together, or one
     of them is wrong: each then finds out by itself."""
-    from tieredemb.step.joint_call import JointCall, PlannedTogether, joint_context, known_context
+    from tieredemb.step.joint_call import PlannedTogether, joint_context, known_context
     from tieredemb.step.joint_form import JointForm, may_join
 
     modules = [cast("TieredModule", lookup.module) for lookup in unit]
@@ -142,18 +154,39 @@ def _plan_joint(unit: Unit, made: list[PlannedUnit], *, ages: bool, ahead: bool,
                 return False
             form = JointForm(batches)
             context.keep_form(shown, form)
-        trains = unit[0].trains and modules[0].is_trainable
-        with on_device(context.tables.config.device):
-            call = JointCall(context, form)
+        call = _joint_call_type(context.tables.config.device.type)(context, form)
+        trains, may_exceed = unit[0].trains and modules[0].is_trainable, modules[0].engine.may_exceed_bags
+
+        def plan() -> JointCall:
             call.plan(
-                call.join(inputs), trains=trains, scored=True, ages=ages, ahead=ahead,
-                may_exceed_bags=modules[0].engine.may_exceed_bags, memory=memory,
+                call.join(inputs), trains=trains, scored=True, ages=ages, ahead=ahead, may_exceed_bags=may_exceed,
+                memory=memory,
             )  # fmt: skip
+            return call
+
+        if executor is not None and executor.apart:
+            tables[0].groups[0].cache.let_go()
+            future = executor.submit(plan)
+        else:
+            with on_device(context.tables.config.device):
+                future = Made(plan())
     except (TieredEmbError, RuntimeError):
         return False
     among = unit[0].module.planned
     forwards = [(module.call_context, given) for module, given in zip(modules, inputs, strict=True)]
-    planned = PlannedTogether(call, forwards, shown)
+    planned = PlannedTogether(future, forwards, shown)
     made.append((among, planned))
     among.add(planned)
     return True
+
+
+@functools.cache
+def _joint_call_type(device_type: str) -> type[JointCall]:
+    """Of the tables' device."""
+    if device_type == "cuda":
+        from tieredemb.step.device_joint_call import DeviceJointCall
+
+        return DeviceJointCall
+    from tieredemb.step.host_joint_call import HostJointCall
+
+    return HostJointCall

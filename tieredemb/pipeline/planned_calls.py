@@ -25,8 +25,8 @@ MOST_SEEN = 1000  # lookups that one call is learned from
 
 
 def plan_calls(model: nn.Module) -> None:
-    """Has the calls of `model` planned, from its third one on, by hooks. Only lookups of tables that share a cache on
-    a GPU are planned as one; where there are none, nothing is planned."""
+    """Has the calls of `model` planned, from its third one on, by hooks. Only lookups of tables that share a cache are
+    planned as one; where there are none, nothing is planned."""
     if not any(isinstance(getattr(hook, "__self__", None), PlannedCalls) for hook in model._forward_hooks.values()):
         calls = PlannedCalls()
         model.register_forward_pre_hook(calls.before, with_kwargs=True)
@@ -131,7 +131,7 @@ class PlannedCalls:
     def _begin(self, model: nn.Module, given: Any) -> None:
         self._leave()  # one that was interrupted, or that has called its model again
         device = self._device(model)
-        if device is None or device.type != "cuda" or inside_backward() or torch.cuda.is_current_stream_capturing():
+        if device is None or inside_backward() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return
         mode = Mode(model.training, torch.is_grad_enabled(), device)
         habit = self._habits.get(mode) or self._habits.setdefault(mode, _Habit())

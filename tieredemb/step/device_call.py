@@ -27,7 +27,7 @@ from tieredemb.tables.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
-    from tieredemb.step.joint_call import JointCall
+    from tieredemb.step.device_joint_call import DeviceJointCall
     from tieredemb.step.recorded_plans import Recorded
     from tieredemb.tables.table_set import TableSet
 
@@ -41,7 +41,7 @@ class DeviceCall(Call):
     pooled: torch.Tensor | None = None  # the output, where a recorded plan has looked it up
     recorded: Recorded | None = None  # what has planned it, if that is recorded
     source: Recorded | None = None  # the same, where it is to look the output up yet
-    joint: JointCall | None = None  # whose part it is, if it was planned together with others
+    joint: DeviceJointCall | None = None  # whose part it is, if it was planned together with others
     position: int  # its place among those
     stack: Stack | None = None  # what the rows of its output are, if that has one
     tells_at_once = True  # of a fault, where it is not planned ahead

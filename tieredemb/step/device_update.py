@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.step.device_call import DeviceCall
-    from tieredemb.step.joint_call import JointCall
+    from tieredemb.step.device_joint_call import DeviceJointCall
     from tieredemb.tables.table_set import TableSet
 
 
@@ -146,7 +146,7 @@ def _may_stay(grads: Sequence[torch.Tensor]) -> bool:
     return all(grad.data_ptr() % ALIGNMENT == 0 and grad.is_contiguous() for grad in grads)
 
 
-def _joint_of(collected: Collected) -> JointCall | None:
+def _joint_of(collected: Collected) -> DeviceJointCall | None:
     """What the calls are the parts of, if that is one joint call, and they are all of its parts."""
     calls = _device_calls(collected)
     joint = calls[0].joint

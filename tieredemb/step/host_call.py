@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,9 @@ import torch
 
 from tieredemb.cache.base import Cache
 from tieredemb.cache.changes import Change
+from tieredemb.cache.host.clients import Planners
 from tieredemb.cache.tickets import Ticket
+from tieredemb.config import MODES
 from tieredemb.kernels.parallel_cpu import Pass
 from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.rounding_cpu import NEAREST
@@ -59,6 +62,7 @@ class RowPass(Change):
 
     def settle(self, cache: Cache) -> None:
         if self._together.begun:
+            cache.rows_version += 1
             self.rows.run()
             if self.dense is not None:
                 self.remember(self.dense)
@@ -81,6 +85,7 @@ def carry_out(passes: Sequence[tuple[HostGroup, Pass, Hyperparameters | None]]) 
     for change in changes:  # in this very frame, which the book remembers
         entries.append(change.group.cache.changes.begin(change))
     for change in changes:
+        change.group.cache.rows_version += 1
         change.rows.run()
     together.rows_are_done = True
     for change in changes:
@@ -143,6 +148,22 @@ class HostGroupCall:
             pool(weight, homes, self.outputs, space, self.weights, out, self.argmax)
             if keep_rows:
                 self.forward_rows = weight[np.maximum(homes, 0)]
+
+    def pool_below(self, out: Array) -> None:
+        """Pools the bags of each feature into rows of `out`, carrier (F·B, D), below those of the feature before it; or
+        puts the rows of the ids there, (N, D)."""
+        space, bags = self.group.space, self.outputs
+        runs = [("sum", bags.batch)]
+        if self.group.config.pooled:
+            runs = [(MODES[mode], bags.batch * len(list(its))) for mode, its in itertools.groupby(space.mode.tolist())]
+        with self.group.cache.lock:
+            (weight, homes), first = self._rows_now(), 0
+            for mode, rows in runs:
+                end = first + rows
+                edges = bags.offsets[first : end + 1]
+                of = Bags(bags.keys[edges[0] : edges[-1]], edges, bags.sample, bags.feature, None, rows)
+                pool(weight, homes, of, rows_space(space.width, mode), NO_WEIGHTS, out[first:end], NO_ARGMAX)
+                first = end
 
     def pick(self, ids: Array, out: Array) -> None:
         """Writes the rows of some occurrences, `ids` int64 (K,), to `out`, carrier (K, D)."""
@@ -268,11 +289,15 @@ class HostCall(Call):
         try:
             for group, its_bags in zip(groups, bags, strict=True):
                 assert isinstance(group, HostGroup)
-                ticket = group.cache.plan(its_bags.keys, score=scored, ages=ages, client=group.client)
+                ticket = group.cache.plan(its_bags.keys, score=scored, ages=ages, client=self._planners(group))
                 self.parts.append(HostGroupCall(group, its_bags, options, ticket, batch.stack))
         except BaseException:
             self.release()
             raise
+
+    def _planners(self, group: HostGroup) -> int | Planners | None:
+        """Who plans by the group's cache, where several share it."""
+        return group.client
 
     def catch_up(self) -> None:
         with self.context.tables.placed.now.rows.again():

@@ -1,38 +1,31 @@
-"""Forwards of tables that share a cache, known before they come: on a GPU planned as one and looked up as one, of which
-each forward has its part. Where an update is of all of them, it is that of one batch, too.
+"""Forwards of tables that share a cache, known before they come: planned as one and looked up as one, of which each
+forward has its part. Where an update is of all of them, on a GPU it is that of one batch, too.
 
 Of each table there is one forward, of as many samples. Its ids, output and gradient follow those of the table before.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tieredemb.cache.device.ticket import TicketShare
-from tieredemb.kernels.streams import current_stream
-from tieredemb.lookup.device_bags import DeviceBags
-from tieredemb.step.call import NUMBERS, BackwardPass, CallContext
-from tieredemb.step.device_call import DeviceCall
-from tieredemb.step.device_group_call import DeviceGroupCall
+from tieredemb.step.call import BackwardPass, Call, CallContext
 from tieredemb.step.joint_form import JointForm, JointForms
 from tieredemb.step.joint_lookup import JOINT_LOOKUP, Came
-from tieredemb.step.planned_forwards import Seen, Waiting
+from tieredemb.step.planned_forwards import Made, Seen, Waiting, has_failed
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.tables.pool import Pool, Together
 
 if TYPE_CHECKING:
-    from tieredemb.cache.device.ticket import DeviceTicket
     from tieredemb.lookup.options import LookupOptions
     from tieredemb.step.batch import Batch, Given
-    from tieredemb.step.call import Call
-    from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.planned_forwards import Marks
-    from tieredemb.tables.group import DeviceGroup
     from tieredemb.tables.table_set import TableSet
 
     Forward = tuple[CallContext, Given]
@@ -83,11 +76,9 @@ def joint_context(pool: Pool, numbers: tuple[int, ...], options: LookupOptions) 
     return found
 
 
-class JointCall(DeviceCall):
+class JointCall(Call):
     """The forwards of several tables as one call, of batches of one `form`. `starts`: where the ids of each begin, and
     where they end."""
-
-    tells_at_once = False  # but with the first forward: there may be none
 
     def __init__(self, context: JointContext, form: JointForm) -> None:
         super().__init__(context, form.size)
@@ -102,42 +93,28 @@ class JointCall(DeviceCall):
     def _forget_parts(self) -> None:
         self._in_flight = set(range(self.count))  # forwards that were not released
         self._rows: torch.Tensor | None = None  # the outputs of all forwards
-        self._rows_of: tuple[int, int, bool] | None = None  # of what version of rows, on which stream, in which mode
+        self._rows_of: Hashable = None  # of what version of rows, and how they were looked up
         # of their autograd node, once there is one: those that have come, as it knows them, and the outputs of those
         # that have yet to come, which keep it and so the calls that it keeps
         self._node: tuple[weakref.ref[Came], dict[int, torch.Tensor]] | None = None
 
+    @abc.abstractmethod
     def join(self, forwards: Sequence[Given]) -> Batch:
-        """What the forwards are given, as one batch to be planned."""
-        group = cast("DeviceGroup", self.context.tables.groups[0])
-        return self.form.join(forwards, group.words)
+        """What the forwards are given, as one batch to be planned. Raises `InvalidInputError` for what is wrong with
+        one of them, or leaves that to the plan."""
 
-    def share(self, position: int, context: CallContext) -> PartCall:
-        """The forward of one table, that at `position`."""
-        return PartCall(self, position, context)
+    @abc.abstractmethod
+    def share(self, position: int, context: CallContext, given: Given) -> PartCall | None:
+        """The forward of one table, that at `position`, which is `given` these inputs; None where these are known to
+        be others by now than those that were planned."""
 
     def begin(self) -> None:
         """The first of the forwards has come."""
         if self.number < 0:
             self.start(trains=False)
 
-    def catch_up_part(self, position: int) -> None:
-        """Brings the rows of one of the forwards to the steps that its table has taken, of a dense optimizer: those of
-        others may never come, and rows that no forward has asked for stay behind."""
-        self.follow()
-        (whole,) = self.parts
-        whole.catch_up(self.memory.fault, position)
-
     def begin_alone(self) -> None:
         """One of the forwards is about to be looked up by itself."""
-        self.source = None
-        self._tell()
-
-    def _tell(self) -> None:
-        """Tells the host of a fault, unless that was done."""
-        if self.tells_later:
-            self.follow()
-            self._tell_now()
 
     def rows_of(self, position: int) -> torch.Tensor | None:
         """The output of one of the forwards, (B, D), while the rows are what they were when the first one came; else,
@@ -166,16 +143,18 @@ class JointCall(DeviceCall):
 
     def _is_as_looked_up(self) -> bool:
         """Whether a lookup now finds what the one of the first forward has found, or is the first one."""
-        cache, stream = self.parts[0].group.cache, torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
-        now = cache.rows_version, stream, torch.is_inference_mode_enabled()
-        self._rows_of = self._rows_of or now
-        return now == self._rows_of
+        now = self._lookup_now()
+        if self._rows_of is None:
+            self._rows_of = now
+        return now is not None and now == self._rows_of
+
+    @abc.abstractmethod
+    def _lookup_now(self) -> Hashable:
+        """What the outputs of a lookup now would depend on; None where forwards are looked up one by one."""
 
     def _looked_up(self) -> torch.Tensor:
         """The outputs of all forwards, (F, B, D)."""
         if self._rows is None:
-            if self.source is None:
-                self._tell()
             self._rows = self.pool(None, differentiable=False).view(self.count, self.batch, -1)
         return self._rows
 
@@ -193,105 +172,48 @@ class JointCall(DeviceCall):
             self._rows = self._node = None
             self.release()
 
-    def again(self, batches: Sequence[int]) -> JointCall:
-        call = super().again(batches)
-        assert isinstance(call, JointCall)
-        call._forget_parts()
-        return call
 
-
-class PartCall(DeviceCall):
+class PartCall(Call):
     """The forward of one table of a `joint` call, that at `position`. By itself it has a part only where something is
     asked that does not concern all: weights of its samples, or an update without the others."""
 
-    _parts: list[DeviceGroupCall]
-    _made_on = 0  # the stream that it got a part of its own on
+    _parts: list[Any]
 
     def __init__(self, joint: JointCall, position: int, context: CallContext) -> None:
         self._joint, self.position = joint, position
         super().__init__(context, joint.batch)
         self.ids = joint.starts[position + 1] - joint.starts[position]
-        self.tells_later = False
         self._lasts = True
 
     @property
-    def joint(self) -> JointCall:  # type: ignore[override]
+    def joint(self) -> JointCall:
+        """What it is a part of."""
         return self._joint
 
     @property
-    def memory(self) -> CallMemory:  # type: ignore[override]
-        return self._joint.memory
-
-    @property
-    def parts(self) -> list[DeviceGroupCall]:  # type: ignore[override]
+    def parts(self) -> list[Any]:  # type: ignore[override]
         if not self._parts:
             self._parts = [self._part()]
         return self._parts
 
     @parts.setter
-    def parts(self, parts: list[DeviceGroupCall]) -> None:
+    def parts(self, parts: list[Any]) -> None:
         self._parts = parts
 
-    @property
-    def is_shared(self) -> bool:
-        return not self._parts
-
-    def _part(self) -> DeviceGroupCall:
-        (whole,) = self.joint.parts
-        with whole.group.cache.using(whole.ticket):  # behind the plan, whatever stream it was made on
-            return self._part_of(whole)
-
-    def _part_of(self, whole: DeviceGroupCall) -> DeviceGroupCall:
-        whole.join()
-        self._made_on = torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
-        group: DeviceGroup = self.context.tables.placed.now.groups[0]  # type: ignore[assignment]
-        batch, position, bags = self.batch, self.position, whole.bags
-        mine = slice(self.joint.starts[position], self.joint.starts[position + 1])
-        edges = bags.offsets[position * batch : (position + 1) * batch + 1]
-        trained = None if whole.trained is bags.homes else whole.trained[mine]
-        own = DeviceBags(
-            keys=bags.keys[mine],
-            homes=bags.homes[mine],
-            offsets=edges - edges[0],
-            bag=bags.bag[mine] - position * batch,
-            position=None,
-            batch=batch,
-        )
-        part = DeviceGroupCall(group, own, self.context.options, None, trained, None, own.batch)
-        part.ticket = cast("DeviceTicket", TicketShare(whole.ticket, own.homes))
-        return part
-
-    def complete(self) -> bool:
-        return self.joint.complete()
-
-    def arrive(self) -> None:
-        self.joint.arrive()
-
-    def start(self, *, trains: bool) -> None:
-        self.number = next(NUMBERS)
-        self.joint.begin()
-        if trains and self.context.is_dense:
-            self.joint.catch_up_part(self.position)
+    @abc.abstractmethod
+    def _part(self) -> Any:
+        """What its table holds of the plan."""
 
     def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
-        if self.keeps_rows:
-            self.joint.keeps_rows = True
-        elif weights is None:
+        if not self.keeps_rows and weights is None:
             rows = self.joint.rows_of(self.position)
             if rows is not None:
                 return rows
         self.joint.begin_alone()
-        return super().pool(weights, differentiable=differentiable)
+        return super().pool(weights, differentiable=differentiable)  # type: ignore[safe-super]
 
     def joint_output(self, hook: torch.Tensor) -> torch.Tensor | None:
         return self.joint.output_of(self, hook)
-
-    def follow(self, *more: torch.Tensor) -> None:
-        held = [value for part in self._parts for value in (*part.held(), part.bags.offsets, part.bag)]
-        if held and torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device()) != self._made_on:
-            for tensor in held:
-                tensor.record_stream(current_stream())
-        self.joint.follow(*more)
 
     def release(self) -> None:
         self._lasts = False
@@ -307,12 +229,14 @@ class PartCall(DeviceCall):
 
 
 class PlannedTogether(Waiting):
-    """The forwards of a joint `call`, each in its tables and of its inputs: `forwards` names them, with the context of
-    who makes them."""
+    """The forwards of a joint call, planned or being planned as `future`, each in its tables and of its inputs:
+    `forwards` names them, with the context of who makes them."""
 
-    def __init__(self, call: JointCall, forwards: Sequence[Forward], shown: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self, future: Future[JointCall], forwards: Sequence[Forward], shown: Sequence[Any] | None = None
+    ) -> None:
         """`shown`: what the tensors of each show (`forms`), where that is known."""
-        self._call = call
+        self._future = future
         self._forwards = forwards
         self.count = len(forwards)
         self._number = {id(context.tables): number for number, (context, _) in enumerate(forwards)}
@@ -330,7 +254,13 @@ class PlannedTogether(Waiting):
         return len(self._taken) == self.count
 
     def call_of(self, number: int) -> Call | None:
-        return self._call.share(number, self._forwards[number][0]) if self._call.complete() else None
+        if self._future.cancelled() or self._future.exception() is not None:
+            return None
+        call = self._future.result()
+        part = call.share(number, *self._forwards[number]) if call.complete() else None
+        if part is None:
+            call.release_part(number)
+        return part
 
     @property
     def left(self) -> int:
@@ -338,19 +268,29 @@ class PlannedTogether(Waiting):
 
     @property
     def failed(self) -> bool:
-        return False
+        return has_failed(self._future)
 
     def result(self) -> JointCall:
-        return self._call
+        return self._future.result()
 
     def again(self, call: Call) -> PlannedTogether:
         assert isinstance(call, JointCall)
         planned = shallow_copy(self)
-        planned._call, planned._taken, planned._seen = call, set(), self._seen.again()
+        planned._future, planned._taken, planned._seen = Made(call), set(), self._seen.again()
         return planned
 
     def wait(self) -> None:
-        """It was made at once."""
+        if not self._future.cancelled():
+            self._future.exception()
 
     def drop(self) -> None:
-        self._call.release_part(*(number for number in range(self.count) if number not in self._taken))
+        if not self._future.cancel():
+            self._future.add_done_callback(self._release)
+
+    def end(self) -> None:
+        self.wait()
+        self._release(self._future)  # its callback may come a moment later, on the thread that has planned
+
+    def _release(self, future: Future[JointCall]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            future.result().release_part(*(number for number in range(self.count) if number not in self._taken))

@@ -6,17 +6,16 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tieredemb.lookup.bags import EqualBags
-from tieredemb.lookup.device_bags import MAX_BAGS, join_edges
+from tieredemb.lookup.device_bags import MAX_BAGS
 from tieredemb.step.batch import Batch
 
 if TYPE_CHECKING:
-    from tieredemb.kernels.kept_numbers import KeptNumbers
     from tieredemb.step.batch import Given
     from tieredemb.tables.table_set import Place
 
@@ -36,7 +35,8 @@ def may_join(batches: Sequence[Batch]) -> bool:
 
 class JointForm:
     """What `batches` have alike that `may_join`. `size`: their samples · `starts`: where the ids of each begin, and
-    where they end."""
+    where they end · `with_offsets`: which of them have any · `parts`: where their bags are, as `join_edges` takes it ·
+    `lengths`: of the bags of each, or −1 where it has offsets."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self.size = batches[0].size
@@ -44,28 +44,27 @@ class JointForm:
         for batch in batches:
             self.starts.append(self.starts[-1] + batch.ids.shape[0])
         self._is_flat = all(batch.given[0].dim() == 1 for batch in batches)  # type: ignore[union-attr]
-        lengths = [each.offsets.length if isinstance(each.offsets, EqualBags) else -1 for each in batches]
+        self.lengths = lengths = [
+            each.offsets.length if isinstance(each.offsets, EqualBags) else -1 for each in batches
+        ]
         self._bags: EqualBags | None = None
         if lengths[0] >= 0 and lengths.count(lengths[0]) == len(lengths):
             self._bags = EqualBags(len(batches) * self.size, lengths[0])
-        self._with_offsets = [number for number, length in enumerate(lengths) if length < 0]
-        blocks = [self._with_offsets.index(number) if length < 0 else -1 for number, length in enumerate(lengths)]
-        self._parts = (*self.starts[:-1], *blocks, *(max(0, length) for length in lengths))  # see `join_edges`
+        self.with_offsets = [number for number, length in enumerate(lengths) if length < 0]
+        blocks = [self.with_offsets.index(number) if length < 0 else -1 for number, length in enumerate(lengths)]
+        self.parts = (*self.starts[:-1], *blocks, *(max(0, length) for length in lengths))  # see `join_edges`
 
-    def join(self, forwards: Sequence[Given], words: KeptNumbers) -> Batch:
-        """What the forwards are given, as one batch, on the stream that is current. `words`: of the tables that are
-        looked up as one."""
+    def join(self, forwards: Sequence[Given], edges: Callable[[list[torch.Tensor]], torch.Tensor]) -> Batch:
+        """What the forwards are given, as one batch, on the stream that is current. `edges`: makes those of all bags of
+        the offsets that were given."""
         given: list[Any] = [each[0] for each in forwards]
         ids = torch.cat(given if self._is_flat else [each.reshape(-1) for each in given]).to(torch.int64)
-        edges = self._edges(forwards, words) if self._bags is None else self._bags
-        return Batch(ids, edges, len(forwards) * self.size + 1, True, self.size, None, (ids,))
-
-    def _edges(self, forwards: Sequence[Given], words: KeptNumbers) -> torch.Tensor:
-        # each time: who fills the same memory anew, as a replay of a graph does, tells nobody
-        given: list[Any] = [forwards[number][1] for number in self._with_offsets]
-        parts = words.get(self._parts).view(3, -1)
-        offsets = torch.cat(given).to(torch.int64) if given else parts[0, :0]
-        return join_edges(offsets, parts, self.size, self.starts[-1])
+        bags: Any = self._bags
+        if bags is None:
+            # each time: who fills the same memory anew, as a replay of a graph does, tells nobody
+            offsets: list[Any] = [forwards[number][1] for number in self.with_offsets]
+            bags = edges(offsets)
+        return Batch(ids, bags, len(forwards) * self.size + 1, True, self.size, None, (ids,))
 
 
 class JointForms:

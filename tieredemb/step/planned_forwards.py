@@ -142,7 +142,7 @@ class Planned(Waiting):
 
     @property
     def failed(self) -> bool:
-        return self.future.done() and not self.future.cancelled() and self.future.exception() is not None
+        return has_failed(self.future)
 
     def result(self) -> Call:
         return self.future.result()
@@ -162,6 +162,11 @@ class Planned(Waiting):
         self.wait()
         if not self.future.cancelled():
             _release(self.future)  # its callback may come a moment later, on the thread that has planned
+
+
+def has_failed(future: Future[Any]) -> bool:
+    """Whether planning has ended in an error."""
+    return future.done() and not future.cancelled() and future.exception() is not None
 
 
 _TAKEN: Future[Call] = Future()

@@ -83,7 +83,6 @@ class DeviceCache(Cache):
     ) -> None:
         super().__init__(cold, slots=slots, policy=policy, initial=initial, lock_window=lock_window, device=device)
         self.on_flush: list[Callable[[], None]] = []
-        self.rows_version = 0  # counts what may change rows where they are
         self.plan_lock = threading.RLock()  # a plan waits for its storage beside lookups and updates
         # of what graphs use while they run: those of plans one after the other, and beside them those that compute
         self.plan_pool, self.compute_pool = GraphPool(), GraphPool()

@@ -31,16 +31,3 @@ class DeviceTicket(Flight):
 
     def size_bytes(self) -> int:
         return sum(value.nbytes for value in self.kept if isinstance(value, torch.Tensor))
-
-
-class TicketShare:
-    """Some occurrences of a batch that is in flight: their `homes`, and in all else its ticket."""
-
-    def __init__(self, whole: DeviceTicket, homes: torch.Tensor) -> None:
-        self.__dict__.update(whole=whole, homes=homes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["whole"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.whole, name, value)

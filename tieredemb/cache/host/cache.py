@@ -110,8 +110,8 @@ class HostCache(Cache):
 
         With `score=False` the batch leaves no trace in scores and counters, as when a checkpointed forward is
         recomputed. With `ages=False` it is of the time of the plan before it; see `Cache`. `client`: whose plan it is,
-        where several share the cache: one's, or that of several. A failing storage raises its error and changes no row; the cache stays usable.
-        Lookups and updates of other batches go on meanwhile.
+        where several share the cache: one's, or that of several. A failing storage raises its error and changes no row;
+        the cache stays usable. Lookups and updates of other batches go on meanwhile.
         """
         with self.plan_lock:
             self._check_usable()
@@ -332,12 +332,14 @@ class HostCache(Cache):
 
     def _reload_range(self, start: int, stop: int) -> None:
         slots = self._slots_in(start, stop)
+        self.rows_version += 1
         self.cold.read(self.hot.key[slots], slots, self.hot)
 
     def forget(self) -> None:
         with self.whole():
             self._check_open()
             self.check_idle("load a checkpoint")
+            self.rows_version += 1
             self.hot.reset()
             self._index = SlotMap(len(self.hot))
             self._adopt_scores()

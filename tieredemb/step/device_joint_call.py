@@ -1,0 +1,142 @@
+"""Joint calls on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from tieredemb.cache.tickets import TicketShare
+from tieredemb.kernels.streams import current_stream
+from tieredemb.lookup.device_bags import DeviceBags, join_edges
+from tieredemb.step.call import NUMBERS, CallContext
+from tieredemb.step.device_call import DeviceCall
+from tieredemb.step.device_group_call import DeviceGroupCall
+from tieredemb.step.joint_call import JointCall, PartCall
+
+if TYPE_CHECKING:
+    from tieredemb.cache.device.ticket import DeviceTicket
+    from tieredemb.step.batch import Batch, Given
+    from tieredemb.step.call_memory import CallMemory
+    from tieredemb.tables.group import DeviceGroup
+
+
+class DeviceJointCall(JointCall, DeviceCall):
+    """See `JointCall`. Offsets are checked where they are planned."""
+
+    tells_at_once = False  # but with the first forward: there may be none
+
+    def join(self, forwards: Sequence[Given]) -> Batch:
+        group = cast("DeviceGroup", self.context.tables.groups[0])
+
+        def edges(given: list[torch.Tensor]) -> torch.Tensor:
+            parts = group.words.get(self.form.parts).view(3, -1)
+            offsets = torch.cat(given).to(torch.int64) if given else parts[0, :0]
+            return join_edges(offsets, parts, self.form.size, self.starts[-1])
+
+        return self.form.join(forwards, edges)
+
+    def share(self, position: int, context: CallContext, given: Given) -> DevicePartCall:
+        return DevicePartCall(self, position, context)
+
+    def catch_up_part(self, position: int) -> None:
+        """Brings the rows of one of the forwards to the steps that its table has taken, of a dense optimizer: those of
+        others may never come, and rows that no forward has asked for stay behind."""
+        self.follow()
+        (whole,) = self.parts
+        whole.catch_up(self.memory.fault, position)
+
+    def begin_alone(self) -> None:
+        self.source = None
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tells the host of a fault, unless that was done."""
+        if self.tells_later:
+            self.follow()
+            self._tell_now()
+
+    def _lookup_now(self) -> Hashable:
+        cache, stream = self.parts[0].group.cache, torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
+        return cache.rows_version, stream, torch.is_inference_mode_enabled()
+
+    def _looked_up(self) -> torch.Tensor:
+        if self._rows is None and self.source is None:
+            self._tell()
+        return super()._looked_up()
+
+    def again(self, batches: Sequence[int]) -> DeviceJointCall:
+        call = super().again(batches)
+        assert isinstance(call, DeviceJointCall)
+        call._forget_parts()
+        return call
+
+
+class DevicePartCall(PartCall, DeviceCall):
+    """See `PartCall`."""
+
+    joint: DeviceJointCall  # type: ignore[assignment]
+    _parts: list[DeviceGroupCall]
+    _made_on = 0  # the stream that it got a part of its own on
+
+    def __init__(self, joint: DeviceJointCall, position: int, context: CallContext) -> None:
+        super().__init__(joint, position, context)
+        self.tells_later = False
+
+    @property
+    def memory(self) -> CallMemory:  # type: ignore[override]
+        return self.joint.memory
+
+    @property
+    def is_shared(self) -> bool:
+        return not self._parts
+
+    def _part(self) -> DeviceGroupCall:
+        (whole,) = self.joint.parts
+        with whole.group.cache.using(whole.ticket):  # behind the plan, whatever stream it was made on
+            return self._part_of(whole)
+
+    def _part_of(self, whole: DeviceGroupCall) -> DeviceGroupCall:
+        whole.join()
+        self._made_on = torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device())
+        group: DeviceGroup = self.context.tables.placed.now.groups[0]  # type: ignore[assignment]
+        batch, position, bags = self.batch, self.position, whole.bags
+        mine = slice(self.joint.starts[position], self.joint.starts[position + 1])
+        edges = bags.offsets[position * batch : (position + 1) * batch + 1]
+        trained = None if whole.trained is bags.homes else whole.trained[mine]
+        own = DeviceBags(
+            keys=bags.keys[mine],
+            homes=bags.homes[mine],
+            offsets=edges - edges[0],
+            bag=bags.bag[mine] - position * batch,
+            position=None,
+            batch=batch,
+        )
+        part = DeviceGroupCall(group, own, self.context.options, None, trained, None, own.batch)
+        part.ticket = cast("DeviceTicket", TicketShare(whole.ticket, homes=own.homes))
+        return part
+
+    def complete(self) -> bool:
+        return self.joint.complete()
+
+    def arrive(self) -> None:
+        self.joint.arrive()
+
+    def start(self, *, trains: bool) -> None:
+        self.number = next(NUMBERS)
+        self.joint.begin()
+        if trains and self.context.is_dense:
+            self.joint.catch_up_part(self.position)
+
+    def pool(self, weights: torch.Tensor | None, *, differentiable: bool) -> torch.Tensor:
+        if self.keeps_rows:
+            self.joint.keeps_rows = True
+        return super().pool(weights, differentiable=differentiable)
+
+    def follow(self, *more: torch.Tensor) -> None:
+        held = [value for part in self._parts for value in (*part.held(), part.bags.offsets, part.bag)]
+        if held and torch._C._cuda_getCurrentRawStream(self.memory.fault.get_device()) != self._made_on:
+            for tensor in held:
+                tensor.record_stream(current_stream())
+        self.joint.follow(*more)
