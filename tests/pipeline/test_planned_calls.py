@@ -543,6 +543,26 @@ def test_ids_that_change_unnoticed_before_they_are_looked_up(device, monkeypatch
     assert found.planned == 0
 
 
+@pytest.mark.parametrize("changed", ["ids", "offsets"])
+def test_numpy_changes_what_is_to_be_looked_up(monkeypatch, changed):
+    """Through an array over a tensor's memory, on a CPU, of which torch does not know."""
+
+    class Changes(Lists):
+        def forward(self, dense, offsets, ids):
+            array = (ids if changed == "ids" else offsets)[2].numpy()
+            array[-2:] = array[-3]
+            return super().forward(dense, offsets, ids)
+
+    def calls():
+        return [lists_of(x, step) for step, (x,) in enumerate(matrices(6))]
+
+    expected = train(*converted(Changes, planned=False), calls())
+    found, (model, optimizer) = Found(monkeypatch), converted(Changes)
+    assert_same_bits(train(model, optimizer, calls()), expected)
+    assert found.planned == 4 * (TABLES - 1)
+    assert all(idle(table) for table in model.emb)
+
+
 class Unreadable:
     @property
     def values(self):
@@ -604,10 +624,8 @@ def test_a_model_that_calls_itself_is_planned_no_more(device):
     assert any(habit.is_over for habit in calls_of(model)._habits.values())
 
 
-def test_who_listens_hears_of_the_models_own_lookups_alone(monkeypatch):
+def test_who_listens_hears_of_the_models_own_lookups_alone():
     model, _ = converted()
-    monkeypatch.setattr(planned_calls.PlannedCalls, "_device", lambda self, model: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     begun, other = calls_of(model), te.TieredEmbedding(ROWS, WIDTH)
     begun.before(model, matrices(1)[0], {})  # and is interrupted
     (listener,) = LISTENERS
