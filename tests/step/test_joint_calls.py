@@ -13,7 +13,7 @@ from torch import nn
 import tieredemb as te
 from tieredemb.conversion import replace
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
-from tieredemb.step import device_update
+from tieredemb.step import device_update, host_call, joint_call
 from tieredemb.step.joint_call import JointCall
 
 ROWS = (300, 7, 50, 120)
@@ -38,7 +38,8 @@ def synchronize():
 
 
 def as_one(updates):
-    """How many updates are made as one, where so many are of all tables: on a CPU each table has its own."""
+    """How many steps of a dense optimizer are taken as one, where so many are of all tables: on a CPU each table has a
+    history of its own."""
     return updates if torch.get_default_device().type == "cuda" else 0
 
 
@@ -55,19 +56,20 @@ def joined_on_gpu(gpu, monkeypatch):
 def count_joined(monkeypatch):
     """Counts plans of several tables, by what they were of, and updates of such."""
     found = {"plans": [], "updates": 0}
-    make, joint_of = JointCall.__init__, device_update._joint_of
+    make, joint_of = JointCall.__init__, joint_call.joint_of
 
     def made(self, context, *given):
         found["plans"].append(context.tables.numbers)
         make(self, context, *given)
 
-    def looked_for(collected):
-        joint = joint_of(collected)
+    def looked_for(calls):
+        joint = joint_of(calls)
         found["updates"] += joint is not None
         return joint
 
     monkeypatch.setattr(JointCall, "__init__", made)
-    monkeypatch.setattr(device_update, "_joint_of", looked_for)
+    for part in (device_update, host_call):
+        monkeypatch.setattr(part, "joint_of", looked_for)
     return found
 
 
@@ -163,7 +165,7 @@ def test_training_has_the_bits_of_tables_planned_apart(joined, capacity, kind, o
     assert not joined["plans"]
     together = train(*converted(kind, capacity, optimizer, **sparse), ahead(kind))
     assert joined["plans"] == [(0, 1, 2, 3)] * (STEPS - 1)  # the first batch shows who looks up what
-    assert joined["updates"] == as_one(STEPS - 1)
+    assert joined["updates"] == STEPS - 1
     assert_same_bits(together, apart)
 
 
@@ -172,7 +174,7 @@ def test_optimizers_of_torch(joined, optimizer):
     sparse = {"sparse": True}
     apart = train(*converted("offsets", 60, optimizer, **sparse), lambda _: given("offsets"))
     together = train(*converted("offsets", 60, optimizer, **sparse), ahead("offsets", 3))
-    assert joined["updates"] == as_one(STEPS - 1)
+    assert joined["updates"] == STEPS - 1
     assert_same_bits(together, apart)
 
 
@@ -275,7 +277,7 @@ def test_what_a_model_does_with_its_outputs(joined, name):
     apart = train(*converted("equal", 60, te.Adagrad(lr=0.1)), lambda _: given("equal"), use=USES[name])
     together = train(*converted("equal", 60, te.Adagrad(lr=0.1)), ahead("equal"), use=USES[name])
     assert len(joined["plans"]) == STEPS - 1
-    assert joined["updates"] == (0 if name == "a part" else as_one(STEPS - 1))
+    assert joined["updates"] == (0 if name == "a part" else STEPS - 1)
     assert_same_bits(together, apart)
 
 

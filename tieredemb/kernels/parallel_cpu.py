@@ -69,7 +69,11 @@ def _run(kernel: Callable[..., int], job: Any, args: tuple[Any, ...]) -> None:
 
 class Pass:
     """`kernel(lo, hi, *args)` over the ranges that `bounds` cuts, each of them once, also where an interrupt comes in
-    between: compiled code, which nothing interrupts, notes those that were run. `run` goes on with what is left."""
+    between: compiled code, which nothing interrupts, notes those that were run. `run` goes on with what is left.
+    `held`: whose memory the kernel reads beside its arguments'.
+    """
+
+    held: object = None
 
     def __init__(self, kernel: Callable[..., int], bounds: list[int], *args: Any) -> None:
         self._kernel, self._bounds, self._args = kernel, bounds, args

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 POOL_GRAIN = 32768  # row elements a thread is worth
 LINE_BYTES = 64
+BAGS_AHEAD = 8  # bags whose first row is asked for early: of one feature a third faster than 1
 NO_WEIGHTS = np.empty(0, np.float32)
 NO_ARGMAX = np.empty((0, 0), np.int32)
 
@@ -94,6 +95,7 @@ def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out,
     width = row_width(weight)
     weighted = weights.shape[0] > 0
     acc = np.empty(width, np.float32)
+    ahead = max(1, BAGS_AHEAD // mode.shape[0])
     for b in range(lo, hi):
         for feature in range(mode.shape[0]):
             bag = feature * batch + b
@@ -101,8 +103,10 @@ def bags_pool(lo, hi, weight, homes, offsets, batch, mode, column, weights, out,
             stop = offsets[bag + 1]
             first = column[feature]
             kind = mode[feature]
-            if b + 1 < batch and stop < homes.shape[0]:  # the same feature's next bag: a sample's worth of work ahead
-                row_prefetch(weight, homes[stop])
+            if b + ahead < batch:  # a later bag of the same feature: some bags' worth of work ahead
+                later = offsets[bag + ahead]
+                if later < homes.shape[0]:
+                    row_prefetch(weight, homes[later])
             if stop - start == 1 and not weighted and kind != MAX and homes[start] >= 0:
                 home = homes[start]
                 for d in range(width):

@@ -27,7 +27,6 @@ from tieredemb.tables.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
-    from tieredemb.step.device_joint_call import DeviceJointCall
     from tieredemb.step.recorded_plans import Recorded
     from tieredemb.tables.table_set import TableSet
 
@@ -41,8 +40,6 @@ class DeviceCall(Call):
     pooled: torch.Tensor | None = None  # the output, where a recorded plan has looked it up
     recorded: Recorded | None = None  # what has planned it, if that is recorded
     source: Recorded | None = None  # the same, where it is to look the output up yet
-    joint: DeviceJointCall | None = None  # whose part it is, if it was planned together with others
-    position: int  # its place among those
     stack: Stack | None = None  # what the rows of its output are, if that has one
     tells_at_once = True  # of a fault, where it is not planned ahead
 
@@ -152,11 +149,6 @@ class DeviceCall(Call):
     def tickets(self) -> list[DeviceTicket]:
         """Those of all groups."""
         return [part.ticket for part in self.parts]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether it is part of a joint call, and nothing was asked of it that does not concern all."""
-        return False
 
     def complete(self) -> bool:
         ended = True

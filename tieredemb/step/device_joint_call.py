@@ -88,10 +88,6 @@ class DevicePartCall(PartCall, DeviceCall):
     def memory(self) -> CallMemory:  # type: ignore[override]
         return self.joint.memory
 
-    @property
-    def is_shared(self) -> bool:
-        return not self._parts
-
     def _part(self) -> DeviceGroupCall:
         (whole,) = self.joint.parts
         with whole.group.cache.using(whole.ticket):  # behind the plan, whatever stream it was made on

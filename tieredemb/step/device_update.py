@@ -15,6 +15,7 @@ from tieredemb.lookup.device_bags import MAX_BAGS
 from tieredemb.lookup.device_lookup import DeviceLookup, Segments
 from tieredemb.step.call import Call, Collected
 from tieredemb.step.device_group_call import DeviceGroupCall
+from tieredemb.step.joint_call import joint_of
 from tieredemb.step.recorded_updates import ALIGNMENT, updates_of
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
@@ -95,10 +96,10 @@ def update_together(sets: Sequence[Collected]) -> None:
     tables, optimizer = sets[0][0][0].context.tables.whole, sets[0][0][0].context.check_trainable()
     whole = cast("DeviceGroup", tables.groups[0])
     collected = sorted((pair for calls in sets for pair in calls), key=lambda pair: pair[0].number)
-    calls, joint = _device_calls(collected), _joint_of(collected)
+    calls, joint = _device_calls(collected), joint_of([call for call, _ in collected])
     if joint is not None:
-        collected = sorted(collected, key=lambda pair: cast("DeviceCall", pair[0]).position)
-        calls = [joint]
+        collected = joint.in_order(collected)
+        calls = [cast("DeviceJointCall", joint)]
     grads, parts = [grad for _, grad in collected], [call.parts[0] for call in calls]
     groups = [cast("DeviceGroup", calls[0][0].context.tables.groups[0]) for calls in sets]
     with tables.placed.now.rows.again(), on_device(tables.config.device):
@@ -144,15 +145,6 @@ def _may_stay(grads: Sequence[torch.Tensor]) -> bool:
     if len(grads) == 1 or not torch.cuda.is_current_stream_capturing():
         return False
     return all(grad.data_ptr() % ALIGNMENT == 0 and grad.is_contiguous() for grad in grads)
-
-
-def _joint_of(collected: Collected) -> DeviceJointCall | None:
-    """What the calls are the parts of, if that is one joint call, and they are all of its parts."""
-    calls = _device_calls(collected)
-    joint = calls[0].joint
-    if joint is None or len(calls) != joint.count:
-        return None
-    return joint if all(call.joint is joint and call.is_shared for call in calls) else None
 
 
 def _is_plain(calls: Sequence[DeviceCall]) -> bool:

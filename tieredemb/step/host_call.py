@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -29,8 +30,9 @@ from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, catch_up, limi
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, Collected, StackRows
+from tieredemb.step.joint_call import joint_of
 from tieredemb.step.stack import Run, Stack
-from tieredemb.tables.group import HostGroup
+from tieredemb.tables.group import Group, HostGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 
@@ -75,7 +77,10 @@ class RowPass(Change):
         self.group.kept.append(numbers.step, numbers.rate[0], numbers.missed, numbers.terms)
 
 
-def carry_out(passes: Sequence[tuple[HostGroup, Pass, Hyperparameters | None]]) -> None:
+Todo = tuple[HostGroup, Pass, Hyperparameters | None]
+
+
+def carry_out(passes: Sequence[Todo]) -> None:
     """Runs passes that belong together, each with the numbers of the optimizer's step that it is, if it is one: all of
     them or none, as after an exception in between whoever uses the rows next ends them, if one has begun. The caller
     holds the locks of the groups' rows, and has checked them."""
@@ -218,6 +223,21 @@ class HostGroupCall:
         numbers = np.arange(len(slots), dtype=np.int32)
         catch_up(rows, numbers, history, _rounding(self.group, hot.key[slots])).run()
         return rows.weight, self.ticket.inverse
+
+    def update_below(self, grads: Sequence[torch.Tensor], numbers: Hyperparameters) -> Pass:
+        """One optimizer step, given the gradients of what `pool_below` has put out, of each feature in turn, float32
+        (B, D), which stay where they are. The caller holds the lock."""
+        first = min(grads, key=torch.Tensor.data_ptr)
+        space = copy.copy(self.group.space)
+        # rows of an array that begins where the first gradient does, each behind as many numbers as lie in between
+        space.column = np.array([(grad.data_ptr() - first.data_ptr()) // grad.itemsize for grad in grads])
+        gradient = replace(self.gradient(first.numpy()), sample=self.bags.sample)
+        trained, inverse = self.is_trained(), self.ticket.inverse
+        segments = segments_of(_only(trained, inverse), self.ticket.unique_slots)
+        hot = self.group.cache.hot
+        made = update(hot, segments, gradient, space, numbers, None, _rounding(self.group, hot.key, ahead=1))
+        made.held = grads
+        return made
 
     def weights_gradient(self, grad: Array, out: Array) -> None:
         """Writes the gradient of the per-sample weights to their positions in `out`, float32 (N,)."""
@@ -367,42 +387,77 @@ class HostCall(Call):
 
     @staticmethod
     def apply(sets: Sequence[Collected]) -> None:
-        todo: list[tuple[HostGroup, Pass, Hyperparameters | None]] = []
-        grads_of = [[grad for _, grad in calls] for calls in sets]
+        sets = [[(call, grad.contiguous()) for call, grad in calls] for calls in sets]
         with sets[0][0][0].context.tables.placed.now.rows.again():
-            for calls in sets:
-                for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
-                    for call, _ in calls:
-                        group.cache.check_rows(call.parts[g].ticket)
-            for calls, grads in zip(sets, grads_of, strict=True):
-                place, optimizer = calls[0][0].context.tables.placed.now, calls[0][0].context.updater.optimizer
-                assert optimizer is not None  # the backward has asked for it
-                for g, group in enumerate(place.groups):
-                    assert isinstance(group, HostGroup)
-                    numbers = optimizer.numbers(group, grads)
-                    if numbers is None:
-                        break
-                    update = prepare_update(group, [call.parts[g] for call, _ in calls], grads, numbers)
-                    todo.append((group, update, numbers))
-            carry_out(todo)
+            carry_out(_update_together(sets) or _update_apart(sets))
 
     @staticmethod
     def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
         place = tables.placed.now
-        todo: list[tuple[HostGroup, Pass, Hyperparameters | None]] = []
+        todo: list[Todo] = []
         with place.rows.again():
             for group in place.groups:
                 assert isinstance(group, HostGroup)
                 numbers = optimizer.numbers(group, [])
                 if numbers is None:
                     return
-                todo.append((group, Pass(lambda *_: 0, [0]), numbers))  # over no rows
+                todo.append((group, _no_rows(), numbers))
             carry_out(todo)
 
 
 def _rounding(group: HostGroup, keys: Array, *, ahead: int = 0) -> Any:
     """See `Group.rounding`, which rows that are rounded to nearest need not ask."""
     return NEAREST if group.draws is None else group.rounding(keys, ahead=ahead)
+
+
+def _no_rows() -> Pass:
+    return Pass(lambda *_: 0, [0])
+
+
+def _numbers(call: Call, group: Group, grads: list[torch.Tensor]) -> Hyperparameters | None:
+    """Of the step that a group of the call's tables takes now; see `RowOptimizer.numbers`."""
+    optimizer = call.context.updater.optimizer
+    assert optimizer is not None  # the backward has asked for it
+    return optimizer.numbers(group, grads)
+
+
+def _update_apart(sets: Sequence[Collected]) -> list[Todo]:
+    """The update of each group, for the calls over each set of tables. The caller holds the locks."""
+    todo: list[Todo] = []
+    for calls in sets:
+        for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
+            for call, _ in calls:
+                group.cache.check_rows(call.parts[g].ticket)
+    for calls in sets:
+        grads = [grad for _, grad in calls]
+        for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
+            assert isinstance(group, HostGroup)
+            numbers = _numbers(calls[0][0], group, grads)
+            if numbers is None:
+                break
+            update = prepare_update(group, [call.parts[g] for call, _ in calls], grads, numbers)
+            todo.append((group, update, numbers))
+    return todo
+
+
+def _update_together(sets: Sequence[Collected]) -> list[Todo]:
+    """The update of all tables of a joint call as that of one batch, where it is of all of them and their optimizers
+    have the same numbers; else nothing. The caller holds the locks."""
+    joint = None if len(sets) == 1 else joint_of([call for calls in sets for call, _ in calls])
+    if joint is None or joint.context.is_dense:  # whose tables have histories of their own
+        return []
+    collected = joint.in_order([pair for calls in sets for pair in calls])
+    grads = [grad for _, grad in collected]
+    groups = [call.context.tables.placed.now.groups[0] for call, _ in collected]
+    taken = [_numbers(call, group, [grad]) for (call, grad), group in zip(collected, groups, strict=True)]
+    (whole,), numbers = joint.parts, [each for each in taken if each is not None]
+    if len(numbers) < len(taken) or len({(each.recipe, each.numbers, each.scale) for each in numbers}) > 1:
+        return []
+    whole.group.cache.check_rows(whole.ticket)
+    rates = np.concatenate([each.rate for each in numbers])
+    update = whole.update_below(grads, replace(numbers[0], rate=rates))
+    passes = [update, *(_no_rows() for _ in groups[1:])]
+    return list(zip(cast("list[HostGroup]", groups), passes, numbers, strict=True))
 
 
 def prepare_update(
@@ -418,16 +473,15 @@ def gather(group: HostGroup, parts: list[HostGroupCall], grads: list[torch.Tenso
     """The calls of one backward pass as one batch: its trained occurrences by row, and their gradient."""
     gradients = [part.gradient(grad.numpy()) for part, grad in zip(parts, grads, strict=True)]
     if len(parts) == 1:
-        trained, inverse = parts[0].is_trained(), parts[0].ticket.inverse
-        inverse = inverse if trained is None else np.where(trained, inverse, np.int32(-1))
+        inverse = _only(parts[0].is_trained(), parts[0].ticket.inverse)
         return segments_of(inverse, parts[0].ticket.unique_slots), gradients[0]
-    homes = np.concatenate([_trained_homes(part) for part in parts])
+    homes = np.concatenate([_only(part.is_trained(), part.ticket.homes) for part in parts])
     return segments_of_homes(homes, len(group.cache.hot)), _concatenate(gradients)
 
 
-def _trained_homes(part: HostGroupCall) -> Array:
-    trained = part.is_trained()
-    return part.ticket.homes if trained is None else np.where(trained, part.ticket.homes, np.int32(-1))
+def _only(trained: Array | None, occurrences: Array) -> Array:
+    """int32 (N,), −1 for those that are not `trained`."""
+    return occurrences if trained is None else np.where(trained, occurrences, np.int32(-1))
 
 
 def _concatenate(gradients: list[Gradient]) -> Gradient:

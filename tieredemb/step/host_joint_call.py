@@ -29,43 +29,43 @@ if TYPE_CHECKING:
 class HostJointCall(JointCall, HostCall):
     """See `JointCall`."""
 
-    _ids: Array  # of all forwards, as they were planned, int64 (N,)
-    _edges: Array | None = None  # of the bags of all forwards, int64 (F·B + 1,), where offsets were given
+    _ids: tuple[torch.Tensor, ...]  # of each forward, as they were planned, int64 (N,)
+    _offsets: dict[int, torch.Tensor]  # of those that gave any, int32 or int64 (B,)
 
     def join(self, forwards: Sequence[Given]) -> Batch:
-        def edges(given: list[torch.Tensor]) -> torch.Tensor:
-            self._edges = self._join_edges(given)
-            return torch.from_numpy(self._edges)
-
-        batch = self.form.join(forwards, edges)
-        self._ids = batch.ids.numpy()
+        self._offsets = {}
+        batch = self.form.join(forwards, self._join_edges)
+        self._ids = torch.split(batch.ids, self.form.counts)
         return batch
 
-    def _join_edges(self, given: list[torch.Tensor]) -> Array:
+    def _join_edges(self, given: list[torch.Tensor]) -> torch.Tensor:
         """The edges of all bags, int64 (F·B + 1,), of the offsets that were given, each int32 or int64 (B,)."""
-        size, offsets = self.form.size, iter(given)
-        edges = np.empty(self.count * size + 1, np.int64)
+        size, copies = self.form.size, {id(offsets): offsets.clone() for offsets in given}
+        self._offsets = {
+            number: copies[id(offsets)] for number, offsets in zip(self.form.with_offsets, given, strict=True)
+        }
+        edges, checked = np.empty(self.count * size + 1, np.int64), set()
         edges[-1] = self.starts[-1]
-        for number, length in enumerate(self.form.lengths):
-            first, its = self.starts[number], edges[number * size : (number + 1) * size]
+        for number, (length, count) in enumerate(zip(self.form.lengths, self.form.counts, strict=True)):
+            its = edges[number * size : (number + 1) * size]
             if length >= 0:
                 its[:] = np.arange(size) * length
             else:
-                its[:] = next(offsets).numpy()
-                if not offsets_rise(its, size, self.starts[number + 1] - first):
+                offsets = self._offsets[number]
+                its[:] = offsets.numpy()
+                if (id(offsets), count) not in checked and not offsets_rise(its, size, count):
                     raise InvalidInputError("offsets of one of the tables, which says itself what is wrong with them")
-            its += first
-        return edges
+                checked.add((id(offsets), count))
+            its += self.starts[number]
+        return torch.from_numpy(edges)
 
     def share(self, position: int, context: CallContext, given: Given) -> HostPartCall | None:
         """A numpy array over the memory of a tensor can change it, and torch does not know."""
         ids, *offsets = cast("tuple[torch.Tensor, ...]", given)
-        if not np.array_equal(ids.numpy().reshape(-1), self._ids[self.starts[position] : self.starts[position + 1]]):
+        if not torch.equal(ids.reshape(-1).to(torch.int64), self._ids[position]):
             return None
-        if offsets and self._edges is not None:
-            edges = self._edges[position * self.batch : (position + 1) * self.batch]
-            if not np.array_equal(offsets[0].numpy(), edges - edges[0]):
-                return None
+        if offsets and not torch.equal(offsets[0], self._offsets[position]):
+            return None
         return HostPartCall(self, position, context)
 
     def _planners(self, group: HostGroup) -> Planners:

@@ -11,7 +11,7 @@ import functools
 import weakref
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -25,6 +25,7 @@ from tieredemb.tables.pool import Pool, Together
 if TYPE_CHECKING:
     from tieredemb.lookup.options import LookupOptions
     from tieredemb.step.batch import Batch, Given
+    from tieredemb.step.call import Collected
     from tieredemb.step.planned_forwards import Marks
     from tieredemb.tables.table_set import TableSet
 
@@ -162,6 +163,11 @@ class JointCall(Call):
         """That of each, no views to autograd either."""
         return [each.data for each in self._looked_up().unbind()]
 
+    @staticmethod
+    def in_order(collected: Collected) -> Collected:
+        """Its parts and their gradients in the order of the tables."""
+        return sorted(collected, key=lambda pair: cast("PartCall", pair[0]).position)
+
     def release_part(self, *positions: int) -> None:
         """Forwards are over; with the last one the plan is."""
         self._in_flight.difference_update(positions)
@@ -189,6 +195,11 @@ class PartCall(Call):
     def joint(self) -> JointCall:
         """What it is a part of."""
         return self._joint
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether nothing was asked of it that does not concern all."""
+        return not self._parts
 
     @property
     def parts(self) -> list[Any]:  # type: ignore[override]
@@ -226,6 +237,16 @@ class PartCall(Call):
     @property
     def is_over(self) -> bool:
         return self.consumed or not self._lasts
+
+
+def joint_of(calls: Sequence[Call]) -> JointCall | None:
+    """What calls are the parts of, if that is one joint call, and they are all of its parts, of which none was asked
+    what does not concern all."""
+    first = calls[0]
+    if not isinstance(first, PartCall) or len(calls) != first.joint.count:
+        return None
+    alike = all(isinstance(call, PartCall) and call.joint is first.joint and call.is_shared for call in calls)
+    return first.joint if alike else None
 
 
 class PlannedTogether(Waiting):

@@ -4,6 +4,7 @@ before, was checked with those: the values are all that is new."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -34,15 +35,14 @@ def may_join(batches: Sequence[Batch]) -> bool:
 
 
 class JointForm:
-    """What `batches` have alike that `may_join`. `size`: their samples · `starts`: where the ids of each begin, and
-    where they end · `with_offsets`: which of them have any · `parts`: where their bags are, as `join_edges` takes it ·
-    `lengths`: of the bags of each, or −1 where it has offsets."""
+    """What `batches` have alike that `may_join`. `size`: their samples · `counts`: how many ids each has · `starts`:
+    where they begin, and where they end · `lengths`: of the bags of each, or −1 where it has offsets ·
+    `with_offsets`: which those are · `parts`: the same as `join_edges` takes it."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self.size = batches[0].size
-        self.starts = [0]
-        for batch in batches:
-            self.starts.append(self.starts[-1] + batch.ids.shape[0])
+        self.counts = [batch.ids.shape[0] for batch in batches]
+        self.starts = [0, *itertools.accumulate(self.counts)]
         self._is_flat = all(batch.given[0].dim() == 1 for batch in batches)  # type: ignore[union-attr]
         self.lengths = lengths = [
             each.offsets.length if isinstance(each.offsets, EqualBags) else -1 for each in batches
