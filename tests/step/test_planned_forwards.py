@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tieredemb.step.joint_call import PlannedTogether
-from tieredemb.step.planned_forwards import Seen, marks
+from tieredemb.step.planned_forwards import Made, Seen, marks
 
 
 def is_same(seen, number, given):
@@ -66,12 +66,15 @@ def test_a_part_of_a_joint_plan_is_taken_once_all_of_it_has_come(arrives):
             asked.append("complete")
             return arrives
 
-        def share(self, number, context):
+        def share(self, number, context, given):
             asked.append("share")
-            return number, context
+            return number, context, given
+
+        def release_part(self, number):
+            asked.append("release")
 
     context = SimpleNamespace(tables=object())
-    planned = PlannedTogether(Joint(), [(context, (ids,))])
+    planned = PlannedTogether(Made(Joint()), [(context, (ids,))])
     number = planned.find(context.tables, (ids,), marks((ids,)))
-    assert planned.call_of(number) == ((0, context) if arrives else None)
-    assert asked == (["complete", "share"] if arrives else ["complete"])
+    assert planned.call_of(number) == ((0, context, (ids,)) if arrives else None)
+    assert asked == (["complete", "share"] if arrives else ["complete", "release"])

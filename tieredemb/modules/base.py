@@ -29,12 +29,14 @@ from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwar
 from tieredemb.storage.base import CARRIERS
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
-from tieredemb.tables.stand_in import StandIn, check_written
+from tieredemb.tables.stand_in import StandIn, are_as_made, are_trained, check_written
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import unwrapped
 
 if TYPE_CHECKING:
     from tieredemb.step.call_memory import CallMemory
+
+MANY = 4  # stand-ins, of which asking all at once is faster than one by one
 
 
 class TieredModule(LookupModule):
@@ -153,6 +155,8 @@ class TieredModule(LookupModule):
         of a model around it does."""
         if self._frozen:
             return False
+        if len(self._stand_ins) >= MANY and are_as_made(self._stand_ins, self._parameters):
+            return are_trained(self._stand_ins)
         for name, each in self._stand_ins.items():
             if self._parameters.get(name, each) is not each:
                 raise UnsupportedError(

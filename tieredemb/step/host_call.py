@@ -32,7 +32,7 @@ from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call, Collected, StackRows
 from tieredemb.step.joint_call import joint_of
 from tieredemb.step.stack import Run, Stack
-from tieredemb.tables.group import Group, HostGroup
+from tieredemb.tables.group import HostGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 
@@ -285,6 +285,7 @@ class HostCall(Call):
     """One forward of a module on the CPU."""
 
     parts: list[HostGroupCall]
+    planners: Planners | None = None  # of several tables, who plan as one
 
     def plan(
         self,
@@ -309,15 +310,12 @@ class HostCall(Call):
         try:
             for group, its_bags in zip(groups, bags, strict=True):
                 assert isinstance(group, HostGroup)
-                ticket = group.cache.plan(its_bags.keys, score=scored, ages=ages, client=self._planners(group))
+                client = group.client if self.planners is None else self.planners
+                ticket = group.cache.plan(its_bags.keys, score=scored, ages=ages, client=client)
                 self.parts.append(HostGroupCall(group, its_bags, options, ticket, batch.stack))
         except BaseException:
             self.release()
             raise
-
-    def _planners(self, group: HostGroup) -> int | Planners | None:
-        """Who plans by the group's cache, where several share it."""
-        return group.client
 
     def catch_up(self) -> None:
         with self.context.tables.placed.now.rows.again():
@@ -388,8 +386,24 @@ class HostCall(Call):
     @staticmethod
     def apply(sets: Sequence[Collected]) -> None:
         sets = [[(call, grad.contiguous()) for call, grad in calls] for calls in sets]
+        grads_of = [[grad for _, grad in calls] for calls in sets]
         with sets[0][0][0].context.tables.placed.now.rows.again():
-            carry_out(_update_together(sets) or _update_apart(sets))
+            todo = _update_together(sets) if len(sets) > 1 else []
+            for calls in [] if todo else sets:
+                for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
+                    for call, _ in calls:
+                        group.cache.check_rows(call.parts[g].ticket)
+            for calls, grads in [] if todo else zip(sets, grads_of, strict=True):
+                place, optimizer = calls[0][0].context.tables.placed.now, calls[0][0].context.updater.optimizer
+                assert optimizer is not None  # the backward has asked for it
+                for g, group in enumerate(place.groups):
+                    assert isinstance(group, HostGroup)
+                    numbers = optimizer.numbers(group, grads)
+                    if numbers is None:
+                        break
+                    update = prepare_update(group, [call.parts[g] for call, _ in calls], grads, numbers)
+                    todo.append((group, update, numbers))
+            carry_out(todo)
 
     @staticmethod
     def step_alone(tables: TableSet, optimizer: RowOptimizer) -> None:
@@ -414,50 +428,31 @@ def _no_rows() -> Pass:
     return Pass(lambda *_: 0, [0])
 
 
-def _numbers(call: Call, group: Group, grads: list[torch.Tensor]) -> Hyperparameters | None:
-    """Of the step that a group of the call's tables takes now; see `RowOptimizer.numbers`."""
-    optimizer = call.context.updater.optimizer
-    assert optimizer is not None  # the backward has asked for it
-    return optimizer.numbers(group, grads)
-
-
-def _update_apart(sets: Sequence[Collected]) -> list[Todo]:
-    """The update of each group, for the calls over each set of tables. The caller holds the locks."""
-    todo: list[Todo] = []
-    for calls in sets:
-        for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
-            for call, _ in calls:
-                group.cache.check_rows(call.parts[g].ticket)
-    for calls in sets:
-        grads = [grad for _, grad in calls]
-        for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
-            assert isinstance(group, HostGroup)
-            numbers = _numbers(calls[0][0], group, grads)
-            if numbers is None:
-                break
-            update = prepare_update(group, [call.parts[g] for call, _ in calls], grads, numbers)
-            todo.append((group, update, numbers))
-    return todo
-
-
 def _update_together(sets: Sequence[Collected]) -> list[Todo]:
     """The update of all tables of a joint call as that of one batch, where it is of all of them and their optimizers
     have the same numbers; else nothing. The caller holds the locks."""
-    joint = None if len(sets) == 1 else joint_of([call for calls in sets for call, _ in calls])
+    joint = joint_of([call for calls in sets for call, _ in calls])
     if joint is None or joint.context.is_dense:  # whose tables have histories of their own
         return []
     collected = joint.in_order([pair for calls in sets for pair in calls])
     grads = [grad for _, grad in collected]
-    groups = [call.context.tables.placed.now.groups[0] for call, _ in collected]
-    taken = [_numbers(call, group, [grad]) for (call, grad), group in zip(collected, groups, strict=True)]
-    (whole,), numbers = joint.parts, [each for each in taken if each is not None]
-    if len(numbers) < len(taken) or len({(each.recipe, each.numbers, each.scale) for each in numbers}) > 1:
+    groups, numbers = [], []
+    for call, grad in collected:
+        group, optimizer = call.context.tables.placed.now.groups[0], call.context.updater.optimizer
+        assert optimizer is not None  # the backward has asked for it
+        its = optimizer.numbers(group, [grad])
+        if its is None:
+            return []
+        groups.append(cast("HostGroup", group))
+        numbers.append(its)
+    (whole,) = joint.parts
+    if len({(each.recipe, each.numbers, each.scale) for each in numbers}) > 1:
         return []
     whole.group.cache.check_rows(whole.ticket)
     rates = np.concatenate([each.rate for each in numbers])
     update = whole.update_below(grads, replace(numbers[0], rate=rates))
     passes = [update, *(_no_rows() for _ in groups[1:])]
-    return list(zip(cast("list[HostGroup]", groups), passes, numbers, strict=True))
+    return list(zip(groups, passes, numbers, strict=True))
 
 
 def prepare_update(

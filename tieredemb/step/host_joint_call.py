@@ -34,6 +34,7 @@ class HostJointCall(JointCall, HostCall):
 
     def join(self, forwards: Sequence[Given]) -> Batch:
         self._offsets = {}
+        self.planners = Planners(self.context.tables.groups[0].clients, np.array(self.starts))
         batch = self.form.join(forwards, self._join_edges)
         self._ids = torch.split(batch.ids, self.form.counts)
         return batch
@@ -67,9 +68,6 @@ class HostJointCall(JointCall, HostCall):
         if offsets and not torch.equal(offsets[0], self._offsets[position]):
             return None
         return HostPartCall(self, position, context)
-
-    def _planners(self, group: HostGroup) -> Planners:
-        return Planners(group.clients, np.array(self.starts))
 
     def _lookup_now(self) -> Hashable:
         if self.context.is_dense:  # tables that have steps of their own to catch up with

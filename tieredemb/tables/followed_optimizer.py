@@ -85,7 +85,7 @@ class FollowedOptimizer:
         self.optimizer: torch.optim.Optimizer | None = None
         self.pending: Pending | None = None
         self.in_state_dict = True
-        self._followers: Followers | None = None  # of the optimizer, these tables among them
+        self.followers: Followers | None = None  # of the optimizer, these tables among them
         self._places: list[tuple[int, int]] = []  # group and position of each stand-in, where they were last
         self._checked: Meaning | None = None  # what the param group meant when it was found to fit the rows
         self._loading: dict[int, LoadedState] | None = None
@@ -116,8 +116,8 @@ class FollowedOptimizer:
         for stand_in in self.stand_ins:
             stand_in.follows()
         self.in_state_dict = in_state_dict
-        self._followers = followers_of(optimizer)  # each time: an interrupt may have come in between
-        self._followers.add(self)
+        self.followers = followers_of(optimizer)  # each time: an interrupt may have come in between
+        self.followers.add(self)
         self.optimizer = optimizer
 
     def check_follow(
@@ -186,9 +186,9 @@ class FollowedOptimizer:
 
     def unfollow(self) -> None:
         """Hears of its optimizer no longer, whose params stay as they are."""
-        if self._followers is not None:
-            self._followers.remove(self)
-        self.optimizer = self._followers = self._checked = None
+        if self.followers is not None:
+            self.followers.remove(self)
+        self.optimizer = self.followers = self._checked = None
         self._places = []
 
     def _check_replaced(self, instead_of: Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
@@ -316,10 +316,10 @@ class FollowedOptimizer:
 
     def now(self) -> OptimizerConfig:
         """The options as they are, checked. A learning rate on a GPU is 0 here, and read there."""
-        if self._followers is None or self.optimizer is None:
+        if self.followers is None or self.optimizer is None:
             assert self.config is not None
             return self.config
-        return self._meaning(self._followers).config
+        return self._meaning(self.followers).config
 
     def _meaning(self, followers: Followers) -> Meaning:
         """What the param group means now, checked."""
@@ -354,8 +354,8 @@ class FollowedOptimizer:
         """See `RowOptimizer.numbers`."""
         scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler, where the optimizer is a fused one
         assert self.config is not None  # whose rows hold the state, whatever the options are by now
-        if self._followers is not None and self.optimizer is not None:
-            options = self._meaning(self._followers).items
+        if self.followers is not None and self.optimizer is not None:
+            options = self._meaning(self.followers).items
         else:
             options = tuple(asdict(self.config).items())
         steps = tuple(group.cache.cold.metadata.steps[group.own])
@@ -445,7 +445,7 @@ class FollowedOptimizer:
 
     def is_hidden_from(self, asks: FrameType) -> bool:
         """See `OfFollowed`."""
-        return self._followers is not None and self._followers.are_asking(asks)
+        return self.followers is not None and self.followers.are_asking(asks)
 
     def read(self, table: int) -> torch.Tensor | None:
         """The `.grad` of a stand-in."""
@@ -457,8 +457,8 @@ class FollowedOptimizer:
 
     def drop_all(self) -> None:
         """See `OfFollowed`."""
-        if self._followers is not None:
-            self._followers.drop_gradients()
+        if self.followers is not None:
+            self.followers.drop_gradients()
 
     def drop_gradient(self) -> None:
         """See `Follower`."""

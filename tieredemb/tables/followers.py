@@ -94,7 +94,7 @@ class Followers:
         self._those: list[weakref.ref[Any]] = []
         self._groups: dict[tuple[int, bool], _Group] = {}
         self._step: tuple[Any, int] | None = None  # the frame of a step of the optimizer, and its thread
-        self._asks: FrameType | None = None  # a frame inside that, of code that asks for each table
+        self.asks: FrameType | None = None  # a frame inside that, of code that asks for each table
         mine = weakref.ref(self)
 
         def before(_: Any, args: Any, kwargs: Any) -> Any:
@@ -160,15 +160,15 @@ class Followers:
         step = self._step
         if step is None or step[1] != threading.get_ident():
             return False
-        if frame is self._asks:
+        if frame is self.asks:
             return True
         around: FrameType | None = frame
         while around is not None:
             if around is step[0]:
-                self._asks = frame
+                self.asks = frame
                 return True
             around = around.f_back
-        self._step = self._asks = None
+        self._step = self.asks = None
         return False
 
     def drop_gradients(self) -> None:
@@ -180,7 +180,7 @@ class Followers:
 
     def _before(self, frame: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the optimizer's step, in the `frame` that makes it. The step of a closure begins when that has run."""
-        self._step = self._asks = None
+        self._step = self.asks = None
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
             for each in self.listed():
@@ -192,7 +192,7 @@ class Followers:
         here = [frame]
 
         def run() -> Any:
-            self._step = self._asks = None
+            self._step = self.asks = None
             result = closure()
             for each in self.listed():
                 each.check_step()
@@ -203,7 +203,7 @@ class Followers:
 
     def _after(self) -> None:
         """After the optimizer's step: tables that share caches take theirs as one."""
-        self._step = self._asks = None
+        self._step = self.asks = None
         due: dict[Hashable, list[Follower]] = {}
         for each in self.listed():
             if each.is_due:

@@ -18,6 +18,8 @@ import functools
 import sys
 import warnings
 import weakref
+from collections.abc import Mapping
+from operator import attrgetter, is_
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
@@ -52,10 +54,21 @@ class Gradients(Protocol):
         from here on."""
 
 
+class Asked(Protocol):
+    """All that follow an optimizer. `asks`: the frame of its own code, inside a step, that has asked one of them
+    last."""
+
+    asks: FrameType | None
+
+
 class OfFollowed(Gradients, Protocol):
     """Those of tables that follow an `optimizer`, or will."""
 
     optimizer: torch.optim.Optimizer | None
+
+    @property
+    def followers(self) -> Asked | None:
+        """All that follow it."""
 
     @property
     def is_gradient_there(self) -> bool:
@@ -141,7 +154,13 @@ class StandIn(torch.nn.Parameter):
         """The norm of the table's gradient and `TRACE`, float32 (2,); zeros from a step on until the next backward;
         None without a gradient. Computed when it is read first; does not synchronise with a GPU."""
         gradients = None if self.gradients is None else self.gradients()
-        if gradients is None or not gradients.is_gradient_there:  # in each step all stand-ins are asked twice and more
+        if gradients is None:
+            return None
+        followers = gradients.followers
+        hidden_from = None if followers is None else followers.asks
+        if hidden_from is not None and hidden_from is sys._getframe(1):  # in a step each of many tables is asked
+            return None
+        if not gradients.is_gradient_there:
             return None
         frame = sys._getframe(1)
         if gradients.is_hidden_from(frame):
@@ -183,6 +202,29 @@ class StandIn(torch.nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StandIn(table {self.table})"
+
+
+def are_as_made(stand_ins: Mapping[str, StandIn], parameters: Mapping[str, Any]) -> bool:
+    """Whether none of them needs a closer look: each is the one among `parameters`, and nobody has written to it. In
+    compiled code, as each forward asks of many tables."""
+    all_ = stand_ins.values()
+    if not all(map(is_, map(parameters.get, stand_ins, all_), all_)):
+        return False
+    if not all(map(VALUE.__eq__, map(_MADE_AS, all_))):
+        return False
+    with _PLAIN():
+        return [*map(_VERSION, all_)] == [*map(_UNWRITTEN, all_)]
+
+
+def are_trained(stand_ins: Mapping[str, StandIn]) -> bool:
+    """Whether a gradient is wanted of each."""
+    with _PLAIN():
+        return all(map(_REQUIRES_GRAD, stand_ins.values()))
+
+
+_VERSION, _UNWRITTEN = attrgetter("_version"), attrgetter("unwritten")
+_MADE_AS, _REQUIRES_GRAD = attrgetter("made_as"), attrgetter("requires_grad")
+_PLAIN = torch._C.DisableTorchFunctionSubclass  # inside, torch does not look for what a subclass may do otherwise
 
 
 def _warn_of_terms(ref: weakref.ref[StandIn], grad: torch.Tensor) -> None:

@@ -63,13 +63,6 @@ class _Left(NamedTuple):
 NOBODY = _Left(np.empty(0, np.int32), np.empty(0, np.bool_))
 
 
-def _planners(client: int | Planners | None, keys: int) -> Planners:
-    """Whose plan of so many keys it is."""
-    if isinstance(client, Planners):
-        return client
-    return Planners(() if client is None else (client,), np.array([0, keys]))
-
-
 class HostCache(Cache):
     """See `Cache`. Rows of the key ranges `resident`, (first key, rows) each, are brought in once and never leave.
     `clients`: where several plan by the cache, the first key of each in ascending order, and that after the last."""
@@ -115,7 +108,9 @@ class HostCache(Cache):
         """
         with self.plan_lock:
             self._check_usable()
-            cold, hot, planners = self.cold, self.hot, _planners(client, len(keys))
+            cold, hot, planners = self.cold, self.hot, client
+            if not isinstance(planners, Planners):
+                planners = Planners(() if planners is None else (planners,), np.array([0, len(keys)]))
             if not cold.volatile:
                 cold.begin_changes()
             is_later = ages or cold.metadata.batch == 0
@@ -131,20 +126,18 @@ class HostCache(Cache):
                 self._bring(numbering, planners, batch)
             if score:
                 raise_scores(unique_slots, hot.score, self._scoring.now(cold.metadata.batch), self._scoring)
-                self._count_lookups(numbering, planners, is_later=is_later)
+                self._counts["batches"] += is_later
+                for place, of_part in enumerate(numbering.counted.tolist()):
+                    counted = dict(zip(COUNTED, of_part, strict=False))
+                    for name, value in counted.items():
+                        self._counts[name] += value
+                    if planners.numbers:  # several share the cache
+                        self._clients.planned(planners.numbers[place], cold.metadata.batch, counted)
             homes = resolve(numbering.inverse, unique_slots)
             uniques = numbering.counted[:, UNIQUE]
             ticket = Ticket(batch, homes, numbering.inverse, numbering.unique_keys, unique_slots, uniques, self._book)
             self._book.open(ticket)
             return ticket
-
-    def _count_lookups(self, numbering: Numbering, planners: Planners, *, is_later: bool) -> None:
-        of_each = numbering.counted[:, :MISSED].tolist()
-        for name, values in zip(COUNTED, zip(*of_each, strict=True), strict=True):
-            self._counts[name] += sum(values)
-        self._counts["batches"] += is_later
-        for client, values in zip(planners.numbers, of_each, strict=False):  # of none, where nobody shares the cache
-            self._clients.planned(client, self.cold.metadata.batch, dict(zip(COUNTED, values, strict=True)))
 
     @ranged("swap")
     def _bring(self, numbering: Numbering, planners: Planners, batch: int) -> None:
@@ -374,4 +367,5 @@ class HostCache(Cache):
 
     def _count(self, **more: int) -> None:
         self._counts.update(more)
-        self._clients.add(more)
+        if self._clients.planner is not None:
+            self._clients.counts[self._clients.planner].update(more)

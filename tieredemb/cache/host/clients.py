@@ -45,11 +45,6 @@ class Clients:
         counts["batches"] += time != self._times[number]
         self._times[number] = time
 
-    def add(self, counted: Mapping[str, int]) -> None:
-        """Who plans has counted, if anybody does alone."""
-        if self.planner is not None:
-            self.counts[self.planner].update(counted)
-
     def add_rows(self, keys: Array, counted: Mapping[str, Array]) -> None:
         """Of rows `keys`, int64 (K,), each counts for the client that has it. `counted`: how much, (K,) each."""
         if len(self) and len(keys):
