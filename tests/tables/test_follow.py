@@ -7,6 +7,7 @@ import copy
 import gc
 import math
 import pickle
+import re
 import warnings
 import weakref
 
@@ -18,6 +19,7 @@ from torch import nn
 
 import tieredemb as te
 from tieredemb.errors import BackwardError, ConfigError, InvalidInputError, StorageError, UnsupportedError
+from tieredemb.modules.base import MANY
 from tieredemb.tables.stand_in import StandIn
 
 
@@ -1070,6 +1072,31 @@ def test_tables_whose_stand_ins_were_written_to_are_refused(device, write, conte
     written = write(model)
     with context(), pytest.raises(UnsupportedError, match="written to"):
         written(torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize("which", [0, 3, MANY])
+def test_each_of_many_stand_ins_is_looked_at(device, which):
+    tables = [te.TableConfig(name=f"t{t}", num_embeddings=9, embedding_dim=4) for t in range(MANY + 1)]
+    model = te.TieredEmbeddingBagCollection(tables, capacity=1.0, optimizer=torch.optim.SGD)
+    model.follow(torch.optim.SGD(model.parameters(), lr=0.1))
+    given = torch.ones(len(tables), dtype=torch.int64), torch.arange(len(tables) + 1)
+    stand_ins = dict(model.named_parameters())
+    name, stand_in = list(stand_ins.items())[which]
+    assert model(*given).requires_grad
+    stand_in.requires_grad = False
+    assert not model(*given).requires_grad
+    stand_in.requires_grad = True
+    assert model(*given).requires_grad
+    with pytest.raises(UnsupportedError, match=f"parameter '{re.escape(name)}' of a tiered module was replaced"):
+        torch.func.functional_call(model, stand_ins | {name: stand_in.detach() + 1.0}, given)
+    copied = copy.deepcopy(model)
+    list(copied.parameters())[which].value.mul_(1.5)  # as foreach functions write: no version tells of it
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="written to"):
+        copied(*given)
+    with torch.no_grad():
+        stand_in.mul_(2)
+    with pytest.raises(UnsupportedError, match="written to"):
+        model(*given)
 
 
 def test_zero_grad_of_another_optimizer_drops_the_gradients_of_its_own_params_alone(device):

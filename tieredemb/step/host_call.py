@@ -389,20 +389,21 @@ class HostCall(Call):
         grads_of = [[grad for _, grad in calls] for calls in sets]
         with sets[0][0][0].context.tables.placed.now.rows.again():
             todo = _update_together(sets) if len(sets) > 1 else []
-            for calls in [] if todo else sets:
-                for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
-                    for call, _ in calls:
-                        group.cache.check_rows(call.parts[g].ticket)
-            for calls, grads in [] if todo else zip(sets, grads_of, strict=True):
-                place, optimizer = calls[0][0].context.tables.placed.now, calls[0][0].context.updater.optimizer
-                assert optimizer is not None  # the backward has asked for it
-                for g, group in enumerate(place.groups):
-                    assert isinstance(group, HostGroup)
-                    numbers = optimizer.numbers(group, grads)
-                    if numbers is None:
-                        break
-                    update = prepare_update(group, [call.parts[g] for call, _ in calls], grads, numbers)
-                    todo.append((group, update, numbers))
+            if not todo:
+                for calls in sets:
+                    for g, group in enumerate(calls[0][0].context.tables.placed.now.groups):
+                        for call, _ in calls:
+                            group.cache.check_rows(call.parts[g].ticket)
+                for calls, grads in zip(sets, grads_of, strict=True):
+                    place, optimizer = calls[0][0].context.tables.placed.now, calls[0][0].context.updater.optimizer
+                    assert optimizer is not None  # the backward has asked for it
+                    for g, group in enumerate(place.groups):
+                        assert isinstance(group, HostGroup)
+                        numbers = optimizer.numbers(group, grads)
+                        if numbers is None:
+                            break
+                        update = prepare_update(group, [call.parts[g] for call, _ in calls], grads, numbers)
+                        todo.append((group, update, numbers))
             carry_out(todo)
 
     @staticmethod
