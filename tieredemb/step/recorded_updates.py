@@ -76,12 +76,11 @@ class RecordedUpdates:
             return False
         made = cast("list[Recorded]", plans)
         key: Key = (
-            *(plan.number for plan in made),
-            *(tuple(grad.shape) for grad in grads),
-            *(each.data_ptr() for each in kept),
-            *(0 if away.records is None else away.records.data_ptr() for away in overflow),
-            *(away.slotless for away in overflow),
-            *(address if away.slotless else 0 for away in overflow for address in (away.weight, away.state)),
+            *[plan.number for plan in made],
+            *[grad.shape for grad in grads],
+            *[each.data_ptr() for each in kept],
+            *[0 if away.records is None else away.records.data_ptr() for away in overflow],
+            *[(away.weight, away.state) if away.slotless else None for away in overflow],
         )
         update = self._updates.get(key)
         if update is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from operator import is_
 from types import FrameType
 from typing import Any, Protocol
 
@@ -86,7 +87,7 @@ class FollowedOptimizer:
         self.pending: Pending | None = None
         self.in_state_dict = True
         self.followers: Followers | None = None  # of the optimizer, these tables among them
-        self._places: list[tuple[int, int]] = []  # group and position of each stand-in, where they were last
+        self._place: tuple[int, list[int]] | None = None  # group and positions of the stand-ins, where they were last
         self._checked: Meaning | None = None  # what the param group meant when it was found to fit the rows
         self._loading: dict[int, LoadedState] | None = None
         self.on_device = DeviceOptions(self._tables)
@@ -189,7 +190,7 @@ class FollowedOptimizer:
         if self.followers is not None:
             self.followers.remove(self)
         self.optimizer = self.followers = self._checked = None
-        self._places = []
+        self._place = None
 
     def _check_replaced(self, instead_of: Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
         """The params that the stand-ins take the places of, checked."""
@@ -290,19 +291,14 @@ class FollowedOptimizer:
     @property
     def group(self) -> int:
         """Index of the param group that is followed."""
-        self._group()
-        return self._places[0][0]
+        return self._found()[0]
 
-    def _group(self) -> dict[str, Any]:
-        """The param group as it is now; other code replaces it, `load_state_dict` for one."""
+    def _found(self) -> tuple[int, dict[str, Any]]:
+        """The index of the param group, and the group as it is now; other code replaces it, `load_state_dict` for
+        one."""
         assert self.optimizer is not None
-        groups, there = self.optimizer.param_groups, len(self._places) == len(self.stand_ins)
-        try:
-            for (g, at), each in zip(self._places, self.stand_ins, strict=False):
-                there = there and groups[g]["params"][at] is each
-        except IndexError:
-            there = False
-        if not there:
+        groups = self.optimizer.param_groups
+        if self._place is None or not _are_at(groups, *self._place, self.stand_ins):
             found = [_find(self.optimizer, each) for each in self.stand_ins]
             if not all(found) or len({place[0] for place in found if place}) > 1:
                 raise ConfigError(
@@ -310,9 +306,9 @@ class FollowedOptimizer:
                     f"{type(self.optimizer).__name__} that they follow; leave them where follow() has put them. "
                     f"Nothing was changed"
                 )
-            self._places = [place for place in found if place]
-        group: dict[str, Any] = groups[self._places[0][0]]
-        return group
+            places = [place for place in found if place]
+            self._place = places[0][0], [at for _, at in places]
+        return self._place[0], groups[self._place[0]]
 
     def now(self) -> OptimizerConfig:
         """The options as they are, checked. A learning rate on a GPU is 0 here, and read there."""
@@ -323,8 +319,8 @@ class FollowedOptimizer:
 
     def _meaning(self, followers: Followers) -> Meaning:
         """What the param group means now, checked."""
-        group = self._group()
-        found = followers.meaning(self._places[0][0], group, waits=self._tables.config.device.type == "cpu")
+        index, group = self._found()
+        found = followers.meaning(index, group, waits=self._tables.config.device.type == "cpu")
         if found is not self._checked:
             self.check_rows(found.config)
             self._checked = found
@@ -343,7 +339,7 @@ class FollowedOptimizer:
     @property
     def _rate_there(self) -> torch.Tensor | None:
         """The learning rate, where it is a tensor on a GPU."""
-        lr = None if self.optimizer is None else self._group()["lr"]
+        lr = None if self.optimizer is None else self._found()[1]["lr"]
         if not isinstance(lr, torch.Tensor) or "cpu" in (lr.device.type, self._tables.config.device.type):
             return None
         return lr
@@ -542,6 +538,16 @@ class FollowedOptimizer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._connect()
+
+
+def _are_at(groups: list[dict[str, Any]], index: int, positions: Sequence[int], those: Sequence[torch.Tensor]) -> bool:
+    """Whether those are the params at these positions of a group. In compiled code, as a step asks of many tables."""
+    try:
+        return len(positions) == len(those) and all(
+            map(is_, map(groups[index]["params"].__getitem__, positions), those)
+        )
+    except IndexError:
+        return False
 
 
 def _find(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> tuple[int, int] | None:
