@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tieredemb.kernels.constants import DROPPED
-from tieredemb.kernels.cpu import jit, prefetch
+from tieredemb.kernels.cpu import inline, jit, prefetch
 from tieredemb.kernels.parallel_cpu import even_bounds, over_ranges, parallel_for
 
 if TYPE_CHECKING:
@@ -69,6 +69,15 @@ def resolve(inverse: Array, unique_slots: Array) -> Array:
     return homes
 
 
+@inline
+def counts_note(counted, part, lookups, hits, unique, misses):
+    """What was counted until the end of a part."""
+    counted[part, 0] = lookups
+    counted[part, 1] = hits
+    counted[part, 2] = unique
+    counted[part, 3] = misses
+
+
 @jit
 def keys_number(
     keys, slots, starts, last_batch, unique_of_slot, batch, inverse, unique_keys, unique_slots, missed, counted
@@ -86,48 +95,51 @@ def keys_number(
     claim_unique = np.empty(cells, np.int32)
     unique = 0
     misses = 0
-    for part in range(starts.shape[0] - 1):
-        first_unique, first_missed = unique, misses
-        lookups = 0
-        hits = 0
-        for i in range(starts[part], starts[part + 1]):
-            if i + AHEAD < n:
-                ahead = slots[i + AHEAD]
-                if ahead >= 0:
-                    prefetch(last_batch, ahead)
-                    prefetch(unique_of_slot, ahead)
-            key = keys[i]
-            if key < 0:
-                inverse[i] = -1
-                continue
-            lookups += 1
-            s = slots[i]
-            if s >= 0:
-                hits += 1
-                if last_batch[s] != stamp:
-                    last_batch[s] = stamp
-                    unique_of_slot[s] = unique
-                    unique_keys[unique] = key
-                    unique_slots[unique] = s
-                    unique += 1
-                inverse[i] = unique_of_slot[s]
-                continue
-            cell = np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & (cells - 1)
-            while claim_key[cell] != 0 and claim_key[cell] != key + 1:
-                cell = (cell + 1) & (cells - 1)
-            if claim_key[cell] == 0:
-                claim_key[cell] = key + 1
-                claim_unique[cell] = unique
+    lookups = 0
+    hits = 0
+    part = 0
+    for i in range(n):
+        while i >= starts[part + 1]:  # it has ended, and the next one begins
+            counts_note(counted, part, lookups, hits, unique, misses)
+            part += 1
+        if i + AHEAD < n:
+            ahead = slots[i + AHEAD]
+            if ahead >= 0:
+                prefetch(last_batch, ahead)
+                prefetch(unique_of_slot, ahead)
+        key = keys[i]
+        if key < 0:
+            inverse[i] = -1
+            continue
+        lookups += 1
+        s = slots[i]
+        if s >= 0:
+            hits += 1
+            if last_batch[s] != stamp:
+                last_batch[s] = stamp
+                unique_of_slot[s] = unique
                 unique_keys[unique] = key
-                unique_slots[unique] = -1
-                missed[misses] = unique
-                misses += 1
+                unique_slots[unique] = s
                 unique += 1
-            inverse[i] = claim_unique[cell]
-        counted[part, 0] = lookups
-        counted[part, 1] = hits
-        counted[part, 2] = unique - first_unique
-        counted[part, 3] = misses - first_missed
+            inverse[i] = unique_of_slot[s]
+            continue
+        cell = np.int64((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & (cells - 1)
+        while claim_key[cell] != 0 and claim_key[cell] != key + 1:
+            cell = (cell + 1) & (cells - 1)
+        if claim_key[cell] == 0:
+            claim_key[cell] = key + 1
+            claim_unique[cell] = unique
+            unique_keys[unique] = key
+            unique_slots[unique] = -1
+            missed[misses] = unique
+            misses += 1
+            unique += 1
+        inverse[i] = claim_unique[cell]
+    for rest in range(part, counted.shape[0]):
+        counts_note(counted, rest, lookups, hits, unique, misses)
+    for rest in range(counted.shape[0] - 1, 0, -1):  # less those of the parts before
+        for kind in range(counted.shape[1]):
+            counted[rest, kind] -= counted[rest - 1, kind]
 
 
 @over_ranges
