@@ -1,8 +1,25 @@
-"""What tests count of a run: replays of graphs, and forwards that found their plan."""
+"""What tests count of a run: replays of graphs, forwards that found their plan, and rows that came into a cache."""
 
 from __future__ import annotations
 
 import torch
+
+from tieredemb.stats import CacheStats
+
+SCORE_BYTES = 4  # all that is written of a row that leaves clean
+
+
+def arrivals(keys, filled, touched, evictions, written, row_bytes):
+    """What a cache counts of a batch's rows. `keys`: looked up · `filled`: those of them that came · `touched`: all
+    that cold storage knows · `evictions`: rows that left for them · `written`: how many of these were dirty."""
+    return CacheStats(
+        unique=len(set(keys)),
+        rows_filled=len(filled),
+        bytes_filled=len(filled & touched) * row_bytes,
+        evictions=evictions,
+        rows_written_back=written,
+        bytes_written_back=written * row_bytes + (evictions - written) * SCORE_BYTES,
+    )
 
 
 class Replays:

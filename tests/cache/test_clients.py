@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
+from counters import arrivals
 
 import tieredemb as te
 from tieredemb.cache.host.cache import HostCache
@@ -47,16 +48,11 @@ class Clients:
             filled = set(keys) - resident
             evicted = [slot_of[key] for key in filled if before[slot_of[key]] >= 0]
             written = sum(int(dirty[slot]) for slot in evicted)
+            self.expected[table] += arrivals(keys, filled, self._touched, len(evicted), written, self.layout.row_bytes)
             self.expected[table] += CacheStats(
                 batches=1,
                 lookups=len(keys),
                 hits=sum(key in resident for key in keys),
-                unique=len(set(keys)),
-                rows_filled=len(filled),
-                bytes_filled=len(filled & self._touched) * self.layout.row_bytes,
-                evictions=len(evicted),
-                rows_written_back=written,
-                bytes_written_back=written * self.layout.row_bytes + (len(evicted) - written) * 4,
                 rows_overflow=sum(slot_of[key] >= hot.capacity for key in filled),
             )
             self._touched |= set(keys)

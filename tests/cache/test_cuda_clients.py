@@ -8,6 +8,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+from counters import arrivals
 from devices import require_gpu
 
 import tieredemb as te
@@ -95,16 +96,11 @@ class Clients:
             filled = set(keys) & arrived.keys()
             evicted = {key for key in filled if before[arrived[key]] >= 0}
             written = sum(int(dirty[arrived[key]]) for key in evicted)
+            self.expected[table] += arrivals(keys, filled, self._touched, len(evicted), written, self.layout.row_bytes)
             self.expected[table] += CacheStats(
                 batches=1,
                 lookups=len(its),
                 hits=len(its) if table in self.resident else sum(key in found for key in keys),
-                unique=len(set(keys)),
-                rows_filled=len(filled),
-                bytes_filled=len(filled & self._touched) * self.layout.row_bytes,
-                evictions=len(evicted),
-                rows_written_back=written,
-                bytes_written_back=written * self.layout.row_bytes + (len(evicted) - written) * 4,
                 rows_overflow=len(set(keys) - in_slots),
             )
         cached = [its[its >= 0] + int(self.first[table]) for table, its in ids if table not in self.resident]

@@ -70,8 +70,7 @@ def _run(kernel: Callable[..., int], job: Any, args: tuple[Any, ...]) -> None:
 class Pass:
     """`kernel(lo, hi, *args)` over the ranges that `bounds` cuts, each of them once, also where an interrupt comes in
     between: compiled code, which nothing interrupts, notes those that were run. `run` goes on with what is left.
-    `held`: whose memory the kernel reads beside its arguments'.
-    """
+    `held`: what it reads beside its arguments, which is to stay alive."""
 
     held: object = None
 

@@ -98,9 +98,10 @@ def plan_units(
     of several forwards are made, which is else here, on the stream that is current · `ahead`: see `Call.plan`."""
     ages = ages_of([unit[0] for unit in units])
     for unit, is_later, memory in zip(units, ages, chain(memories, repeat(None)), strict=False):
-        executor = None if executor_of is None or len(unit) == 1 else executor_of(unit[0].module)
-        if len(unit) > 1 and _plan_joint(unit, made, executor, ages=is_later, ahead=ahead, memory=memory):
-            continue
+        if len(unit) > 1:
+            executor = None if executor_of is None else executor_of(unit[0].module)
+            if _plan_joint(unit, made, executor, ages=is_later, ahead=ahead, memory=memory):
+                continue
         for lookup in unit:
             planned = plan_alone(lookup, ages=is_later, memory=memory if len(unit) == 1 else None)
             made.append((lookup.module.planned, planned))

@@ -55,7 +55,7 @@ class PlanExecutors:
             if len(lookups) == 1:
                 planned.append((lookups[0].module.planned, plan_alone(lookups[0])))
             else:
-                plan_units(self._units.of(lookups), plan_alone, planned, (), self._executor_of, ahead=True)
+                plan_units(self._units.of(lookups), plan_alone, planned, executor_of=self._executor_of, ahead=True)
 
     def _executor_of(self, module: LookupModule) -> PlanExecutor:
         place = module.tables.placed.now

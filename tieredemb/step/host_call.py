@@ -231,10 +231,8 @@ class HostGroupCall:
         space = copy.copy(self.group.space)
         # rows of an array that begins where the first gradient does, each behind as many numbers as lie in between
         space.column = np.array([(grad.data_ptr() - first.data_ptr()) // grad.itemsize for grad in grads])
-        gradient = replace(self.gradient(first.numpy()), sample=self.bags.sample)
-        trained, inverse = self.is_trained(), self.ticket.inverse
-        segments = segments_of(_only(trained, inverse), self.ticket.unique_slots)
-        hot = self.group.cache.hot
+        segments, gradient = gather(self.group, [self], [first])
+        gradient, hot = replace(gradient, sample=self.bags.sample), self.group.cache.hot
         made = update(hot, segments, gradient, space, numbers, None, _rounding(self.group, hot.key, ahead=1))
         made.held = grads
         return made

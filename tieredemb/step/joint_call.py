@@ -1,5 +1,6 @@
 """Forwards of tables that share a cache, known before they come: planned as one and looked up as one, of which each
-forward has its part. Where an update is of all of them, on a GPU it is that of one batch, too.
+forward has its part. Where an update is of all of them, it is that of one batch, too: on a CPU unless it is a dense
+optimizer's, of which each table has a history of its own.
 
 Of each table there is one forward, of as many samples. Its ids, output and gradient follow those of the table before.
 """
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from tieredemb.step.call import BackwardPass, Call, CallContext
+from tieredemb.step.call import BackwardPass, Call, CallContext, Collected
 from tieredemb.step.joint_form import JointForm, JointForms
 from tieredemb.step.joint_lookup import JOINT_LOOKUP, Came
 from tieredemb.step.planned_forwards import Made, Seen, Waiting, has_failed
@@ -25,7 +26,6 @@ from tieredemb.tables.pool import Pool, Together
 if TYPE_CHECKING:
     from tieredemb.lookup.options import LookupOptions
     from tieredemb.step.batch import Batch, Given
-    from tieredemb.step.call import Collected
     from tieredemb.step.planned_forwards import Marks
     from tieredemb.tables.table_set import TableSet
 

@@ -368,4 +368,4 @@ class HostCache(Cache):
     def _count(self, **more: int) -> None:
         self._counts.update(more)
         if self._clients.planner is not None:
-            self._clients.counts[self._clients.planner].update(more)
+            self._clients.add(more)

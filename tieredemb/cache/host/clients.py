@@ -45,6 +45,11 @@ class Clients:
         counts["batches"] += time != self._times[number]
         self._times[number] = time
 
+    def add(self, counted: Mapping[str, int]) -> None:
+        """The `planner` has counted."""
+        assert self.planner is not None
+        self.counts[self.planner].update(counted)
+
     def add_rows(self, keys: Array, counted: Mapping[str, Array]) -> None:
         """Of rows `keys`, int64 (K,), each counts for the client that has it. `counted`: how much, (K,) each."""
         if len(self) and len(keys):
