@@ -159,6 +159,14 @@ def test_outputs_of_forwards_that_never_come_end_with_those_that_are_given_up(jo
     assert joint.released == 1
 
 
+def test_a_forward_that_came_ends_amid_the_end_of_the_others(joint):
+    """With the last output that was left the node goes, and with that the forward, which releases its own part."""
+    output(joint, 0)
+    joint.release_part(1, 2, 3, 0)
+    assert joint.released > 0
+    assert joint._node is None
+
+
 def test_all_come_of_one_node(joint):
     outputs = [output(joint, position) for position in (2, 0, 3)]
     assert len({each.grad_fn for each in outputs}) == 1

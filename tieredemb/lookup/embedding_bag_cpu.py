@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 POOL_GRAIN = 32768  # row elements a thread is worth
 LINE_BYTES = 64
-BAGS_AHEAD = (
-    8  # bags whose first row is asked for early: single ids of one feature come a quarter to a third sooner than by 1
-)
+BAGS_AHEAD = 8  # bags whose first row is asked for early: single ids of one feature came a quarter sooner than by 1
 NO_WEIGHTS = np.empty(0, np.float32)
 NO_ARGMAX = np.empty((0, 0), np.int32)
 

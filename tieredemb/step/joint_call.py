@@ -171,9 +171,10 @@ class JointCall(Call):
     def release_part(self, *positions: int) -> None:
         """Forwards are over; with the last one the plan is."""
         self._in_flight.difference_update(positions)
-        if self._node is not None:
+        node = self._node  # which a forward that ends with it forgets meanwhile
+        if node is not None:
             for position in positions:
-                self._node[1].pop(position, None)
+                node[1].pop(position, None)
         if not self._in_flight:
             self._rows = self._node = None
             self.release()
