@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,10 +18,10 @@ from torch import nn
 
 import tieredemb
 from benchmarks.cuda_command import keep, make_parser, parse
-from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, batches_of_modes, mode_steps
+from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, batches_of_modes, modes_of
+from benchmarks.cuda_runs import Way, run_in_turns
 from benchmarks.cuda_step import STATISTIC, once, release, say
-from benchmarks.cuda_tables import run_fetched, run_fresh, run_in_turns, set_weights
-from benchmarks.cuda_timing import StepTimes, run_steps
+from benchmarks.cuda_tables import set_weights
 from benchmarks.cuda_workload import Cache, CudaWorkload, batches
 from benchmarks.record import Record, at_most, measured
 from tieredemb.stats import CacheStats
@@ -95,31 +95,6 @@ class Plan:
     device: torch.device
 
 
-def measure(
-    plan: Plan, trained: Trained, given: list[Any], stats: Callable[[], CacheStats]
-) -> dict[str, tuple[StepTimes, CacheStats]]:
-    """Times of the steps in each mode, by its name, and what they did."""
-    device, source, again = plan.device, iter(given), mode_steps(plan.warm_up)
-
-    def alone(step: Callable[[Any], object], warm_up: int) -> tuple[StepTimes, CacheStats]:
-        return run_fresh(step, list(islice(source, warm_up + plan.steps)), stats, warm_up=warm_up, device=device)
-
-    def ahead(step: Callable[[Any], object]) -> tuple[StepTimes, CacheStats]:
-        some = list(islice(source, again + plan.steps + 1))
-        return run_fetched(step, some, trained.model, stats, warm_up=again, depth=1, device=device)
-
-    plain, fetched = run_in_turns(
-        trained.step, source, trained.model, stats,
-        warm_up=plan.warm_up, warm_up_ahead=again, steps=plan.steps, device=device,
-    )  # fmt: skip
-    runs = {"": plain, FETCHED: fetched}
-    if device.type == "cuda":
-        captured = tieredemb.graph_step(trained.step)
-        runs[GRAPH] = alone(captured, again)
-        runs[FETCHED_GRAPH] = ahead(captured)
-    return runs
-
-
 def records(plan: Plan) -> list[Record]:
     work, device = plan.work, plan.device
     ids = batches(work, batches_of_modes(plan.warm_up, plan.steps), device)
@@ -128,36 +103,38 @@ def records(plan: Plan) -> list[Record]:
     whole = torch.randn(work.batch, work.tables * work.width, generator=random, device=device).mul_(1e-2)
     each = [part.contiguous() for part in whole.chunk(work.tables, 1)]
 
-    start, model = perf_counter(), Model(work, device)
+    model = Model(work, device)
     plain = Trained(model, torch.optim.Adagrad(model.parameters(), lr=LR), each)
-    run_steps(plain.step, apart[: plan.warm_up], device)
-    baseline = run_steps(plain.step, apart[plan.warm_up : plan.warm_up + plan.steps], device)
-    found = [measured("step", TORCH, "", "ms", baseline.quantiles(), note=str(baseline))]
-    say(f"{TORCH}: {perf_counter() - start:.1f} s")
-    del model, plain
-    release(device)
+    baseline = Way(step=plain.step, batches=cycle(apart), warm_up=plan.warm_up)
+    found = []
     for share in SHARES:
-        ms: dict[tuple[str, str], float] = {}
+        start, capacity = perf_counter(), f"capacity {100 * share:g} %"
+        ways, closers = {(TORCH, ""): baseline}, []
         for provider in (CONVERTED, COLLECTION):
-            start = perf_counter()
             trained, given, stats, close = tiered(provider, plan, share, apart, ids, each, whole)
-            for mode, (times, done) in measure(plan, trained, given, stats).items():
-                ratio = times.mean_ms / baseline.mean_ms
-                ms[provider, mode] = times.mean_ms
-                more = {
-                    "ratio": ratio,
-                    "ratio_label": "× torch",
-                    "note": f"hit rate {100 * done.hit_rate:.1f} %; {times}",
-                }
+            of_provider = modes_of(
+                trained.step, iter(given), trained.model, stats, warm_up=plan.warm_up, fetched=True, device=device
+            )
+            ways |= {(provider, mode): way for mode, way in of_provider.items()}
+            closers.append(close)
+        runs = run_in_turns(ways, steps=plan.steps, device=device)
+        for close in closers:
+            close()
+        ms = {name: times.mean_ms for name, (times, _) in runs.items()}
+        for (provider, mode), (times, done) in runs.items():
+            more: dict[str, Any] = {"note": str(times)}
+            if provider != TORCH:
+                ratio = times.mean_ms / ms[TORCH, ""]
+                more = {"ratio": ratio, "ratio_label": "× torch"}
+                more["note"] = f"hit rate {100 * done.hit_rate:.1f} %; {times}"
                 if provider == CONVERTED and mode in ("", FETCHED):
                     more |= at_most(ratio, MOST_EAGER)
-                config = f"capacity {100 * share:g} %{mode}"
-                found.append(measured("step", provider, config, "ms", times.quantiles(), **more))
-            close()
-            del trained, stats, close
-            release(device)
-            say(f"{provider}, {share:.0%}: {perf_counter() - start:.1f} s")
-        found += modes(ms, f"capacity {100 * share:g} %")
+            config = f"by turns with {capacity}" if provider == TORCH else capacity + mode
+            found.append(measured("step", provider, config, "ms", times.quantiles(), **more))
+        found += modes(ms, capacity)
+        del ways, closers, trained, stats, close, of_provider
+        release(device)
+        say(f"{capacity}: {perf_counter() - start:.1f} s")
     return found
 
 
@@ -204,8 +181,7 @@ def title(plan: Plan) -> str:
     return (
         f"Forward, backward from a gradient of the outputs, and `step()` of torch.optim.Adagrad: {work.tables} × "
         f"{work.rows:,} × {work.width}, batch {work.batch:,}, bags of 1 id, Zipf {work.alpha:g}, fp32. The mean of "
-        f"{plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up, eager without prefetch and "
-        f"with it by turns; then of as many in each other mode."
+        f"{plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up; all take turns."
     )
 
 

@@ -21,6 +21,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import tieredemb
 from benchmarks.cuda_command import add_steps, barred, keep, make_parser, parse
 from benchmarks.cuda_providers import LR, OURS
+from benchmarks.cuda_runs import run_fetched, run_fresh
 from benchmarks.cuda_step import (
     STATISTIC,
     TORCH_STEPS,
@@ -30,7 +31,7 @@ from benchmarks.cuda_step import (
     release,
     say,
 )
-from benchmarks.cuda_tables import cold_bytes, run_fetched, run_fresh, tiered_tables
+from benchmarks.cuda_tables import cold_bytes, tiered_tables
 from benchmarks.cuda_timing import StepTimes, allocated_bytes, synchronize
 from benchmarks.cuda_workload import SEED, Cache, CudaWorkload, batches, every_row
 from benchmarks.record import Record, at_least, at_most, measured

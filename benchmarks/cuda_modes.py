@@ -3,14 +3,15 @@ goes ahead of its batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 import tieredemb
-from benchmarks.cuda_tables import batches_in_turns, run_fetched, run_fresh, run_in_turns
+from benchmarks.cuda_runs import Way, batches_in_turns, run_in_turns
 from benchmarks.cuda_timing import QUEUED, StepTimes, run_queued
 from tieredemb.stats import CacheStats
 
@@ -34,34 +35,45 @@ class Trained(Protocol):
     def step(self, ids: torch.Tensor) -> None: ...
 
 
+def modes_of(
+    step: Callable[[Any], object],
+    batches: Iterator[Any],
+    model: nn.Module,
+    stats: Callable[[], CacheStats],
+    *,
+    warm_up: int,
+    fetched: bool,
+    device: torch.device,
+) -> dict[str, Way]:
+    """The modes of one model's steps, by name; eager with prefetch if `fetched`. `warm_up`: steps before eager ones."""
+    more: dict[str, Any] = {"batches": batches, "stats": stats}
+    again = {**more, "warm_up": mode_steps(warm_up)}
+    ways = {"": Way(step=step, warm_up=warm_up, **more)}
+    if fetched:
+        ways[FETCHED] = Way(step=step, model=model, **again)
+    if device.type == "cuda":
+        captured = tieredemb.graph_step(step)
+        ways |= {GRAPH: Way(step=captured, **again), FETCHED_GRAPH: Way(step=captured, model=model, **again)}
+    return ways
+
+
 def measure_modes(
-    tiered: Trained, ids: Iterator[torch.Tensor], *, warm_up: int, steps: int, fetched: bool, of_device: bool = False
+    tiered: Trained,
+    ids: Iterator[torch.Tensor],
+    *,
+    warm_up: int,
+    steps: int,
+    fetched: bool,
+    of_device: bool = False,
+    beside: Mapping[str, Way] | None = None,
 ) -> dict[str, tuple[StepTimes, CacheStats]]:
     """Times of the steps in each mode, by its name, and what they did; eager with prefetch if `fetched`, and what
-    graphs take the GPU alone if `of_device`."""
-    device, stats, again = tiered.device, tiered.module.stats, mode_steps(warm_up)
-
-    def alone(step: Callable[[torch.Tensor], object], warm_up: int) -> tuple[StepTimes, CacheStats]:
-        batches = list(islice(ids, warm_up + steps))
-        return run_fresh(step, batches, stats, warm_up=warm_up, device=device)
-
-    def ahead(step: Callable[[torch.Tensor], object]) -> tuple[StepTimes, CacheStats]:
-        batches = list(islice(ids, again + steps + 1))
-        return run_fetched(step, batches, tiered.module, stats, warm_up=again, depth=1, device=device)
-
-    runs = {}
-    if fetched:
-        runs[""], runs[FETCHED] = run_in_turns(
-            tiered.step, ids, tiered.module, stats,
-            warm_up=warm_up, warm_up_ahead=again, steps=steps, device=device,
-        )  # fmt: skip
-    else:
-        runs[""] = alone(tiered.step, warm_up)
-    if device.type == "cuda":
-        captured = tieredemb.graph_step(tiered.step)
-        runs[GRAPH] = alone(captured, again)
-        runs[FETCHED_GRAPH] = ahead(captured)
+    graphs take the GPU alone if `of_device`. All take turns, with the ways that are to be measured `beside`."""
+    device, module = tiered.device, tiered.module
+    ways = modes_of(tiered.step, ids, module, module.stats, warm_up=warm_up, fetched=fetched, device=device)
+    runs = run_in_turns({**(beside or {}), **ways}, steps=steps, device=device)
     if of_device and device.type == "cuda":
+        captured = ways[GRAPH].step
         queued = list(islice(ids, 3 * QUEUED))
         runs[GRAPH + OF_DEVICE] = run_queued(captured, queued), runs[GRAPH][1]
         loop = iter(tieredemb.prefetch(queued, tiered.module))  # whose first and last steps are no replays
@@ -74,6 +86,5 @@ def measure_modes(
 
 
 def batches_of_modes(warm_up: int, steps: int) -> int:
-    """How many batches `measure_modes` takes at most."""
-    again = mode_steps(warm_up)
-    return batches_in_turns(warm_up, again, steps) + 2 * (again + steps + 1) + 3 * QUEUED
+    """How many batches the modes of one model take at most."""
+    return batches_in_turns([warm_up, *3 * [mode_steps(warm_up)]], steps) + 3 * QUEUED

@@ -32,8 +32,9 @@ from benchmarks.cuda_dlrm import Trainer, training_batches
 from benchmarks.cuda_dlrm import plan_of as dlrm_plan_of
 from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, MODE_STEPS
 from benchmarks.cuda_providers import LR, OURS, Upstream
+from benchmarks.cuda_runs import run_fetched, run_fresh
 from benchmarks.cuda_step import STATISTIC, floor_ms, once, release, say
-from benchmarks.cuda_tables import run_fetched, run_fresh, set_weights, tiered_tables
+from benchmarks.cuda_tables import set_weights, tiered_tables
 from benchmarks.cuda_timing import ROUNDS, StepTimes, timed
 from benchmarks.cuda_workload import Cache, CudaWorkload, batches, every_row, quick_workloads, workloads
 from benchmarks.record import Record, at_least, at_most, measured

@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -30,8 +31,9 @@ from benchmarks.cuda_providers import (
     fbgemm_step,
     torch_step,
 )
+from benchmarks.cuda_runs import Way, run_fresh, run_in_turns
 from benchmarks.cuda_swap import swap_requests_per_ms
-from benchmarks.cuda_timing import StepTimes, run_steps
+from benchmarks.cuda_timing import StepTimes
 from benchmarks.cuda_workload import PEER_EARLIER, Cache, CudaWorkload, batches, quick_workloads, workloads
 from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
 from benchmarks.timing import Quantiles
@@ -41,7 +43,11 @@ from tieredemb.stats import CacheStats
 WARM_UP, STEPS = 150, 200
 TORCH_WARM_UP, TORCH_STEPS = 10, 50  # it has no cache to warm, and is slow
 REQUESTS_PER_MS = 510_000  # of 128 bytes, that PCIe carries in both directions together (H200)
-STATISTIC = "Means of wall time, 20–80 % of device events in brackets"
+PEER = "FBGEMM"
+STATISTIC = (
+    "Means of wall time, where several ways take turns the median of those of 5 runs, 20–80 % of device events in "
+    "brackets"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,36 +74,42 @@ def measure(plan: Plan, work: CudaWorkload) -> list[Record]:
     records = []
     if TORCH in plan.providers and work.resident:
         warm_up, steps = min(TORCH_WARM_UP, plan.warm_up), min(TORCH_STEPS, plan.steps)
-        times = run_peer(torch_step(work, upstream), ids[: warm_up + steps], warm_up, plan.device)
+        step = torch_step(work, upstream)
+        times, _ = run_fresh(step, ids[: warm_up + steps], CacheStats, warm_up=warm_up, device=plan.device)
+        del step
         release(plan.device)
         name = f"nn.EmbeddingBag × {work.tables}, sparse, torch.optim.Adagrad"
         records.append(measured(work.name, name, "all resident", "ms", times.quantiles(), note=str(times)))
+    beside = {}
     if FBGEMM in plan.providers and fbgemm_installed():
-        times = run_peer(fbgemm_step(work, upstream), ids[: plan.warm_up + plan.steps], plan.warm_up, plan.device)
-        release(plan.device)
-        config = "all resident" if work.resident else "LFU cache of 1 %, managed"
-        config += "" if work.dtype is torch.float32 else ", fp16"
-        records.append(measured(work.name, "FBGEMM", config, "ms", times.quantiles(), note=str(times)))
-        if work.peer is not None:
-            work = replace(work, peer=replace(work.peer, name="FBGEMM, this run", ms=times.mean_ms))
+        beside[PEER] = Way(step=fbgemm_step(work, upstream), batches=cycle(ids), warm_up=plan.warm_up)
     if OURS in plan.providers:
         for cache in work.caches:
             for policy in plan.policies[:1] if work.resident else plan.policies:
-                records += measure_tiered(plan, work, cache, policy, ids, upstream)
+                records += measure_tiered(plan, work, cache, policy, ids, upstream, beside)
+    else:
+        runs = run_in_turns(beside, steps=plan.steps, device=plan.device)
+        records += [peer_record(work, times) for times, _ in runs.values()]
     return records
 
 
-def run_peer(
-    step: Callable[[torch.Tensor], object], ids: Sequence[torch.Tensor], warm_up: int, device: torch.device
-) -> StepTimes:
-    run_steps(step, ids[:warm_up], device)
-    return run_steps(step, ids[warm_up:], device)
+def peer_record(work: CudaWorkload, times: StepTimes, turns_with: str = "") -> Record:
+    config = "all resident" if work.resident else "LFU cache of 1 %, managed"
+    config += "" if work.dtype is torch.float32 else ", fp16"
+    config += f", by turns with {turns_with}" if turns_with else ""
+    return measured(work.name, PEER, config, "ms", times.quantiles(), note=str(times))
 
 
 def measure_tiered(
-    plan: Plan, work: CudaWorkload, cache: Cache, policy: Policy, ids: Sequence[torch.Tensor], upstream: Upstream
+    plan: Plan,
+    work: CudaWorkload,
+    cache: Cache,
+    policy: Policy,
+    ids: Sequence[torch.Tensor],
+    upstream: Upstream,
+    beside: Mapping[str, Way],
 ) -> list[Record]:
-    """Builds a collection, measures it in all modes, and gives its memory back."""
+    """Builds a collection, measures it in all modes by turns with the ways `beside`, and gives its memory back."""
     release(plan.device)
     start = perf_counter()
     tiered = Tiered(work, cache, policy, upstream)
@@ -108,14 +120,20 @@ def measure_tiered(
             tiered.load()
         runs = measure_modes(
             tiered, iter(ids), warm_up=plan.warm_up, steps=plan.steps, fetched=not work.resident,
-            of_device=work.resident,
+            of_device=work.resident, beside=beside,
         )  # fmt: skip
         report = tiered.module.memory_report()
     finally:
         tiered.close()
     barred = cache if policy == plan.policies[0] else Cache(capacity=cache.capacity)
     config = str(cache) if policy == plan.policies[0] else f"{cache}, {describe(policy)}"
-    records = [
+    records, ms = [], {name: times.mean_ms for name, (times, _) in runs.items()}
+    if PEER in runs:
+        times, _ = runs.pop(PEER)
+        records.append(peer_record(work, times, config))
+        if work.peer is not None:
+            work = replace(work, peer=replace(work.peer, name="FBGEMM, by turns with it", ms=times.mean_ms))
+    records += [
         step_record(work, step_bar(barred, mode), config + mode, *measured_run) for mode, measured_run in runs.items()
     ]
     if FETCHED_GRAPH in runs and barred.least_pcie_share is not None:
@@ -125,7 +143,7 @@ def measure_tiered(
         note = f"of {plan.requests_per_ms / 1e3:,.0f} M requests/s, the swap alone"
         op = f"{work.name}, PCIe's share"
         records.append(measured(op, OURS, config + FETCHED_GRAPH, "", once(share), note=note, **more))
-    records += ratio_records(work, barred, config, {mode: times.mean_ms for mode, (times, _) in runs.items()})
+    records += ratio_records(work, barred, config, ms)
     if not work.resident:
         records.append(hit_record(work, barred, config, runs[""][1]))
     records += [memory_record(work, barred, config, report, tiered), build_record(work, config, tiered)]
@@ -157,8 +175,11 @@ def step_record(work: CudaWorkload, most_ms: float | None, config: str, times: S
 
 
 def ratio_records(work: CudaWorkload, cache: Cache, config: str, ms: dict[str, float]) -> list[Record]:
-    """An eager step's time by that of the same as a graph, and with prefetch by that without."""
-    asked = (("", GRAPH, cache.most_of_graph), (FETCHED, FETCHED_GRAPH, None), (FETCHED, "", None))
+    """An eager step's time by that of the same as a graph, with prefetch by that without, and where there is a bar by
+    the peer's."""
+    asked = [("", GRAPH, cache.most_of_graph), (FETCHED, FETCHED_GRAPH, None), (FETCHED, "", 1.0)]
+    if cache.most_of_peer is not None:
+        asked.append(("", PEER, cache.most_of_peer))
     found = []
     for mode, other, most in asked:
         if mode in ms and other in ms:
@@ -297,9 +318,9 @@ def title(plan: Plan) -> str:
     first = describe(plan.policies[0])
     text = (
         f"Forward, backward and update, bags of 1 id, row-wise Adagrad, {first}, unified memory, {cold}: the "
-        f"mean of {plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up, and of as many "
-        f"with the next batch fetched ahead, by turns with those; then of as many as replays of a CUDA graph, and as "
-        f"replays that fetch the next batch. {'; '.join(map(str, plan.works))}. Hit rate: of the lookups, before the "
+        f"mean of {plan.steps} steps on batches never seen before, after {plan.warm_up} of warm-up, eager, with the "
+        f"next batch fetched ahead, as replays of a CUDA graph, as replays that fetch the next batch, and those of "
+        f"FBGEMM, which all take turns. {'; '.join(map(str, plan.works))}. Hit rate: of the lookups, before the "
         f"batch's own rows came in."
     )
     if FBGEMM in plan.providers and not fbgemm_installed():

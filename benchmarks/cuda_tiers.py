@@ -21,8 +21,9 @@ import torch
 import tieredemb
 from benchmarks.cuda_command import add_steps, barred, keep, make_parser, parse
 from benchmarks.cuda_providers import LR, OURS, Upstream
+from benchmarks.cuda_runs import run_fetched, run_fresh
 from benchmarks.cuda_step import STATISTIC, once, release, say, traffic
-from benchmarks.cuda_tables import cold_bytes, discard, run_fetched, run_fresh, set_weights, tiered_tables
+from benchmarks.cuda_tables import cold_bytes, discard, set_weights, tiered_tables
 from benchmarks.cuda_timing import StepTimes
 from benchmarks.cuda_workload import CudaWorkload, batches, quick_workloads, workloads
 from benchmarks.record import Record, at_most, measured

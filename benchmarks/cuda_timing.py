@@ -57,8 +57,9 @@ def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """A run of steps. `mean_ms`: wall time a step · `host_ms`: of it, time until Python had enqueued everything (close
-    to the mean: the GPU waits for Python) · `step_ms`: each step by device events, float64 (steps,)."""
+    """A run of steps, or several. `mean_ms`: wall time a step, of several runs the median · `host_ms`: of it, time
+    until Python had enqueued everything (close to the mean: the GPU waits for Python) · `step_ms`: each step by device
+    events, float64 (steps,)."""
 
     mean_ms: float
     host_ms: float
@@ -66,11 +67,8 @@ class StepTimes:
 
     @classmethod
     def of_all(cls, runs: Sequence[StepTimes]) -> StepTimes:
-        """Of runs of one kind of step, as one."""
-        steps = [len(run.step_ms) for run in runs]
-        mean, host = (
-            float(np.average([getattr(run, name) for run in runs], weights=steps)) for name in ("mean_ms", "host_ms")
-        )
+        """Of equally long runs of one kind of step, as one."""
+        mean, host = (float(np.median([getattr(run, name) for run in runs])) for name in ("mean_ms", "host_ms"))
         return cls(mean_ms=mean, host_ms=host, step_ms=np.concatenate([run.step_ms for run in runs]))
 
     def quantiles(self) -> Quantiles:

@@ -23,8 +23,9 @@ import tieredemb
 from benchmarks.cuda_command import make_parser, parse
 from benchmarks.cuda_dlrm import BOTTOM, TOP, Plan, Trainer, training_batches
 from benchmarks.cuda_providers import LR, OURS
+from benchmarks.cuda_runs import run_fetched
 from benchmarks.cuda_step import say, show
-from benchmarks.cuda_tables import run_fetched, set_weights, tiered_tables
+from benchmarks.cuda_tables import set_weights, tiered_tables
 from benchmarks.cuda_timing import StepTimes
 from benchmarks.cuda_workload import workloads
 from benchmarks.machine import ROOT, machine_key

@@ -11,7 +11,8 @@ import tieredemb as te
 from benchmarks import tables
 from benchmarks.cuda_inference import Ids, Size
 from benchmarks.cuda_rounding import area_under_curve
-from benchmarks.cuda_tables import run_fetched, set_weights, tiered_tables
+from benchmarks.cuda_runs import run_fetched
+from benchmarks.cuda_tables import set_weights, tiered_tables
 from benchmarks.cuda_workload import batches, quick_workloads
 from benchmarks.record import load
 
@@ -42,7 +43,7 @@ def run(name, *args):
         ("inference", {"lookup, all hits": 3, "lookup, 5 % misses": 2}),
         ("tiers", {"W-1.2": 4, "W-1.2, building 0.0 GiB, weights set": 2}),
         ("optimizers", {"W-1.2": 8, "forward": 3, "catch up": 6}),
-        ("converted", {"step": 9, "step, prefetch / eager": 2}),
+        ("converted", {"step": 10, "step, prefetch / eager": 2}),
         ("rounding", {"test AUC": 5}),
         ("sharding", {"step": 12, "misses of a rank / one GPU's": 2}),
         ("opening", {"open 0.0 GiB": 2, "fill as many bytes": 1, "first step beyond import torch": 2}),
