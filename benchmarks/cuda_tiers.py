@@ -32,7 +32,7 @@ from tieredemb.storage.base import Storage
 
 NAME = "W-1.2"
 AHEAD, PLAIN = "prefetch", "no prefetch"
-MOST = 1.5  # times unified memory
+MOST = 1.35  # times unified memory
 AGAIN = 10  # steps of warm-up of the second way
 OPTIMIZER = tieredemb.RowWiseAdagrad(lr=LR)
 
