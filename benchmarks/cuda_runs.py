@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ def run_fetched(
     for batch in islice(fetched, warm_up):
         step(batch)
     before = stats()
+    gc.collect()
     times = run_steps(step, _Next(fetched, len(batches) - warm_up - depth - 1), device)
     done = stats() - before
     for batch in fetched:
@@ -69,6 +71,7 @@ def run_fresh(
     """Runs `step` on batches; times, and what was done, of all but the first `warm_up`."""
     run_steps(step, batches[:warm_up], device)
     before = stats()
+    gc.collect()
     times = run_steps(step, batches[warm_up:], device)
     return times, stats() - before
 
@@ -140,6 +143,7 @@ def run_in_turns(
     for of_way in turns.values():
         of_way.warm_up()
     found: dict[Name, list[tuple[StepTimes, CacheStats]]] = {name: [] for name in ways}
+    gc.collect()
     for _ in range(TURNS):
         for name, of_way in turns.items():
             found[name].append(of_way.take(share))
