@@ -92,6 +92,21 @@ def test_a_bad_moment_of_a_whole_trial_is_made_good_by_those_after_it(clock, fas
     assert set(found[-20:]) == {faster}
 
 
+@pytest.mark.parametrize("faster", [True, False])
+def test_one_trial_does_not_overrule_two(clock, faster):
+    """A bad moment of the host, longer than a trial, falls on the steps of the way that is faster."""
+    pace = Pace(torch.device("cuda", 0), 1)
+    times = {"ahead": 1.0 if faster else 1.3, "alone": 1.3 if faster else 1.0}
+    bad = {name: 2.0 if time == 1.0 else time for name, time in times.items()}
+    assert run(pace, clock, 200, **times)[-60:] == [faster] * 60
+    while run(pace, clock, 1, **bad) == [faster]:  # until the next trial tries the other way
+        pass
+    found = run(pace, clock, TRIAL, **bad) + run(pace, clock, 300, **times)
+    tried = "".join("01"[each == faster] for each in found).split("1")
+    assert max(map(len, tried)) <= 1 + SETTLE + 1 + SPAN * SPANS[1]
+    assert found[-100:] == [faster] * 100
+
+
 def test_a_lucky_span_does_not_count(clock):
     pace = Pace(torch.device("cuda", 0), 1)
     assert not run(pace, clock, 200, alone=0.8, lucky=range(FIRST + SPAN, FIRST + 2 * SPAN))[-1]

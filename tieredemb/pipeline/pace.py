@@ -27,7 +27,7 @@ class Pace:
 
     A trial has the other way between two halves of the first one: what changes meanwhile, as a cache does that fills,
     tells on both. Hosts have bad moments that are longer than a trial: so soon after one that finds what none has found
-    before comes another one, and what both have timed decides.
+    before comes another one, and what both have timed decides. What two trials have found stays until then.
     """
 
     def __init__(self, device: torch.device, depth: int) -> None:
@@ -37,6 +37,7 @@ class Pace:
         self._between = AGAIN
         self._left = FIRST  # steps until a trial begins
         self._found: bool | None = None  # by the last trial: whether to plan ahead
+        self._is_sure = False  # whether that before it has found the same
         self._spans: dict[bool, list[float]] = {True: [], False: []}  # of trials that are not sure, in each way
         self._parts: list[list[torch.cuda.Event]] = []  # of a trial: between any two events is a span
         self._wait = 0  # steps until the next event
@@ -80,13 +81,14 @@ class Pace:
         times = {way: _usual(spans) for way, spans in self._spans.items()}
         times[True] *= WORTH
         found = not self.ahead if times[not self.ahead] < times[self.ahead] else self.ahead
-        if found == self._found:
+        was_sure, self._is_sure = self._is_sure, found == self._found
+        if self._is_sure:
             self._between = min(8 * self._between, LAST)
             self._spans = {True: [], False: []}
         else:
             self._between = AGAIN
         self._found, self._left = found, self._between
-        if found != self.ahead:
+        if found != self.ahead and (self._is_sure or not was_sure):
             self._turn()
 
     def leave(self) -> None:
