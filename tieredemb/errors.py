@@ -5,8 +5,11 @@ Each class also derives from the builtin that a caller would expect, so that `ex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _SHOWN_BITS = 256  # 78 digits; Python refuses to write out integers of more than 4300
 _SHOWN_LETTERS = 100
+_SHOWN_NAMES = 3
 
 
 def shown(value: object) -> str:
@@ -18,6 +21,12 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError):  # a huge integer inside of it, or it is nested too deeply
         return f"a {type(value).__name__} that cannot be written out"
     return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}…"
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Names as a message lists them: the first few, and how many more there are."""
+    rest = len(names) - _SHOWN_NAMES
+    return ", ".join(map(repr, names[:_SHOWN_NAMES])) + (f" and {rest} more" if rest > 0 else "")
 
 
 class TieredEmbError(Exception):

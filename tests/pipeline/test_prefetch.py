@@ -832,7 +832,7 @@ def test_checkpoints_and_copies_inside_the_loop_drop_its_plans(device, tmp_path)
 
 def test_ids_that_the_model_computes_are_warned_about(device):
     model = table()
-    with pytest.warns(UserWarning, match="nothing is fetched ahead.*ids_of"):
+    with pytest.warns(UserWarning, match="what 'the model' will.*nothing is fetched ahead.*ids_of.*loop over"):
         runs = train(te.prefetch(ids_of_steps(5), model), model, lambda model, ids: model((ids + 1) % ROWS))
     assert_same_bits(runs, train(ids_of_steps(5), table(), lambda model, ids: model((ids + 1) % ROWS)))
 

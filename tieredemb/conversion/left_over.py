@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from tieredemb.conversion.known_regularisers import KNOWN, Weights
+from tieredemb.errors import some_of
 
 _DEPTH = 6  # of containers and objects in each other
 _ITEMS = 10_000  # of a container that is looked into: a longer one holds data
-_NAMED = 3  # weights in a warning
 _SILENT = (nn.Embedding, nn.EmbeddingBag, types.CellType)  # which count by who holds them
 _CONTAINERS = (list, tuple, set, frozenset, dict, *_SILENT)
 _PASSING = (types.FrameType, types.GeneratorType, Iterator, nn.Parameter)  # hold for a moment, or nothing
@@ -77,12 +77,11 @@ def left_over(model: nn.Module, old: Weights) -> list[str]:
             held.setdefault(holder, []).append(name)
         del weight
     for holder, names in held.items():
-        some = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")
         said.append(
-            f"the old weights of {some} live on, held by {holder}: they take memory and train no longer, so what is "
-            f"done to them there (a regulariser, another optimizer, a score) does not happen to the tables. Drop them "
-            f"there; for an L2 regulariser give the tables' param group weight_decay=2 * l2; pass several optimizers "
-            f"as optimizer=[one, other]"
+            f"the old weights of {some_of(names)} live on, held by {holder}: they take memory and train no longer, so "
+            f"what is done to them there (a regulariser, another optimizer, a score) does not happen to the tables. "
+            f"Drop them there; for an L2 regulariser give the tables' param group weight_decay=2 * l2; pass several "
+            f"optimizers as optimizer=[one, other]"
         )
     return said
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tieredemb.config import is_whole, plain
-from tieredemb.errors import ConfigError, shown
+from tieredemb.errors import ConfigError, shown, some_of
 from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.joint_plans import PlannedUnit
@@ -208,12 +208,11 @@ class Run(Generic[B]):
             self._lookups, unknown = learn(current.batch, self._seen)
             self._listen(False)
             if unknown:
-                names = [
-                    repr(name or "the model") for name, module in self._prefetch.modules.items() if module in unknown
-                ]
+                names = [name or "the model" for name, module in self._prefetch.modules.items() if module in unknown]
                 warnings.warn(
-                    f"prefetch cannot tell from a batch what {', '.join(names)} will look up, so nothing is fetched "
-                    f"ahead for it: the ids are none of the batch's tensors; name them with ids_of",
+                    f"prefetch cannot tell from a batch what {some_of(names)} will look up, so nothing is fetched "
+                    f"ahead for it: the ids are none of the batch's tensors. Name them with ids_of; where the model "
+                    f"computes them, have the loader do that, or loop over the loader itself",
                     stacklevel=4,
                 )
             for fetched in self.queue:
