@@ -15,7 +15,7 @@ from torch import nn
 import tieredemb as te
 from tieredemb.cache.policy import scoring
 from tieredemb.config import FLOAT32_MAX, MAX_BYTES, MAX_ROWS, MAX_WIDTH, parse_bytes, slots_for
-from tieredemb.errors import ConfigError, TieredEmbError, shown
+from tieredemb.errors import ConfigError, TieredEmbError, shown, some_of
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.storage.base import RowLayout
 from tieredemb.tables.config import table_set_config
@@ -196,3 +196,10 @@ def test_shown_is_the_repr_of_what_is_short(value):
 def test_shown_gives_the_size_of_an_integer_that_is_too_long():
     assert shown(10**5000) == "an integer of 16610 bits"
     assert shown(-(2**300)) == "an integer of 301 bits"
+
+
+@pytest.mark.parametrize(
+    ("names", "said"), [("a", "'a'"), ("abc", "'a', 'b', 'c'"), ("abcde", "'a', 'b', 'c' and 2 more")]
+)
+def test_some_of_names_the_first(names, said):
+    assert some_of([*names]) == said
