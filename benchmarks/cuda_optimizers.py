@@ -92,7 +92,7 @@ def title(plan: Plan) -> str:
     return (
         f"Forward, backward from the gradient of a mean loss, and update over unified memory, bags of 1 id, fp32, LFU "
         f"with half-life 300, all rows written before; {plan.work}. The mean of {plan.steps} steps on batches never "
-        f"seen before, after {plan.warm_up} of warm-up; then of as many in each other mode. Catch up: {plan.late}."
+        f"seen before, after {plan.warm_up} of warm-up; the modes take turns. Catch up: {plan.late}."
     )
 
 
