@@ -11,8 +11,9 @@ import tieredemb as te
 from benchmarks import tables
 from benchmarks.cuda_inference import Ids, Size
 from benchmarks.cuda_rounding import area_under_curve
-from benchmarks.cuda_runs import run_fetched
+from benchmarks.cuda_runs import TURNS, Way, batches_in_turns, run_fetched, run_in_turns
 from benchmarks.cuda_tables import set_weights, tiered_tables
+from benchmarks.cuda_timing import StepTimes
 from benchmarks.cuda_workload import batches, quick_workloads
 from benchmarks.record import load
 
@@ -141,6 +142,30 @@ def test_fetched_steps_are_timed_between_warm_up_and_the_last():
     assert len(times.step_ms) == 3
     assert abs(done.batches - 3) <= 2  # those planned ahead count when they are planned
     module.close()
+
+
+def test_ways_take_turns_on_batches_of_their_own():
+    seen, model = [], te.TieredEmbeddingBag(10, 4, device="cpu")
+    ids = iter(range(1000))
+    ways = {
+        name: Way(step=lambda batch, name=name: seen.append((name, batch)), batches=ids, warm_up=warm_up, model=ahead)
+        for name, warm_up, ahead in (("plain", 3, None), ("ahead", 4, model))
+    }
+    found = run_in_turns(ways, steps=2 * TURNS - 1, device=CPU)
+    assert [batch for _, batch in seen] == list(range(len(seen)))
+    assert len(seen) <= batches_in_turns([3, 4], 2 * TURNS - 1)
+    warm_up, turns = seen[:7], [name for name, _ in seen[7:]]
+    assert [name for name, _ in warm_up] == ["plain"] * 3 + ["ahead"] * 4
+    assert turns == (["plain"] * 2 + ["ahead"] * (len(turns) // TURNS - 2)) * TURNS
+    assert [len(times.step_ms) for times, _ in found.values()] == [2 * TURNS, 2 * TURNS]
+
+
+def test_of_several_runs_the_usual_one_counts():
+    runs = [
+        StepTimes(mean_ms=mean, host_ms=mean / 2, step_ms=torch.full((4,), mean).numpy()) for mean in (1.0, 9.0, 2.0)
+    ]
+    whole = StepTimes.of_all(runs)
+    assert (whole.mean_ms, whole.host_ms, len(whole.step_ms)) == (2.0, 1.0, 12)
 
 
 def test_tables_of_unequal_sizes_have_ids_of_their_own_rows():
