@@ -122,15 +122,16 @@ def records(plan: Plan) -> list[Record]:
             close()
         ms = {name: times.mean_ms for name, (times, _) in runs.items()}
         for (provider, mode), (times, done) in runs.items():
-            more: dict[str, Any] = {"note": str(times)}
-            if provider != TORCH:
-                ratio = times.mean_ms / ms[TORCH, ""]
-                more = {"ratio": ratio, "ratio_label": "× torch"}
-                more["note"] = f"hit rate {100 * done.hit_rate:.1f} %; {times}"
-                if provider == CONVERTED and mode in ("", FETCHED):
-                    more |= at_most(ratio, MOST_EAGER)
-            config = f"by turns with {capacity}" if provider == TORCH else capacity + mode
-            found.append(measured("step", provider, config, "ms", times.quantiles(), **more))
+            if provider == TORCH:
+                config = f"by turns with {capacity}"
+                found.append(measured("step", TORCH, config, "ms", times.quantiles(), note=str(times)))
+                continue
+            ratio = times.mean_ms / ms[TORCH, ""]
+            more: dict[str, Any] = {"ratio": ratio, "ratio_label": "× torch"}
+            if provider == CONVERTED and mode in ("", FETCHED):
+                more |= at_most(ratio, MOST_EAGER)
+            note = f"hit rate {100 * done.hit_rate:.1f} %; {times}"
+            found.append(measured("step", provider, capacity + mode, "ms", times.quantiles(), note=note, **more))
         found += modes(ms, capacity)
         del ways, closers, trained, stats, close, of_provider
         release(device)

@@ -17,8 +17,7 @@ from benchmarks.cuda_timing import StepTimes, run_steps
 from tieredemb.stats import CacheStats
 
 TURNS = 5  # that each way of several takes
-BEFORE, AFTER = 6, 2  # steps of each turn with prefetch that are not timed: of batches that nobody has planned, or that
-# have none behind them to plan
+BEFORE, AFTER = 6, 2  # steps that are not timed of each turn with prefetch: nothing is planned for them, or behind them
 Name = TypeVar("Name", bound=Hashable)
 
 

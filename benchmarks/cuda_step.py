@@ -27,6 +27,7 @@ from benchmarks.cuda_providers import (
     TORCH,
     Tiered,
     Upstream,
+    check_room,
     fbgemm_installed,
     fbgemm_step,
     torch_step,
@@ -82,6 +83,7 @@ def measure(plan: Plan, work: CudaWorkload) -> list[Record]:
         records.append(measured(work.name, name, "all resident", "ms", times.quantiles(), note=str(times)))
     beside = {}
     if FBGEMM in plan.providers and fbgemm_installed():
+        check_room(work.cold_bytes if work.resident else 2 * work.cold_bytes)  # of both, which are there together
         beside[PEER] = Way(step=fbgemm_step(work, upstream), batches=cycle(ids), warm_up=plan.warm_up)
     if OURS in plan.providers:
         for cache in work.caches:

@@ -89,8 +89,8 @@ class Batches(Protocol):
 
 
 def run_steps(step: Callable[[torch.Tensor], object], batches: Batches, device: torch.device) -> StepTimes:
-    """Runs `step` on every batch, one after the other; synchronises before the first and after the last only. Who calls
-    it has collected garbage before: to do so in a step would take longer than many."""
+    """Runs `step` on every batch, one after the other; synchronises before the first and after the last only.
+    Collects no garbage: `cuda_runs` does before what it reports, as that would take longer than many steps."""
     marks = _Marks(device, len(batches) + 1)
     synchronize(device)
     start = perf_counter()

@@ -27,7 +27,7 @@ class Pace:
 
     A trial has the other way between two halves of the first one: what changes meanwhile, as a cache does that fills,
     tells on both. Hosts have bad moments that are longer than a trial: so soon after one that finds what none has found
-    before comes another one, and what both have timed decides. What two trials have found stays until then.
+    before comes another one, and what both have timed decides. One trial alone does not overrule two that agreed.
     """
 
     def __init__(self, device: torch.device, depth: int) -> None:
@@ -37,7 +37,6 @@ class Pace:
         self._between = AGAIN
         self._left = FIRST  # steps until a trial begins
         self._found: bool | None = None  # by the last trial: whether to plan ahead
-        self._is_sure = False  # whether that before it has found the same
         self._spans: dict[bool, list[float]] = {True: [], False: []}  # of trials that are not sure, in each way
         self._parts: list[list[torch.cuda.Event]] = []  # of a trial: between any two events is a span
         self._wait = 0  # steps until the next event
@@ -81,14 +80,14 @@ class Pace:
         times = {way: _usual(spans) for way, spans in self._spans.items()}
         times[True] *= WORTH
         found = not self.ahead if times[not self.ahead] < times[self.ahead] else self.ahead
-        was_sure, self._is_sure = self._is_sure, found == self._found
-        if self._is_sure:
+        agreed, agrees = self._between > AGAIN, found == self._found  # the two trials before; this one with the last
+        if agrees:
             self._between = min(8 * self._between, LAST)
             self._spans = {True: [], False: []}
         else:
             self._between = AGAIN
         self._found, self._left = found, self._between
-        if found != self.ahead and (self._is_sure or not was_sure):
+        if found != self.ahead and (agrees or not agreed):
             self._turn()
 
     def leave(self) -> None:
@@ -99,7 +98,8 @@ class Pace:
         self._parts[-1] = []
         self._wait, self._cut = self._settle, self._cut + 1
         if self._cut > MOST_CUT:
-            self.ahead = self._found is not False
+            if len(self._parts) == 2:  # the other way was tried
+                self.ahead = not self.ahead
             self._parts, self._cut, self._left = [], 0, LAST
 
 
