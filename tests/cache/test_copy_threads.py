@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -15,7 +16,16 @@ import torch
 
 from tieredemb.cache.device import copy_threads
 from tieredemb.cache.device.copy_threads import MissReport
-from tieredemb.cache.device.copy_threads_cpu import ALONE, CHUNK
+from tieredemb.cache.device.copy_threads_cpu import (
+    ALONE,
+    CHUNK,
+    END,
+    LINE,
+    SLEEP,
+    job_begin,
+    job_finish,
+    others_wake,
+)
 from tieredemb.cache.device.row_copies import RowCopies
 from tieredemb.kernels.constants import REPORT_NUMBER, REPORT_WORDS
 from tieredemb.storage.base import RowLayout
@@ -193,28 +203,108 @@ def test_one_report_is_waited_for_at_a_time(threads):
     assert (some[0] == torch.arange(701, 1401)[:, None]).all()
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_report_that_has_yet_to_come_is_given_up_for_the_next_job(threads, fails):
+def test_a_report_that_has_yet_to_come_is_given_up_for_the_next_job(threads):
     """And its rows are gathered when they are needed: no job waits for another's GPU, nor for one that has failed."""
     threads(3)
     copies, other, keys = open_rows(), open_rows(), torch.arange(900)
     for number in range(1, 40):
         report, (weight, state), some = Report(keys, number), room(900), room(900)
         begun = copies.gather_when_reported(report.miss_report, weight, state)
-        if fails:
-            report.query = raises
-        if number % 2:
-            report.miss_report.words[REPORT_NUMBER] = number  # which is on its way, and its event is not
-            report.miss_report.words[0] = 0
         other.gather(keys + 9, *some)
+        assert not begun.is_done
         assert (some[0] == torch.arange(10, 910)[:, None]).all()
         report.comes()
-        copies.gather(keys, weight, state, begun=begun if number % 2 == 0 else None)
+        copies.gather(keys, weight, state, begun=begun)
         assert (weight == torch.arange(1, 901)[:, None]).all()
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_reported_gather_does_not_wait_for_rows_being_written(threads, monkeypatch, comes):
+    """The thread that waits for its report does, and the job before is done where it is given up, too."""
+    threads(3)
+    copies, keys, dirty = open_rows(), torch.arange(8000), torch.ones(8000, dtype=torch.uint8)
+    finish, waited = copy_threads.job_finish, []
+    monkeypatch.setattr(copy_threads, "job_finish", lambda board: waited.append(board) or finish(board))
+    for number in range(1, 20):
+        report, (weight, state) = Report(keys, number), room(8000)
+        copies.scatter(keys, weight + number, state + number, dirty)
+        waited.clear()
+        begun = copies.gather_when_reported(report.miss_report, weight, state)
+        assert not waited
+        if comes:
+            report.comes()
+            wait_for(lambda weight=weight, number=number: (weight == number).all())
+        copies.finish()
+        assert begun.is_done == comes
+        assert (copies.cold.weight[:8000] == number).all()
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_a_wait_for_a_report_that_was_interrupted_takes_no_other_job_for_its_own(threads, monkeypatch, opens):
+    """Rows that were being written are no rows that were gathered."""
+    threads(3)
+    copies, keys, dirty = open_rows(), torch.arange(8000), torch.ones(8000, dtype=torch.uint8)
+    report, (weight, state) = Report(keys), room(8000)
+    copies.scatter(keys, weight + 5, state + 5, dirty)
+    wait, found = copy_threads.job_await, []
+
+    def interrupted(board):
+        found.append(copy_threads.copy_threads()._job)
+        if opens:
+            wait(board)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(copy_threads, "job_await", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        copies.gather_when_reported(report.miss_report, weight, state)
+    report.comes()
+    copies.finish()
+    assert found[0].is_done == opens
+    copies.gather(keys, weight, state, begun=found[0])
+    assert (weight == 5).all()
+
+
+def test_waiting_for_a_report_ends_with_it_or_with_the_error_of_the_gpu():
+    report = Report(torch.arange(3))
+    comes = threading.Timer(0.05, report.comes)
+    comes.start()
+    report.miss_report.wait()
+    assert report.came.is_set()
+    assert report.miss_report.has_come
+    failed = Report(torch.arange(3))
+    failed.query = raises
+    assert not failed.miss_report.has_come
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        failed.miss_report.wait()
 
 
 def raises():
     raise RuntimeError("an illegal memory access")
+
+
+def test_one_thread_is_woken_up_for_a_job_and_wakes_up_the_others():
+    """Whoever begins a job goes on at once."""
+    memory = np.zeros((END + LINE) // 8, np.int64)
+    board, c = -(-memory.ctypes.data // LINE) * LINE, ctypes.CDLL(None)
+    sleeping = ctypes.c_void_p(board + SLEEP)
+    assert c.sem_init(sleeping, 0, 0) == 0
+
+    def woken():
+        value = ctypes.c_int()
+        c.sem_getvalue(sleeping, ctypes.byref(value))
+        return value.value
+
+    job_begin(board, 5)
+    assert woken() == 1
+    others_wake(board)
+    assert woken() == 5
+    others_wake(board)
+    assert woken() == 5
+    job_finish(board)
+    job_begin(board, 5)
+    job_finish(board)  # with all of it done, nobody need wake up
+    others_wake(board)
+    assert woken() == 6
 
 
 def test_a_report_of_a_later_number_ends_the_wait(threads):

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import sys
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,9 @@ from tieredemb.cache.device.copy_threads_cpu import (
     JOB,
     JOB_WORDS,
     LINE,
+    LOOKS,
     SLEEP,
+    WAITING,
     WATCH,
     job_await,
     job_begin,
@@ -35,18 +38,23 @@ from tieredemb.cache.device.copy_threads_cpu import (
     job_give_up,
     jobs_serve,
     jobs_watch,
+    report_has_come,
 )
-from tieredemb.kernels.constants import REPORT_WORDS
+from tieredemb.kernels.constants import REPORT_NUMBER, REPORT_WORDS
 from tieredemb.kernels.parallel_cpu import num_threads
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
+MOST_LOOKS = LOOKS + 100  # for a report, before the GPU is asked whether it has failed: some 8 ms
+_NUMBERS = itertools.count(1)  # of jobs
+
 
 class MissReport(NamedTuple):
     """What a GPU reports to the host of the rows that a plan misses. `words`: int64 in pinned memory, the number of
     missed rows, two words more, then `number`, and then the missed keys; the GPU writes `number` last, and it differs
-    from that of every earlier report · `event`: comes after the report."""
+    from that of every earlier report · `event`: comes after the report, and after the rows that leave were sent to the
+    host."""
 
     words: torch.Tensor
     number: int
@@ -55,6 +63,16 @@ class MissReport(NamedTuple):
     def keys(self, rows: int) -> torch.Tensor:
         """The places of up to `rows` keys."""
         return self.words[REPORT_WORDS : REPORT_WORDS + rows]
+
+    @property
+    def has_come(self) -> bool:
+        """Whether it is there, or a later one."""
+        return int(self.words[REPORT_NUMBER]) >= self.number
+
+    def wait(self) -> None:
+        """Returns once it is there, which may be before its event. Raises what the GPU has failed with."""
+        while not report_has_come(self.words.data_ptr(), self.number, MOST_LOOKS):
+            self.event.query()  # type: ignore[no-untyped-call]
 
 
 @dataclass(eq=False)
@@ -65,7 +83,7 @@ class CopyJob:
     `RowCopies`.
 
     `report`: names the first of the keys, and how many they are; the job begins when the report is there, and copies
-    nothing if there are more than K · `is_done`: whether all of its rows were copied."""
+    nothing if there are more than K · `is_done`: whether all of its rows were copied · `number`: tells jobs apart."""
 
     keys: torch.Tensor
     weights: Array
@@ -75,6 +93,7 @@ class CopyJob:
     dirty: torch.Tensor | None = None
     report: MissReport | None = None
     is_done: bool = False
+    number: int = field(default_factory=_NUMBERS.__next__)
 
     def words(self, helpers: int) -> tuple[int, ...]:
         """The job as `job_work` and `jobs_watch` read it. `helpers`: threads that may be woken up for it."""
@@ -82,7 +101,7 @@ class CopyJob:
         buffers = (self.weight.data_ptr(), self.state.data_ptr(), 0 if self.dirty is None else self.dirty.data_ptr())
         cold = (self.weights.ctypes.data, self.states.ctypes.data)
         report = (0, 0) if self.report is None else (self.report.words.data_ptr(), self.report.number)
-        return self.keys.shape[0], self.keys.data_ptr(), *cold, *sizes, *buffers, *report, helpers
+        return self.keys.shape[0], self.keys.data_ptr(), *cold, *sizes, *buffers, *report, helpers, self.number
 
 
 class _Beginning:
@@ -90,21 +109,22 @@ class _Beginning:
 
 
 class CopyThreads:
-    """The threads of a process that copy rows, one job at a time. With `alone` there are none: the calling thread
-    copies all rows."""
+    """The threads of a process that copy rows, one job at a time, behind which one that waits for its report may come.
+    With `alone` there are none: the calling thread copies all rows."""
 
     def __init__(self, *, alone: bool = False) -> None:
         self._lock = threading.RLock()
         self._beginning: weakref.ref[_Beginning] | None = None
         self._helpers = 0
-        self._job: CopyJob | None = None  # the one under way: what it reads and writes is not to be freed
+        # those under way, of which the last may wait: what they read and write is not to be freed
+        self._job: CopyJob | None = None
+        self._before: CopyJob | None = None
         self._watches = False  # whether there is a thread that waits for reports
         self._memory = np.zeros((END + LINE) // 8, np.int64)
         if not alone:  # threads sleep there until the process ends, when Python has freed what it knows of
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self._board = -(-self._memory.ctypes.data // LINE) * LINE
-        first = (self._board + JOB - self._memory.ctypes.data) // 8
-        self._words = self._memory[first : first + JOB_WORDS]
+        self._words, self._waiting_words = self._at(JOB), self._at(WAITING)
         # without semaphores that lie in memory (macOS) one thread copies all
         init = ctypes.CDLL(None).sem_init
         sleeps = all([init(ctypes.c_void_p(self._board + place), 0, 0) == 0 for place in (SLEEP, WATCH)])  # noqa: C419
@@ -129,18 +149,20 @@ class CopyThreads:
                 self._finish()
 
     def begin_when_reported(self, job: CopyJob) -> bool:
-        """Returns at once. Other threads start the job as soon as its report is there, unless another job is begun
-        before. False, with nothing begun, where no thread can wait for a report, or a job is under way whose report has
-        yet to come."""
+        """Returns at once. Other threads start the job as soon as its report is there and the job under way is done,
+        unless another job is begun before. False, with nothing begun, where no thread can wait for a report, or a job
+        is under way whose report has yet to come."""
         with self._lock:
             if self._is_beginning or _is_awaited(self._job) or not self._may_watch():
                 return False
-            self._finish()
+            if self._before is not None or (self._job is not None and self._job.report is not None):
+                self._finish()
             here = _Beginning()
             self._beginning = weakref.ref(here)
             try:
-                self._words[:] = job.words(self._staff(min(job.keys.shape[0] // CHUNK, num_threads() - 1, self._most)))
-                self._job = job
+                helpers = self._staff(min(job.keys.shape[0] // CHUNK, num_threads() - 1, self._most))
+                self._waiting_words[:] = job.words(helpers)
+                self._before, self._job = self._job, job
                 job_await(self._board)
             finally:
                 self._beginning = None
@@ -158,17 +180,24 @@ class CopyThreads:
         return self._beginning is not None and self._beginning() is not None
 
     def _finish(self) -> None:
-        """Ends the job under way. One whose report has yet to come is given up: the next caller waits for no GPU."""
-        job = self._job
+        """Ends what is under way. A job whose report has yet to come is given up: the next caller waits for no GPU."""
+        job, before = self._job, self._before
         if job is None:
             return
         if _is_awaited(job):
             job_give_up(self._board)
-        done = job_finish(self._board)
+        opened = job_finish(self._board)
         # a finaliser in the middle of it may have ended it, with jobs of its own behind
-        job.is_done = job.is_done or done
+        job.is_done = job.is_done or opened == job.number
         if self._job is job:
             self._job = None
+        if self._before is before:
+            self._before = None
+
+    def _at(self, place: int) -> Array:
+        """The words of a job that lie there on the board."""
+        first = (self._board + place - self._memory.ctypes.data) // 8
+        return self._memory[first : first + JOB_WORDS]
 
     def _put_up(self, job: CopyJob) -> int:
         """Puts a job on the board; returns how many threads were woken up for it."""
@@ -205,12 +234,7 @@ class CopyThreads:
 
 def _is_awaited(job: CopyJob | None) -> bool:
     """Whether the job's report has yet to come. That of a GPU that has failed never will."""
-    if job is None or job.report is None:
-        return False
-    try:
-        return not job.report.event.query()  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return True
+    return job is not None and job.report is not None and not job.report.has_come
 
 
 _THREADS: dict[int, CopyThreads] = {}  # by process: a fork leaves the threads behind

@@ -7,6 +7,7 @@ from tieredemb.kernels.cpu import jit
 from tieredemb.kernels.native import (
     SEMAPHORE_BYTES,
     atomic_add,
+    atomic_exchange,
     atomic_load,
     copy_bytes,
     copy_line_past,
@@ -22,11 +23,14 @@ from tieredemb.kernels.native import (
 )
 
 # Byte offsets on the board. Counters have cache lines of their own: rows claimed, threads at work on the job, whether
-# there is a job, whether one waits for a report, whether that wait was given up. Then the words of the job
-# (`CopyJob.words`), and the semaphores that threads sleep on.
-NEXT, AT_IT, OPEN, AWAITED, GIVEN_UP, JOB, SLEEP, WATCH = 0, 64, 128, 192, 256, 320, 448, 512
+# there is a job, whether one waits for a report, whether that wait was given up, the number of the job that was opened
+# last, threads that are yet to be woken up. Then the words of the job and of the one that waits (`CopyJob.words`), and
+# the semaphores that threads sleep on.
+NEXT, AT_IT, OPEN, AWAITED, GIVEN_UP, OPENED, TO_WAKE, JOB, WAITING, SLEEP, WATCH = (
+    0, 64, 128, 192, 256, 320, 384, 448, 576, 704, 768,
+)  # fmt: skip
 END = WATCH + SEMAPHORE_BYTES
-JOB_WORDS = 12
+JOB_WORDS = 13
 CHUNK = 64  # rows claimed at once: some 10 microseconds
 ALONE = 512  # rows that one thread has moved before another has woken up
 AHEAD = 8  # rows asked for before they are moved
@@ -107,6 +111,7 @@ def jobs_serve(board: int) -> None:
     """Works on one job after another, for ever. A thread that wakes up too late for a job may find the next one."""
     while True:
         semaphore_wait(board + SLEEP)  # a signal may end it early: then there is no job
+        others_wake(board)
         atomic_add(board + AT_IT, 1)
         if atomic_load(board + OPEN) != 0:
             job_work(board)
@@ -114,18 +119,35 @@ def jobs_serve(board: int) -> None:
 
 
 @jit
-def job_begin(board: int, helpers: int) -> None:
-    """Opens the job on the board, and wakes up `helpers` threads for it."""
-    atomic_add(board + NEXT, -atomic_load(board + NEXT))
+def others_wake(board: int) -> None:
+    """Wakes up the threads that are yet to be woken up."""
+    if atomic_load(board + TO_WAKE) != 0:
+        for _ in range(atomic_exchange(board + TO_WAKE, 0)):
+            semaphore_post(board + SLEEP)
+
+
+@jit
+def job_open(board: int) -> None:
+    """Opens the job on the board, for threads that are awake."""
+    atomic_exchange(board + NEXT, 0)
+    atomic_exchange(board + OPENED, load_long(board + JOB + 96))
     atomic_add(board + OPEN, 1)
-    for _ in range(helpers):
+
+
+@jit
+def job_begin(board: int, helpers: int) -> None:
+    """Opens the job on the board, and wakes up a thread for it, which wakes up the others of `helpers`: that takes 5
+    microseconds each."""
+    job_open(board)
+    if helpers > 0:
+        atomic_exchange(board + TO_WAKE, helpers - 1)
         semaphore_post(board + SLEEP)
 
 
 @jit
 def job_await(board: int) -> None:
-    """Wakes up the thread that waits for the report of the job on the board."""
-    atomic_add(board + GIVEN_UP, -atomic_load(board + GIVEN_UP))
+    """Wakes up the thread that waits for the report of the job that waits."""
+    atomic_exchange(board + GIVEN_UP, 0)
     atomic_add(board + AWAITED, 1)
     semaphore_post(board + WATCH)
 
@@ -137,36 +159,61 @@ def job_give_up(board: int) -> None:
 
 
 @jit
+def report_has_come(report: int, number: int, looks: int) -> bool:
+    """Whether the report of that number, or a later one, is there. Looks for it `looks` times at most, and naps between
+    those beyond the first."""
+    for look in range(looks):
+        if atomic_load(report + 8 * REPORT_NUMBER) >= number:
+            return True
+        if look >= LOOKS:
+            sleep_microseconds(NAP)
+    return False
+
+
+@jit
 def jobs_watch(board: int) -> None:
-    """Waits for one report after the other, for ever, and opens the job that each report belongs to."""
+    """Waits for one report after the other, for ever, and opens the job that each report belongs to, once the one
+    before is done."""
     while True:
         semaphore_wait(board + WATCH)
         if atomic_load(board + AWAITED) == 0:  # a signal has ended it early
             continue
-        job, looks = board + JOB, 0
-        rows, report, number, helpers = load_long(job), load_long(job + 72), load_long(job + 80), load_long(job + 88)
-        while atomic_load(report + 8 * REPORT_NUMBER) < number and atomic_load(board + GIVEN_UP) == 0:
-            looks += 1
-            if looks > LOOKS:
-                sleep_microseconds(NAP)
+        waiting = board + WAITING
+        rows, report, number, helpers = (
+            load_long(waiting), load_long(waiting + 72), load_long(waiting + 80), load_long(waiting + 88),
+        )  # fmt: skip
+        while not report_has_come(report, number, LOOKS + 1) and atomic_load(board + GIVEN_UP) == 0:
+            pass
         count = load_long(report)
         if atomic_load(board + GIVEN_UP) == 0 and count <= rows:
-            atomic_add(job, count - rows)
-            job_begin(board, min(helpers, count // CHUNK))
+            job_close(board)
+            copy_bytes(board + JOB, waiting, 8 * JOB_WORDS)
+            atomic_add(board + JOB, count - rows)
+            job_open(board)
+            for _ in range(min(helpers, count // CHUNK)):
+                semaphore_post(board + SLEEP)
         atomic_add(board + AWAITED, -1)
 
 
 @jit
-def job_finish(board: int) -> bool:
-    """Works on the job, if one is open, until all of it is done, and closes it; returns whether one was open. Every
-    thread that had come to the job has then copied the rows that it claimed, and left; a thread that comes late finds
-    no job."""
-    while atomic_load(board + AWAITED) != 0:  # the report is there, or the wait was given up
-        yield_core()
+def job_close(board: int) -> None:
+    """Works on the job, if one is open, until all of it is done, and closes it. Every thread that had come to the job
+    has then copied the rows that it claimed, and left; a thread that comes late finds no job."""
     if atomic_load(board + OPEN) == 0:
-        return False
+        return
     job_work(board)
+    atomic_exchange(board + TO_WAKE, 0)
     atomic_add(board + OPEN, -1)
     while atomic_load(board + AT_IT) > 0:
         yield_core()  # to a thread that has claimed rows and lost its core
-    return True
+
+
+@jit
+def job_finish(board: int) -> int:
+    """Ends the wait for a report that is there, or was given up, and the job that is open; returns the number of the
+    job that was opened last."""
+    while atomic_load(board + AWAITED) != 0:
+        yield_core()
+    job_close(board)
+    opened: int = atomic_load(board + OPENED)
+    return opened
