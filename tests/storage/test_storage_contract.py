@@ -293,8 +293,21 @@ def test_scores_that_are_reserved_need_no_more_space(opened, monkeypatch):
     opened.read(np.array([3, 4999]), np.array([0, 1], np.int32), hot_rows(opened.layout, 2))
 
 
+def test_rows_that_are_all_reserved_need_no_more_space(opened, monkeypatch):
+    """Which rows are dirty is then not asked."""
+    if opened.kind == "file":
+        assert not opened.has_all_reserved
+        opened.reserve_scores(np.arange(5000))
+        assert not opened.has_all_reserved
+    opened.reserve(np.arange(5000))
+    assert opened.has_all_reserved
+    monkeypatch.setattr(system, "fallocate", pytest.fail)
+    RowCopies(opened).reserve(torch.tensor([3, 4999]), torch.tensor([0, 1], dtype=torch.uint8))
+
+
 def test_space_is_reserved_for_dirty_rows_alone(opened, monkeypatch):
     asked = []
+    monkeypatch.setattr(type(opened), "has_all_reserved", False)
     monkeypatch.setattr(opened, "reserve", lambda keys: asked.append(keys.tolist()))
     for dirty in ([1, 1, 1], [0, 1, 255], [0, 0, 0]):
         RowCopies(opened).reserve(torch.tensor([1, 2, 3]), torch.tensor(dirty, dtype=torch.uint8))

@@ -216,6 +216,11 @@ class ColdRows(abc.ABC):
         yet."""
         return True
 
+    @property
+    def has_all_reserved(self) -> bool:
+        """Whether `reserve` takes no space any more for any row."""
+        return True
+
     def read(
         self, keys: np.ndarray[Any, Any], slots: np.ndarray[Any, Any], hot: HotArrays
     ) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -19,7 +19,6 @@ MOVE_BLOCKS, MOVE_THREADS = 32, 1024
 # of 1,024 threads saturate PCIe both ways beside other kernels: 16 are a little faster for short rows and slower for
 # long ones, 12 the other way round, and 20 keep a plan's blocks from meeting
 SWAP_BLOCKS = 14
-PLACE_BLOCKS = 4 * MOVE_BLOCKS  # staged rows move inside the device, whose memory takes more to saturate than PCIe
 
 
 class RowMoves:
@@ -51,16 +50,15 @@ class RowMoves:
         theirs, after the victims' rows went back there; where they are not `in_place`, but have been brought, in their
         order, the victims' rows have gone already. `scored`: whether this use raises their scores. Called again, it
         does nothing."""
-        keys, blocks, swap_blocks = (missed.keys, MOVE_BLOCKS, SWAP_BLOCKS) if in_place else (0, PLACE_BLOCKS, 0)
+        keys = missed.keys if in_place else 0
         self._move(
-            n, blocks, missed.moving, keys, missed.slots, missed.victims, missed.scores, swap_blocks, weight, state,
+            n, missed.moving, keys, missed.slots, missed.victims, missed.scores, SWAP_BLOCKS, weight, state,
             missed.untouched, scored=scored,
         )  # fmt: skip
 
     def _move(
         self,
         n: int,
-        blocks: int,
         moving: Any,
         keys: Any,
         slots: Any,
@@ -77,7 +75,7 @@ class RowMoves:
         hot, plan, scoring = self._hot, self._plan, self._plan.scoring
         clock, moved = (0, 0) if scored is None else (plan.clock, plan.moved)
         self._swap(
-            blocks_for(n, 64, blocks), MOVE_THREADS, moving, keys, slots, victims, scores, swap_blocks, hot.weight,
+            blocks_for(n, 64, MOVE_BLOCKS), MOVE_THREADS, moving, keys, slots, victims, scores, swap_blocks, hot.weight,
             hot.state, hot.score, hot.dirty, weight, state, untouched, moved, clock, scoring.kind, scoring.unit,
             scoring.remember, scored or False,
         )  # fmt: skip
@@ -115,7 +113,7 @@ class RowMoves:
         moving = torch.zeros(places().moving_bytes // 4, dtype=torch.int32, device=self.device)
         moving[:1] = n
         untouched = torch.empty(n, dtype=torch.uint8, device=self.device)
-        self._move(n, MOVE_BLOCKS, moving, source, given, 0, 0, 0, weight, state, untouched, scored=None)
+        self._move(n, moving, source, given, 0, 0, 0, weight, state, untouched, scored=None)
         self.generate(moving, n, keys, given, untouched, overflow)
         score = self._hot.score[slots.long()]
         self._hot.score[slots.long()] = torch.where(score == 0, MIN_SCORE, score)

@@ -53,7 +53,8 @@ class RowCopies:
         `StorageFullError`, with every row as it was."""
         # numpy, and not torch: that would wake its own threads for it, which then keep all cores from others
         chosen, moved = keys.numpy(), dirty.numpy()
-        self.cold.reserve(chosen if moved.all() else chosen[moved != 0])
+        # to choose them takes longer than all else where nothing has to be taken
+        self.cold.reserve(chosen if self.cold.has_all_reserved or moved.all() else chosen[moved != 0])
 
     def scatter(self, keys: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, dirty: torch.Tensor) -> None:
         """Begins to write `weight` and `state` to the rows `keys` (int64 (K,), distinct), for which `reserve` was

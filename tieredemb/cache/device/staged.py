@@ -13,7 +13,7 @@ from tieredemb.cache.device.moves import MOVE, MOVE_BLOCKS, RowMoves
 from tieredemb.cache.device.plan import BatchPlan, DevicePlan, Missed, OverflowRows, places
 from tieredemb.cache.device.row_copies import RowCopies
 from tieredemb.cache.device.staged_transfer import RecordedStaged, StagedTransfer
-from tieredemb.cache.device.staging import ExpectedMisses, MissReports, PinnedRows
+from tieredemb.cache.device.staging import ExpectedMisses, MissReports, PinnedRows, RowRoom
 from tieredemb.cache.device.stream_order import StreamOrder
 from tieredemb.cache.device.transfer import PendingTransfer, RecordedTransfer, Transfer, slots_change_hands
 from tieredemb.kernels.compiler import blocks_for, kernel
@@ -61,7 +61,7 @@ class Staged(Transfer):
         self._tell = kernel(MOVE, "missed_tell", *moves.flags)
         self._copies = RowCopies(cold)
         self._coming, self._leaving = PinnedRows(cold.layout), PinnedRows(cold.layout)
-        # those of the plan before, which may yet be being copied to the device, or written
+        # those of the plan before, which the device may yet be reading, or which are being written
         self._copied, self._written = PinnedRows(cold.layout), PinnedRows(cold.layout)
         self._reports = MissReports()
         self._gathers = False  # whether rows may be being gathered that no plan has taken
@@ -103,8 +103,13 @@ class Staged(Transfer):
 
     def start(self, plan: BatchPlan, *, ahead: bool) -> PendingTransfer:
         expected = self.expect(self._reports, plan.missed.n)
-        self.launch_start(plan, expected, expected.report.number)
+        self.launch_start(plan, expected, expected.report.number, self.leaving_room)
         return self.begun(plan, expected, ahead=ahead)
+
+    @property
+    def leaving_room(self) -> RowRoom:
+        """Where the rows go that leave by the next plan."""
+        return self._leaving.room
 
     def expect(self, reports: MissReports, n: int) -> ExpectedMisses:
         """The report of the next plan, of `n` ids, which takes the place of those before."""
@@ -112,8 +117,9 @@ class Staged(Transfer):
             self._copies.finish()
         return reports.expect(n)
 
-    def launch_start(self, plan: BatchPlan, expected: ExpectedMisses, number: int) -> None:
-        """Chooses what leaves, and reports that and what is missed, to where it is `expected`, by `number`."""
+    def launch_start(self, plan: BatchPlan, expected: ExpectedMisses, number: int, room: RowRoom) -> None:
+        """Chooses what leaves, reports that and what is missed, to where it is `expected`, by `number`, and sends as
+        many of the rows that leave as there is `room` for."""
         launches, missed, report = self._plan, plan.missed, expected.report
         launches.choose(missed)
         launches.settle(plan.homes, missed, self.overflow(plan.slotless), commit=False)
@@ -122,19 +128,16 @@ class Staged(Transfer):
             launches.selection, missed.n, missed.keys, missed.victims, missed.slots, self._hot.dirty,
             report.words.data_ptr(), expected.flags.data_ptr(), number, launches.arrivals,
         )  # fmt: skip
+        self._send(missed, room)
 
     def begun(
         self, plan: BatchPlan, expected: ExpectedMisses, graph: Recording | None = None, *, ahead: bool
     ) -> StagedTransfer:
         """Behind `launch_start`: the transfer, whose rows are gathered as soon as they are reported, if it is made
         `ahead`. `graph`: of what `launch_finish` launches."""
-        stream = current_stream()
-        expected.report.event.record(stream)
-        self._send(plan.missed)
-        sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        sent.record(stream)
+        expected.report.event.record(current_stream())
         self._gathers = ahead
-        pending = StagedTransfer(self, plan, expected, sent, graph)
+        pending = StagedTransfer(self, plan, expected, graph)
         if ahead:
             pending.room = rows = self._free_rows(0)
             pending.gather = self._copies.gather_when_reported(expected.report, rows.weight, rows.state)
@@ -149,14 +152,14 @@ class Staged(Transfer):
 
     def finish(self, pending: StagedTransfer) -> None:
         """Brings in the rows of a transfer that `start` has begun; see `PendingTransfer.finish`."""
-        launches, plan, missed = self._plan, pending.plan, pending.plan.missed
+        launches, plan, missed, sent = self._plan, pending.plan, pending.plan.missed, pending.expected.report.event
         misses = pending.expected.read()
         if misses.with_slots > self._leaving.rows:
             self._make_room(misses.with_slots)
-            self._send(missed)
-            pending.sent.record(current_stream())
+            self._send(missed, self.leaving_room)
+            sent.record(current_stream())
         self._copies.reserve(misses.leaving, misses.dirty)
-        weight, state = self._in(misses.keys, pending)
+        came, weight, state = self._gather(misses.keys, pending)
         count = misses.keys.shape[0]
         new = count - misses.with_slots
         graph = None if new else pending.graph
@@ -168,10 +171,11 @@ class Staged(Transfer):
                 self.launch_finish(plan, count, weight, state, new)
             else:
                 graph.replay([weight.data_ptr(), state.data_ptr()])
+            came.copied.record(current_stream())
             self._slotless += new
-            pending.sent.synchronize()
+            sent.synchronize()
             if misses.leaving.shape[0]:
-                keys = torch.from_numpy(misses.leaving.numpy().copy())  # the next plan reports others there
+                keys = self._leaving.keep(misses.leaving)  # the next plan reports others there
                 self._copies.scatter(keys, *self._leaving.part(misses.room, misses.with_slots))
                 self._leaving, self._written = self._written, self._leaving
         if plan.beside and graph is None:
@@ -180,22 +184,21 @@ class Staged(Transfer):
     def launch_finish(
         self, plan: BatchPlan, count: int, weight: torch.Tensor, state: torch.Tensor, new: int = 0
     ) -> None:
-        """Has slots change hands, and brings in the missed rows of `weight` and `state`, `count` at most; the `new`
-        last ones of as many have no slot."""
+        """Has slots change hands, and brings in the missed rows of `weight` and `state`, `count` at most, which may lie
+        in pinned memory; the `new` last ones of as many have no slot."""
         missed, overflow = plan.missed, self.overflow(plan.slotless)
         self._plan.settle(plan.homes, missed, overflow, commit=True)
-        self._moves.swap(missed, count, weight, state, scored=plan.scored, in_place=False)
+        self._moves.swap(missed, count, weight.data_ptr(), state.data_ptr(), scored=plan.scored, in_place=False)
         if new:
             records = -2 - missed.view("slots", count)[count - new :].long()
-            self._weight[records] = weight[count - new :]
-            self._state[records] = state[count - new :]
+            self._weight[records] = weight[count - new :].to(self._device, non_blocking=True)
+            self._state[records] = state[count - new :].to(self._device, non_blocking=True)
         self._moves.generate_missed(missed, count, overflow)
 
-    def _send(self, missed: Missed) -> None:
-        """Sends as many of the victims' rows to the host as there is room for, each where the row that it leaves for is
-        among the missed."""
-        rows, missing = self._leaving.rows, self._plan.missed
-        self._send_rows(rows, missing, missed.slots, missed.victims, 0)
+    def _send(self, missed: Missed, room: RowRoom) -> None:
+        """Sends as many of the victims' rows to the host as there is `room` for, each where the row that it leaves for
+        is among the missed."""
+        self._send_rows(missed.n, room, self._plan.missed, missed.slots, missed.victims, 0)
 
     def _grow(self, rows: int) -> None:
         if rows <= len(self._weight):
@@ -215,8 +218,11 @@ class Staged(Transfer):
 
     # --- rows through the host --------------------------------------------------------------------------------------
 
-    def _in(self, keys: torch.Tensor, pending: StagedTransfer | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cold rows (keys: int64 (K,), on the host) on their way to the device, as they lie in storage. `pending`: the
+    def _gather(
+        self, keys: torch.Tensor, pending: StagedTransfer | None = None
+    ) -> tuple[PinnedRows, torch.Tensor, torch.Tensor]:
+        """Weights and states of cold rows (keys: int64 (K,), on the host), as they lie in storage, in pinned memory.
+        They last until the `copied` of where they are, which the caller records behind what reads them. `pending`: the
         transfer that they are for, which may be gathering them."""
         room, gather = (None, None) if pending is None else (pending.room, pending.gather)
         if room is None or len(keys) > room.rows:
@@ -225,9 +231,14 @@ class Staged(Transfer):
         self._gathers = True
         self._copies.gather(keys, weight, state, begun=gather)
         self._gathers = False
+        self._coming, self._copied = self._copied, self._coming
+        return room, weight, state
+
+    def _in(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cold rows on their way to the device; see `_gather`."""
+        room, weight, state = self._gather(keys)
         staged = weight.to(self._device, non_blocking=True), state.to(self._device, non_blocking=True)
         room.copied.record(current_stream())
-        self._coming, self._copied = self._copied, self._coming
         return staged
 
     def _free_rows(self, rows: int) -> PinnedRows:
@@ -241,7 +252,8 @@ class Staged(Transfer):
         """Writes slots (int32 (K,)) back to the rows `keys` (int64 (K,)); their dirty flags stay."""
         rows = len(slots)
         self._make_room(rows)
-        self._send_rows(rows, 0, slots.contiguous(), keys.contiguous(), self._plan.moved)
+        room = self._leaving.room._replace(rows=rows)
+        self._send_rows(rows, room, 0, slots.contiguous(), keys.contiguous(), self._plan.moved)
         self._write(keys, rows)
 
     def _write(self, keys: torch.Tensor, rows: int) -> None:
@@ -259,12 +271,12 @@ class Staged(Transfer):
             current_stream().synchronize()  # a plan that failed may be sending rows yet
             self._leaving = PinnedRows(self._layout, max(rows, 2 * self._leaving.rows))
 
-    def _send_rows(self, rows: int, count: int, slots: Any, keys: Any, moved: int) -> None:
-        """Sends the rows of `rows` slots to the host, or of as many as the number at `count` says, if that is less."""
-        leaving = self._leaving
+    def _send_rows(self, most: int, room: RowRoom, count: int, slots: Any, keys: Any, moved: int) -> None:
+        """Sends the rows of as many `slots` to the host as there is `room` for, or as the number at `count` says, if
+        that is less: `most`."""
         self._moves.write_back(
-            blocks_for(rows, 32, MOVE_BLOCKS), count, rows, 0, 0, slots, keys, leaving.weight.data_ptr(),
-            leaving.state.data_ptr(), leaving.dirty.data_ptr(), moved,
+            blocks_for(most, 32, MOVE_BLOCKS), count, room.rows, 0, 0, slots, keys, room.weight, room.state,
+            room.dirty, moved,
         )  # fmt: skip
 
     # --- whole-cache calls ------------------------------------------------------------------------------------------

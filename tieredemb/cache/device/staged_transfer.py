@@ -10,7 +10,7 @@ import torch
 
 from tieredemb.cache.device.copy_threads import CopyJob
 from tieredemb.cache.device.plan import BatchPlan
-from tieredemb.cache.device.staging import ExpectedMisses, MissReports, PinnedRows
+from tieredemb.cache.device.staging import ExpectedMisses, MissReports, PinnedRows, RowRoom
 from tieredemb.cache.device.transfer import PendingTransfer, RecordedTransfer
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.recording import Recording
@@ -22,14 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class StagedTransfer(PendingTransfer):
-    """The rows of a plan that `staged` has started to bring in. `expected`: its misses · `sent`: comes once the rows
-    that leave are with the host · `graph`: of what brings them in, and of what is done beside, if that is recorded ·
-    `gather`: the job that gathers the missed rows, if that has begun, and `room`: where they are gathered."""
+    """The rows of a plan that `staged` has started to bring in. `expected`: its misses · `graph`: of what brings them
+    in, and of what is done beside, if that is recorded · `gather`: the job that gathers the missed rows, if that has
+    begun, and `room`: where they are gathered."""
 
     staged: Staged
     plan: BatchPlan
     expected: ExpectedMisses
-    sent: torch.cuda.Event
     graph: Recording | None = None
     gather: CopyJob | None = None
     room: PinnedRows | None = None
@@ -52,11 +51,15 @@ class RecordedStaged(RecordedTransfer):
         self._reports = MissReports()
         self._expected = self._reports.expect(ids)
         with no_inference():
-            self._number = torch.empty(1, dtype=torch.int64, device=device)  # its address stands for the number
+            # of numbers and addresses that differ each time, for which addresses here stand: that of the report, and
+            # those of the room for rows that leave
+            words = torch.empty(1 + len(RowRoom._fields), dtype=torch.int64, device=device)
+        self._number, *self._room = words.unbind()
 
     def start(self, plan: BatchPlan) -> None:
-        self._plan, self.changing = plan, [self._number]
-        self._staged.launch_start(plan, self._expected, self._number.data_ptr())
+        self._plan, self.changing = plan, [self._number, *self._room]
+        room = RowRoom(*(each.data_ptr() for each in self._room))
+        self._staged.launch_start(plan, self._expected, self._number.data_ptr(), room)
 
     def record_finish(self, graph: Recording) -> None:
         plan = self._plan
@@ -76,7 +79,7 @@ class RecordedStaged(RecordedTransfer):
         if self._plan is None:
             return []
         self._expected = self._staged.expect(self._reports, self._plan.missed.n)
-        return [self._expected.report.number]
+        return [self._expected.report.number, *self._staged.leaving_room]
 
     def begun(self, *, ahead: bool) -> PendingTransfer | None:
         if self._plan is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from tieredemb.cache.device.copy_threads import MissReport
@@ -13,10 +14,19 @@ from tieredemb.kernels.streams import current_stream
 from tieredemb.storage.base import RowLayout
 
 
+class RowRoom(NamedTuple):
+    """Room for `rows` rows that kernels write: the addresses of weights, states and flags."""
+
+    rows: int
+    weight: int
+    state: int
+    dirty: int
+
+
 class PinnedRows:
-    """Room for `rows` rows as they lie in cold storage, and whether each is to be written whole, in pinned memory:
-    kernels write there, and copies to the device run beside what the host does. `copied`: comes once the last such copy
-    is over."""
+    """Room for `rows` rows as they lie in cold storage, and whether each is to be written whole, in pinned memory,
+    which kernels write and read; and for the rows' keys, for the host alone. `copied`: comes once what the device was
+    last to read there is read."""
 
     def __init__(self, layout: RowLayout, rows: int = 0) -> None:
         self.rows = rows
@@ -25,13 +35,21 @@ class PinnedRows:
             self.weight = torch.empty((rows, layout.columns), dtype=layout.device_dtype, device="cpu", pin_memory=True)
             self.state = torch.empty((rows, layout.state_width + 1), dtype=torch.int32, device="cpu", pin_memory=True)
             self.dirty = torch.empty(rows, dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._keys = torch.empty(rows, dtype=torch.int64, device="cpu")
+        self.room = RowRoom(rows, self.weight.data_ptr(), self.state.data_ptr(), self.dirty.data_ptr())
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Weights, states and flags of the rows start … stop − 1."""
         return self.weight[start:stop], self.state[start:stop], self.dirty[start:stop]
 
+    def keep(self, keys: torch.Tensor) -> torch.Tensor:
+        """A copy of `keys`, int64 of as many rows at most, which lasts until the next one."""
+        kept = self._keys[: len(keys)]
+        np.copyto(kept.numpy(), keys.numpy())  # and not torch, which would wake its own threads for it
+        return kept
+
     def size_bytes(self) -> int:
-        return self.weight.nbytes + self.state.nbytes + self.dirty.nbytes
+        return self.weight.nbytes + self.state.nbytes + self.dirty.nbytes + self._keys.nbytes
 
 
 class Misses(NamedTuple):
@@ -60,7 +78,7 @@ class ExpectedMisses(NamedTuple):
     def read(self) -> Misses:
         """The misses. Waits until the device has reported them."""
         n, words = self.n, self.report.words
-        self.report.event.synchronize()
+        self.report.wait()
         count, room, leaving = words[:3].tolist()
         victims = words[REPORT_WORDS + n + room : REPORT_WORDS + n + room + leaving]
         dirty = self.flags.view(torch.uint8)[room : room + leaving]

@@ -131,6 +131,10 @@ class FileRows(ColdRows):
     def has_all_scores_reserved(self) -> bool:
         return self._state_pages.is_whole
 
+    @property
+    def has_all_reserved(self) -> bool:
+        return self._weight_pages.is_whole and self._state_pages.is_whole
+
     def copy_range(
         self, start: int, stop: int, weight: np.ndarray[Any, Any], state: np.ndarray[Any, Any]
     ) -> np.ndarray[Any, Any]:
