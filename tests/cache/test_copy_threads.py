@@ -395,7 +395,7 @@ def test_the_process_ends_while_threads_sleep():
         "import torch\nfrom tieredemb.cache.device.copy_threads import copy_threads\n"
         "from tieredemb.cache.device.row_copies import RowCopies\n"
         "from tieredemb.storage.base import RowLayout\nfrom tieredemb.storage.host import HostMemory\n"
-        "torch.set_num_threads(4)\ncold = HostMemory().open(RowLayout(rows=9000, width=4), name='', identity={})\n"
+        "torch.set_num_threads(6)\ncold = HostMemory().open(RowLayout(rows=9000, width=4), name='', identity={})\n"
         "weight, state = torch.zeros(9000, 4), torch.zeros(9000, 1, dtype=torch.int32)\n"
         "RowCopies(cold).gather(torch.arange(9000), weight, state)\n"
         "assert copy_threads()._helpers == 3\nprint('done')"
