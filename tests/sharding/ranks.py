@@ -102,14 +102,20 @@ def sharded_run(rank, size, tables, sharding, steps, samples, weighted, keywords
     return outputs, dict(weights)
 
 
-def one_process(size, tables, steps, samples, weighted, keywords, shape=None):
-    """The same alone: outputs and gradients of weights of each rank, and the tables."""
+def one_process(size, tables, steps, samples, weighted, keywords, shape=None, distinct=None):
+    """The same alone: outputs and gradients of weights of each rank, and the tables. `distinct`: how many batches there
+    are, if they recur."""
     keywords = {name: value for name, value in keywords.items() if name != "max_ids"}  # which is of ranks alone
     model = te.TieredEmbeddingBagCollection(tables, **keywords)
     outputs = [[] for _ in range(size)]
+    drawn = [
+        [batch_of(tables, number, rank, samples=samples, shape=shape) for rank in range(size)]
+        for number in range(distinct or steps)
+    ]
+    whole = [joined(tables, batches) for batches in drawn]
     for step in range(steps):
-        batches = [batch_of(tables, step, rank, samples=samples, shape=shape) for rank in range(size)]
-        out, gradient = step_of(model, joined(tables, batches), weighted=weighted)
+        batches = drawn[step % len(drawn)]
+        out, gradient = step_of(model, whole[step % len(drawn)], weighted=weighted)
         gradients = [None] * size if gradient is None else parted(tables, batches, gradient)
         for rank, rows in enumerate(out.split([len(each[3]) for each in batches])):
             outputs[rank].append((rows, gradients[rank]))

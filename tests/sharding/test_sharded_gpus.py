@@ -32,8 +32,9 @@ def world():
     started.close()
 
 
-def captured_run(rank, size, tables, sharding, steps, shape, ahead, keywords):
-    """Trains by captured steps; outputs here, the tables on rank 0, and how many steps were replays."""
+def captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords):
+    """Trains by captured steps on `distinct` batches, which recur; outputs here, the tables on rank 0, and how many
+    steps were replays."""
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of(sharding, tables), average=False, max_ids=LONGEST, **keywords
     )
@@ -52,21 +53,22 @@ def captured_run(rank, size, tables, sharding, steps, shape, ahead, keywords):
 
     torch.cuda.CUDAGraph.replay = noted
     try:
-        drawn = [batch_of(tables, number, rank, samples=seven, shape=shape) for number in range(steps)]
-        loader = [(ids, offsets, upstream) for ids, offsets, _, upstream in drawn]
+        drawn = [batch_of(tables, number, rank, samples=seven, shape=shape) for number in range(distinct)]
+        given = [(ids, offsets, upstream) for ids, offsets, _, upstream in drawn]
+        loader = [given[step % distinct] for step in range(steps)]
         outputs = [train(batch).clone() for batch in (te.prefetch(loader, model) if ahead else loader)]
         weights = dict(model.state_dict())
     finally:
         torch.cuda.CUDAGraph.replay = replay
         model.close()
-    return outputs, weights, sum(replays)
+    return torch.stack(outputs), weights, sum(replays)  # one tensor: each takes a file of its own on its way
 
 
-def compare(world, *, sharding="every other", steps=14, shape=None, ahead=False, **keywords):
+def compare(world, *, sharding="every other", steps=14, distinct=None, shape=None, ahead=False, **keywords):
     tables, keywords = tables_of(**TABLES), {"optimizer": te.Adagrad(lr=0.1), "capacity": 0.5} | keywords
-    found = world.run(captured_run, tables, sharding, steps, shape, ahead, keywords)
+    found = world.run(captured_run, tables, sharding, steps, distinct or steps, shape, ahead, keywords)
     with torch.device("cuda"):
-        alone, weights = one_process(RANKS, tables, steps, seven, False, keywords, shape)
+        alone, weights = one_process(RANKS, tables, steps, seven, False, keywords, shape, distinct)
     for rank, (outputs, *_) in enumerate(found):
         for step, out in enumerate(outputs):
             assert equal(out, alone[rank][step][0]), (rank, step)
@@ -97,7 +99,7 @@ def test_gpus_replay_other_options(world, keywords, ahead):
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 def test_gpus_replay_many_steps(world, ahead):
-    compare(world, sharding="rows", steps=2000, capacity=0.3, ahead=ahead)
+    compare(world, sharding="rows", steps=10_000, distinct=500, capacity=0.3, ahead=ahead)
 
 
 # --- what one rank alone meets ----------------------------------------------------------------------------------------
