@@ -61,7 +61,7 @@ def captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, ke
     finally:
         torch.cuda.CUDAGraph.replay = replay
         model.close()
-    return torch.stack(outputs), weights, sum(replays)  # one tensor: each takes a file of its own on its way
+    return torch.stack(outputs), weights, sum(replays)  # one tensor: each takes a file descriptor to be sent
 
 
 def compare(world, *, sharding="every other", steps=14, distinct=None, shape=None, ahead=False, **keywords):

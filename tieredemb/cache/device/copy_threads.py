@@ -46,7 +46,7 @@ from tieredemb.kernels.parallel_cpu import num_threads
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-MOST_LOOKS = LOOKS + 100  # for a report, before the GPU is asked whether it has failed: some 8 ms
+MOST_LOOKS = LOOKS + 100  # for a report, before the GPU is asked whether it has failed: some milliseconds
 _NUMBERS = itertools.count(1)  # of jobs
 
 
