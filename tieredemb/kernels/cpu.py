@@ -17,6 +17,7 @@ from numba.np.numpy_support import as_dtype
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from tieredemb.kernels.compile_notice import tell_of_compiling
+from tieredemb.kernels.compile_pause import pause_collector_for_compiling
 from tieredemb.kernels.device_functions_cpu import device_compiler
 from tieredemb.kernels.row_format import codec_of
 
@@ -43,6 +44,7 @@ def intrinsic(function: Callable[..., Any]) -> Any:
 as_tuple = to_fixed_tuple  # (array, length that is a literal): its elements, inside kernels only
 
 tell_of_compiling()
+pause_collector_for_compiling()
 
 
 def without_owner(context: Any, builder: Any, kind: Any, value: Any) -> Any:
