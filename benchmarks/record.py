@@ -98,9 +98,14 @@ def save(directory: Path, name: str, workload: str, records: Sequence[Record], *
 
 def load(directory: Path, name: str) -> dict[str, Any]:
     """The latest run of the benchmark `name`, its records as `Record`s. Raises `FileNotFoundError`."""
-    runs = json.loads((directory / f"{name}.json").read_text())["runs"]
-    run: dict[str, Any] = max(runs.values(), key=lambda run: run["date"])
-    return run | {"records": [Record(**record) for record in run["records"]]}
+    return max(load_each(directory, name), key=lambda run: str(run["date"]))
+
+
+def load_each(directory: Path, name: str) -> list[dict[str, Any]]:
+    """The same of each machine that it was run on, those of fewer cores first."""
+    runs: dict[str, Any] = json.loads((directory / f"{name}.json").read_text())["runs"]
+    each = sorted(runs.values(), key=lambda run: int(run["machine"]["cores"]))
+    return [run | {"records": [Record(**record) for record in run["records"]]} for run in each]
 
 
 _LOAD_BEFORE = os.getloadavg()[0]  # what others ran when this run began: above 0.5 it was no quiet machine

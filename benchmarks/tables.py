@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.headlines import ON_GPU, headlines, misses
 from benchmarks.machine import ROOT
 from benchmarks.notes import brief
-from benchmarks.record import RESULTS, Record, load
+from benchmarks.record import RESULTS, Record, load_each
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 OF_ALL = ("headlines", "missed")
@@ -67,7 +67,7 @@ def _content(results: Path, name: str) -> str:
         return short_table(list(misses(results)), provenances=False)
     if name in ON_GPU and not (results / f"{name}.json").exists():
         return f"*Not measured yet: `python -m benchmarks.{name.replace('-', '_')}`, on a machine with a GPU.*\n"
-    return table(load(results, name))
+    return "\n".join(map(table, load_each(results, name)))
 
 
 def table(run: dict[str, Any]) -> str:

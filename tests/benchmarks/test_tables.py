@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # the benchmarks are no part of
 from benchmarks import tables
 from benchmarks.headlines import HEADLINES, ON_CPU, ON_GPU, headlines, misses
 from benchmarks.notes import SHORTER, brief
-from benchmarks.record import RESULTS, Record, load, save
+from benchmarks.record import RESULTS, Record, load, load_each, save
 
 NUMBER = re.compile(r"\d(?:[\d,.]*\d)?")
 RUNS = {name: load(RESULTS, name) for name in (*ON_CPU, *ON_GPU) if (RESULTS / f"{name}.json").exists()}
@@ -68,10 +68,23 @@ def test_headlines_are_all_found():
 
 def test_every_missed_bar_is_told():
     told = {(what, record.provider) for what, record, _ in misses(RESULTS)}
-    missed = [record for run in RUNS.values() for record in run["records"] if record.met is False]
+    runs = [run for name in RUNS for run in load_each(RESULTS, name)]
+    missed = [record for run in runs for record in run["records"] if record.met is False]
     assert {(", ".join(filter(None, (record.op, record.config))), record.provider) for record in missed} <= told
     for page in tables.PAGES:
         assert page.read_text().count("**missed**") >= len(missed)
+
+
+def test_each_machine_has_a_table(tmp_path, monkeypatch):
+    page = "<!-- benchmarks:state -->\n<!-- /benchmarks -->"
+    for cores, median, met in ((16, 3.0, False), (2, 5.0, True)):
+        monkeypatch.setattr("benchmarks.machine.cores", lambda cores=cores: cores)
+        record = Record(op="open", provider="tieredemb", median=median, p20=1, p80=1, rounds=1, bar="≤ 4 s", met=met)
+        save(tmp_path, "state", f"by {cores} cores", [record])
+    text = tables.rewrite(page, tmp_path)
+    assert text.index("by 2 cores") < text.index("| open | tieredemb | 5") < text.index("by 16 cores")
+    assert text.index("by 16 cores") < text.index("| open | tieredemb | 3")
+    assert [record.median for _, record, _ in misses(tmp_path)] == [3.0]
 
 
 def test_slower_than_a_peer_is_told_without_a_bar(tmp_path):
