@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.sharding.asked import AskedPart
 from tieredemb.sharding.bags import Bags, Most, most_in
-from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.context import ShardedContext, check_update
 from tieredemb.sharding.exchange import Phase, Sending
 from tieredemb.sharding.padded_request import PaddedPart, PaddedRequest
 from tieredemb.sharding.request import Request
@@ -31,6 +31,8 @@ from tieredemb.step.call import NUMBERS, Call
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 
 if TYPE_CHECKING:
+    from tieredemb.sharding.recorded_asks import RecordedAsk
+
     Array = np.ndarray[Any, Any]
 
 T = TypeVar("T")
@@ -39,16 +41,29 @@ PLANNED = 2  # ids were exchanged before
 GRADIENT = 4  # that of the weights is asked for, which takes the rows of all ids
 FITS = 8  # an exchange of one size takes what other ranks are asked for
 ALONE = 16  # this rank would not plan the next batch ahead
-INFINITE = 1  # of a backward: a gradient is not finite, which is to keep all ranks from the update
+
+
+class ReadyGradients(NamedTuple):
+    """What a backward of one forward is about to exchange. `sending`: of each part · `room`: of memory that will be
+    needed once it has come, so that there is enough of it before all agree · `is_infinite`: whether a gradient here is
+    not finite."""
+
+    sending: list[list[Sending]]
+    room: list[torch.Tensor]
+    is_infinite: bool
 
 
 class ShardedCall:
     """One forward. It tells the owners of its rows which it asks for, which may be long before the forward comes and
     the rows are fetched. Of each part of each shard: the bags here; of each shard what was asked of this rank, and the
-    call that answers. `number`: in the order of forwards, once it has come · `row_bound`: of an exchange of one size,
-    how many rows come back from each rank, if not one for each id."""
+    call that answers. `number`: in the order of forwards, once it has come · `announced`: the
+    number of the exchange of its ids · `row_bound`: of an exchange of one size,
+    how many rows come back from each rank, if not one for each id · `is_over`: whether nothing reads what it knows of
+    its ids any more."""
 
     row_bound: int | None = None
+    is_over = False
+    _recorded: RecordedAsk | None = None  # what it was found and is asked by, if that is recorded
 
     def __init__(self, context: ShardedContext, batch: Batch, *, flag: int = 0, ahead: bool = False) -> None:
         """Exchanges ids. Raises on all ranks what one has met. `flag`: of the forward (`forward_flag`) · `ahead`:
@@ -56,7 +71,7 @@ class ShardedCall:
         self.context = context
         self.consumed = self.keeps_rows = False
         self.within: Any = None
-        self.number = -1
+        self.number = self.announced = -1
         self.batch = batch.size
         self._n_ids = len(batch.ids)
         self._words: torch.Tensor | None = None  # in a capture, what tells of the bags later
@@ -95,7 +110,9 @@ class ShardedCall:
                 self._fits = True
                 found, self._words = captures.find(batch, finds_firsts=self.row_bound is not None)
                 return found
-            found = self.context.find(batch)
+            asks = self.context.asks
+            self._recorded = None if asks is None or self.row_bound is not None else asks.of(batch)
+            found = self.context.find(batch) if self._recorded is None else self._recorded.find(self, batch)
             self._fits = self.context.max_ids is not None and self.fits(self._most(found))
             return found
         except Exception as error:
@@ -123,13 +140,19 @@ class ShardedCall:
             is_asked = not bool((header.flags & PLANNED).any())
             _check_weighted(header.flags)
         self._told(header.flags)
+        self.announced = context.number
         with exchange.agreed():
             columns = [sum(part.columns for part in shard.parts) for shard in context.shards]
             *its, samples = torch.split(header.counts, [*columns, 1], 1)  # type: ignore[no-untyped-call]
             requests: list[Request | PaddedRequest]
+            sizes: list[int] = samples[:, 0].tolist()
+            if context.asks is not None:
+                context.asks.samples = tuple(sizes)
             if context.max_ids is not None and bool((header.flags & FITS).all()):
-                sizes, by_entry = samples[:, 0].tolist(), context.on_buffers
-                rows = self.row_bound
+                if self._recorded is not None and self._recorded.samples == sizes:
+                    self._bags, asked = self._recorded.ask()
+                    return [*asked]
+                by_entry, rows = context.on_buffers, self.row_bound
                 requests = [shard.padded.of(sizes, by_entry=by_entry, rows=rows) for shard in context.shards]
                 for bags in self._bags:
                     bags.pad(context.max_ids, rows)
@@ -165,6 +188,7 @@ class ShardedCall:
             with contextlib.suppress(TieredEmbError):
                 planned = shard.plan_ahead(executor, request, trains=trains, ages=ages)
                 self._planned.append((shard.engine.planned, planned))
+        self._used()
 
     def fetch(self, weights: torch.Tensor | None, *, trains: bool, recomputed: bool) -> None:
         """The forward has come: answers what was asked of this rank, and has its own rows brought. Raises on all ranks
@@ -250,6 +274,7 @@ class ShardedCall:
             for bags, rows in zip(self._bags, self._rows, strict=True):
                 bags.pool(rows, weights, out, keep=differentiable, keep_rows=self.keeps_rows)
         self._rows = []
+        self._used()
         return out
 
     def weights_gradient(self, grad: torch.Tensor) -> torch.Tensor:
@@ -258,28 +283,33 @@ class ShardedCall:
         out = torch.zeros(self._n_ids, dtype=torch.float32, device=grad.device)
         for bags in self._bags:
             bags.weights_gradient(grad, out)
+        self._used()
         return out
 
     @ranged("update")
-    def gradients(self, grad: torch.Tensor) -> list[tuple[Call, torch.Tensor]]:
-        """Of each shard the call of the rows that this rank owns, and the gradient of its output, given that of the
-        outputs here. Every rank takes part."""
+    def ready(self, grad: torch.Tensor) -> ReadyGradients:
+        """What the owners are to be sent, given the gradient of the outputs here; nothing is yet. Raises what an update
+        of the rows here would."""
         exchange, context = self.context.exchange, self.context
-        failed: Exception | None = None
-        is_infinite, mine = False, []
-        try:
-            self._follow(grad)
-            is_infinite = context.is_scaled and not bool(torch.isfinite(grad).all())
-            for bags, part in zip(self._bags, self._parts, strict=True):
-                given = [each for each in bags.gradient(grad, context.divisor) if each is not None]
-                mine.append([exchange.sending(each, bags.grads, part.grads.per_rank) for each in given])
-        except Exception as error:
-            failed = error
-        flags = context.announce(Phase.BACKWARD, flag=INFINITE * is_infinite, error=failed).flags
-        is_infinite = bool(flags.any())
-        came = [[exchange.send(each) for each in its] for its in mine]
-        found = []
-        with context.telling(Phase.BACKWARD):
+        self._follow(grad)
+        is_infinite = context.is_scaled and not bool(torch.isfinite(grad).all())
+        sending = []
+        for bags, part in zip(self._bags, self._parts, strict=True):
+            given = [each for each in bags.gradient(grad, context.divisor) if each is not None]
+            sending.append([exchange.sending(each, bags.grads, part.grads.per_rank) for each in given])
+        room = [torch.empty_like(each.out) for its in sending for each in its if each.out.is_cuda]
+        for call in self._calls:
+            check_update(call)
+        return ReadyGradients(sending, room, is_infinite)
+
+    def gradients(self, ready: ReadyGradients, *, is_infinite: bool) -> list[tuple[Call, torch.Tensor]]:
+        """Of each shard the call of the rows that this rank owns, and the gradient of its output: what the others had
+        `ready` has come. Every rank takes part, and has agreed to. `is_infinite`: whether a gradient of any rank is."""
+        exchange = self.context.exchange
+        with exchange.agreed():
+            came = [[exchange.send(each) for each in its] for its in ready.sending]
+            ready.room.clear()
+            found = []
             for request, call, its in zip(self._requests, self._calls, self._by_shard(came), strict=True):
                 rows = request.gradient(call, its)
                 if is_infinite:  # a row behind those of occurrences, which the optimizer sees, and no row of a table
@@ -291,7 +321,8 @@ class ShardedCall:
         """The current stream uses what was made of the call, and `more`."""
         held = (tensor for bags in self._bags for tensor in bags.tensors())
         asked = (tensor for request in self._requests for tensor in request.tensors())
-        self._use.follow(itertools.chain(held, asked), more)
+        made = () if self._recorded is not None else itertools.chain(held, asked)  # which keeps what it has recorded
+        self._use.follow(made, more)
 
     def release(self) -> None:
         """No backward will come, or no forward: its rows may leave the caches."""
@@ -299,6 +330,18 @@ class ShardedCall:
             among.drop(planned)
         for call in self._calls:
             call.release()
+        if not self.keeps_rows:  # else the gradient of the weights has yet to come
+            self.over()
+
+    def over(self) -> None:
+        """It is over, also on the device, with what the current stream has launched."""
+        self._used()
+        self.is_over = True
+
+    def _used(self) -> None:
+        """The current stream uses what is known of the ids, so far."""
+        if self._recorded is not None:
+            self._recorded.used()
 
 
 def forward_flag(weights: torch.Tensor | None) -> int:

@@ -6,10 +6,12 @@ import contextlib
 import functools
 import math
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from tieredemb.errors import PeerError
@@ -22,8 +24,14 @@ from tieredemb.step.call import BackwardPass, Call
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 
 if TYPE_CHECKING:
+    from tieredemb.sharding.call import ReadyGradients, ShardedCall
     from tieredemb.sharding.captures import Captures
+    from tieredemb.sharding.recorded_asks import RecordedAsks
 
+    Array = np.ndarray[Any, Any]
+
+INFINITE = 1  # flag of the header of a backward: a gradient is not finite, which is to keep all ranks from the update
+MOST_TOLD = 0xFFFF  # forwards that one tells of by how many they are
 ROW_ROOM, SPREAD = 1.1, 8  # × the most rows that have come back of a batch, and × their root, by which counts differ
 
 
@@ -31,10 +39,11 @@ ROW_ROOM, SPREAD = 1.1, 8  # × the most rows that have come back of a batch, an
 class ShardedContext:
     """What the calls of one module share. `find`: finds the bags of a batch · `columns`: ΣD of an output, which are of
     `output_dtype`, on `device` · `divisor`: what gradients are divided by · `max_ids`: what exchanges of one size are
-    padded to, if there are any · `captures`: what lets a step be captured · `number`: of the last exchange ·
-    `most_rows`: the most different rows that this rank has asked another for in one part, of batches that captured
-    steps go ahead to, and `row_bound`: how many come back there, once the ranks have told each other ·
-    `offers_ahead`: whether this rank would plan eager steps ahead, and `plans_ahead`: whether all do."""
+    padded to, if there are any · `captures`: what lets a step be captured · `asks`: what eager forwards record on a GPU
+    · `number`: of the last exchange · `most_rows`: the most different rows that this rank has asked another for in one
+    part, of batches that captured steps go ahead to, and `row_bound`: how many come back there, once the ranks have
+    told each other · `offers_ahead`: whether this rank would plan eager steps ahead, and `plans_ahead`: whether all
+    do."""
 
     layout: Layout
     exchange: Exchange
@@ -48,6 +57,7 @@ class ShardedContext:
     optimizer: FusedOptimizer | ShardedOptimizer | None
     max_ids: int | None = None
     captures: Captures | None = None
+    asks: RecordedAsks | None = None
     number: int = 0
     most_rows: int = 0
     row_bound: int | None = None
@@ -89,20 +99,37 @@ class ShardedContext:
         """Whether infinite gradients keep the tables from an update: all ranks have to know."""
         return self.optimizer is not None and self.optimizer.is_scaled
 
-    def apply(self, reached: Any) -> None:
+    def apply(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> None:
         """Applies what one backward pass has reached, in forward order, as one update. Every rank takes part, and none
         updates where one of them could not."""
         try:
-            pairs = [pair for call, grad in reached for pair in call.gradients(grad)]
-            with self.telling(Phase.BACKWARD):
-                for call, _ in pairs:
-                    _check_update(call)
-            self.announce(Phase.BACKWARD)
+            failed: Exception | None = None
+            ready: list[ReadyGradients] = []
+            try:
+                ready += [call.ready(grad) for call, grad in reached]
+            except Exception as error:
+                failed = error
+            passed = self._passed([call.announced for call, _ in reached])
+            is_infinite = any(each.is_infinite for each in ready)
+            flags = self.announce(Phase.BACKWARD, flag=passed | INFINITE * is_infinite, error=failed).flags
+            _check_passed(flags >> 1)
+            is_infinite = bool((flags & INFINITE).any())
+            of_calls = zip(reached, ready, strict=True)
+            pairs = [pair for (call, _), its in of_calls for pair in call.gradients(its, is_infinite=is_infinite)]
         except BaseException:
             for call, _ in reached:
                 call.release()
             raise
-        self.shards[0].context.apply(sorted(pairs, key=lambda pair: pair[0].number))
+        try:
+            self.shards[0].context.apply(sorted(pairs, key=lambda pair: pair[0].number))
+        finally:
+            for call, _ in reached:
+                call.over()
+
+    @staticmethod
+    def _passed(announced: Sequence[int]) -> int:
+        """What a flag says of the forwards that a backward pass has reached, by the numbers of their exchanges."""
+        return (zlib.crc32(np.array(sorted(announced), np.int64).tobytes()) << 16 | min(len(announced), MOST_TOLD)) << 1
 
     def announce(self, phase: Phase, *, flag: int = 0, error: Exception | None = None) -> Header:
         """All ranks are to do something of which no ids are told, or this one has met an `error`, which all then
@@ -128,7 +155,17 @@ class ShardedContext:
         return torch.zeros((self.exchange.size, columns + 1), dtype=torch.int64, device="cpu")
 
 
-def _check_update(call: Call) -> None:
+def _check_passed(passed: Array) -> None:
+    """Raises `PeerError`, on all ranks, where their backward passes have reached different forwards."""
+    if (passed != passed[0]).any():
+        reached = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate((passed & MOST_TOLD).tolist()))
+        raise PeerError(
+            f"the backward passes of the ranks have reached different lookups ({reached}); each rank has to run "
+            f"backward through the same ones"
+        )
+
+
+def check_update(call: Call) -> None:
     """Raises what an update of the rows of a call would, before it changes any."""
     tables = call.context.tables.placed.now
     with tables.rows.again():

@@ -188,7 +188,13 @@ class Exchange:
         """What is to be sent of `values` (N, …): the first `sent[0]` rows to rank 0, the next to rank 1, …; and room
         for as many as each sends, `received`. Who makes it before all agree to send does not find memory short while
         others wait. From a GPU without NCCL it waits for what it sends."""
-        given, out = self._sendable(values), self.room(values, received)
+        return self.sending_to(self.room(values, received), values, sent, received)
+
+    def sending_to(
+        self, out: torch.Tensor, values: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> Sending:
+        """The same, where there is room: `out`."""
+        given = self._sendable(values)
         came = out if given.device == out.device else _pinned(out.shape, out.dtype)
         return Sending(given, list(sent), list(received), came, out)
 
@@ -204,14 +210,24 @@ class Exchange:
         self, values: Sequence[torch.Tensor], sent: Sequence[Sequence[int]], received: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """Sends several `values` (·, …) of one kind in one exchange; `sent`, `received`: of each. What came of each."""
+        given, to_each = self.packed(values, sent)
+        came = self.send(self.sending(given, to_each, [*map(sum, zip(*received, strict=True))]))
+        return self.unpacked(came, received)
+
+    def packed(self, values: Sequence[torch.Tensor], sent: Sequence[Sequence[int]]) -> tuple[torch.Tensor, list[int]]:
+        """Several `values` as they are sent in one exchange, and how many each rank is sent then."""
         if len(values) == 1:
-            return [self.send(self.sending(values[0], sent[0], received[0]))]
+            return values[0], list(sent[0])
         pieces = [torch.split(each, list(its)) for each, its in zip(values, sent, strict=True)]  # type: ignore[no-untyped-call]
         given = torch.cat([its[rank] for rank in range(self.size) for its in pieces])
-        in_all = [*map(sum, zip(*sent, strict=True))], [*map(sum, zip(*received, strict=True))]
-        came = self.send(self.sending(given, *in_all))
+        return given, [*map(sum, zip(*sent, strict=True))]
+
+    def unpacked(self, came: torch.Tensor, received: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """What came of each of them."""
+        if len(received) == 1:
+            return [came]
         parts = torch.split(came, [its[rank] for rank in range(self.size) for its in received])  # type: ignore[no-untyped-call]
-        return [torch.cat(parts[k :: len(values)]) for k in range(len(values))]
+        return [torch.cat(parts[k :: len(received)]) for k in range(len(received))]
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:

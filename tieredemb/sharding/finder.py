@@ -1,12 +1,17 @@
-"""What finds bags, on the device where they are."""
+"""What finds bags on the device where they are, and records there how they are found."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tieredemb.sharding.bags import CountingFinder, Part
 from tieredemb.sharding.layout import Layout
 from tieredemb.tables.config import TableSetConfig
+
+if TYPE_CHECKING:
+    from tieredemb.sharding.context import ShardedContext
+    from tieredemb.sharding.recorded_asks import RecordedAsks
 
 
 def bag_finder(layout: Layout, parts: Sequence[Part], config: TableSetConfig) -> CountingFinder:
@@ -18,3 +23,13 @@ def bag_finder(layout: Layout, parts: Sequence[Part], config: TableSetConfig) ->
     from tieredemb.sharding.host_bags import HostFinder
 
     return HostFinder(layout, parts)
+
+
+def recorded_asks(context: ShardedContext, finder: CountingFinder) -> RecordedAsks | None:
+    """What forwards of the context record of what `finder` finds: of exchanges of one size, on a GPU."""
+    if context.device.type != "cuda" or context.max_ids is None:
+        return None
+    from tieredemb.sharding.gpu_bags import GpuFinder
+    from tieredemb.sharding.recorded_asks import RecordedAsks
+
+    return RecordedAsks(context, finder, context.max_ids) if isinstance(finder, GpuFinder) else None

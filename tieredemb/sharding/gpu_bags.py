@@ -371,11 +371,15 @@ class GpuFinder:
                 "graph cannot hold: let graph_step capture the step, of a collection that has max_ids="
             )
         found, words = self._launch(batch, GpuPart.find)
-        for bags, counts in zip(found, self._counts_in(words[words_of("Fault") :].cpu()), strict=True):
-            bags.told(counts)
+        self.tell(found, words[words_of("Fault") :].cpu())
         return found
 
-    def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[GpuBags], torch.Tensor]:
+    def tell(self, found: Sequence[GpuBags], words: torch.Tensor) -> None:
+        """The host knows what was `found`: words that tell of it have come to the CPU. Raises as the call."""
+        for bags, counts in zip(found, self._counts_in(words), strict=True):
+            bags.told(counts)
+
+    def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[list[GpuBags], torch.Tensor]:
         found, words = self._launch(batch, functools.partial(GpuPart.find, finds_firsts=finds_firsts))
         return found, words[words_of("Fault") :]
 

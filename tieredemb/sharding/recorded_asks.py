@@ -1,0 +1,184 @@
+"""Which rows an eager forward of ranks on a GPU asks whom for, and what it is asked itself, recorded as CUDA graphs
+where batches of one form come again and again: a hundred launches, of torch and of ours, are three replays.
+
+Between them is what no eager graph holds: the header by which ranks agree that all of their ids fit an exchange of one
+size (`max_ids`), and the exchange. A batch that does not fit is exchanged in the sizes that it needs, of what the first
+replay has found.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+
+from tieredemb.kernels import recording
+from tieredemb.kernels.inference import no_inference
+from tieredemb.kernels.recording import GraphPool, Recording, Repeats, can_record
+from tieredemb.kernels.streams import current_stream, on_device
+from tieredemb.lookup.bags import EqualBags, Places
+
+if TYPE_CHECKING:
+    from tieredemb.cache.device.cache import DeviceCache
+    from tieredemb.sharding.call import ShardedCall
+    from tieredemb.sharding.context import ShardedContext
+    from tieredemb.sharding.gpu_bags import GpuBags, GpuFinder
+    from tieredemb.sharding.padded_request import PaddedRequest
+    from tieredemb.step.batch import Batch
+
+MOST_FORMS = 4  # that are recorded, those used last
+MOST_AT_ONCE = 4  # forwards of one form that are in flight, each with recordings of its own
+
+
+class Form(NamedTuple):
+    """What the launches depend on. `given`: how many of the `edges` are given, or the length of all bags where they are
+    `equal` · `samples`: how many each rank has, as far as is known before they tell each other. Else see `Batch`."""
+
+    ids: int
+    batch: int
+    edges: int
+    given: int
+    equal: bool
+    exact: bool
+    places: Places | None
+    samples: tuple[int, ...]
+
+
+class RecordedAsks:
+    """Those of the forwards of one module. `samples`: how many each rank had in the last one."""
+
+    def __init__(self, context: ShardedContext, finder: GpuFinder, max_ids: int) -> None:
+        self.samples: tuple[int, ...] = ()
+        self._context, self._finder, self._max_ids = context, finder, max_ids
+        self._forms: Repeats[Form] = Repeats()
+        self._recorded: OrderedDict[Form, list[RecordedAsk]] = OrderedDict()
+        self._disturbed = 0  # recordings that have failed
+
+    def of(self, batch: Batch) -> RecordedAsk | None:
+        """One that nobody uses, for a batch of a form that has come often enough; None where the batch is to be found
+        by launches."""
+        if not self._takes(batch):
+            return None
+        offsets = batch.offsets
+        equal = isinstance(offsets, EqualBags)
+        given = offsets.length if isinstance(offsets, EqualBags) else offsets.shape[0]
+        form = Form(len(batch.ids), batch.size, batch.edges, given, equal, batch.exact, batch.places, self.samples)
+        recorded = self._recorded.get(form)
+        if recorded is None:
+            if self._disturbed == recording.MOST_DISTURBED or self._forms.count(form) <= recording.TIMES:
+                return None
+            recorded = self._recorded[form] = []
+            if len(self._recorded) > MOST_FORMS:
+                self._forms.put_off(self._recorded.popitem(last=False)[0])
+        self._recorded.move_to_end(form)
+        found = next((each for each in recorded if each.is_free), None)
+        if found is None and len(recorded) < MOST_AT_ONCE and self._disturbed < recording.MOST_DISTURBED:
+            try:
+                found = RecordedAsk(self._context, self._finder, batch, self.samples, self._max_ids)
+            except Exception as error:
+                recording.note_failure(error)
+                self._disturbed += 1
+                return None
+            recorded.append(found)
+            cast("DeviceCache", self._context.shards[0].engine.tables.groups[0].cache).recorded.add(found)
+        return found
+
+    def _takes(self, batch: Batch) -> bool:
+        """Whether forwards of such a batch can be recorded. The gradient of weights reads of a forward for longer than
+        it lasts, and captured steps have buffers of their own."""
+        context = self._context
+        if batch.weights is not None or not len(batch.ids) or not self.samples or context.on_buffers:
+            return False
+        if torch.cuda.is_current_stream_capturing() or not can_record():
+            return False
+        # what passes through the host is planned on other streams than it is asked on
+        return all(group.cache.cold.device_readable for each in context.shards for group in each.engine.tables.groups)
+
+
+class RecordedAsk:
+    """Of one form: a forward after the other uses it. `samples`: how many each rank has."""
+
+    def __init__(
+        self, context: ShardedContext, finder: GpuFinder, batch: Batch, samples: Sequence[int], max_ids: int
+    ) -> None:
+        """Records, and launches nothing. Raises what that does."""
+        device, exchange = context.device, context.exchange
+        self.samples = list(samples)
+        self._device, self._finder, self._exchange = device, finder, exchange
+        self._by: weakref.ref[ShardedCall] | None = None
+        self._used = torch.cuda.Event()  # type: ignore[no-untyped-call]  # comes once the last use is over
+        self._told, self._has_told = finder.room(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        pool = GraphPool()  # its own: what one graph leaves lies where no other forward's writes
+        with no_inference(), on_device(device):
+            self._ids = torch.empty(len(batch.ids), dtype=torch.int64, device=device)
+            offsets, self._offsets = batch.offsets, None
+            if isinstance(offsets, torch.Tensor):
+                offsets = self._offsets = torch.empty(offsets.shape, dtype=torch.int64, device=device)
+            still = batch._replace(ids=self._ids, offsets=offsets)
+            self._find, self._pad, self._take = (Recording(device, pool) for _ in range(3))
+            with self._find.recorded([]):
+                found, words = finder.unchecked(still, finds_firsts=True)
+                self._told.copy_(words, non_blocking=True)
+            self._found: list[GpuBags] = list(found)
+            self._padded = [bags.again() for bags in self._found]
+            with self._pad.recorded([]):
+                for bags in self._padded:
+                    bags.pad(max_ids)
+                self._given, self._sent = exchange.packed(
+                    [bags.asked for bags in self._padded], [bags.sent for bags in self._padded]
+                )
+            self._requests: list[PaddedRequest] = [shard.padded.of(self.samples) for shard in context.shards]
+            received = [part.message.per_rank for request in self._requests for part in request.parts]
+            self._received = [sum(its) for its in zip(*received, strict=True)]
+            self._came = exchange.room(self._given, self._received)
+            with self._take.recorded([]):
+                parts = iter(exchange.unpacked(self._came, received))
+                for request in self._requests:
+                    request.take([next(parts) for _ in request.parts])
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no forward uses it, or may come to."""
+        call = None if self._by is None else self._by()
+        return call is None or call.is_over
+
+    def find(self, call: ShardedCall, batch: Batch) -> list[GpuBags]:
+        """The bags of `call`, which has it until it is over. Waits for the current stream, as the finder."""
+        self._by = weakref.ref(call)
+        with on_device(self._device), torch.no_grad():
+            self._used.wait(current_stream())
+            self._ids.copy_(batch.ids)
+            if self._offsets is not None:
+                self._offsets.copy_(batch.offsets)  # type: ignore[arg-type]
+            self._find.replay([])
+            self.used()
+            self._has_told.record(current_stream())
+        self._has_told.synchronize()
+        found = [bags.again() for bags in self._found]
+        self._finder.tell(found, self._told)
+        return found
+
+    def ask(self) -> tuple[list[GpuBags], list[PaddedRequest]]:
+        """Behind `find`, once all ranks have agreed to exchange what fits: the bags as they are sent, and what was
+        asked of this rank. Does not synchronise, by NCCL."""
+        exchange = self._exchange
+        with on_device(self._device):
+            self._pad.replay([])
+            exchange.send(exchange.sending_to(self._came, self._given, self._sent, self._received))
+            self._take.replay([])
+            self.used()
+        return [bags.again() for bags in self._padded], [request.again() for request in self._requests]
+
+    def used(self) -> None:
+        """What the current stream has launched by now uses it: the next forward waits for that."""
+        self._used.record(current_stream(self._device.index))
+
+    def size_bytes(self) -> int:
+        """Of what it keeps, but for what its graphs need while they run."""
+        held = [self._ids, self._offsets, self._given, self._came]
+        held += [each for bags in (*self._found, *self._padded) for each in bags.tensors()]
+        held += [each for request in self._requests for each in request.tensors()]
+        return sum({each.data_ptr(): each.nbytes for each in held if each is not None}.values())
