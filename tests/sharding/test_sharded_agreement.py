@@ -176,6 +176,33 @@ def orders(rank, size, ahead):
     return weights
 
 
+def goes_back_through_others(rank, size, reached):
+    """Of two lookups of the second step each rank goes back through those `reached`; the step is left out."""
+    model, errors = model_of(), []
+    for step in range(4):
+        ids, offsets, _, upstream = batch(step, rank)
+        if step == 1:
+            outputs = [model(ids, offsets) for _ in range(2)]
+            loss = sum((outputs[number] * upstream).sum() for number in reached[rank])
+            errors.append(told(loss.backward))
+        else:
+            errors.append(told(step_of, model, (ids, offsets, None, upstream), weighted=False))
+    weights = dict(model.state_dict())
+    model.close()
+    return errors, weights
+
+
+@pytest.mark.parametrize("reached", [((0, 1), (0,)), ((0,), (1,))], ids=["more on one", "others"])
+def test_ranks_that_go_back_through_different_lookups_are_refused(worlds, reached):
+    found = worlds(2).run(goes_back_through_others, reached)
+    counts = f"{len(reached[0])} on rank 0, {len(reached[1])} on rank 1"
+    for errors, _ in found:
+        assert [each is None for each in errors] == [True, False, True, True]
+        assert errors[1][0] == "PeerError"
+        assert f"the backward passes of the ranks have reached different lookups ({counts})" in errors[1][1]
+    assert_same(found[0][1], trained([0, 2, 3]))
+
+
 def test_forwards_are_ordered_by_when_they_came(worlds):
     assert_same(worlds(2).run(orders, True)[0], worlds(2).run(orders, False)[0])
 

@@ -49,7 +49,7 @@ class ReadyGradients(NamedTuple):
     not finite."""
 
     sending: list[list[Sending]]
-    room: list[torch.Tensor]
+    room: list[torch.Tensor | None]
     is_infinite: bool
 
 
@@ -297,7 +297,7 @@ class ShardedCall:
         for bags, part in zip(self._bags, self._parts, strict=True):
             given = [each for each in bags.gradient(grad, context.divisor) if each is not None]
             sending.append([exchange.sending(each, bags.grads, part.grads.per_rank) for each in given])
-        room = [torch.empty_like(each.out) for its in sending for each in its if each.out.is_cuda]
+        room = [room_to_order(each.out) for its in sending for each in its]
         for call in self._calls:
             check_update(call)
         return ReadyGradients(sending, room, is_infinite)
@@ -342,6 +342,12 @@ class ShardedCall:
         """The current stream uses what is known of the ids, so far."""
         if self._recorded is not None:
             self._recorded.used()
+
+
+def room_to_order(came: torch.Tensor) -> torch.Tensor | None:
+    """As much memory as gradients take that have come, for these in another order: torch's allocator of a GPU keeps it
+    for that when it is given up. On a CPU an allocation takes none."""
+    return torch.empty_like(came) if came.is_cuda else None
 
 
 def forward_flag(weights: torch.Tensor | None) -> int:

@@ -1,0 +1,204 @@
+"""What eager forwards of ranks on a GPU record of whom they ask for rows: the bits of those that launch it, whatever
+comes between. Skips without a GPU; TIEREDEMB_REQUIRE_CUDA=1 fails."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from devices import equal, require_gpu
+from sharding.ranks import batch_of, seven, sharded_run, sharding_of, step_of, tables_of
+from sharding.test_sharded_training import compare
+from sharding.worlds import World
+
+import tieredemb as te
+from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+from tieredemb.sharding.recorded_asks import MOST_AT_ONCE, MOST_FORMS, RecordedAsk, RecordedAsks
+
+pytestmark = pytest.mark.usefixtures("gpu")
+
+TABLES = {"widths": (4, 8), "modes": ("sum", "mean", "max"), "rows": (1, 3, 17, 40, 25, 9, 31), "padding": (None, 0, 2)}
+MANY, STEPS = 400, 14
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    require_gpu()
+    started = {}
+
+    def world(size):
+        if size not in started:
+            started[size] = World(size, "cuda")
+        return started[size]
+
+    yield world
+    for each in started.values():
+        each.close()
+
+
+@contextlib.contextmanager
+def counted(*, records=True):
+    """Each time that a forward is found and asked by replays; or never, if nothing `records`."""
+    asked, ask, of = [], RecordedAsk.ask, RecordedAsks.of
+
+    def noted(self):
+        asked.append(self)
+        return ask(self)
+
+    RecordedAsk.ask = noted
+    if not records:
+        RecordedAsks.of = lambda self, batch: None
+    try:
+        yield asked
+    finally:
+        RecordedAsk.ask, RecordedAsks.of = ask, of
+
+
+def counts(rank, size, *given):
+    with counted() as asked:
+        return *sharded_run(rank, size, *given), len(asked)
+
+
+@pytest.mark.parametrize("optimizer", [te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
+@pytest.mark.parametrize("capacity", [2, 0.3, 1.0])
+@pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_recorded_asks_have_the_bits_of_one_process(worlds, size, sharding, capacity, optimizer):
+    tables, keywords = tables_of(**TABLES), {"optimizer": optimizer, "capacity": capacity, "max_ids": MANY}
+    compare(worlds(size), tables, sharding, seven, steps=STEPS, shape="ones", **keywords)
+    answers = worlds(size).run(counts, tables, sharding, STEPS, seven, False, keywords, "ones")
+    assert [count for *_, count in answers] == [STEPS - 3] * size  # samples are known from the second step on
+
+
+@pytest.mark.parametrize("shape", ["equal", "some equal"])
+def test_recorded_asks_of_bags_of_several_ids(worlds, shape):
+    keywords = {"optimizer": te.Adagrad(lr=0.1), "capacity": 0.5, "max_ids": MANY}
+    compare(worlds(2), tables_of(**TABLES), "every other", seven, steps=STEPS, shape=shape, **keywords)
+
+
+def disturbed(rank, size, sharding, ahead, records):
+    """Of one form, but what disturbs: ids that do not fit, other samples on one rank, forwards in flight, and such as
+    nobody goes back through."""
+    tables = tables_of(**TABLES)
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=sharding_of(sharding, tables), average=False, capacity=0.5, optimizer=te.Adam(lr=0.05),
+        max_ids=7 * len(tables) - 6,
+    )  # fmt: skip
+    outputs, refused, batches = [], [], []
+    for step in range(24):
+        samples = (lambda rank: 7 + rank) if step in (9, 10) else seven
+        ids, offsets, _, upstream = batch_of(tables, step, rank, samples=samples, shape="ones")
+        if step == 12 and rank == 1:  # all on one rank, where tables are dealt out
+            ids = ids // 2 * 2
+        if step == 15 and rank == 0:
+            ids = ids.clone()
+            ids[5] = 1000
+        batches.append((ids, offsets, upstream))
+
+    def look_up(batch):
+        return model(batch[0], batch[1])
+
+    with counted(records=records) as asked, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a batch that does not fit is told of
+        flight = []
+        for step, batch in enumerate(te.prefetch(batches, model, ids_of=lambda each: each[:2]) if ahead else batches):
+            try:
+                out = look_up(batch)
+            except te.errors.IdOutOfRangeError as error:
+                refused.append((step, str(error)))
+                continue
+            outputs.append(out.detach().clone())
+            if step in (5, 6, 7):
+                flight.append((out, batch[2]))
+                continue
+            for its, upstream in [*flight, (out, batch[2])]:
+                its.backward(upstream.to(its.dtype))
+            flight = []
+            if step == 17:
+                look_up(batch)  # and is dropped
+            if step == 18:
+                with torch.no_grad():
+                    outputs.append(look_up(batch).clone())
+            if step == 19:
+                (look_up(batch).sum() + look_up(batches[3]).sum()).backward()
+        weights = dict(model.state_dict())
+    model.close()
+    return outputs, weights, refused, len(asked)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+@pytest.mark.parametrize("sharding", ["rows", "every other"])
+def test_recorded_asks_are_disturbed_by_nothing(worlds, sharding, ahead):
+    launched = worlds(2).run(disturbed, sharding, ahead, False)
+    replayed = worlds(2).run(disturbed, sharding, ahead, True)
+    for (outputs, weights, refused, asked), (its_outputs, its_weights, its_refused, its_asked) in zip(
+        replayed, launched, strict=True
+    ):
+        assert its_asked == 0
+        assert asked >= 12
+        assert refused == its_refused
+        assert [step for step, _ in refused] == [15]
+        assert "rank 0: id 1000" in refused[0][1]
+        assert len(outputs) == len(its_outputs)
+        for number, (one, other) in enumerate(zip(outputs, its_outputs, strict=True)):
+            assert equal(one, other), number
+        for name, weight in its_weights.items():
+            assert equal(weights[name], weight), name
+
+
+def weighs(rank, size, ahead, records):
+    """Weights whose gradient is asked for, of batches that may have been found before they came."""
+    tables = tables_of(widths=(4, 8))
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=sharding_of("every other", tables), average=False, capacity=0.5, optimizer=te.SGD(lr=0.1),
+        max_ids=MANY,
+    )  # fmt: skip
+    batches = [batch_of(tables, step, rank, samples=seven, shape="ones") for step in range(STEPS)]
+    with counted(records=records):
+        loop = te.prefetch(batches, model, 2, ids_of=lambda batch: batch[:2]) if ahead else batches
+        found = [step_of(model, batch, weighted=True) for batch in loop]
+        weights = dict(model.state_dict())
+    model.close()
+    return [out for out, _ in found], [grad for _, grad in found], weights
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+def test_weights_of_samples_are_none_of_what_is_recorded(worlds, ahead):
+    launched, replayed = (worlds(2).run(weighs, ahead, records) for records in (False, True))
+    for (outputs, grads, weights), (its_outputs, its_grads, its_weights) in zip(replayed, launched, strict=True):
+        assert all(map(equal, [*outputs, *grads], [*its_outputs, *its_grads]))
+        assert all(equal(weights[name], its_weights[name]) for name in its_weights)
+
+
+def changes_form(rank, size):
+    """More forms than are kept, each often; how many forwards at once, and forms, are kept."""
+    tables = tables_of(**TABLES)
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=sharding_of("rows", tables), average=False, capacity=0.5, optimizer=te.SGD(lr=0.1),
+        max_ids=MANY,
+    )  # fmt: skip
+    asks = model._ranks._context.asks
+    for form in range(MOST_FORMS + 2):
+        for step in range(6):
+            batch = batch_of(tables, step, rank, samples=lambda rank, form=form: 3 + form, shape="ones")
+            step_of(model, batch, weighted=False)
+    held = []
+    for step in range(MOST_AT_ONCE + 3):
+        ids, offsets, *_ = batch_of(tables, step, rank, samples=lambda rank: 3 + MOST_FORMS + 1, shape="ones")
+        held.append(model(ids, offsets))
+    forms, at_once = len(asks._recorded), max(map(len, asks._recorded.values()))
+    held_bytes = sum(ask.size_bytes() for its in asks._recorded.values() for ask in its)
+    cache = model._held[0].engine.tables.groups[0].cache
+    reported = cache.memory_report()["batch"]["recorded"]
+    torch.stack(held).sum().backward()
+    model.close()
+    return forms, at_once, held_bytes, reported
+
+
+def test_forms_and_forwards_at_once_are_bounded(worlds):
+    for forms, at_once, held_bytes, reported in worlds(2).run(changes_form):
+        assert forms == MOST_FORMS
+        assert at_once == MOST_AT_ONCE
+        assert 0 < held_bytes <= reported
