@@ -41,6 +41,7 @@ PLANNED = 2  # ids were exchanged before
 GRADIENT = 4  # that of the weights is asked for, which takes the rows of all ids
 FITS = 8  # an exchange of one size takes what other ranks are asked for
 ALONE = 16  # this rank would not plan the next batch ahead
+FLAG_BITS = 8  # behind which stands how many ids it asks another rank for
 
 
 class ReadyGradients(NamedTuple):
@@ -107,17 +108,23 @@ class ShardedCall:
         captures = self.context.captures
         try:
             if captures is not None and captures.is_active:
-                self._fits = True
+                self._fits, self._most_ids = True, 0
                 found, self._words = captures.find(batch, finds_firsts=self.row_bound is not None)
                 return found
             asks = self.context.asks
             self._recorded = None if asks is None or self.row_bound is not None else asks.of(batch)
             found = self.context.find(batch) if self._recorded is None else self._recorded.find(self, batch)
-            self._fits = self.context.max_ids is not None and self.fits(self._most(found))
+            self._fits = self._fits_one_size(self._most(found))
             return found
         except Exception as error:
             self.context.announce(phase, error=error)
             raise
+
+    def _fits_one_size(self, most: Most) -> bool:
+        self._most_ids = most.ids
+        if self.context.max_ids is not None:
+            return self.fits(most)
+        return self._recorded is not None and most.ids <= self._recorded.bound
 
     def _most(self, found: Sequence[Bags]) -> Most:
         are_whole = [part.is_whole for shard in self.context.shards for part in shard.parts]
@@ -133,6 +140,7 @@ class ShardedCall:
         samples = torch.full((exchange.size, 1), self.batch, dtype=torch.int64, device="cpu")
         counts = torch.cat([*(bags.counts for bags in self._bags), samples], 1)
         flag = FITS * self._fits | (0 if ahead else flag) | ALONE * (not context.offers_ahead)
+        flag |= self._most_ids << FLAG_BITS
         is_asked = False
         while not is_asked:  # others may have had a plan, which they then give up
             context.number += 1
@@ -146,16 +154,18 @@ class ShardedCall:
             *its, samples = torch.split(header.counts, [*columns, 1], 1)  # type: ignore[no-untyped-call]
             requests: list[Request | PaddedRequest]
             sizes: list[int] = samples[:, 0].tolist()
+            bound = context.max_ids if context.asks is None else context.asks.bound
             if context.asks is not None:
-                context.asks.samples = tuple(sizes)
-            if context.max_ids is not None and bool((header.flags & FITS).all()):
+                context.asks.know(sizes, int(header.flags.max()) >> FLAG_BITS)
+            if bound is not None and bool((header.flags & FITS).all()):
                 if self._recorded is not None and self._recorded.samples == sizes:
                     self._bags, asked = self._recorded.ask()
                     return [*asked]
                 by_entry, rows = context.on_buffers, self.row_bound
-                requests = [shard.padded.of(sizes, by_entry=by_entry, rows=rows) for shard in context.shards]
+                padded = [shard.padded_to(bound) for shard in context.shards]
+                requests = [each.of(sizes, by_entry=by_entry, rows=rows) for each in padded]
                 for bags in self._bags:
-                    bags.pad(context.max_ids, rows)
+                    bags.pad(bound, rows)
             else:
                 requests = [shard.request(each, samples[:, 0]) for shard, each in zip(context.shards, its, strict=True)]
             messages = [part.message.per_rank for request in requests for part in request.parts]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 INFINITE = 1  # flag of the header of a backward: a gradient is not finite, which is to keep all ranks from the update
 MOST_TOLD = 0xFFFF  # forwards that one tells of by how many they are
-ROW_ROOM, SPREAD = 1.1, 8  # × the most rows that have come back of a batch, and × their root, by which counts differ
+ROOM, SPREAD = 1.1, 8  # × the most that there were in a batch, and × their root, by which counts differ
 
 
 @dataclass(eq=False)
@@ -87,7 +87,7 @@ class ShardedContext:
     def know_rows(self, most: int) -> None:
         """All ranks know now that no rank has asked another for more different rows than `most`."""
         if self.max_ids is not None and most > (self.row_bound or 0):
-            self.row_bound = min(self.max_ids, int(ROW_ROOM * most + SPREAD * math.sqrt(most)) + 1)
+            self.row_bound = min(self.max_ids, with_room(most))
 
     @property
     def on_buffers(self) -> bool:
@@ -153,6 +153,11 @@ class ShardedContext:
         """Of a header that announces nothing to come."""
         columns = sum(part.columns for shard in self.shards for part in shard.parts)
         return torch.zeros((self.exchange.size, columns + 1), dtype=torch.int64, device="cpu")
+
+
+def with_room(most: int) -> int:
+    """A bound of counts that were this many at most."""
+    return int(ROOM * most + SPREAD * math.sqrt(most)) + 1
 
 
 def _check_passed(passed: Array) -> None:

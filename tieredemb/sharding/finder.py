@@ -26,10 +26,10 @@ def bag_finder(layout: Layout, parts: Sequence[Part], config: TableSetConfig) ->
 
 
 def recorded_asks(context: ShardedContext, finder: CountingFinder) -> RecordedAsks | None:
-    """What forwards of the context record of what `finder` finds: of exchanges of one size, on a GPU."""
-    if context.device.type != "cuda" or context.max_ids is None:
+    """What forwards of the context record of what `finder` finds, on a GPU."""
+    if context.device.type != "cuda":
         return None
     from tieredemb.sharding.gpu_bags import GpuFinder
     from tieredemb.sharding.recorded_asks import RecordedAsks
 
-    return RecordedAsks(context, finder, context.max_ids) if isinstance(finder, GpuFinder) else None
+    return RecordedAsks(context, finder) if isinstance(finder, GpuFinder) else None

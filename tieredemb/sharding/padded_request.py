@@ -88,6 +88,7 @@ class PaddedRequest:
             answer, grads = (bags, bags) if part.is_whole else (back, ids)
             self.parts.append(PaddedPart(part.is_whole, held, Exchanged(sizes), answer, grads, ids))
         self._weights: torch.Tensor | None = None
+        self._picks: torch.Tensor | None = None  # of which ids the rows go back, where nothing is pooled
 
     def take(self, came: Sequence[torch.Tensor]) -> None:
         """The messages have come, of each part. Does not synchronise."""
@@ -106,6 +107,7 @@ class PaddedRequest:
             lengths = [its.lengths for its in each if its.lengths is not None]
             stack = self._stack(edges, lengths[0] if lengths else None)
         self.batch = Batch(ids, edges, len(edges), False, 1, None, (ids, edges), stack=stack)
+        self._picks = self._picked(0) if stack is None else None
 
     def _place(self, came: Sequence[Came]) -> torch.Tensor:
         """Finds which entry each id is of; returns where features begin and end, int64 (F + 1,)."""
@@ -226,8 +228,8 @@ class PaddedRequest:
         self, call: Call, weights: Sequence[torch.Tensor | None], dtype: torch.dtype, *, trains: bool, every: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """See `Request.look_up`; values of ids are those of entries."""
-        if self.batch.stack is None:
-            return [self._rows(call.pick(self._picked(0)))], [None]
+        if self._picks is not None:
+            return [self._rows(call.pick(self._picks))], [None]
         for number, its in enumerate(weights):
             if its is not None:
                 self._weights = self._filled(number, its)
@@ -289,5 +291,5 @@ class PaddedRequest:
     def tensors(self) -> list[torch.Tensor]:
         """All that lie on the device."""
         stack = self.batch.stack
-        weights = [] if self._weights is None else [self._weights]
-        return [self._joined, *self._entry, self._ends, self.batch.ids, *weights, *(stack.tensors() if stack else ())]
+        some = [each for each in (self._weights, self._picks) if each is not None]
+        return [self._joined, *self._entry, self._ends, self.batch.ids, *some, *(stack.tensors() if stack else ())]

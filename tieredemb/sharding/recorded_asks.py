@@ -2,8 +2,9 @@
 where batches of one form come again and again: a hundred launches, of torch and of ours, are three replays.
 
 Between them is what no eager graph holds: the header by which ranks agree that all of their ids fit an exchange of one
-size (`max_ids`), and the exchange. A batch that does not fit is exchanged in the sizes that it needs, of what the first
-replay has found.
+size, and the exchange. That size is `max_ids`; where the user names none, it is somewhat more than any rank has asked
+another for so far, which the headers tell all of them. A batch that does not fit is exchanged in the sizes that it
+needs, of what the first replay has found.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.recording import GraphPool, Recording, Repeats, can_record
 from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import EqualBags, Places
+from tieredemb.sharding.context import ShardedContext, with_room
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.sharding.call import ShardedCall
-    from tieredemb.sharding.context import ShardedContext
     from tieredemb.sharding.gpu_bags import GpuBags, GpuFinder
     from tieredemb.sharding.padded_request import PaddedRequest
     from tieredemb.step.batch import Batch
@@ -35,7 +36,8 @@ MOST_AT_ONCE = 4  # forwards of one form that are in flight, each with recording
 
 class Form(NamedTuple):
     """What the launches depend on. `given`: how many of the `edges` are given, or the length of all bags where they are
-    `equal` · `samples`: how many each rank has, as far as is known before they tell each other. Else see `Batch`."""
+    `equal` · `samples`: how many each rank has, as far as is known before they tell each other · `bound`: of ids that
+    fit. Else see `Batch`."""
 
     ids: int
     batch: int
@@ -45,14 +47,17 @@ class Form(NamedTuple):
     exact: bool
     places: Places | None
     samples: tuple[int, ...]
+    bound: int
 
 
 class RecordedAsks:
-    """Those of the forwards of one module. `samples`: how many each rank had in the last one."""
+    """Those of the forwards of one module. `samples`: how many each rank had in the last one · `bound`: how many ids
+    one may ask another for in an exchange of one size. All ranks know the same of both."""
 
-    def __init__(self, context: ShardedContext, finder: GpuFinder, max_ids: int) -> None:
+    def __init__(self, context: ShardedContext, finder: GpuFinder) -> None:
         self.samples: tuple[int, ...] = ()
-        self._context, self._finder, self._max_ids = context, finder, max_ids
+        self.bound = context.max_ids or 0
+        self._context, self._finder = context, finder
         self._forms: Repeats[Form] = Repeats()
         self._recorded: OrderedDict[Form, list[RecordedAsk]] = OrderedDict()
         self._disturbed = 0  # recordings that have failed
@@ -65,7 +70,9 @@ class RecordedAsks:
         offsets = batch.offsets
         equal = isinstance(offsets, EqualBags)
         given = offsets.length if isinstance(offsets, EqualBags) else offsets.shape[0]
-        form = Form(len(batch.ids), batch.size, batch.edges, given, equal, batch.exact, batch.places, self.samples)
+        form = Form(
+            len(batch.ids), batch.size, batch.edges, given, equal, batch.exact, batch.places, self.samples, self.bound
+        )
         recorded = self._recorded.get(form)
         if recorded is None:
             if self._disturbed == recording.MOST_DISTURBED or self._forms.count(form) <= recording.TIMES:
@@ -77,7 +84,7 @@ class RecordedAsks:
         found = next((each for each in recorded if each.is_free), None)
         if found is None and len(recorded) < MOST_AT_ONCE and self._disturbed < recording.MOST_DISTURBED:
             try:
-                found = RecordedAsk(self._context, self._finder, batch, self.samples, self._max_ids)
+                found = RecordedAsk(self._context, self._finder, batch, self.samples, self.bound)
             except Exception as error:
                 recording.note_failure(error)
                 self._disturbed += 1
@@ -85,6 +92,12 @@ class RecordedAsks:
             recorded.append(found)
             cast("DeviceCache", self._context.shards[0].engine.tables.groups[0].cache).recorded.add(found)
         return found
+
+    def know(self, samples: Sequence[int], most: int) -> None:
+        """The header of a forward has told that no rank asks another for more ids than `most`, and the `samples`."""
+        self.samples = tuple(samples)
+        if self._context.max_ids is None and most > self.bound:
+            self.bound = with_room(most)
 
     def _takes(self, batch: Batch) -> bool:
         """Whether forwards of such a batch can be recorded. The gradient of weights reads of a forward for longer than
@@ -102,11 +115,12 @@ class RecordedAsk:
     """Of one form: a forward after the other uses it. `samples`: how many each rank has."""
 
     def __init__(
-        self, context: ShardedContext, finder: GpuFinder, batch: Batch, samples: Sequence[int], max_ids: int
+        self, context: ShardedContext, finder: GpuFinder, batch: Batch, samples: Sequence[int], bound: int
     ) -> None:
-        """Records, and launches nothing. Raises what that does."""
+        """Launches all of it once, as what is made at a first use must not be captured, and records it. Raises what
+        that does."""
         device, exchange = context.device, context.exchange
-        self.samples = list(samples)
+        self.samples, self.bound = list(samples), bound
         self._device, self._finder, self._exchange = device, finder, exchange
         self._by: weakref.ref[ShardedCall] | None = None
         self._used = torch.cuda.Event()  # type: ignore[no-untyped-call]  # comes once the last use is over
@@ -118,26 +132,43 @@ class RecordedAsk:
             if isinstance(offsets, torch.Tensor):
                 offsets = self._offsets = torch.empty(offsets.shape, dtype=torch.int64, device=device)
             still = batch._replace(ids=self._ids, offsets=offsets)
+            self._fill(batch)
+            self._requests: list[PaddedRequest] = [shard.padded_to(bound).of(self.samples) for shard in context.shards]
+            received = [part.message.per_rank for request in self._requests for part in request.parts]
+            self._received = [sum(its) for its in zip(*received, strict=True)]
             self._find, self._pad, self._take = (Recording(device, pool) for _ in range(3))
-            with self._find.recorded([]):
+
+            def find() -> None:
                 found, words = finder.unchecked(still, finds_firsts=True)
                 self._told.copy_(words, non_blocking=True)
-            self._found: list[GpuBags] = list(found)
-            self._padded = [bags.again() for bags in self._found]
-            with self._pad.recorded([]):
+                self._found: list[GpuBags] = found
+
+            def pad() -> None:
+                self._padded = [bags.again() for bags in self._found]
                 for bags in self._padded:
-                    bags.pad(max_ids)
+                    bags.pad(bound)
                 self._given, self._sent = exchange.packed(
                     [bags.asked for bags in self._padded], [bags.sent for bags in self._padded]
                 )
-            self._requests: list[PaddedRequest] = [shard.padded.of(self.samples) for shard in context.shards]
-            received = [part.message.per_rank for request in self._requests for part in request.parts]
-            self._received = [sum(its) for its in zip(*received, strict=True)]
-            self._came = exchange.room(self._given, self._received)
-            with self._take.recorded([]):
+
+            def take() -> None:
                 parts = iter(exchange.unpacked(self._came, received))
                 for request in self._requests:
                     request.take([next(parts) for _ in request.parts])
+
+            find()
+            pad()
+            self._came = exchange.room(self._given, self._received).zero_()
+            take()
+            for graph, launch in ((self._find, find), (self._pad, pad), (self._take, take)):
+                with graph.recorded([]):
+                    launch()
+
+    def _fill(self, batch: Batch) -> None:
+        """What is to be found is where the graphs look for it."""
+        self._ids.copy_(batch.ids)
+        if self._offsets is not None and isinstance(batch.offsets, torch.Tensor):
+            self._offsets.copy_(batch.offsets)
 
     @property
     def is_free(self) -> bool:
@@ -150,9 +181,7 @@ class RecordedAsk:
         self._by = weakref.ref(call)
         with on_device(self._device), torch.no_grad():
             self._used.wait(current_stream())
-            self._ids.copy_(batch.ids)
-            if self._offsets is not None:
-                self._offsets.copy_(batch.offsets)  # type: ignore[arg-type]
+            self._fill(batch)
             self._find.replay([])
             self.used()
             self._has_told.record(current_stream())

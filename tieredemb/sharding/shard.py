@@ -59,8 +59,7 @@ class Held:
 
 class Shard(Held):
     """Of the tables of one width those rows that others ask for, too. `space`: the key space of all rows, as batches
-    name them · `parts`: the tables that are dealt out, and those that ranks hold whole, as far as there are any ·
-    `padded`: requests of `max_ids`, where that is given."""
+    name them · `parts`: the tables that are dealt out, and those that ranks hold whole, as far as there are any."""
 
     def __init__(
         self,
@@ -88,8 +87,16 @@ class Shard(Held):
             Kind(part_of[int(t)], table.mode if layout.owner[t] >= 0 else None)
             for t, table in zip(self.space.tables[self.space.table], of, strict=True)
         ]
+        self._ranks = layout.size
+        self._padded: PaddedRequests | None = None
         if max_ids is not None:
-            self.padded = PaddedRequests(self.parts, self._kinds, rank, layout.size, max_ids, config.device)
+            self.padded_to(max_ids)
+
+    def padded_to(self, bound: int) -> PaddedRequests:
+        """Requests of at most as many ids of each rank in a part."""
+        if self._padded is None or self._padded.bound != bound:
+            self._padded = PaddedRequests(self.parts, self._kinds, self._rank, self._ranks, bound, self._device)
+        return self._padded
 
     def request(self, counts: torch.Tensor, samples: torch.Tensor) -> Request:
         """What is asked of this rank: `counts`, int64 (W, columns), of its parts one after the other · `samples`: int64
