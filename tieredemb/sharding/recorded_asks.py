@@ -107,6 +107,8 @@ class RecordedAsks:
             return False
         if torch.cuda.is_current_stream_capturing() or not can_record():
             return False
+        if context.max_ids is None and all(part.is_whole for each in context.shards for part in each.parts):
+            return False  # in the sizes that they need their plans are recorded, and in others not
         # what passes through the host is planned on other streams than it is asked on
         return all(group.cache.cold.device_readable for each in context.shards for group in each.engine.tables.groups)
 
