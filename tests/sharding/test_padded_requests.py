@@ -94,6 +94,23 @@ def test_what_lies_behind_the_ids_is_in_no_bag_and_has_no_part_in_anything(rank,
         assert equal(weighed[1][:count], weighed[0])
 
 
+@pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
+def test_an_update_that_is_put_off_reads_nothing_of_a_later_forward(sharding):
+    parts, kinds, came = asked_of(1, sharding, "some equal")
+    request = taken(parts, kinds, came, 1, knows_ends=False)
+    mine, stack = request.apart(), request.batch.stack
+    assert mine.batch.given is request.batch.given
+    if stack is None:
+        assert sharding == "rows"
+        return
+    kept = [stack.row.clone(), *(run.edges.clone() for run in stack.runs)]
+    for tensor in (stack.row, *(run.edges for run in stack.runs)):
+        tensor.zero_()  # a replay for the next forward
+    own = mine.batch.stack
+    assert all(map(equal, [own.row, *(run.edges for run in own.runs)], kept))
+    assert own.picked is stack.picked
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("sharding", ["rows", "every other"])
 @pytest.mark.parametrize("rank", range(RANKS))

@@ -182,6 +182,39 @@ def test_weights_of_samples_are_none_of_what_is_recorded(worlds, ahead):
         assert all(equal(weights[name], its_weights[name]) for name in its_weights)
 
 
+def puts_off(rank, size, ahead, records):
+    """Updates of several forwards at once, which come while later ones were found already."""
+    tables = tables_of(**TABLES)
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=sharding_of("every other", tables), average=False, capacity=0.5, optimizer=te.Adam(lr=0.05),
+    )  # fmt: skip
+    drawn = [batch_of(tables, step, rank, samples=seven, shape="ones") for step in range(18)]
+    batches = [(ids, offsets, upstream) for ids, offsets, _, upstream in drawn]
+    outputs, together = [], contextlib.ExitStack()
+    with counted(records=records) as asked:
+        loop = te.prefetch(batches, model, 2, ids_of=lambda each: each[:2]) if ahead else batches
+        for step, (ids, offsets, upstream) in enumerate(loop):
+            if step % 3 == 0:
+                together.enter_context(model.accumulate())
+            out = model(ids, offsets)
+            out.backward(upstream.to(out.dtype))
+            outputs.append(out.detach().clone())
+            if step % 3 == 2:
+                together.close()
+        weights = dict(model.state_dict())
+    model.close()
+    return outputs, weights, len(asked)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+def test_updates_that_are_put_off_read_what_is_their_own(worlds, ahead):
+    launched, replayed = (worlds(2).run(puts_off, ahead, records) for records in (False, True))
+    for (outputs, weights, asked), (its_outputs, its_weights, _) in zip(replayed, launched, strict=True):
+        assert asked >= 12
+        assert all(map(equal, outputs, its_outputs))
+        assert all(equal(weights[name], its_weights[name]) for name in its_weights)
+
+
 def changes_form(rank, size):
     """More forms than are kept, each often; how many forwards at once, and forms, are kept."""
     tables = tables_of(**TABLES)

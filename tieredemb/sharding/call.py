@@ -57,10 +57,10 @@ class ReadyGradients(NamedTuple):
 class ShardedCall:
     """One forward. It tells the owners of its rows which it asks for, which may be long before the forward comes and
     the rows are fetched. Of each part of each shard: the bags here; of each shard what was asked of this rank, and the
-    call that answers. `number`: in the order of forwards, once it has come · `announced`: the
-    number of the exchange of its ids · `row_bound`: of an exchange of one size,
-    how many rows come back from each rank, if not one for each id · `is_over`: whether nothing reads what it knows of
-    its ids any more."""
+    call that answers. `number`: in the order of forwards, once it has come · `announced`: the number of the exchange of
+    its ids · `row_bound`: of an exchange of one size, how many rows come back from each rank, if not one for each id ·
+    `is_over`: whether nothing reads what it knows of its ids any more; an update that is put off reads what it has of
+    its own."""
 
     row_bound: int | None = None
     is_over = False
@@ -331,8 +331,7 @@ class ShardedCall:
         """The current stream uses what was made of the call, and `more`."""
         held = (tensor for bags in self._bags for tensor in bags.tensors())
         asked = (tensor for request in self._requests for tensor in request.tensors())
-        made = () if self._recorded is not None else itertools.chain(held, asked)  # which keeps what it has recorded
-        self._use.follow(made, more)
+        self._use.follow(itertools.chain(held, asked), more)
 
     def release(self) -> None:
         """No backward will come, or no forward: its rows may leave the caches."""
@@ -340,13 +339,13 @@ class ShardedCall:
             among.drop(planned)
         for call in self._calls:
             call.release()
-        if not self.keeps_rows:  # else the gradient of the weights has yet to come
-            self.over()
+        self.over()
 
     def over(self) -> None:
-        """It is over, also on the device, with what the current stream has launched."""
+        """It is over, also on the device, with what the current stream has launched; unless the gradient of weights may
+        be asked for yet."""
         self._used()
-        self.is_over = True
+        self.is_over = not self.keeps_rows
 
     def _used(self) -> None:
         """The current stream uses what is known of the ids, so far."""

@@ -288,6 +288,14 @@ class PaddedRequest:
         request._weights = None
         return request
 
+    def apart(self) -> PaddedRequest:
+        """As `again`, for a forward whose update may be put off until another has come: what that reads lies apart."""
+        request, stack = self.again(), self.batch.stack
+        if stack is not None:
+            runs = [run._replace(edges=run.edges.clone()) for run in stack.runs]
+            request.batch = self.batch._replace(stack=replace(stack, runs=runs, row=stack.row.clone()))
+        return request
+
     def tensors(self) -> list[torch.Tensor]:
         """All that lie on the device."""
         stack = self.batch.stack

@@ -200,12 +200,15 @@ class RecordedAsk:
             self._pad.replay([])
             exchange.send(exchange.sending_to(self._came, self._given, self._sent, self._received))
             self._take.replay([])
+            requests = [request.apart() for request in self._requests]
             self.used()
-        return [bags.again() for bags in self._padded], [request.again() for request in self._requests]
+        return [bags.again() for bags in self._padded], requests
 
     def used(self) -> None:
-        """What the current stream has launched by now uses it: the next forward waits for that."""
-        self._used.record(current_stream(self._device.index))
+        """What the current stream has launched by now uses it: the next forward waits for that. In a capture nothing is
+        launched."""
+        if not torch.cuda.is_current_stream_capturing():
+            self._used.record(current_stream(self._device.index))
 
     def size_bytes(self) -> int:
         """Of what it keeps, but for what its graphs need while they run."""
