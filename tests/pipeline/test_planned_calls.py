@@ -609,7 +609,7 @@ def test_lookups_that_lose_their_gradients_leave_no_circle(device):
             assert not model.emb[0].tables.whole.groups[0].cache._book.live
     finally:
         gc.enable()
-    assert not [each for each in gc.get_objects() if isinstance(each, JointCall)]
+    assert not [each for each in gc.get_objects() if issubclass(type(each), JointCall)]  # others' may be dead proxies
 
 
 def test_a_model_that_calls_itself_is_planned_no_more(device):

@@ -52,10 +52,10 @@ def trains(rank, size, where, killed_at, when):
 
 
 @pytest.mark.parametrize("when", ["backward", "save"])
-def test_a_killed_rank_is_noticed_and_training_resumes(tmp_path, when):
-    whole, broken, again = World(2), World(2), World(2)
+def test_a_killed_rank_is_noticed_and_training_resumes(worlds, tmp_path, when):
+    broken = World(2)
     try:
-        _, expected = whole.run(trains, tmp_path / "whole", None, when)[0]
+        _, expected = worlds(2).run(trains, tmp_path / "whole", None, when)[0]
         for pipe in broken.pipes:
             pipe.send((trains, (tmp_path / "saved", 3, when)))
         assert broken.pipes[0].poll(60)
@@ -64,10 +64,9 @@ def test_a_killed_rank_is_noticed_and_training_resumes(tmp_path, when):
         assert error[0] == "PeerError"
         assert "start all of them again from the last checkpoint" in error[1]
         assert seconds < 20
-        first, weights = again.run(trains, tmp_path / "saved", None, when)[0]
+        first, weights = worlds(2).run(trains, tmp_path / "saved", None, when)[0]  # processes that know of nothing
         assert first == 3
         for name, weight in expected.items():
             assert torch.equal(weights[name], weight)
     finally:
-        for world in (whole, broken, again):
-            world.close()
+        broken.close()

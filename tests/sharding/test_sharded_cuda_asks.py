@@ -158,6 +158,65 @@ def test_recorded_asks_are_disturbed_by_nothing(worlds, sharding, ahead, max_ids
             assert equal(weights[name], weight), name
 
 
+def differs(rank, size, max_ids, how):
+    """Rank 1 alone records nothing, if "never"."""
+    tables = tables_of(**TABLES)
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=sharding_of("every other", tables), average=False, capacity=0.5, optimizer=te.SGD(lr=0.1),
+        max_ids=max_ids,
+    )  # fmt: skip
+    asks, outputs = model._ranks._context.asks, []
+    if rank == 1 and how == "never":
+        asks.of = lambda batch: None
+    for step in range(STEPS):
+        batch = batch_of(tables, step, rank, samples=seven, shape="ones")
+        outputs.append(step_of(model, batch, weighted=False)[0])
+    weights = dict(model.state_dict())
+    model.close()
+    return outputs, weights
+
+
+@pytest.mark.parametrize("max_ids", [MANY, None])
+def test_ranks_that_record_and_others_that_do_not_exchange_the_same(worlds, max_ids):
+    never, all_do = (worlds(2).run(differs, max_ids, how) for how in ("never", ""))
+    for (outputs, weights), (its_outputs, its_weights) in zip(never, all_do, strict=True):
+        assert all(map(equal, outputs, its_outputs))
+        assert all(equal(weights[name], its_weights[name]) for name in its_weights)
+
+
+def alternates(rank, size, records):
+    """Two forms in turn, one of which is much larger, and then a batch that asks one rank for nearly all."""
+    tables = tables_of(rows=(400, 600), widths=(4, 8), padding=(None,))
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=sharding_of("rows", tables), average=False, capacity=0.5, optimizer=te.Adam(lr=0.05)
+    )
+    outputs = []
+    with counted(records=records) as asked:
+        for step in range(24):
+            samples = (lambda rank: 300) if step % 2 else seven
+            ids, offsets, _, upstream = batch_of(tables, step, rank, samples=samples, shape="ones")
+            if step == 15:
+                ids = ids // 2 * 2
+            out = model(ids, offsets)
+            out.backward(upstream.to(out.dtype))
+            outputs.append(out.detach().clone())
+        weights = dict(model.state_dict())
+        bounds = list(model._ranks._context.asks._bounds.values())
+    model.close()
+    return outputs, weights, len(asked), bounds
+
+
+def test_forms_in_turn_have_bounds_of_their_own(worlds):
+    launched, replayed = (worlds(2).run(alternates, records) for records in (False, True))
+    assert len({tuple(bounds) for *_, bounds in replayed}) == 1
+    for (outputs, weights, asked, bounds), (its_outputs, its_weights, *_) in zip(replayed, launched, strict=True):
+        assert asked >= 14
+        assert len(bounds) == 2
+        assert max(bounds) > 4 * min(bounds)
+        assert all(map(equal, outputs, its_outputs))
+        assert all(equal(weights[name], its_weights[name]) for name in its_weights)
+
+
 def weighs(rank, size, ahead, records):
     """Weights whose gradient is asked for, of batches that may have been found before they came."""
     tables = tables_of(widths=(4, 8))
@@ -166,18 +225,21 @@ def weighs(rank, size, ahead, records):
         max_ids=MANY,
     )  # fmt: skip
     batches = [batch_of(tables, step, rank, samples=seven, shape="ones") for step in range(STEPS)]
-    with counted(records=records):
+    with counted(records=records) as asked:
         loop = te.prefetch(batches, model, 2, ids_of=lambda batch: batch[:2]) if ahead else batches
         found = [step_of(model, batch, weighted=True) for batch in loop]
         weights = dict(model.state_dict())
     model.close()
-    return [out for out, _ in found], [grad for _, grad in found], weights
+    return [out for out, _ in found], [grad for _, grad in found], weights, len(asked)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 def test_weights_of_samples_are_none_of_what_is_recorded(worlds, ahead):
     launched, replayed = (worlds(2).run(weighs, ahead, records) for records in (False, True))
-    for (outputs, grads, weights), (its_outputs, its_grads, its_weights) in zip(replayed, launched, strict=True):
+    for (outputs, grads, weights, asked), (its_outputs, its_grads, its_weights, _) in zip(
+        replayed, launched, strict=True
+    ):
+        assert ahead or not asked  # weights are known of before their forward is found
         assert all(map(equal, [*outputs, *grads], [*its_outputs, *its_grads]))
         assert all(equal(weights[name], its_weights[name]) for name in its_weights)
 

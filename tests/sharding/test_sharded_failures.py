@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from datetime import timedelta
 
@@ -12,11 +13,14 @@ from sharding.ranks import batch_of, seven, step_of, tables_of
 
 import tieredemb as te
 from tieredemb.errors import StorageFullError
+from tieredemb.sharding import exchange
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.layout import RowWise
+from tieredemb.sharding.request import Request
 
 TABLES = tables_of()
-QUICK = timedelta(seconds=3)
+QUICK, LONG = timedelta(seconds=3), timedelta(seconds=100)
 
 
 def model_of(**keywords):
@@ -213,3 +217,80 @@ def test_a_state_dict_that_one_rank_cannot_load_none_loads(worlds, kind, text):
         assert told_of.count("are given on ranks") == (kind != "shape on rank 1")
         assert ("rank 1: " in told_of) == (kind == "shape on rank 1" and rank != 1)
         assert all(equal(after[name], weight) for name, weight in before.items())
+
+
+def is_interrupted(rank, size, where):
+    """Ctrl-C on rank 1 in the second step, which it takes for no reason to end: where gradients have come and are put
+    into order, where they are about to be sent, or while it waits for the header of another."""
+    model, errors = model_of(timeout=LONG), []
+    context = model._ranks._context
+    gradient, send, swap = Request.gradient, Exchange.send, Exchange._swap
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def waits(self, *headers):
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        swap(self, *headers)
+
+    def raises(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, raises)
+    started = time.monotonic()
+    for step in range(4):
+        ids, offsets, _, upstream = batch_of(TABLES, step, rank, samples=seven)
+
+        def run(ids=ids, offsets=offsets, upstream=upstream, step=step):
+            out = model(ids, offsets)
+            if (rank, step) == (1, 1):
+                if where == "order":
+                    Request.gradient = interrupted
+                elif where == "send":
+                    Exchange.send = interrupted
+                else:
+                    Exchange._swap = waits
+            elif step == 1 and where == "header":
+                time.sleep(1)
+            out.backward(upstream)
+
+        try:
+            errors.append(told(run))
+        except KeyboardInterrupt:
+            errors.append(("KeyboardInterrupt", ""))
+        Request.gradient, Exchange.send, Exchange._swap = gradient, send, swap
+    signal.signal(signal.SIGALRM, before)
+    context.exchange.close()
+    return errors, time.monotonic() - started
+
+
+@pytest.mark.parametrize("where", ["order", "send", "header"])
+def test_a_rank_that_is_interrupted_leaves_nobody_behind(worlds, where):
+    """All know of it by their next call at the latest, and nobody has updated what another has not and goes on."""
+    for rank, (errors, seconds) in enumerate(worlds(3).run(is_interrupted, where)):
+        assert errors[0] is None
+        assert errors[1] is not None
+        if rank == 1:
+            assert errors[1][0] == "KeyboardInterrupt"
+        assert {error[0] for error in errors[2:]} == {"PeerError"}
+        assert seconds < 10
+
+
+def all_at_once(rank, size):
+    """As where ranks are many."""
+    exchange.FEW, few = 1, exchange.FEW
+    model = model_of()
+    errors = [told(model, *batch_of(TABLES, step, rank, samples=seven)[:2]) for step in range(2)]
+    if rank == 0:
+        errors.append(told(model, torch.tensor([10**6]), torch.zeros(3, dtype=torch.int64)))
+    else:
+        errors.append(told(model, *batch_of(TABLES, 2, rank, samples=seven)[:2]))
+    model.close()
+    exchange.FEW = few
+    return errors
+
+
+def test_headers_of_many_ranks_are_exchanged_at_once(worlds):
+    found = worlds(3).run(all_at_once)
+    assert len({errors[2] for errors in found}) == 1
+    assert all(errors[:2] == [None, None] and errors[2] is not None for errors in found)

@@ -11,7 +11,6 @@ from sharding.test_sharded_failures import told
 from sharding.worlds import WAIT_S
 
 from tieredemb.errors import StorageFullError
-from tieredemb.sharding import call
 from tieredemb.sharding.asked import Asked
 from tieredemb.sharding.exchange import Exchange
 
@@ -41,7 +40,7 @@ def runs_short(rank, size, where):
     """Rank 1 has no memory in the second step: for the rows that come back, to pool them, for gradients of others that
     come, or for these in their order."""
     model, errors = model_of(), []
-    context, room_to_order = model._ranks._context, call.room_to_order
+    context, by_feature = model._ranks._context, Asked.by_feature
     exchange, find = context.exchange, context.find
     for step in range(4):
         ids, offsets, _, upstream = batch(step, rank)
@@ -57,11 +56,11 @@ def runs_short(rank, size, where):
             if fails and where == "gradients":
                 exchange.room = short(Exchange.room)
             if fails and where == "order":
-                call.room_to_order = none_left
+                Asked.by_feature = short(by_feature)
             out.backward(upstream)
 
         errors.append(told(run))
-        exchange.room, call.room_to_order = Exchange.room, room_to_order
+        exchange.room, Asked.by_feature = Exchange.room, by_feature
         context.find = find
     weights = dict(model.state_dict())
     model.close()

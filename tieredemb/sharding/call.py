@@ -45,12 +45,10 @@ FLAG_BITS = 8  # behind which stands how many ids it asks another rank for
 
 
 class ReadyGradients(NamedTuple):
-    """What a backward of one forward is about to exchange. `sending`: of each part · `room`: of memory that will be
-    needed once it has come, so that there is enough of it before all agree · `is_infinite`: whether a gradient here is
-    not finite."""
+    """What a backward of one forward is about to exchange. `sending`: of each part, until it is sent · `is_infinite`:
+    whether a gradient here is not finite."""
 
     sending: list[list[Sending]]
-    room: list[torch.Tensor | None]
     is_infinite: bool
 
 
@@ -124,7 +122,7 @@ class ShardedCall:
         self._most_ids = most.ids
         if self.context.max_ids is not None:
             return self.fits(most)
-        return self._recorded is not None and most.ids <= self._recorded.bound
+        return self._recorded is not None  # whose bound all ranks know, and whether it is one for this batch
 
     def _most(self, found: Sequence[Bags]) -> Most:
         are_whole = [part.is_whole for shard in self.context.shards for part in shard.parts]
@@ -154,11 +152,11 @@ class ShardedCall:
             *its, samples = torch.split(header.counts, [*columns, 1], 1)  # type: ignore[no-untyped-call]
             requests: list[Request | PaddedRequest]
             sizes: list[int] = samples[:, 0].tolist()
-            bound = context.max_ids if context.asks is None else context.asks.bound
+            bound = context.max_ids
             if context.asks is not None:
-                context.asks.know(sizes, int(header.flags.max()) >> FLAG_BITS)
+                bound = context.asks.agreed_bound(self.batch, sizes, int(header.flags.max()) >> FLAG_BITS)
             if bound is not None and bool((header.flags & FITS).all()):
-                if self._recorded is not None and self._recorded.samples == sizes:
+                if self._recorded is not None and (self._recorded.samples, self._recorded.bound) == (sizes, bound):
                     self._bags, asked = self._recorded.ask()
                     return [*asked]
                 by_entry, rows = context.on_buffers, self.row_bound
@@ -307,10 +305,9 @@ class ShardedCall:
         for bags, part in zip(self._bags, self._parts, strict=True):
             given = [each for each in bags.gradient(grad, context.divisor) if each is not None]
             sending.append([exchange.sending(each, bags.grads, part.grads.per_rank) for each in given])
-        room = [room_to_order(each.out) for its in sending for each in its]
         for call in self._calls:
             check_update(call)
-        return ReadyGradients(sending, room, is_infinite)
+        return ReadyGradients(sending, is_infinite)
 
     def gradients(self, ready: ReadyGradients, *, is_infinite: bool) -> list[tuple[Call, torch.Tensor]]:
         """Of each shard the call of the rows that this rank owns, and the gradient of its output: what the others had
@@ -318,13 +315,13 @@ class ShardedCall:
         exchange = self.context.exchange
         with exchange.agreed():
             came = [[exchange.send(each) for each in its] for its in ready.sending]
-            ready.room.clear()
-            found = []
-            for request, call, its in zip(self._requests, self._calls, self._by_shard(came), strict=True):
-                rows = request.gradient(call, its)
-                if is_infinite:  # a row behind those of occurrences, which the optimizer sees, and no row of a table
-                    rows = torch.cat([rows, rows.new_full((1, rows.shape[1]), torch.inf)])
-                found.append((call, rows))
+        ready.sending.clear()
+        found = []
+        for request, call, its in zip(self._requests, self._calls, self._by_shard(came), strict=True):
+            rows = request.gradient(call, its)
+            if is_infinite:  # a row behind those of occurrences, which the optimizer sees, and no row of a table
+                rows = torch.cat([rows, rows.new_full((1, rows.shape[1]), torch.inf)])
+            found.append((call, rows))
         return found
 
     def _follow(self, *more: torch.Tensor) -> None:
@@ -351,12 +348,6 @@ class ShardedCall:
         """The current stream uses what is known of the ids, so far."""
         if self._recorded is not None:
             self._recorded.used()
-
-
-def room_to_order(came: torch.Tensor) -> torch.Tensor | None:
-    """As much memory as gradients take that have come, for these in another order: torch's allocator of a GPU keeps it
-    for that when it is given up. On a CPU an allocation takes none."""
-    return torch.empty_like(came) if came.is_cuda else None
 
 
 def forward_flag(weights: torch.Tensor | None) -> int:

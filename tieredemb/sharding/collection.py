@@ -38,6 +38,7 @@ from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.finder import bag_finder, recorded_asks
 from tieredemb.sharding.layout import Layout, Sharding
 from tieredemb.sharding.optimizer import ShardedOptimizer
+from tieredemb.sharding.padding import MOST_ENTRIES
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held, Shard, own_tables
 from tieredemb.sharding.states import RowStates
@@ -61,9 +62,6 @@ if TYPE_CHECKING:
     from tieredemb.step.agreement import Agreement
 
 
-MOST_ENTRIES = 1 << 27  # of a part: a GPU takes 2²⁸ ids of both kinds of tables
-
-
 class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     """A `TieredEmbeddingBagCollection` whose rows are held by the ranks of a process group, each behind a cache of its
     own. Each rank looks up its own batches, which all ranks do together: as many forwards and backwards on each.
@@ -77,7 +75,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     how many ids a rank asks another for at most, in tables of one width, those that are dealt out and those that are
     held whole apart. Exchanges are padded to it and so have one size, which a CUDA graph needs (`graph_step`); a batch
     of more is exchanged in the sizes that it needs, to the same bits, and a warning says how many there are. None: all
-    are · `device`: of this rank; "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all
+    are, but for eager batches of one size on GPUs, for which the ranks find a bound · `device`: of this rank; "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all
     on GPUs · `timeout`: how long a rank waits for another, by default as long as torch does.
     The other keywords are those of `TieredEmbeddingBagCollection`. `capacity`, `storage`, `device`, `check_ids` and
     `timeout` may differ between the ranks, and so may the machines; the others are equal on all of them. To construct

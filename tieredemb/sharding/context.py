@@ -39,11 +39,11 @@ ROOM, SPREAD = 1.1, 8  # × the most that there were in a batch, and × their ro
 class ShardedContext:
     """What the calls of one module share. `find`: finds the bags of a batch · `columns`: ΣD of an output, which are of
     `output_dtype`, on `device` · `divisor`: what gradients are divided by · `max_ids`: what exchanges of one size are
-    padded to, if there are any · `captures`: what lets a step be captured · `asks`: what eager forwards record on a GPU
-    · `number`: of the last exchange · `most_rows`: the most different rows that this rank has asked another for in one
-    part, of batches that captured steps go ahead to, and `row_bound`: how many come back there, once the ranks have
-    told each other · `offers_ahead`: whether this rank would plan eager steps ahead, and `plans_ahead`: whether all
-    do."""
+    padded to, if the user has named it · `captures`: what lets a step be captured · `asks`: what eager forwards record
+    on a GPU · `number`: of the last exchange · `most_rows`: the most different rows that this rank has asked another
+    for in one part, of batches that captured steps go ahead to, and `row_bound`: how many come back there, once the
+    ranks have told each other · `offers_ahead`: whether this rank would plan eager steps ahead, and `plans_ahead`:
+    whether all do."""
 
     layout: Layout
     exchange: Exchange
@@ -103,19 +103,12 @@ class ShardedContext:
         """Applies what one backward pass has reached, in forward order, as one update. Every rank takes part, and none
         updates where one of them could not."""
         try:
-            failed: Exception | None = None
-            ready: list[ReadyGradients] = []
-            try:
-                ready += [call.ready(grad) for call, grad in reached]
-            except Exception as error:
-                failed = error
-            passed = self._passed([call.announced for call, _ in reached])
-            is_infinite = any(each.is_infinite for each in ready)
-            flags = self.announce(Phase.BACKWARD, flag=passed | INFINITE * is_infinite, error=failed).flags
-            _check_passed(flags >> 1)
-            is_infinite = bool((flags & INFINITE).any())
-            of_calls = zip(reached, ready, strict=True)
-            pairs = [pair for (call, _), its in of_calls for pair in call.gradients(its, is_infinite=is_infinite)]
+            ready, is_infinite = self._ready(reached)
+            pairs: list[tuple[Call, torch.Tensor]] = []
+            with self.telling(Phase.BACKWARD):
+                for (call, _), its in zip(reached, ready, strict=True):
+                    pairs += call.gradients(its, is_infinite=is_infinite)
+            self.announce(Phase.BACKWARD)
         except BaseException:
             for call, _ in reached:
                 call.release()
@@ -125,6 +118,21 @@ class ShardedContext:
         finally:
             for call, _ in reached:
                 call.over()
+
+    def _ready(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> tuple[list[ReadyGradients], bool]:
+        """What each forward is about to exchange, and whether a gradient of any rank is not finite. Raises on all ranks
+        what one has met, or that they have reached different forwards."""
+        failed: Exception | None = None
+        ready: list[ReadyGradients] = []
+        try:
+            ready += [call.ready(grad) for call, grad in reached]
+        except Exception as error:
+            failed = error
+        passed = self._passed([call.announced for call, _ in reached])
+        flag = passed | INFINITE * any(each.is_infinite for each in ready)
+        flags = self.announce(Phase.BACKWARD, flag=flag, error=failed).flags
+        _check_passed(flags >> 1)
+        return ready, bool((flags & INFINITE).any())
 
     @staticmethod
     def _passed(announced: Sequence[int]) -> int:

@@ -114,7 +114,7 @@ class Exchange:
         mine[:, :4] = int(phase), number, error is not None, flag
         mine[:, 4:] = counts.numpy()
         theirs = np.empty_like(mine)
-        with self._answered(phase):
+        with self.agreed(), self._answered(phase):
             self._swap(torch.from_numpy(theirs), torch.from_numpy(mine))
         if theirs[:, 2].any():
             self._raise(error)
@@ -249,13 +249,14 @@ class Exchange:
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:
-        """What follows an agreement to exchange something, up to that. A rank that fails in between leaves the group:
-        so the others, which do exchange, learn that it will not, and need not wait for their timeout."""
+        """What follows an agreement to exchange something, up to that, and the messages of a header. A rank that fails
+        in between, or is interrupted, leaves the group: so the others, which do exchange, learn that it will not, and
+        need not wait for their timeout."""
         try:
             yield
         except PeerError:
             raise
-        except Exception as error:
+        except BaseException as error:
             self._broken_by(
                 f"rank {self.rank} has failed where the others were about to exchange something, and has left them "
                 f"({type(error).__name__}: {error}); start all of them again from the last checkpoint"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,10 +19,12 @@ import torch
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.padding import Came, each_asked, firsts_of, read, sizes_of
 from tieredemb.sharding.request import Kind
-from tieredemb.step.batch import Batch
+from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import Call
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.step.stack import Run, Stack
+
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -289,11 +292,14 @@ class PaddedRequest:
         return request
 
     def apart(self) -> PaddedRequest:
-        """As `again`, for a forward whose update may be put off until another has come: what that reads lies apart."""
+        """As `again`, for a forward whose update may be put off until another has come: what that reads lies apart. Its
+        ids are told from those of another, which lie where these do."""
         request, stack = self.again(), self.batch.stack
         if stack is not None:
             runs = [run._replace(edges=run.edges.clone()) for run in stack.runs]
-            request.batch = self.batch._replace(stack=replace(stack, runs=runs, row=stack.row.clone()))
+            stack = replace(stack, runs=runs, row=stack.row.clone())
+        given = (self.batch.ids, self._ends, next(_NUMBERS))
+        request.batch = self.batch._replace(given=cast("Given", given), stack=stack)
         return request
 
     def tensors(self) -> list[torch.Tensor]:

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+MOST_ENTRIES = 1 << 27  # of a part: a GPU takes 2²⁸ ids of both kinds of tables
+
 
 class Padding:
     """Values that lie rank by rank, and the blocks of `bound` entries, one a rank, that they are sent in: a block

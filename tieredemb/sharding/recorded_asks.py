@@ -3,8 +3,8 @@ where batches of one form come again and again: a hundred launches, of torch and
 
 Between them is what no eager graph holds: the header by which ranks agree that all of their ids fit an exchange of one
 size, and the exchange. That size is `max_ids`; where the user names none, it is somewhat more than any rank has asked
-another for so far, which the headers tell all of them. A batch that does not fit is exchanged in the sizes that it
-needs, of what the first replay has found.
+another for where the ranks had as many samples, which the headers tell all of them. A batch that does not fit is
+exchanged in the sizes that it needs, of what the first replay has found.
 """
 
 from __future__ import annotations
@@ -12,26 +12,31 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
+from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.kernels import recording
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.recording import GraphPool, Recording, Repeats, can_record
 from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.sharding.context import ShardedContext, with_room
+from tieredemb.sharding.padding import MOST_ENTRIES
 
 if TYPE_CHECKING:
-    from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.sharding.call import ShardedCall
     from tieredemb.sharding.gpu_bags import GpuBags, GpuFinder
     from tieredemb.sharding.padded_request import PaddedRequest
     from tieredemb.step.batch import Batch
 
+K = TypeVar("K")
+V = TypeVar("V")
 MOST_FORMS = 4  # that are recorded, those used last
 MOST_AT_ONCE = 4  # forwards of one form that are in flight, each with recordings of its own
+MOST_BOUNDS = 64  # that are known, for as many numbers of samples, those used last
+LOOSE = 2  # × what a batch needs with some room: of a larger bound the rest would be sent in vain
 
 
 class Form(NamedTuple):
@@ -51,13 +56,14 @@ class Form(NamedTuple):
 
 
 class RecordedAsks:
-    """Those of the forwards of one module. `samples`: how many each rank had in the last one · `bound`: how many ids
-    one may ask another for in an exchange of one size. All ranks know the same of both."""
+    """Those of the forwards of one module. `_bounds`: where `max_ids` is not given, by the samples of each rank, how
+    many ids one asks another for in an exchange of one size; all ranks know the same · `_samples`: those that all ranks
+    had when this one had as many as the key."""
 
     def __init__(self, context: ShardedContext, finder: GpuFinder) -> None:
-        self.samples: tuple[int, ...] = ()
-        self.bound = context.max_ids or 0
         self._context, self._finder = context, finder
+        self._bounds: OrderedDict[tuple[int, ...], int] = OrderedDict()
+        self._samples: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._forms: Repeats[Form] = Repeats()
         self._recorded: OrderedDict[Form, list[RecordedAsk]] = OrderedDict()
         self._disturbed = 0  # recordings that have failed
@@ -65,14 +71,14 @@ class RecordedAsks:
     def of(self, batch: Batch) -> RecordedAsk | None:
         """One that nobody uses, for a batch of a form that has come often enough; None where the batch is to be found
         by launches."""
-        if not self._takes(batch):
+        samples = self._samples.get(batch.size)
+        bound = None if samples is None else self._context.max_ids or self._bounds.get(samples)
+        if samples is None or bound is None or not self._takes(batch):
             return None
         offsets = batch.offsets
         equal = isinstance(offsets, EqualBags)
         given = offsets.length if isinstance(offsets, EqualBags) else offsets.shape[0]
-        form = Form(
-            len(batch.ids), batch.size, batch.edges, given, equal, batch.exact, batch.places, self.samples, self.bound
-        )
+        form = Form(len(batch.ids), batch.size, batch.edges, given, equal, batch.exact, batch.places, samples, bound)
         recorded = self._recorded.get(form)
         if recorded is None:
             if self._disturbed == recording.MOST_DISTURBED or self._forms.count(form) <= recording.TIMES:
@@ -84,33 +90,51 @@ class RecordedAsks:
         found = next((each for each in recorded if each.is_free), None)
         if found is None and len(recorded) < MOST_AT_ONCE and self._disturbed < recording.MOST_DISTURBED:
             try:
-                found = RecordedAsk(self._context, self._finder, batch, self.samples, self.bound)
+                found = RecordedAsk(self._context, self._finder, batch, samples, bound)
             except Exception as error:
                 recording.note_failure(error)
                 self._disturbed += 1
                 return None
             recorded.append(found)
-            cast("DeviceCache", self._context.shards[0].engine.tables.groups[0].cache).recorded.add(found)
         return found
 
-    def know(self, samples: Sequence[int], most: int) -> None:
-        """The header of a forward has told that no rank asks another for more ids than `most`, and the `samples`."""
-        self.samples = tuple(samples)
-        if self._context.max_ids is None and most > self.bound:
-            self.bound = with_room(most)
+    def agreed_bound(self, size: int, samples: Sequence[int], most: int) -> int | None:
+        """The header of a forward has told the `samples` of each rank, of which this one has `size`, and that none asks
+        another for more ids than `most`: the bound of an exchange of one size, if they fit and it is not far too large.
+        All ranks find the same."""
+        its = tuple(samples)
+        _put(self._samples, size, its)
+        if self._context.max_ids is not None:
+            return self._context.max_ids
+        bound, wanted = self._bounds.get(its), min(with_room(most), MOST_ENTRIES // len(its))
+        if bound is not None and most <= bound <= LOOSE * wanted:
+            _put(self._bounds, its, bound)
+            return bound
+        _put(self._bounds, its, wanted)
+        for form in [form for form in self._recorded if form.samples == its and form.bound != wanted]:
+            del self._recorded[form]  # a forward that has one keeps it
+        return None
 
     def _takes(self, batch: Batch) -> bool:
         """Whether forwards of such a batch can be recorded. The gradient of weights reads of a forward for longer than
         it lasts, and captured steps have buffers of their own."""
         context = self._context
-        if batch.weights is not None or not len(batch.ids) or not self.samples or context.on_buffers:
+        if batch.weights is not None or not len(batch.ids) or context.on_buffers:
             return False
         if torch.cuda.is_current_stream_capturing() or not can_record():
             return False
         if context.max_ids is None and all(part.is_whole for each in context.shards for part in each.parts):
             return False  # in the sizes that they need their plans are recorded, and in others not
-        # what passes through the host is planned on other streams than it is asked on
+        # plans are made on the stream that asks, but where rows pass through the host
         return all(group.cache.cold.device_readable for each in context.shards for group in each.engine.tables.groups)
+
+
+def _put(into: OrderedDict[K, V], key: K, value: V) -> None:
+    """As the one used last, of so many."""
+    into[key] = value
+    into.move_to_end(key)
+    if len(into) > MOST_BOUNDS:
+        into.popitem(last=False)
 
 
 class RecordedAsk:
@@ -122,6 +146,8 @@ class RecordedAsk:
         """Launches all of it once, as what is made at a first use must not be captured, and records it. Raises what
         that does."""
         device, exchange = context.device, context.exchange
+        cache = context.shards[0].engine.tables.groups[0].cache
+        assert isinstance(cache, DeviceCache)
         self.samples, self.bound = list(samples), bound
         self._device, self._finder, self._exchange = device, finder, exchange
         self._by: weakref.ref[ShardedCall] | None = None
@@ -129,10 +155,11 @@ class RecordedAsk:
         self._told, self._has_told = finder.room(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         pool = GraphPool()  # its own: what one graph leaves lies where no other forward's writes
         with no_inference(), on_device(device):
-            self._ids = torch.empty(len(batch.ids), dtype=torch.int64, device=device)
             offsets, self._offsets = batch.offsets, None
-            if isinstance(offsets, torch.Tensor):
-                offsets = self._offsets = torch.empty(offsets.shape, dtype=torch.int64, device=device)
+            with cache.memory():
+                self._ids = torch.empty(len(batch.ids), dtype=torch.int64, device=device)
+                if isinstance(offsets, torch.Tensor):
+                    offsets = self._offsets = torch.empty(offsets.shape, dtype=torch.int64, device=device)
             still = batch._replace(ids=self._ids, offsets=offsets)
             self._fill(batch)
             self._requests: list[PaddedRequest] = [shard.padded_to(bound).of(self.samples) for shard in context.shards]
@@ -160,11 +187,13 @@ class RecordedAsk:
 
             find()
             pad()
-            self._came = exchange.room(self._given, self._received).zero_()
+            with cache.memory():
+                self._came = exchange.room(self._given, self._received).zero_()
             take()
             for graph, launch in ((self._find, find), (self._pad, pad), (self._take, take)):
                 with graph.recorded([]):
                     launch()
+        cache.recorded.add(self)
 
     def _fill(self, batch: Batch) -> None:
         """What is to be found is where the graphs look for it."""
@@ -208,7 +237,9 @@ class RecordedAsk:
         """What the current stream has launched by now uses it: the next forward waits for that. In a capture nothing is
         launched."""
         if not torch.cuda.is_current_stream_capturing():
-            self._used.record(current_stream(self._device.index))
+            stream = current_stream(self._device.index)
+            self._used.wait(stream)  # what another has launched is used no later
+            self._used.record(stream)
 
     def size_bytes(self) -> int:
         """Of what it keeps, but for what its graphs need while they run."""
