@@ -75,8 +75,9 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     how many ids a rank asks another for at most, in tables of one width, those that are dealt out and those that are
     held whole apart. Exchanges are padded to it and so have one size, which a CUDA graph needs (`graph_step`); a batch
     of more is exchanged in the sizes that it needs, to the same bits, and a warning says how many there are. None: all
-    are, but for eager batches of one size on GPUs, for which the ranks find a bound · `device`: of this rank; "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all
-    on GPUs · `timeout`: how long a rank waits for another, by default as long as torch does.
+    are, but for eager batches of few sizes on GPUs, for each of which the ranks find a bound · `device`: of this rank;
+    "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all on GPUs · `timeout`: how long
+    a rank waits for another, by default as long as torch does.
     The other keywords are those of `TieredEmbeddingBagCollection`. `capacity`, `storage`, `device`, `check_ids` and
     `timeout` may differ between the ranks, and so may the machines; the others are equal on all of them. To construct
     it is a collective, which raises `ConfigError` where they are not.
