@@ -155,15 +155,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def worlds():
     """Worlds of 1 to 4 ranks, each started when a test first asks for it, and kept."""
-    from sharding.worlds import World
+    from sharding.worlds import kept
 
-    started = {}
-
-    def world(size):
-        if size not in started:
-            started[size] = World(size)
-        return started[size]
-
-    yield world
-    for each in started.values():
-        each.close()
+    yield from kept()

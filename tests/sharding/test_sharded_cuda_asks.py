@@ -11,7 +11,7 @@ import torch
 from devices import equal, require_gpu
 from sharding.ranks import batch_of, seven, sharded_run, sharding_of, step_of, tables_of
 from sharding.test_sharded_training import compare
-from sharding.worlds import World
+from sharding.worlds import kept
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
@@ -26,16 +26,7 @@ MANY, STEPS = 400, 14
 @pytest.fixture(scope="module")
 def worlds():
     require_gpu()
-    started = {}
-
-    def world(size):
-        if size not in started:
-            started[size] = World(size, "cuda")
-        return started[size]
-
-    yield world
-    for each in started.values():
-        each.close()
+    yield from kept("cuda")
 
 
 @contextlib.contextmanager

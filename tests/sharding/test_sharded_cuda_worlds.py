@@ -23,7 +23,7 @@ from sharding import (
 )
 from sharding.ranks import batch_of, one_process, seven, sharded_run, step_of, tables_of, uneven
 from sharding.test_sharded_training import compare
-from sharding.worlds import World
+from sharding.worlds import kept
 from torch.utils.checkpoint import checkpoint
 from training import NAMES, OPTIMIZERS
 
@@ -39,16 +39,7 @@ pytestmark = pytest.mark.usefixtures("gpu")
 def worlds():
     """Worlds of ranks on the GPU, each started when a test first asks for it, and kept."""
     require_gpu()
-    started = {}
-
-    def world(size):
-        if size not in started:
-            started[size] = World(size, "cuda")
-        return started[size]
-
-    yield world
-    for each in started.values():
-        each.close()
+    yield from kept("cuda")
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)

@@ -96,3 +96,17 @@ class World:
             process.join(10)
             process.kill()
         self._meeting.cleanup()
+
+
+def kept(device="cpu"):
+    """What a fixture `worlds` yields, and then ends: worlds by their size, each started when a test first asks for it."""
+    started = {}
+
+    def world(size):
+        if size not in started:
+            started[size] = World(size, device)
+        return started[size]
+
+    yield world
+    for each in started.values():
+        each.close()
