@@ -220,8 +220,8 @@ def test_a_state_dict_that_one_rank_cannot_load_none_loads(worlds, kind, text):
 
 
 def is_interrupted(rank, size, where):
-    """Ctrl-C on rank 1 in the second step, which it takes for no reason to end: where gradients have come and are put
-    into order, where they are about to be sent, or while it waits for the header of another."""
+    """Ctrl-C on rank 1 in the second step, which it takes for no reason to end: where ids are about to be sent, where
+    gradients are, or have come and are put into order, or while it waits for the header of another."""
     model, errors = model_of(timeout=LONG), []
     context = model._ranks._context
     gradient, send, swap = Request.gradient, Exchange.send, Exchange._swap
@@ -242,6 +242,8 @@ def is_interrupted(rank, size, where):
         ids, offsets, _, upstream = batch_of(TABLES, step, rank, samples=seven)
 
         def run(ids=ids, offsets=offsets, upstream=upstream, step=step):
+            if (rank, step, where) == (1, 1, "ids"):
+                Exchange.send = interrupted
             out = model(ids, offsets)
             if (rank, step) == (1, 1):
                 if where == "order":
@@ -264,7 +266,7 @@ def is_interrupted(rank, size, where):
     return errors, time.monotonic() - started
 
 
-@pytest.mark.parametrize("where", ["order", "send", "header"])
+@pytest.mark.parametrize("where", ["ids", "order", "send", "header"])
 def test_a_rank_that_is_interrupted_leaves_nobody_behind(worlds, where):
     """All know of it by their next call at the latest, and nobody has updated what another has not and goes on."""
     for rank, (errors, seconds) in enumerate(worlds(3).run(is_interrupted, where)):

@@ -99,7 +99,7 @@ class World:
 
 
 def kept(device="cpu"):
-    """What a fixture `worlds` yields, and then ends: worlds by their size, each started when a test first asks for it."""
+    """What a fixture `worlds` yields, and ends: worlds by their size, each started when a test first asks for it."""
     started = {}
 
     def world(size):

@@ -223,11 +223,12 @@ class ShardedCall:
         except Exception as error:
             failed = error
         context.announce(Phase.ROWS, error=failed)
-        self._rows = [exchange.send(each) for each in sending]
-        for bags, each in kept:
-            came = exchange.send(each)
-            if self._asks[exchange.rank]:
-                bags.keep(came)
+        with exchange.agreed():
+            self._rows = [exchange.send(each) for each in sending]
+            for bags, each in kept:
+                came = exchange.send(each)
+                if self._asks[exchange.rank]:
+                    bags.keep(came)
         if context.captures is not None:
             context.captures.rows_sent()
 
@@ -247,8 +248,9 @@ class ShardedCall:
         except Exception as error:
             failed = error
         self.context.announce(Phase.FORWARD, error=failed)
-        for number, each in sending.items():
-            found[number] = exchange.send(each)
+        with exchange.agreed():
+            for number, each in sending.items():
+                found[number] = exchange.send(each)
         return found
 
     @property
