@@ -665,3 +665,44 @@ def test_save_needs_no_space_on_the_disk_of_the_row_file(device, tmp_path, monke
     loaded.load_checkpoint(str(tmp_path / "elsewhere"))
     assert same(everything(loaded), everything(twin))
     bag.close()
+
+
+MOST_MIB = 48  # for two chunks of each of many threads, and what libraries make at a first use
+PEAKS = """
+    import sys, torch, tieredemb as te
+    MIB = 1 << 20
+
+    def kib(name):
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith(name))
+
+    def grows(call):
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak is what there is now
+        before = kib("VmRSS:")
+        call()
+        return (kib("VmHWM:") - before) >> 10
+
+    torch.set_num_threads(2)
+    rows = 1_000_000
+    module = te.TieredEmbeddingBag(rows, 64, capacity=1000, optimizer=te.Adagrad(lr=0.1), device="cpu")
+    weight = torch.rand(rows, 64)
+    module.load_state_dict({"weight": weight})
+    small = te.TieredEmbeddingBag(100, 64, capacity=10, optimizer=te.Adagrad(lr=0.1), device="cpu")
+    small.save_checkpoint(sys.argv[1] + "/small")  # what is made and compiled once
+    small.load_checkpoint(sys.argv[1] + "/small")
+    print(grows(lambda: module.load_state_dict({"weight": weight})))
+    print(grows(lambda: module.save_checkpoint(sys.argv[1] + "/large")))
+    print(grows(lambda: module.load_checkpoint(sys.argv[1] + "/large")))
+    assert torch.equal(module.state_dict()["weight"], weight)
+"""
+
+
+def test_whole_tables_are_set_saved_and_loaded_in_chunks(tmp_path):
+    """Of 500 MiB of rows and state none of these calls has more than a few in memory a second time."""
+    script = [sys.executable, "-c", textwrap.dedent(PEAKS), str(tmp_path)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    peaks = [int(line) for line in done.stdout.split()]
+    assert len(peaks) == 3
+    assert max(peaks) < MOST_MIB, peaks
