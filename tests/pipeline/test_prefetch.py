@@ -800,6 +800,32 @@ def test_a_loop_that_is_left_locks_nothing(device, how):
     assert (model.stats() - before).rows_overflow == 0
 
 
+def test_a_loop_is_left_by_who_has_a_lock_that_its_plan_waits_for(device, monkeypatch):
+    """As Ctrl-C may leave one taken until the frames are gone that it went through."""
+    model, ended = table(capacity=6), threading.Event()
+    steps = ids_of_steps(4, size=2)
+    cache = model.tables.groups[0].cache
+    monkeypatch.setattr(cache, "let_go", lambda: None)  # or it would be given back when a plan is asked for
+
+    def leaves():
+        loop = iter(te.prefetch(steps, model, 2, ids_of=lambda ids: ids))
+        with cache.whole():
+            next(loop)  # has others planned, on a thread where there is one
+            loop.close()
+        ended.set()
+
+    thread = threading.Thread(target=leaves, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert ended.is_set()
+    for ids in te.prefetch(steps, model):
+        model(ids).sum().backward()
+    deadline = time.monotonic() + 30
+    while not idle(model) and time.monotonic() < deadline:
+        time.sleep(0.01)  # what was being planned is dropped once it is made
+    assert idle(model)
+
+
 def test_loops_follow_one_another(device):
     model, batches = table(), ids_of_steps(4)
     loop = te.prefetch(batches, model, 2)

@@ -131,6 +131,10 @@ class Cache(abc.ABC):
             while lock._is_owned():  # type: ignore[attr-defined]
                 lock.release()
 
+    def is_held(self) -> bool:
+        """Whether this thread has one of the locks."""
+        return any(lock._is_owned() for lock in (self.lock, self.plan_lock))  # type: ignore[attr-defined]
+
     def hold(self) -> Any:
         """What a plan needs that will be made `ahead` by another thread; dropped, it is given up. None if nothing."""
         return None

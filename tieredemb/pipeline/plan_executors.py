@@ -30,6 +30,7 @@ class PlanExecutors:
     closed."""
 
     def __init__(self, modules: Mapping[str, LookupModule]) -> None:
+        self._modules = list(modules.values())
         kinds = dict.fromkeys(map(kind_of, modules.values()))
         self._executors: dict[tuple[torch.device, bool], PlanExecutor] = {kind: _executor(*kind) for kind in kinds}
         self._found: dict[LookupModule, tuple[weakref.ref[Place], PlanExecutor]] = {}
@@ -79,8 +80,13 @@ class PlanExecutors:
         return self
 
     def __exit__(self, *_: tuple[type[BaseException] | None, BaseException | None, TracebackType | None]) -> None:
+        """Waits for plans that are being made; but not while this thread has a lock that these may wait for, as where
+        Ctrl-C came when one was about to be given back, which the frames that it goes through then have. They are
+        dropped once they are made."""
+        caches = {group.cache for module in self._modules for group in module.tables.groups}
+        waits = not any(cache.is_held() for cache in caches)
         for executor in self._executors.values():
-            executor.shutdown()
+            executor.shutdown(wait=waits)
 
 
 def kind_of(module: LookupModule) -> tuple[torch.device, bool]:
