@@ -220,7 +220,7 @@ def test_a_state_dict_that_one_rank_cannot_load_none_loads(worlds, kind, text):
 
 
 def is_interrupted(rank, size, where):
-    """Ctrl-C on rank 1 in the second step, which it takes for no reason to end: where ids are about to be sent, where
+    """Ctrl-C on rank 1 in the second step, after which it goes on: where ids are about to be sent, where
     gradients are, or have come and are put into order, or while it waits for the header of another."""
     model, errors = model_of(timeout=LONG), []
     context = model._ranks._context

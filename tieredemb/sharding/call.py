@@ -62,6 +62,7 @@ class ShardedCall:
 
     row_bound: int | None = None
     is_over = False
+    _fits, _most_ids = False, 0  # one size, and how many ids it asks another rank for, where that matters
     _recorded: RecordedAsk | None = None  # what it was found and is asked by, if that is recorded
 
     def __init__(self, context: ShardedContext, batch: Batch, *, flag: int = 0, ahead: bool = False) -> None:
@@ -106,20 +107,22 @@ class ShardedCall:
         captures = self.context.captures
         try:
             if captures is not None and captures.is_active:
-                self._fits, self._most_ids = True, 0
+                self._fits = True
                 found, self._words = captures.find(batch, finds_firsts=self.row_bound is not None)
                 return found
             asks = self.context.asks
             self._recorded = None if asks is None or self.row_bound is not None else asks.of(batch)
             found = self.context.find(batch) if self._recorded is None else self._recorded.find(self, batch)
-            self._fits = self._fits_one_size(self._most(found))
+            if self.context.max_ids is not None or asks is not None:
+                most = self._most(found)
+                self._most_ids, self._fits = most.ids, self._fits_one_size(most)
             return found
         except Exception as error:
             self.context.announce(phase, error=error)
             raise
 
     def _fits_one_size(self, most: Most) -> bool:
-        self._most_ids = most.ids
+        """Whether this rank would exchange a batch that asks for as much in one size."""
         if self.context.max_ids is not None:
             return self.fits(most)
         return self._recorded is not None  # whose bound all ranks know, and whether it is one for this batch
