@@ -57,7 +57,6 @@ class DeviceCall(Call):
         self.ids, self.tells_later = batch.ids.shape[0], ahead or not self.tells_at_once
         self.stack = batch.stack
         recurs = memory is None and scored and not may_exceed_bags  # the buffers of captured steps are planned there
-        recurs = recurs and (batch.stack is None or batch.stack.is_plain)  # else its rows are numbered by what comes
         if recurs and self.context.recorded.plan(self, batch, trains=trains, ages=ages, ahead=ahead):
             return
         tables = self.context.tables

@@ -109,8 +109,10 @@ class DeviceGroupCall:
 
     @property
     def is_as_planned(self) -> bool:
-        """Whether an update reads of it what its plan has left, and nothing that its forward has made since."""
-        return self.weights is None and self.argmax is None and self._found is None
+        """Whether an update reads of it what its plan has left, and nothing that its forward has made since, or was
+        given, as the bags of a mean."""
+        takes_means = self.stack is not None and any(run.mode == "mean" for run in self.stack.runs)
+        return self.weights is None and self.argmax is None and self._found is None and not takes_means
 
     def without_ticket(self) -> DeviceGroupCall:
         """A copy that keeps nothing in flight, for `again`."""

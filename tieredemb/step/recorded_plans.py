@@ -9,6 +9,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 import torch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tieredemb.step.batch import Batch
     from tieredemb.step.call_memory import CallMemory
     from tieredemb.step.device_call import DeviceCall
+    from tieredemb.step.stack import Stack
     from tieredemb.tables.table_set import Place
 
 MOST_FORMS = 8  # that one module's plans are recorded of, those used last
@@ -38,7 +40,8 @@ MOST_AT_ONCE = 4  # plans of one form that are in flight, each with a recording 
 
 class Form(NamedTuple):
     """What the launches of a plan depend on. `given`: how many of the `edges` are given, or the length of all bags
-    where they are `equal` · `exact`, `places`: see `Batch` · `trains`, `ages`, `ahead`: see `Call.plan`."""
+    where they are `equal` · `exact`, `places`: see `Batch` · `stacked`: how many rows an output has that is a `Stack`,
+    and not a plain one, else −1 · `trains`, `ages`, `ahead`: see `Call.plan`."""
 
     ids: int
     batch: int
@@ -47,6 +50,7 @@ class Form(NamedTuple):
     equal: bool
     exact: bool
     places: Places | None
+    stacked: int
     trains: bool
     ages: bool
     ahead: bool
@@ -124,7 +128,8 @@ class RecordedPlans:
             return False
         equal = isinstance(offsets, EqualBags)
         given = offsets.length if isinstance(offsets, EqualBags) else offsets.shape[0]
-        form = Form(n, batch.size, batch.edges, given, equal, batch.exact, batch.places, trains, ages, ahead)
+        stacked = -1 if batch.stack is None or batch.stack.is_plain else batch.stack.rows
+        form = Form(n, batch.size, batch.edges, given, equal, batch.exact, batch.places, stacked, trains, ages, ahead)
         if torch._C._cuda_getDevice() != site.device.index or torch._C._autograd._profiler_enabled():
             with on_device(site.device), marked("plan"):
                 return self._plan(call, site, form, batch)
@@ -192,7 +197,7 @@ class Recorded:
         groups = self._groups = site.groups
         tables = call.context.tables
         self._output = (call.rows, tables.output_width), tables.config.output_dtype, site.device
-        pools = site.pools and min(self._output[0]) > 0
+        pools = site.pools and form.stacked < 0 and min(self._output[0]) > 0
         later = form.ahead or site.waits
         self._ahead, self._pools, self._pools_later = form.ahead, pools and not later, pools and later
         with no_inference(), groups[0].cache.memory():
@@ -200,6 +205,10 @@ class Recorded:
             # torch's kernels, which are told nothing, read them where padding is left out of the gradient
             copies = any(trained is not None for trained in self._memory.trained)
             self._ids = torch.empty_like(ids) if copies else None
+            self._row = None  # of each id, read by torch's kernels, too
+            if form.stacked >= 0 and call.stack is not None:
+                self._row = torch.empty_like(call.stack.row)
+                call.stack = replace(call.stack, row=self._row)
         self._overflow = [group.cache.overflow_of(plan) for plan, group in zip(following, groups, strict=True)]
         self.compute_pool = groups[0].cache.compute_pool
         self._graph = self._new_graph()
@@ -210,7 +219,7 @@ class Recorded:
         for transfer in self._transfers:
             if transfer is not None:
                 transfer.record_finish(self._new_graph())
-        self._run(ids, edges.offsets, out)
+        self._run(ids, edges.offsets, out, batch.stack)
         self._parts = [part.without_ticket() for part in call.parts]
         self._homes = [part.ticket.homes for part in call.parts]
         for group, part in zip(groups, call.parts, strict=True):
@@ -280,7 +289,7 @@ class Recorded:
             offsets = offsets.to(torch.int64).contiguous()
         out = self._new_output() if self._pools else None
         batches = [group.cache.count_next() for group in self._groups]
-        self._run(ids, offsets, out)
+        self._run(ids, offsets, out, batch.stack)
         call.parts = [
             part.again(group.cache.replanned(number, homes, overflow))
             for group, part, number, homes, overflow in zip(
@@ -339,8 +348,12 @@ class Recorded:
         self._lookup = lookup
         return True
 
-    def _run(self, ids: torch.Tensor, offsets: torch.Tensor | EqualBags, out: torch.Tensor | None) -> None:
+    def _run(
+        self, ids: torch.Tensor, offsets: torch.Tensor | EqualBags, out: torch.Tensor | None, stack: Stack | None
+    ) -> None:
         now = []
+        if self._row is not None and stack is not None:
+            copy_on_device(self._row, stack.row)
         if self._ids is None:
             now.append(ids.data_ptr())
         else:
@@ -365,4 +378,5 @@ class Recorded:
     def size_bytes(self) -> int:
         """Of what it plans into, and copies."""
         reports = sum(transfer.size_bytes() for transfer in self._transfers if transfer is not None)
-        return reports + sum(each.nbytes for each in (*self._memory.tensors(), self._ids) if each is not None)
+        held = *self._memory.tensors(), self._ids, self._row
+        return reports + sum(each.nbytes for each in held if each is not None)
