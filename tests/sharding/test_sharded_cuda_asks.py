@@ -14,8 +14,10 @@ from sharding.test_sharded_training import compare
 from sharding.worlds import kept
 
 import tieredemb as te
+from tieredemb.sharding.call import ShardedCall
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
-from tieredemb.sharding.recorded_asks import MOST_AT_ONCE, MOST_FORMS, RecordedAsk, RecordedAsks
+from tieredemb.sharding.recorded_asks import CAREFUL, MOST_AT_ONCE, MOST_FORMS, RecordedAsk, RecordedAsks
+from tieredemb.step.recorded_plans import Recorded
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -48,8 +50,19 @@ def counted(*, records=True):
 
 
 def counts(rank, size, *given):
-    with counted() as asked:
-        return *sharded_run(rank, size, *given), len(asked)
+    """A run, and how many of its forwards were asked, and how many plans made, by replays."""
+    planned, replay = [], Recorded.replay
+
+    def noted(self, call, batch):
+        planned.append(self)
+        return replay(self, call, batch)
+
+    Recorded.replay = noted
+    try:
+        with counted() as asked:
+            return *sharded_run(rank, size, *given), len(asked), len(planned)
+    finally:
+        Recorded.replay = replay
 
 
 @pytest.mark.parametrize("max_ids", [MANY, None])
@@ -63,7 +76,9 @@ def test_recorded_asks_have_the_bits_of_one_process(worlds, sharding, capacity, 
     answers = worlds(2).run(counts, tables, sharding, STEPS, seven, False, keywords, "ones")
     is_launched = sharding == "tables" and max_ids is None  # or plans would be
     # samples are known from the second step on
-    assert {count for *_, count in answers} == {0 if is_launched else STEPS - 3}
+    assert {asked for *_, asked, _ in answers} == {0 if is_launched else STEPS - 3}
+    # of each width, once each was recorded; on no rank that holds none of its tables
+    assert max(planned for *_, planned in answers) >= 2 * (STEPS - 7)
 
 
 def test_recorded_asks_of_three_ranks(worlds):
@@ -94,6 +109,9 @@ def disturbed(rank, size, sharding, ahead, max_ids, records):
         if step == 15 and rank == 0:
             ids = ids.clone()
             ids[5] = 1000
+        if step == 16 and rank == 1:
+            offsets = offsets.clone()
+            offsets[3] = 1_000_000
         batches.append((ids, offsets, upstream))
 
     def look_up(batch):
@@ -105,7 +123,7 @@ def disturbed(rank, size, sharding, ahead, max_ids, records):
         for step, batch in enumerate(te.prefetch(batches, model, ids_of=lambda each: each[:2]) if ahead else batches):
             try:
                 out = look_up(batch)
-            except te.errors.IdOutOfRangeError as error:
+            except (te.errors.IdOutOfRangeError, te.errors.InvalidInputError) as error:
                 refused.append((step, str(error)))
                 continue
             outputs.append(out.detach().clone())
@@ -140,8 +158,10 @@ def test_recorded_asks_are_disturbed_by_nothing(worlds, sharding, ahead, max_ids
         assert its_asked == 0
         assert asked >= 12
         assert refused == its_refused
-        assert [step for step, _ in refused] == [15]
+        assert [step for step, _ in refused] == [15, 16]
         assert "rank 0: id 1000" in refused[0][1]
+        assert "rank 1: " in refused[1][1]
+        assert "1000000" in refused[1][1]
         assert len(outputs) == len(its_outputs)
         for number, (one, other) in enumerate(zip(outputs, its_outputs, strict=True)):
             assert equal(one, other), number
@@ -203,7 +223,9 @@ def test_forms_in_turn_have_bounds_of_their_own(worlds):
     for (outputs, weights, asked, bounds), (its_outputs, its_weights, *_) in zip(replayed, launched, strict=True):
         assert asked >= 14
         assert len(bounds) == 2
-        assert max(bounds) > 4 * min(bounds)
+        most, least = max(bounds), min(bounds)
+        assert most.ids > 4 * least.ids
+        assert most.rows < most.ids  # each of several ids
         assert all(map(equal, outputs, its_outputs))
         assert all(equal(weights[name], its_weights[name]) for name in its_weights)
 
@@ -298,3 +320,42 @@ def test_forms_and_forwards_at_once_are_bounded(worlds):
         assert forms == MOST_FORMS
         assert at_once == MOST_AT_ONCE
         assert 0 < held_bytes <= reported
+
+
+def looks(rank, size):
+    """How often a forward has looked what it asks for before it is sent, and how often again, step by step: one batch
+    of rank 1 does not fit."""
+    tables = tables_of(rows=(400, 600), widths=(8,), padding=(None,))
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=sharding_of("rows", tables), average=False, capacity=0.5, optimizer=te.SGD(lr=0.1)
+    )
+    first, again, look, ask_again = [], [], ShardedCall._look_first, ShardedCall._ask_again
+
+    def noted(self):
+        first.append(step)
+        look(self)
+
+    def noted_again(self):
+        again.append(step)
+        ask_again(self)
+
+    ShardedCall._look_first, ShardedCall._ask_again = noted, noted_again
+    try:
+        for step in range(12 + 2 * CAREFUL):
+            ids, offsets, _, upstream = batch_of(tables, step, rank, samples=lambda rank: 300, shape="ones")
+            if step == 10 and rank == 1:
+                ids = ids // 2 * 2
+            out = model(ids, offsets)
+            out.backward(upstream.to(out.dtype))
+    finally:
+        ShardedCall._look_first, ShardedCall._ask_again = look, ask_again
+    model.close()
+    return first, again
+
+
+def test_a_batch_that_does_not_fit_is_asked_for_again(worlds):
+    (first, again), (its_first, its_again) = worlds(2).run(looks)
+    assert again == its_again == [10]
+    assert its_first[-1] - its_first[0] >= CAREFUL - 1  # that rank looks first for a while
+    assert max(its_first) < 12 + 2 * CAREFUL - 1
+    assert all(step > 10 for step in [*first, *its_first])

@@ -231,7 +231,7 @@ def is_interrupted(rank, size, where):
 
     def waits(self, *headers):
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        swap(self, *headers)
+        return swap(self, *headers)
 
     def raises(number, frame):
         raise KeyboardInterrupt

@@ -193,6 +193,12 @@ def number_below(bags: DeviceBags, own: torch.Tensor, row: torch.Tensor, rows: i
     own.mul_(rows).add_(row)
 
 
+def is_good(report: torch.Tensor) -> torch.Tensor:
+    """Whether the words of a `Report`, int64 on their device, tell of no fault: bool (1,). Does not synchronise."""
+    state = [field.name for field in read(FILE).layout("Report").fields].index("state")
+    return report[state : state + 1] == 0
+
+
 def fault_in(
     words: Sequence[int], names: Sequence[str], rows: Sequence[int], told: str = ""
 ) -> InvalidInputError | IdOutOfRangeError | None:

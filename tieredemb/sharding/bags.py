@@ -48,6 +48,18 @@ class Most(NamedTuple):
     rows: int
 
 
+class Bound(NamedTuple):
+    """Of an exchange of one size: how many ids each rank is sent in one part, and how many rows come back where tables
+    are dealt out, each of several ids; None if one comes back for each id."""
+
+    ids: int
+    rows: int | None
+
+    def takes(self, most: Most) -> bool:
+        """Whether an exchange takes what a batch asks for."""
+        return most.ids <= self.ids and (self.rows is None or most.rows <= self.rows)
+
+
 def most_in(are_whole: Sequence[bool], counts: Sequence[torch.Tensor]) -> Most:
     """Of what each part asks the ranks for, `counts`: see `Bags`."""
     found = [its.view(len(its), 2, -1).sum(2).amax(0).tolist() for its in counts]

@@ -20,9 +20,9 @@ import torch
 from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.kernels.ranges import ranged
 from tieredemb.sharding.asked import AskedPart
-from tieredemb.sharding.bags import Bags, Most, most_in
+from tieredemb.sharding.bags import Bags, Bound, Most, most_in
 from tieredemb.sharding.context import ShardedContext, check_update
-from tieredemb.sharding.exchange import Phase, Sending
+from tieredemb.sharding.exchange import Header, Phase, Sending
 from tieredemb.sharding.padded_request import PaddedPart, PaddedRequest
 from tieredemb.sharding.request import Request
 from tieredemb.sharding.stream_use import StreamUse
@@ -41,28 +41,36 @@ PLANNED = 2  # ids were exchanged before
 GRADIENT = 4  # that of the weights is asked for, which takes the rows of all ids
 FITS = 8  # an exchange of one size takes what other ranks are asked for
 ALONE = 16  # this rank would not plan the next batch ahead
-FLAG_BITS = 8  # behind which stands how many ids it asks another rank for
+LATER = 32  # this rank has yet to look what it asks for, and whether that fits, and takes it for what it was before
+OVER = 64  # of a header of rows: what this rank asks for does not fit
+FLAG_BITS, MOST_BITS = 8, 27  # behind these stands how many ids it asks another rank for, and different rows
+MOST_TOLD = (1 << MOST_BITS) - 1
 
 
 class ReadyGradients(NamedTuple):
     """What a backward of one forward is about to exchange. `sending`: of each part, until it is sent · `is_infinite`:
-    whether a gradient here is not finite."""
+    whether a gradient here is not finite · `is_settled`: whether what comes is the gradient as an update takes it, so
+    that this rank cannot fail any more before that."""
 
     sending: list[list[Sending]]
     is_infinite: bool
+    is_settled: bool
 
 
 class ShardedCall:
     """One forward. It tells the owners of its rows which it asks for, which may be long before the forward comes and
     the rows are fetched. Of each part of each shard: the bags here; of each shard what was asked of this rank, and the
     call that answers. `number`: in the order of forwards, once it has come · `announced`: the number of the exchange of
-    its ids · `row_bound`: of an exchange of one size, how many rows come back from each rank, if not one for each id ·
-    `is_over`: whether nothing reads what it knows of its ids any more; an update that is put off reads what it has of
-    its own."""
+    its ids · `row_bound`: of an exchange of one size in a captured step, how many rows come back from each rank, if not
+    one for each id · `is_over`: whether nothing reads what it knows of its ids any more; an update that is put off
+    reads what it has of its own."""
 
     row_bound: int | None = None
     is_over = False
-    _fits, _most_ids = False, 0  # one size, and how many ids it asks another rank for, where that matters
+    # whether one size fits, and the most that it asks another rank for, where that matters; until the host has looked
+    # (`_is_later`) both are taken for what they were before
+    _fits, _is_later, _asks_for = False, False, Most(0, 0)
+    _bound: Bound | None = None  # of the exchange, if that is of one size
     _recorded: RecordedAsk | None = None  # what it was found and is asked by, if that is recorded
 
     def __init__(self, context: ShardedContext, batch: Batch, *, flag: int = 0, ahead: bool = False) -> None:
@@ -76,6 +84,7 @@ class ShardedCall:
         self._n_ids = len(batch.ids)
         self._words: torch.Tensor | None = None  # in a capture, what tells of the bags later
         self._use = StreamUse(context.device)
+        self._given = batch if self._learns else None  # until all that ranks ask for is known to fit
         self._bags = self._find(batch, Phase.PLAN if ahead else Phase.FORWARD)
         self._requests = self._ask(ahead=ahead, flag=flag)
         if ahead:
@@ -111,21 +120,37 @@ class ShardedCall:
                 found, self._words = captures.find(batch, finds_firsts=self.row_bound is not None)
                 return found
             asks = self.context.asks
-            self._recorded = None if asks is None or self.row_bound is not None else asks.of(batch)
-            found = self.context.find(batch) if self._recorded is None else self._recorded.find(self, batch)
+            if asks is not None and self._learns:
+                self._recorded = asks.of(batch)
+            if asks is not None and self._recorded is not None:
+                self._bags = self._recorded.find(self, batch)
+                self._fits, self._is_later = True, True
+                self._asks_for = asks.before(self._recorded.samples)
+                if not asks.may_look_later():
+                    self._look_first()
+                return self._bags
+            found = self.context.find(batch)
             if self.context.max_ids is not None or asks is not None:
-                most = self._most(found)
-                self._most_ids, self._fits = most.ids, self._fits_one_size(most)
+                self._asks_for = self._most(found)
+                self._fits = self.context.max_ids is not None and self.fits(self._asks_for)
             return found
         except Exception as error:
             self.context.announce(phase, error=error)
             raise
 
-    def _fits_one_size(self, most: Most) -> bool:
-        """Whether this rank would exchange a batch that asks for as much in one size."""
+    def _look(self) -> None:
+        """Waits until the host can know what the bags ask for, and looks. Raises what is wrong with them."""
+        assert self._recorded is not None
+        self._is_later = False
+        self._asks_for = self._recorded.look()
         if self.context.max_ids is not None:
-            return self.fits(most)
-        return self._recorded is not None  # whose bound all ranks know, and whether it is one for this batch
+            self._fits = self.fits(self._asks_for)
+
+    def _look_first(self) -> None:
+        """The same before anything is sent, of which the bags are told."""
+        assert self._recorded is not None
+        self._look()
+        self._recorded.tell(self._bags)
 
     def _most(self, found: Sequence[Bags]) -> Most:
         are_whole = [part.is_whole for shard in self.context.shards for part in shard.parts]
@@ -135,44 +160,83 @@ class ShardedCall:
         """Whether an exchange of one size takes what a batch asks for."""
         return self.context.fits(most.ids)
 
+    @property
+    def _learns(self) -> bool:
+        """Whether sizes of exchanges are learned from what is asked for. All ranks do alike, and in a step that is
+        captured, or is to be, none does."""
+        context = self.context
+        is_captured = self.row_bound is not None or self._words is not None or context.on_buffers
+        return context.asks is not None and not is_captured
+
     def _ask(self, *, ahead: bool, flag: int) -> list[Request | PaddedRequest]:
         """What is asked of each shard here."""
-        context, exchange = self.context, self.context.exchange
-        samples = torch.full((exchange.size, 1), self.batch, dtype=torch.int64, device="cpu")
-        counts = torch.cat([*(bags.counts for bags in self._bags), samples], 1)
-        flag = FITS * self._fits | (0 if ahead else flag) | ALONE * (not context.offers_ahead)
-        flag |= self._most_ids << FLAG_BITS
-        is_asked = False
-        while not is_asked:  # others may have had a plan, which they then give up
-            context.number += 1
-            header = exchange.header(Phase.PLAN if ahead else Phase.FORWARD, context.number, counts, flag=flag)
-            is_asked = not bool((header.flags & PLANNED).any())
-            _check_weighted(header.flags)
+        context, phase = self.context, Phase.PLAN if ahead else Phase.FORWARD
+        flag = (0 if ahead else flag) | ALONE * (not context.offers_ahead)
+        while True:
+            header = self._announce(phase, flag)
+            if (header.flags & PLANNED).any():  # others had a plan, which they now give up
+                continue
+            self._bound = self._agreed_bound(header)
+            if self._bound is not None or not (header.flags & LATER).any():
+                break
+            if self._is_later:  # all need to know how much is asked for
+                try:
+                    self._look_first()
+                except Exception as error:
+                    context.announce(phase, error=error)
+                    raise
         self._told(header.flags)
         self.announced = context.number
-        with exchange.agreed():
-            columns = [sum(part.columns for part in shard.parts) for shard in context.shards]
-            *its, samples = torch.split(header.counts, [*columns, 1], 1)  # type: ignore[no-untyped-call]
-            requests: list[Request | PaddedRequest]
-            sizes: list[int] = samples[:, 0].tolist()
-            bound = context.max_ids
-            if context.asks is not None:
-                bound = context.asks.agreed_bound(self.batch, sizes, int(header.flags.max()) >> FLAG_BITS)
-            if bound is not None and bool((header.flags & FITS).all()):
-                if self._recorded is not None and (self._recorded.samples, self._recorded.bound) == (sizes, bound):
-                    self._bags, asked = self._recorded.ask()
-                    return [*asked]
-                by_entry, rows = context.on_buffers, self.row_bound
-                padded = [shard.padded_to(bound) for shard in context.shards]
-                requests = [each.of(sizes, by_entry=by_entry, rows=rows) for each in padded]
-                for bags in self._bags:
-                    bags.pad(bound, rows)
-            else:
-                requests = [shard.request(each, samples[:, 0]) for shard, each in zip(context.shards, its, strict=True)]
-            messages = [part.message.per_rank for request in requests for part in request.parts]
-            came = exchange.joined([bags.asked for bags in self._bags], [bags.sent for bags in self._bags], messages)
-            for request, messages_of in zip(requests, self._by_shard(came), strict=True):
-                request.take(messages_of)
+        with context.exchange.agreed():
+            return self._exchanged(header.counts)
+
+    def _announce(self, phase: Phase, flag: int) -> Header:
+        """Tells all ranks how much each is asked for, as far as that is known."""
+        context, exchange = self.context, self.context.exchange
+        context.number += 1
+        samples = torch.full((exchange.size, 1), self.batch, dtype=torch.int64, device="cpu")
+        counts = torch.cat([*(bags.counts for bags in self._bags), samples], 1)
+        ids, rows = (min(most, MOST_TOLD) for most in self._asks_for)
+        flag |= FITS * self._fits | LATER * self._is_later | (rows << MOST_BITS | ids) << FLAG_BITS
+        header = exchange.header(phase, context.number, counts, flag=flag)
+        _check_weighted(header.flags)
+        return header
+
+    def _agreed_bound(self, header: Header) -> Bound | None:
+        """Of an exchange of one size, if all that any rank asks for fits one, as far as that is known."""
+        context, flags = self.context, header.flags
+        bound = None if context.max_ids is None else Bound(context.max_ids, self.row_bound)
+        if context.asks is not None and self._learns:
+            samples = header.counts[:, -1].tolist()
+            told = flags >> FLAG_BITS
+            most = Most(int((told & MOST_TOLD).max()), int((told >> MOST_BITS).max()))
+            bound = context.asks.agreed(self.batch, samples, most)
+            if not self._is_later:
+                context.asks.note(samples, self._asks_for)
+        return bound if (flags & FITS).all() else None
+
+    def _exchanged(self, told: torch.Tensor) -> list[Request | PaddedRequest]:
+        """What is asked of each shard, once the ids have come. `told`: int64 (W, ·), how much all ranks ask for."""
+        context, exchange, bound = self.context, self.context.exchange, self._bound
+        columns = [sum(part.columns for part in shard.parts) for shard in context.shards]
+        *its, samples = torch.split(told, [*columns, 1], 1)  # type: ignore[no-untyped-call]
+        sizes: list[int] = samples[:, 0].tolist()
+        requests: list[Request | PaddedRequest]
+        if bound is None:
+            requests = [shard.request(each, samples[:, 0]) for shard, each in zip(context.shards, its, strict=True)]
+        elif self._recorded is not None and (self._recorded.samples, self._recorded.bound) == (sizes, bound):
+            self._bags, asked = self._recorded.ask()
+            return [*asked]
+        else:
+            by_entry = context.device.type == "cuda"
+            padded = [shard.padded_to(bound.ids) for shard in context.shards]
+            requests = [each.of(sizes, by_entry=by_entry, rows=bound.rows) for each in padded]
+            for bags in self._bags:
+                bags.pad(bound.ids, bound.rows)
+        messages = [part.message.per_rank for request in requests for part in request.parts]
+        came = exchange.joined([bags.asked for bags in self._bags], [bags.sent for bags in self._bags], messages)
+        for request, messages_of in zip(requests, self._by_shard(came), strict=True):
+            request.take(messages_of)
         return requests
 
     def _told(self, flags: Array) -> None:
@@ -203,11 +267,13 @@ class ShardedCall:
 
     def fetch(self, weights: torch.Tensor | None, *, trains: bool, recomputed: bool) -> None:
         """The forward has come: answers what was asked of this rank, and has its own rows brought. Raises on all ranks
-        what one has met. `weights`: floats (N,), of the samples here."""
+        what one has met. `weights`: floats (N,), of the samples here. What of any rank does not fit, which is known
+        here at the latest, all ask for again, in the sizes that it needs."""
         exchange, context = self.context.exchange, self.context
         self.number = next(NUMBERS)
         of_ids = self._weights(weights)
         failed: Exception | None = None
+        flag = 0
         answers: list[torch.Tensor] = []
         every: list[torch.Tensor | None] = []
         try:
@@ -223,9 +289,14 @@ class ShardedCall:
                 for answer, part, bags in zip(answers, self._parts, self._bags, strict=True)
             ]
             kept = self._rows_for_weights(every)
+            flag = OVER * self._is_over_bound()
         except Exception as error:
             failed = error
-        context.announce(Phase.ROWS, error=failed)
+        if (context.announce(Phase.ROWS, flag=flag, error=failed).flags & OVER).any():
+            self._ask_again()
+            self.fetch(weights, trains=trains, recomputed=recomputed)
+            return
+        self._given = None
         with exchange.agreed():
             self._rows = [exchange.send(each) for each in sending]
             for bags, each in kept:
@@ -234,6 +305,37 @@ class ShardedCall:
                     bags.keep(came)
         if context.captures is not None:
             context.captures.rows_sent()
+
+    def _is_over_bound(self) -> bool:
+        """Whether what was asked for, where the host has yet to look, does not fit the exchange that it was sent in:
+        waits until its ids were found, which was long before what the GPU does now. Raises what is wrong with them."""
+        if not self._is_later:
+            return False
+        asks, bound = self.context.asks, self._bound
+        assert self._recorded is not None
+        assert asks is not None
+        assert bound is not None
+        self._look()
+        asks.note(self._recorded.samples, self._asks_for)
+        fits = bound.takes(self._asks_for)
+        if not fits:
+            asks.look_at_once()
+        return not fits
+
+    def _ask_again(self) -> None:
+        """Of some rank the exchange has not taken all: gives up what came of it, and exchanges ids in the sizes that
+        they need."""
+        self._give_up()
+        self._planned, self._calls = [], []
+        assert self._given is not None
+        try:
+            self._bags = self.context.find(self._given)
+        except Exception as error:
+            self.context.announce(Phase.FORWARD, error=error)
+            raise
+        self._fits, self._asks_for = False, self._most(self._bags)
+        flag = int(self._flags[self.context.exchange.rank]) & (WEIGHTED | GRADIENT)
+        self._requests = self._ask(ahead=False, flag=flag)
 
     def _weights(self, weights: torch.Tensor | None) -> list[torch.Tensor | None]:
         """Of each part the weights of the ids that are asked of this rank, where it pools them."""
@@ -312,7 +414,8 @@ class ShardedCall:
             sending.append([exchange.sending(each, bags.grads, part.grads.per_rank) for each in given])
         for call in self._calls:
             check_update(call)
-        return ReadyGradients(sending, is_infinite)
+        is_settled = all(request.keeps_gradients for request in self._requests)
+        return ReadyGradients(sending, is_infinite, is_settled and all(len(its) == 1 for its in sending))
 
     def gradients(self, ready: ReadyGradients, *, is_infinite: bool) -> list[tuple[Call, torch.Tensor]]:
         """Of each shard the call of the rows that this rank owns, and the gradient of its output: what the others had
@@ -337,11 +440,15 @@ class ShardedCall:
 
     def release(self) -> None:
         """No backward will come, or no forward: its rows may leave the caches."""
+        self._give_up()
+        self.over()
+
+    def _give_up(self) -> None:
+        """What was planned of it, and looked up, may leave the caches."""
         for among, planned in self._planned:
             among.drop(planned)
         for call in self._calls:
             call.release()
-        self.over()
 
     def over(self) -> None:
         """It is over, also on the device, with what the current stream has launched; unless the gradient of weights may

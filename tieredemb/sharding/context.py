@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 INFINITE = 1  # flag of the header of a backward: a gradient is not finite, which is to keep all ranks from the update
+SETTLED = 2  # what is exchanged is the gradient as an update takes it
+PASSED_BITS = 2  # behind which stands which forwards the backward has reached
 MOST_TOLD = 0xFFFF  # forwards that one tells of by how many they are
 ROOM, SPREAD = 1.1, 8  # × the most that there were in a batch, and × their root, by which counts differ
 
@@ -103,12 +105,16 @@ class ShardedContext:
         """Applies what one backward pass has reached, in forward order, as one update. Every rank takes part, and none
         updates where one of them could not."""
         try:
-            ready, is_infinite = self._ready(reached)
+            ready, flags = self._ready(reached)
+            is_infinite = bool((flags & INFINITE).any())
+            # nothing of a rank's own can fail any more, so they need not agree again
+            is_settled = not is_infinite and bool((flags & SETTLED).all())
             pairs: list[tuple[Call, torch.Tensor]] = []
-            with self.telling(Phase.BACKWARD):
+            with self.exchange.agreed() if is_settled else self.telling(Phase.BACKWARD):
                 for (call, _), its in zip(reached, ready, strict=True):
                     pairs += call.gradients(its, is_infinite=is_infinite)
-            self.announce(Phase.BACKWARD)
+            if not is_settled:
+                self.announce(Phase.BACKWARD)
         except BaseException:
             for call, _ in reached:
                 call.release()
@@ -119,9 +125,9 @@ class ShardedContext:
             for call, _ in reached:
                 call.over()
 
-    def _ready(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> tuple[list[ReadyGradients], bool]:
-        """What each forward is about to exchange, and whether a gradient of any rank is not finite. Raises on all ranks
-        what one has met, or that they have reached different forwards."""
+    def _ready(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> tuple[list[ReadyGradients], Array]:
+        """What each forward is about to exchange, and the ranks' flags. Raises on all ranks what one has met, or that
+        they have reached different forwards."""
         failed: Exception | None = None
         ready: list[ReadyGradients] = []
         try:
@@ -129,15 +135,15 @@ class ShardedContext:
         except Exception as error:
             failed = error
         passed = self._passed([call.announced for call, _ in reached])
-        flag = passed | INFINITE * any(each.is_infinite for each in ready)
-        flags = self.announce(Phase.BACKWARD, flag=flag, error=failed).flags
-        _check_passed(flags >> 1)
-        return ready, bool((flags & INFINITE).any())
+        flag = INFINITE * any(each.is_infinite for each in ready) | SETTLED * all(each.is_settled for each in ready)
+        flags = self.announce(Phase.BACKWARD, flag=passed << PASSED_BITS | flag, error=failed).flags
+        _check_passed(flags >> PASSED_BITS)
+        return ready, flags
 
     @staticmethod
     def _passed(announced: Sequence[int]) -> int:
         """What a flag says of the forwards that a backward pass has reached, by the numbers of their exchanges."""
-        return (zlib.crc32(np.array(sorted(announced), np.int64).tobytes()) << 16 | min(len(announced), MOST_TOLD)) << 1
+        return zlib.crc32(np.array(sorted(announced), np.int64).tobytes()) << 16 | min(len(announced), MOST_TOLD)
 
     def announce(self, phase: Phase, *, flag: int = 0, error: Exception | None = None) -> Header:
         """All ranks are to do something of which no ids are told, or this one has met an `error`, which all then

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from tieredemb import errors
 from tieredemb.errors import ConfigError, PeerError, TieredEmbError
+from tieredemb.sharding.messages import Messages
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -97,6 +98,7 @@ class Exchange:
         self.failures = 0  # that all ranks know of
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self.ranks = ranks
+        self._messages: Messages | None = None
 
     @property
     def group(self) -> Any:
@@ -113,37 +115,33 @@ class Exchange:
         mine = np.empty((self.size, counts.shape[1] + 4), np.int64)
         mine[:, :4] = int(phase), number, error is not None, flag
         mine[:, 4:] = counts.numpy()
-        theirs = np.empty_like(mine)
         with self.agreed(), self._answered(phase):
-            self._swap(torch.from_numpy(theirs), torch.from_numpy(mine))
-        if theirs[:, 2].any():
+            theirs = self._swap(torch.from_numpy(mine))
+        told: list[list[int]] = theirs[:, :3].tolist()
+        if any(failed for *_, failed in told):
             self._raise(error)
-        if (theirs[:, :2] != mine[:, :2]).any():
-            told = ", ".join(
-                f"rank {rank} {Phase(int(at)).told} (its call {number})"
-                for rank, (at, number) in enumerate(theirs[:, :2].tolist())
+        if any(each != told[self.rank] for each in told):
+            said = ", ".join(
+                f"rank {rank} {Phase(at).told} (its call {number})" for rank, (at, number, _) in enumerate(told)
             )
             raise self._broken_by(
-                f"the ranks do different things: {told}; each rank has to look up, and to run backward through, as "
+                f"the ranks do different things: {said}; each rank has to look up, and to run backward through, as "
                 f"many batches in the same order, and to plan them ahead alike: prefetch() learns from a rank's first "
                 f"batch where its ids are, but from one without samples; name them with ids_of"
             )
-        return Header(torch.from_numpy(theirs[:, 4:]), theirs[:, 3])
+        return Header(theirs[:, 4:], theirs[:, 3].numpy())
 
-    def _swap(self, theirs: torch.Tensor, mine: torch.Tensor) -> None:
-        """Sends each rank its row of `mine`, and fills `theirs` with those that come: of few ranks one by one, as gloo
-        hands an exchange of all to a thread, which it then has to wake (167 µs instead of 107, of two ranks that had
-        something else to do for a millisecond)."""
+    def _swap(self, mine: torch.Tensor) -> torch.Tensor:
+        """Sends each rank its row of `mine`, and returns those that come: of few ranks one by one, as gloo hands an
+        exchange of all to a thread, which it then has to wake."""
         if self.size > FEW:
+            theirs = torch.empty_like(mine)
             dist.all_to_all_single(theirs, mine, group=self.group)
-            return
-        theirs[self.rank] = mine[self.rank]
-        others = [(rank, its) for rank, its in enumerate(self.ranks) if rank != self.rank]
-        under_way = [dist.irecv(theirs[rank], src=its, group=self.group) for rank, its in others]
-        under_way += [dist.isend(mine[rank], dst=its, group=self.group) for rank, its in others]
-        for each in under_way:
-            assert each is not None  # as for who is no rank of the group
-            each.wait()
+            return theirs
+        if self._messages is None:
+            self._messages = Messages(self.group, self.ranks, self.rank, mine.shape[1])
+            self._held.append(self._messages)
+        return self._messages.swap(mine)
 
     @contextlib.contextmanager
     def _answered(self, phase: Phase) -> Iterator[None]:
@@ -337,10 +335,14 @@ def _is_known(group: Any) -> bool:
 
 
 def _give_up(held: list[Any]) -> None:
-    """Ends a group that one of our own holds, and its threads with the last reference. One of gloo's may be about to
-    drop tensors of the last exchange: if the interpreter ends meanwhile, it aborts the process."""
+    """Ends a group that one of our own holds, first, with what is under way in it, and its threads with the last
+    reference. One of gloo's may be about to drop tensors of the last exchange: if the interpreter ends meanwhile, it
+    aborts the process."""
     if held:
-        group = held.pop()
+        group, *under_way = held
+        held.clear()
+        for each in under_way:
+            each.close()
         if _is_known(group):
             dist.destroy_process_group(group)
 

@@ -29,6 +29,7 @@ from tieredemb.lookup.device_bags import (
     Edges,
     fault_in,
     find_device_bags,
+    is_good,
     new_device_bags,
     words_of,
 )
@@ -151,7 +152,8 @@ class GpuPart:
         """How many ids of each bag are asked for: int64 (F, B)."""
         before = torch.zeros(bags.homes.shape[0] + 1, dtype=torch.int64, device=bags.homes.device)
         torch.cumsum(bags.homes >= 0, 0, out=before[1:])
-        return before[bags.offsets].diff().view(len(self.owner), bags.batch)
+        offsets = bags.offsets.clamp(0, bags.homes.shape[0])  # they may be wrong, of which the host will be told
+        return before[offsets].diff().view(len(self.owner), bags.batch)
 
     def gradient(
         self, bags: DeviceBags, order: torch.Tensor, grad: torch.Tensor, argmax: torch.Tensor | None, share: float
@@ -220,6 +222,9 @@ class GpuBags:
         self.ids = self.grads = [bound] * self._part.ranks
         self.back = [bound if rows is None else rows] * self._part.ranks
         self._send(counts, padding.pad(asked))
+
+    def keep_if(self, is_good: torch.Tensor) -> None:
+        """Asks for nothing unless `is_good`, bool (1,): where `counts` on the device say so already."""
 
     def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
         self.asked, self.sent = message(counts, ids)
@@ -313,6 +318,9 @@ class GpuWholeBags(GpuBags):
                 pieces += [ids, *(self._lengths[f] for f in np.flatnonzero(is_ragged & (owner == rank)))]
             self.asked = torch.cat(pieces)
 
+    def keep_if(self, is_good: torch.Tensor) -> None:
+        self._lengths.mul_(is_good)
+
     def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
         held = self._part.held
         self.back = self.grads = [features * self._bags.batch for features in held]
@@ -382,6 +390,14 @@ class GpuFinder:
     def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[list[GpuBags], torch.Tensor]:
         found, words = self._launch(batch, functools.partial(GpuPart.find, finds_firsts=finds_firsts))
         return found, words[words_of("Fault") :]
+
+    def leave_out_faulty(self, found: Sequence[GpuBags], words: torch.Tensor) -> None:
+        """Of a batch that is wrong somewhere, as `words` on the device say, nothing is asked for: the host may learn of
+        it behind an exchange. Does not synchronise."""
+        good = is_good(words)
+        words[words_of("Report") :].mul_(good)
+        for bags in found:
+            bags.keep_if(good)
 
     def most(self, words: torch.Tensor) -> Most:
         return most_in([part.is_whole for part in self._parts], self._counts_in(words))

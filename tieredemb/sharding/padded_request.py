@@ -69,8 +69,7 @@ class PaddedRequests:
 
     def of(self, samples: Sequence[int], *, by_entry: bool = False, rows: int | None = None) -> PaddedRequest:
         """That of a batch in which the ranks have so many `samples`. `by_entry`: whether the rows of ids lie as their
-        gradients will come, which so need not be put into the order of the ids. On a GPU; a plan of it is not to be
-        recorded · `rows`: see `Bags.pad`."""
+        gradients will come, which so need not be put into the order of the ids. On a GPU · `rows`: see `Bags.pad`."""
         return PaddedRequest(self, samples, by_entry=by_entry, rows=rows)
 
 
@@ -143,6 +142,11 @@ class PaddedRequest:
         return torch.cat([ends[:1] * 0, ends[ranks - 1 :: ranks]])
 
     @property
+    def keeps_gradients(self) -> bool:
+        """Whether that of its output is what comes of its one part, as it comes."""
+        return self._by_entry and len(self.parts) == 1 and not self.parts[0].is_whole
+
+    @property
     def _bags(self) -> int:
         """How many rows of the output are of bags."""
         return sum(part.held for part in self.parts) * sum(self._samples)
@@ -169,7 +173,8 @@ class PaddedRequest:
         runs, starts = [], edges[:0]
         if lengths is not None and bags:
             firsts = edges.index_select(0, all_of.held_features)
-            starts = firsts[:, None] + torch.cumsum(lengths, 1) - lengths
+            ends = edges.index_select(0, all_of.held_features + 1)  # beyond which nobody looks, whatever has come
+            starts = torch.minimum(firsts[:, None] + torch.cumsum(lengths, 1) - lengths, ends[:, None])
             runs = self._runs(edges, starts)
             starts = starts.view(-1)
             bag = torch.searchsorted(starts, torch.arange(room, device=all_of.device), right=True) - 1

@@ -1,10 +1,11 @@
 """Which rows an eager forward of ranks on a GPU asks whom for, and what it is asked itself, recorded as CUDA graphs
 where batches of one form come again and again: a hundred launches, of torch and of ours, are three replays.
 
-Between them is what no eager graph holds: the header by which ranks agree that all of their ids fit an exchange of one
-size, and the exchange. That size is `max_ids`; where the user names none, it is somewhat more than any rank has asked
-another for where the ranks had as many samples, which the headers tell all of them. A batch that does not fit is
-exchanged in the sizes that it needs, of what the first replay has found.
+Between them is what no eager graph holds: the header by which ranks agree to an exchange of one size, and the exchange.
+That size is `max_ids`; where the user names none, it is somewhat more than any rank has asked another for where the
+ranks had as many samples, which the headers tell all of them; and likewise how many different rows come back. The host
+does not wait to learn whether a batch fits: it takes that for granted, launches what follows, and looks before rows are
+sent. A batch that does not fit is asked for again, in the sizes that it needs, and one that is wrong asks for nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -22,6 +23,7 @@ from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.recording import GraphPool, Recording, Repeats, can_record
 from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import EqualBags, Places
+from tieredemb.sharding.bags import Bags, Bound, Most
 from tieredemb.sharding.context import ShardedContext, with_room
 from tieredemb.sharding.padding import MOST_ENTRIES
 
@@ -37,6 +39,7 @@ MOST_FORMS = 4  # that are recorded, those used last
 MOST_AT_ONCE = 4  # forwards of one form that are in flight, each with recordings of its own
 MOST_BOUNDS = 64  # that are known, for as many numbers of samples, those used last
 LOOSE = 2  # × what a batch needs with some room: of a larger bound the rest would be sent in vain
+CAREFUL = 16  # forwards that look first, after one that did not fit
 
 
 class Form(NamedTuple):
@@ -52,27 +55,31 @@ class Form(NamedTuple):
     exact: bool
     places: Places | None
     samples: tuple[int, ...]
-    bound: int
+    bound: Bound
 
 
 class RecordedAsks:
-    """Those of the forwards of one module. `_bounds`: where `max_ids` is not given, by the samples of each rank, how
-    many ids one asks another for in an exchange of one size; all ranks know the same · `_samples`: those that all ranks
-    had when this one had as many as the key."""
+    """Those of the forwards of one module. `_bounds`: by the samples of each rank, that of an exchange of one size; all
+    ranks know the same · `_samples`: those that all ranks had when this one had as many as the key · `_before`: what
+    this rank has asked another for, by the samples of each."""
 
     def __init__(self, context: ShardedContext, finder: GpuFinder) -> None:
         self._context, self._finder = context, finder
-        self._bounds: OrderedDict[tuple[int, ...], int] = OrderedDict()
+        self._bounds: OrderedDict[tuple[int, ...], Bound] = OrderedDict()
+        self._before: OrderedDict[tuple[int, ...], Most] = OrderedDict()
         self._samples: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._forms: Repeats[Form] = Repeats()
         self._recorded: OrderedDict[Form, list[RecordedAsk]] = OrderedDict()
         self._disturbed = 0  # recordings that have failed
+        self._careful = 0  # forwards that are yet to look first
+        limits = any(shard.context.options.max_norm is not None for shard in context.shards)
+        self._is_careful = limits  # rows that are looked up are scaled, whatever comes of the lookup
 
     def of(self, batch: Batch) -> RecordedAsk | None:
         """One that nobody uses, for a batch of a form that has come often enough; None where the batch is to be found
         by launches."""
         samples = self._samples.get(batch.size)
-        bound = None if samples is None else self._context.max_ids or self._bounds.get(samples)
+        bound = None if samples is None else self._bounds.get(samples)
         if samples is None or bound is None or not self._takes(batch):
             return None
         offsets = batch.offsets
@@ -98,22 +105,44 @@ class RecordedAsks:
             recorded.append(found)
         return found
 
-    def agreed_bound(self, size: int, samples: Sequence[int], most: int) -> int | None:
+    def agreed(self, size: int, samples: Sequence[int], most: Most) -> Bound | None:
         """The header of a forward has told the `samples` of each rank, of which this one has `size`, and that none asks
-        another for more ids than `most`: the bound of an exchange of one size, if they fit and it is not far too large.
-        All ranks find the same."""
-        its = tuple(samples)
+        another for more than `most`: the bound of an exchange of one size, if they fit and it is not far too large. All
+        ranks find the same."""
+        its, given = tuple(samples), self._context.max_ids
         _put(self._samples, size, its)
-        if self._context.max_ids is not None:
-            return self._context.max_ids
-        bound, wanted = self._bounds.get(its), min(with_room(most), MOST_ENTRIES // len(its))
-        if bound is not None and most <= bound <= LOOSE * wanted:
+        if given is not None and most.ids > given:
+            return None
+        room = given or min(with_room(most.ids), MOST_ENTRIES // len(its))
+        rows = min(with_room(most.rows), room)
+        bound = self._bounds.get(its)
+        if bound is not None and bound.takes(most) and bound.ids <= LOOSE * room and (bound.rows or 0) <= LOOSE * rows:
             _put(self._bounds, its, bound)
             return bound
+        wanted = Bound(room, rows)
         _put(self._bounds, its, wanted)
         for form in [form for form in self._recorded if form.samples == its and form.bound != wanted]:
             del self._recorded[form]  # a forward that has one keeps it
-        return None
+        return None if given is None else Bound(given, None)
+
+    def before(self, samples: Sequence[int]) -> Most:
+        """What this rank has asked another for last, where the ranks had as many `samples`."""
+        return self._before.get(tuple(samples), Most(0, 0))
+
+    def note(self, samples: Sequence[int], most: Most) -> None:
+        """It asks for so much now."""
+        _put(self._before, tuple(samples), most)
+
+    def may_look_later(self) -> bool:
+        """Whether a forward may take it for granted that its ids fit, and are good, and look behind their exchange."""
+        if self._careful:
+            self._careful -= 1
+            return False
+        return not self._is_careful
+
+    def look_at_once(self) -> None:
+        """A batch did not fit: the next may not, either, and what is done in vain takes longer than to look."""
+        self._careful = CAREFUL
 
     def _takes(self, batch: Batch) -> bool:
         """Whether forwards of such a batch can be recorded. The gradient of weights reads of a forward for longer than
@@ -141,7 +170,7 @@ class RecordedAsk:
     """Of one form: a forward after the other uses it. `samples`: how many each rank has."""
 
     def __init__(
-        self, context: ShardedContext, finder: GpuFinder, batch: Batch, samples: Sequence[int], bound: int
+        self, context: ShardedContext, finder: GpuFinder, batch: Batch, samples: Sequence[int], bound: Bound
     ) -> None:
         """Launches all of it once, as what is made at a first use must not be captured, and records it. Raises what
         that does."""
@@ -162,7 +191,9 @@ class RecordedAsk:
                     offsets = self._offsets = torch.empty(offsets.shape, dtype=torch.int64, device=device)
             still = batch._replace(ids=self._ids, offsets=offsets)
             self._fill(batch)
-            self._requests: list[PaddedRequest] = [shard.padded_to(bound).of(self.samples) for shard in context.shards]
+            self._requests: list[PaddedRequest] = [
+                shard.padded_to(bound.ids).of(self.samples, by_entry=True, rows=bound.rows) for shard in context.shards
+            ]
             received = [part.message.per_rank for request in self._requests for part in request.parts]
             self._received = [sum(its) for its in zip(*received, strict=True)]
             self._find, self._pad, self._take = (Recording(device, pool) for _ in range(3))
@@ -170,12 +201,13 @@ class RecordedAsk:
             def find() -> None:
                 found, words = finder.unchecked(still, finds_firsts=True)
                 self._told.copy_(words, non_blocking=True)
+                finder.leave_out_faulty(found, words)
                 self._found: list[GpuBags] = found
 
             def pad() -> None:
                 self._padded = [bags.again() for bags in self._found]
                 for bags in self._padded:
-                    bags.pad(bound)
+                    bags.pad(bound.ids, bound.rows)
                 self._given, self._sent = exchange.packed(
                     [bags.asked for bags in self._padded], [bags.sent for bags in self._padded]
                 )
@@ -208,7 +240,7 @@ class RecordedAsk:
         return call is None or call.is_over
 
     def find(self, call: ShardedCall, batch: Batch) -> list[GpuBags]:
-        """The bags of `call`, which has it until it is over. Waits for the current stream, as the finder."""
+        """The bags of `call`, which has it until it is over. Does not synchronise."""
         self._by = weakref.ref(call)
         with on_device(self._device), torch.no_grad():
             self._used.wait(current_stream())
@@ -216,10 +248,16 @@ class RecordedAsk:
             self._find.replay([])
             self.used()
             self._has_told.record(current_stream())
+        return [bags.again() for bags in self._found]
+
+    def look(self) -> Most:
+        """What the bags ask for. Raises what is wrong with them. Waits until they were found."""
         self._has_told.synchronize()
-        found = [bags.again() for bags in self._found]
-        self._finder.tell(found, self._told)
-        return found
+        return self._finder.most(self._told)
+
+    def tell(self, bags: Sequence[Bags]) -> None:
+        """The host has looked: these `bags` are to be sent as they were found."""
+        self._finder.tell(cast("Sequence[GpuBags]", bags), self._told)
 
     def ask(self) -> tuple[list[GpuBags], list[PaddedRequest]]:
         """Behind `find`, once all ranks have agreed to exchange what fits: the bags as they are sent, and what was

@@ -30,6 +30,7 @@ class Request:
     (`take`)."""
 
     batch: Batch
+    keeps_gradients = False  # as they come: they are put into the order of the ids
 
     def __init__(self, parts: Sequence[AskedPart], kinds: Sequence[Kind], device: torch.device) -> None:
         """`kinds`: of the features, in their order."""
