@@ -78,7 +78,7 @@ def test_recorded_asks_have_the_bits_of_one_process(worlds, sharding, capacity, 
     # samples are known from the second step on
     assert {asked for *_, asked, _ in answers} == {0 if is_launched else STEPS - 3}
     # of each width, once each was recorded; on no rank that holds none of its tables
-    assert max(planned for *_, planned in answers) >= 2 * (STEPS - 7)
+    assert is_launched or max(planned for *_, planned in answers) >= 2 * (STEPS - 7)
 
 
 def test_recorded_asks_of_three_ranks(worlds):
@@ -325,21 +325,21 @@ def test_forms_and_forwards_at_once_are_bounded(worlds):
 def looks(rank, size):
     """How often a forward has looked what it asks for before it is sent, and how often again, step by step: one batch
     of rank 1 does not fit."""
-    tables = tables_of(rows=(400, 600), widths=(8,), padding=(None,))
+    tables = tables_of(rows=(400, 600), widths=(4, 8), padding=(None,))
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("rows", tables), average=False, capacity=0.5, optimizer=te.SGD(lr=0.1)
     )
-    first, again, look, ask_again = [], [], ShardedCall._look_first, ShardedCall._ask_again
+    first, again, look, ask_again = [], [], ShardedCall._looked_at, ShardedCall._ask_again
 
     def noted(self):
         first.append(step)
-        look(self)
+        return look(self)
 
     def noted_again(self):
         again.append(step)
         ask_again(self)
 
-    ShardedCall._look_first, ShardedCall._ask_again = noted, noted_again
+    ShardedCall._looked_at, ShardedCall._ask_again = noted, noted_again
     try:
         for step in range(12 + 2 * CAREFUL):
             ids, offsets, _, upstream = batch_of(tables, step, rank, samples=lambda rank: 300, shape="ones")
@@ -348,7 +348,7 @@ def looks(rank, size):
             out = model(ids, offsets)
             out.backward(upstream.to(out.dtype))
     finally:
-        ShardedCall._look_first, ShardedCall._ask_again = look, ask_again
+        ShardedCall._looked_at, ShardedCall._ask_again = look, ask_again
     model.close()
     return first, again
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,6 +31,7 @@ from tieredemb.step.call import NUMBERS, Call
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 
 if TYPE_CHECKING:
+    from tieredemb.sharding.gpu_bags import GpuBags
     from tieredemb.sharding.recorded_asks import RecordedAsk
 
     Array = np.ndarray[Any, Any]
@@ -85,7 +86,7 @@ class ShardedCall:
         self._words: torch.Tensor | None = None  # in a capture, what tells of the bags later
         self._use = StreamUse(context.device)
         self._given = batch if self._learns else None  # until all that ranks ask for is known to fit
-        self._bags = self._find(batch, Phase.PLAN if ahead else Phase.FORWARD)
+        self._bags: Sequence[Bags] = self._find(batch, Phase.PLAN if ahead else Phase.FORWARD)
         self._requests = self._ask(ahead=ahead, flag=flag)
         if ahead:
             self._use.made()
@@ -123,12 +124,9 @@ class ShardedCall:
             if asks is not None and self._learns:
                 self._recorded = asks.of(batch)
             if asks is not None and self._recorded is not None:
-                self._bags = self._recorded.find(self, batch)
-                self._fits, self._is_later = True, True
+                self._fits, self._is_later = True, asks.may_look_later()
                 self._asks_for = asks.before(self._recorded.samples)
-                if not asks.may_look_later():
-                    self._look_first()
-                return self._bags
+                return () if self._is_later else self._looked_at()
             found = self.context.find(batch)
             if self.context.max_ids is not None or asks is not None:
                 self._asks_for = self._most(found)
@@ -146,11 +144,25 @@ class ShardedCall:
         if self.context.max_ids is not None:
             self._fits = self.fits(self._asks_for)
 
-    def _look_first(self) -> None:
-        """The same before anything is sent, of which the bags are told."""
+    def _looked_at(self) -> Sequence[Bags]:
+        """The bags as they are found, before anything is sent, which are told what they ask for. As `_look`."""
+        found = self._found()
         assert self._recorded is not None
         self._look()
-        self._recorded.tell(self._bags)
+        self._recorded.tell(found)
+        return found
+
+    def _found(self) -> list[GpuBags]:
+        """The bags as recorded launches find them. Does not synchronise."""
+        assert self._recorded is not None
+        assert self._given is not None
+        return self._recorded.find(self, self._given)
+
+    def _find_and_pad(self) -> None:
+        """The same, once nobody has to wait for that."""
+        assert self._recorded is not None
+        self._bags = self._found()
+        self._recorded.pad()
 
     def _most(self, found: Sequence[Bags]) -> Most:
         are_whole = [part.is_whole for shard in self.context.shards for part in shard.parts]
@@ -172,8 +184,9 @@ class ShardedCall:
         """What is asked of each shard here."""
         context, phase = self.context, Phase.PLAN if ahead else Phase.FORWARD
         flag = (0 if ahead else flag) | ALONE * (not context.offers_ahead)
+        meanwhile = self._find_and_pad if self._is_later else None
         while True:
-            header = self._announce(phase, flag)
+            header, meanwhile = self._announce(phase, flag, meanwhile), None
             if (header.flags & PLANNED).any():  # others had a plan, which they now give up
                 continue
             self._bound = self._agreed_bound(header)
@@ -181,7 +194,7 @@ class ShardedCall:
                 break
             if self._is_later:  # all need to know how much is asked for
                 try:
-                    self._look_first()
+                    self._bags = self._looked_at()
                 except Exception as error:
                     context.announce(phase, error=error)
                     raise
@@ -190,15 +203,17 @@ class ShardedCall:
         with context.exchange.agreed():
             return self._exchanged(header.counts)
 
-    def _announce(self, phase: Phase, flag: int) -> Header:
+    def _announce(self, phase: Phase, flag: int, meanwhile: Callable[[], object] | None) -> Header:
         """Tells all ranks how much each is asked for, as far as that is known."""
         context, exchange = self.context, self.context.exchange
         context.number += 1
-        samples = torch.full((exchange.size, 1), self.batch, dtype=torch.int64, device="cpu")
-        counts = torch.cat([*(bags.counts for bags in self._bags), samples], 1)
+        counts = context.no_counts.clone()
+        counts[:, -1] = self.batch
+        if not self._is_later:
+            torch.cat([bags.counts for bags in self._bags], 1, out=counts[:, :-1])
         ids, rows = (min(most, MOST_TOLD) for most in self._asks_for)
         flag |= FITS * self._fits | LATER * self._is_later | (rows << MOST_BITS | ids) << FLAG_BITS
-        header = exchange.header(phase, context.number, counts, flag=flag)
+        header = exchange.header(phase, context.number, counts, flag=flag, meanwhile=meanwhile)
         _check_weighted(header.flags)
         return header
 
@@ -225,9 +240,13 @@ class ShardedCall:
         if bound is None:
             requests = [shard.request(each, samples[:, 0]) for shard, each in zip(context.shards, its, strict=True)]
         elif self._recorded is not None and (self._recorded.samples, self._recorded.bound) == (sizes, bound):
+            if not self._is_later:
+                self._recorded.pad()
             self._bags, asked = self._recorded.ask()
             return [*asked]
         else:
+            if self._is_later:  # they are padded for another one
+                self._bags = self._found()
             by_entry = context.device.type == "cuda"
             padded = [shard.padded_to(bound.ids) for shard in context.shards]
             requests = [each.of(sizes, by_entry=by_entry, rows=bound.rows) for each in padded]

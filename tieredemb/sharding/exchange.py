@@ -14,7 +14,7 @@ import contextlib
 import enum
 import socket
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -106,17 +106,25 @@ class Exchange:
         return self._held[0]
 
     def header(
-        self, phase: Phase, number: int, counts: torch.Tensor, *, flag: int = 0, error: BaseException | None = None
+        self,
+        phase: Phase,
+        number: int,
+        counts: torch.Tensor,
+        *,
+        flag: int = 0,
+        error: BaseException | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Header:
         """Tells all ranks what this one is about to do, and for which step, `number`; `counts`, int64 (W, K) on the
         CPU, what it sends to each. K is the same in every call. Raises on every rank alike where one has met an
-        `error`, or does something else. Does not wait for a GPU."""
+        `error`, or does something else. `meanwhile`: what this rank does while it waits for the others, who take it for
+        done, so nothing that can fail. Does not wait for a GPU."""
         self._check()
         mine = np.empty((self.size, counts.shape[1] + 4), np.int64)
         mine[:, :4] = int(phase), number, error is not None, flag
         mine[:, 4:] = counts.numpy()
         with self.agreed(), self._answered(phase):
-            theirs = self._swap(torch.from_numpy(mine))
+            theirs = self._swap(torch.from_numpy(mine), meanwhile or _nothing)
         told: list[list[int]] = theirs[:, :3].tolist()
         if any(failed for *_, failed in told):
             self._raise(error)
@@ -131,17 +139,18 @@ class Exchange:
             )
         return Header(theirs[:, 4:], theirs[:, 3].numpy())
 
-    def _swap(self, mine: torch.Tensor) -> torch.Tensor:
+    def _swap(self, mine: torch.Tensor, meanwhile: Callable[[], object]) -> torch.Tensor:
         """Sends each rank its row of `mine`, and returns those that come: of few ranks one by one, as gloo hands an
         exchange of all to a thread, which it then has to wake."""
         if self.size > FEW:
+            meanwhile()
             theirs = torch.empty_like(mine)
             dist.all_to_all_single(theirs, mine, group=self.group)
             return theirs
         if self._messages is None:
             self._messages = Messages(self.group, self.ranks, self.rank, mine.shape[1])
             self._held.append(self._messages)
-        return self._messages.swap(mine)
+        return self._messages.swap(mine, meanwhile)
 
     @contextlib.contextmanager
     def _answered(self, phase: Phase) -> Iterator[None]:
@@ -324,6 +333,10 @@ class Exchange:
         with self._answered(Phase.WHOLE):
             dist.gather_object(value, found, dst=self.ranks[to], group=self.group)
         return found
+
+
+def _nothing() -> None:
+    """What is done meanwhile, by default."""
 
 
 def _is_known(group: Any) -> bool:

@@ -3,7 +3,8 @@ ranks compute: so it is there, or on its way, when a rank asks for it, and no se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,27 +19,31 @@ class Messages:
         self._group, self._rank = group, rank
         self._others = [(number, its) for number, its in enumerate(ranks) if number != rank]
         self._room = torch.empty((len(ranks), words), dtype=torch.int64, device="cpu")
-        self._expect()
+        self._under_way: list[Any] = []
 
     def _expect(self) -> None:
         """The next message of each may come from now on."""
         self._under_way = [dist.irecv(self._room[number], src=its, group=self._group) for number, its in self._others]
+
+    def swap(self, mine: torch.Tensor, meanwhile: Callable[[], object]) -> torch.Tensor:
+        """Sends each rank its row of `mine`, (W, words), calls `meanwhile`, and returns what they have sent. Waits for
+        that, for the group's timeout at most; raises what torch does."""
+        if not self._under_way:
+            self._expect()
+        for number, its in self._others:
+            self._under_way.append(dist.isend(mine[number], dst=its, group=self._group))
+        meanwhile()
+        for each in self._under_way:
+            each.wait()
+        theirs = self._room.clone()
+        theirs[self._rank] = mine[self._rank]
+        self._under_way = []
+        with contextlib.suppress(RuntimeError):  # who has said all may have ended; who asks for more learns of it then
+            self._expect()
+        return theirs
 
     def close(self) -> None:
         """Expects no more, and leaves the group: while anything of it is there it does not come to its end, of which
         others learn."""
         self._under_way.clear()
         self._group = None
-
-    def swap(self, mine: torch.Tensor) -> torch.Tensor:
-        """Sends each rank its row of `mine`, (W, words), and returns those that they have sent. Waits for them, for the
-        group's timeout at most; raises what torch does."""
-        for number, its in self._others:
-            self._under_way.append(dist.isend(mine[number], dst=its, group=self._group))
-        for each in self._under_way:
-            assert each is not None  # as for who is no rank of the group
-            each.wait()
-        theirs = self._room.clone()
-        theirs[self._rank] = mine[self._rank]
-        self._expect()
-        return theirs

@@ -72,8 +72,6 @@ class RecordedAsks:
         self._recorded: OrderedDict[Form, list[RecordedAsk]] = OrderedDict()
         self._disturbed = 0  # recordings that have failed
         self._careful = 0  # forwards that are yet to look first
-        limits = any(shard.context.options.max_norm is not None for shard in context.shards)
-        self._is_careful = limits  # rows that are looked up are scaled, whatever comes of the lookup
 
     def of(self, batch: Batch) -> RecordedAsk | None:
         """One that nobody uses, for a batch of a form that has come often enough; None where the batch is to be found
@@ -134,11 +132,13 @@ class RecordedAsks:
         _put(self._before, tuple(samples), most)
 
     def may_look_later(self) -> bool:
-        """Whether a forward may take it for granted that its ids fit, and are good, and look behind their exchange."""
+        """Whether a forward may take it for granted that its ids fit, and are good, and look behind their exchange. Not
+        where a lookup by itself changes rows, whatever comes of it."""
         if self._careful:
             self._careful -= 1
             return False
-        return not self._is_careful
+        contexts = [shard.context for shard in self._context.shards]
+        return not any(each.is_dense or each.options.max_norm is not None for each in contexts)
 
     def look_at_once(self) -> None:
         """A batch did not fit: the next may not, either, and what is done in vain takes longer than to look."""
@@ -259,12 +259,17 @@ class RecordedAsk:
         """The host has looked: these `bags` are to be sent as they were found."""
         self._finder.tell(cast("Sequence[GpuBags]", bags), self._told)
 
-    def ask(self) -> tuple[list[GpuBags], list[PaddedRequest]]:
-        """Behind `find`, once all ranks have agreed to exchange what fits: the bags as they are sent, and what was
-        asked of this rank. Does not synchronise, by NCCL."""
-        exchange = self._exchange
+    def pad(self) -> None:
+        """Behind `find`: makes what was found a message of one size, and no other. Does not synchronise."""
         with on_device(self._device):
             self._pad.replay([])
+            self.used()
+
+    def ask(self) -> tuple[list[GpuBags], list[PaddedRequest]]:
+        """Behind `pad`, once all ranks have agreed to exchange what fits: the bags as they are sent, and what was asked
+        of this rank. Does not synchronise, by NCCL."""
+        exchange = self._exchange
+        with on_device(self._device):
             exchange.send(exchange.sending_to(self._came, self._given, self._sent, self._received))
             self._take.replay([])
             requests = [request.apart() for request in self._requests]
