@@ -15,7 +15,7 @@ import tieredemb as te
 from tieredemb.errors import StorageFullError
 from tieredemb.sharding import exchange
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
-from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.exchange import Exchange, Phase
 from tieredemb.sharding.layout import RowWise
 from tieredemb.sharding.request import Request
 
@@ -224,14 +224,14 @@ def is_interrupted(rank, size, where):
     gradients are, or have come and are put into order, or while it waits for the header of another."""
     model, errors = model_of(timeout=LONG), []
     context = model._ranks._context
-    gradient, send, swap = Request.gradient, Exchange.send, Exchange._swap
+    gradient, send, received = Request.gradient, Exchange.send, Exchange._received
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     def waits(self, *headers):
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        return swap(self, *headers)
+        return received(self, *headers)
 
     def raises(number, frame):
         raise KeyboardInterrupt
@@ -251,7 +251,7 @@ def is_interrupted(rank, size, where):
                 elif where == "send":
                     Exchange.send = interrupted
                 else:
-                    Exchange._swap = waits
+                    Exchange._received = waits
             elif step == 1 and where == "header":
                 time.sleep(1)
             out.backward(upstream)
@@ -260,7 +260,7 @@ def is_interrupted(rank, size, where):
             errors.append(told(run))
         except KeyboardInterrupt:
             errors.append(("KeyboardInterrupt", ""))
-        Request.gradient, Exchange.send, Exchange._swap = gradient, send, swap
+        Request.gradient, Exchange.send, Exchange._received = gradient, send, received
     signal.signal(signal.SIGALRM, before)
     context.exchange.close()
     return errors, time.monotonic() - started
@@ -296,3 +296,33 @@ def test_headers_of_many_ranks_are_exchanged_at_once(worlds):
     found = worlds(3).run(all_at_once)
     assert len({errors[2] for errors in found}) == 1
     assert all(errors[:2] == [None, None] and errors[2] is not None for errors in found)
+
+
+def fails_meanwhile(rank, size, few):
+    """What rank 1 does while its header is on its way fails; then all go on."""
+    exchange.FEW, before = few, exchange.FEW
+    model = model_of(timeout=LONG)
+    context, started = model._ranks._context, time.monotonic()
+
+    def fails():
+        if rank == 1:
+            raise RuntimeError("the driver refused")
+
+    errors = []
+    for number in (1, 2):
+        how = {"meanwhile": fails} if number == 1 else {}
+        errors.append(told(lambda: context.exchange.header(Phase.FORWARD, number, context.no_counts, **how)))  # noqa: B023
+    model.close()
+    exchange.FEW = before
+    return errors, time.monotonic() - started
+
+
+@pytest.mark.parametrize("few", [1, 4])
+def test_a_rank_that_fails_while_its_header_is_on_its_way_leaves_the_others(worlds, few):
+    found = worlds(3).run(fails_meanwhile, few)
+    for rank, (errors, seconds) in enumerate(found):
+        assert errors[1][0] == "PeerError"
+        assert seconds < 10
+        if rank == 1:
+            assert errors[0] == ("RuntimeError", "the driver refused")
+            assert "rank 1 has failed" in errors[1][1]

@@ -45,7 +45,7 @@ ALONE = 16  # this rank would not plan the next batch ahead
 LATER = 32  # this rank has yet to look what it asks for, and whether that fits, and takes it for what it was before
 OVER = 64  # of a header of rows: what this rank asks for does not fit
 FLAG_BITS, MOST_BITS = 8, 27  # behind these stands how many ids it asks another rank for, and different rows
-MOST_TOLD = (1 << MOST_BITS) - 1
+MOST_COUNTED = (1 << MOST_BITS) - 1
 
 
 class ReadyGradients(NamedTuple):
@@ -159,7 +159,8 @@ class ShardedCall:
         return self._recorded.find(self, self._given)
 
     def _find_and_pad(self) -> None:
-        """The same, once nobody has to wait for that."""
+        """The bags as they are sent in one size, while others learn that this rank takes it for granted that they fit.
+        Until then what was recorded is nobody's, and nothing else looks up."""
         assert self._recorded is not None
         self._bags = self._found()
         self._recorded.pad()
@@ -189,11 +190,13 @@ class ShardedCall:
             header, meanwhile = self._announce(phase, flag, meanwhile), None
             if (header.flags & PLANNED).any():  # others had a plan, which they now give up
                 continue
-            self._bound = self._agreed_bound(header)
+            with context.exchange.agreed():
+                self._bound = self._agreed_bound(header)
             if self._bound is not None or not (header.flags & LATER).any():
                 break
             if self._is_later:  # all need to know how much is asked for
                 try:
+                    self._look_at_once()
                     self._bags = self._looked_at()
                 except Exception as error:
                     context.announce(phase, error=error)
@@ -211,7 +214,7 @@ class ShardedCall:
         counts[:, -1] = self.batch
         if not self._is_later:
             torch.cat([bags.counts for bags in self._bags], 1, out=counts[:, :-1])
-        ids, rows = (min(most, MOST_TOLD) for most in self._asks_for)
+        ids, rows = (min(most, MOST_COUNTED) for most in self._asks_for)
         flag |= FITS * self._fits | LATER * self._is_later | (rows << MOST_BITS | ids) << FLAG_BITS
         header = exchange.header(phase, context.number, counts, flag=flag, meanwhile=meanwhile)
         _check_weighted(header.flags)
@@ -224,7 +227,7 @@ class ShardedCall:
         if context.asks is not None and self._learns:
             samples = header.counts[:, -1].tolist()
             told = flags >> FLAG_BITS
-            most = Most(int((told & MOST_TOLD).max()), int((told >> MOST_BITS).max()))
+            most = Most(int((told & MOST_COUNTED).max()), int((told >> MOST_BITS).max()))
             bound = context.asks.agreed(self.batch, samples, most)
             if not self._is_later:
                 context.asks.note(samples, self._asks_for)
@@ -338,8 +341,13 @@ class ShardedCall:
         asks.note(self._recorded.samples, self._asks_for)
         fits = bound.takes(self._asks_for)
         if not fits:
-            asks.look_at_once()
+            self._look_at_once()
         return not fits
+
+    def _look_at_once(self) -> None:
+        """From now on, for a while."""
+        assert self.context.asks is not None
+        self.context.asks.look_at_once()
 
     def _ask_again(self) -> None:
         """Of some rank the exchange has not taken all: gives up what came of it, and exchanges ids in the sizes that

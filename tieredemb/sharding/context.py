@@ -103,7 +103,8 @@ class ShardedContext:
 
     def apply(self, reached: Sequence[tuple[ShardedCall, torch.Tensor]]) -> None:
         """Applies what one backward pass has reached, in forward order, as one update. Every rank takes part, and none
-        updates where one of them could not."""
+        updates where one of them could not. Who is interrupted amid the exchange itself leaves the group, and others
+        learn of it by their next header."""
         try:
             ready, flags = self._ready(reached)
             is_infinite = bool((flags & INFINITE).any())

@@ -117,14 +117,20 @@ class Exchange:
     ) -> Header:
         """Tells all ranks what this one is about to do, and for which step, `number`; `counts`, int64 (W, K) on the
         CPU, what it sends to each. K is the same in every call. Raises on every rank alike where one has met an
-        `error`, or does something else. `meanwhile`: what this rank does while it waits for the others, who take it for
-        done, so nothing that can fail. Does not wait for a GPU."""
+        `error`, or does something else. `meanwhile`: what this rank does before it waits for the others, who take it
+        for done: a rank that fails in it leaves the group. Does not wait for a GPU."""
         self._check()
         mine = np.empty((self.size, counts.shape[1] + 4), np.int64)
         mine[:, :4] = int(phase), number, error is not None, flag
         mine[:, 4:] = counts.numpy()
-        with self.agreed(), self._answered(phase):
-            theirs = self._swap(torch.from_numpy(mine), meanwhile or _nothing)
+        given = torch.from_numpy(mine)
+        with self.agreed():
+            with self._answered(phase):
+                self._send(given)
+            if meanwhile is not None:
+                meanwhile()
+            with self._answered(phase):
+                theirs = self._received(given)
         told: list[list[int]] = theirs[:, :3].tolist()
         if any(failed for *_, failed in told):
             self._raise(error)
@@ -139,18 +145,22 @@ class Exchange:
             )
         return Header(theirs[:, 4:], theirs[:, 3].numpy())
 
-    def _swap(self, mine: torch.Tensor, meanwhile: Callable[[], object]) -> torch.Tensor:
-        """Sends each rank its row of `mine`, and returns those that come: of few ranks one by one, as gloo hands an
-        exchange of all to a thread, which it then has to wake."""
-        if self.size > FEW:
-            meanwhile()
-            theirs = torch.empty_like(mine)
-            dist.all_to_all_single(theirs, mine, group=self.group)
-            return theirs
-        if self._messages is None:
-            self._messages = Messages(self.group, self.ranks, self.rank, mine.shape[1])
-            self._held.append(self._messages)
-        return self._messages.swap(mine, meanwhile)
+    def _send(self, mine: torch.Tensor) -> None:
+        """Sends each rank its row of `mine`: of few ranks one by one, as gloo hands an exchange of all to a thread,
+        which it then has to wake."""
+        if self.size <= FEW:
+            if self._messages is None:
+                self._messages = Messages(self.group, self.ranks, self.rank, mine.shape[1])
+                self._held.append(self._messages)
+            self._messages.send(mine)
+
+    def _received(self, mine: torch.Tensor) -> torch.Tensor:
+        """Those that come, of ranks of which this one has sent `mine`."""
+        if self._messages is not None and self.size <= FEW:
+            return self._messages.receive(mine)
+        theirs = torch.empty_like(mine)
+        dist.all_to_all_single(theirs, mine, group=self.group)
+        return theirs
 
     @contextlib.contextmanager
     def _answered(self, phase: Phase) -> Iterator[None]:
@@ -333,10 +343,6 @@ class Exchange:
         with self._answered(Phase.WHOLE):
             dist.gather_object(value, found, dst=self.ranks[to], group=self.group)
         return found
-
-
-def _nothing() -> None:
-    """What is done meanwhile, by default."""
 
 
 def _is_known(group: Any) -> bool:

@@ -1,7 +1,7 @@
 """The side of a lookup on a GPU where the bags are: the twin of `host_bags`.
 
-The host has to know how many rows each rank is asked for before it can exchange anything. So it waits once for each
-batch, and learns in the same copy whether an id or an offset is wrong.
+The host has to know how many rows each rank is asked for, before it can exchange them, or in an exchange of one size
+whether they fit. So it waits once for each batch, and learns in the same copy whether an id or an offset is wrong.
 """
 
 from __future__ import annotations

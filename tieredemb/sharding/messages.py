@@ -4,7 +4,7 @@ ranks compute: so it is there, or on its way, when a rank asks for it, and no se
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,16 @@ class Messages:
         """The next message of each may come from now on."""
         self._under_way = [dist.irecv(self._room[number], src=its, group=self._group) for number, its in self._others]
 
-    def swap(self, mine: torch.Tensor, meanwhile: Callable[[], object]) -> torch.Tensor:
-        """Sends each rank its row of `mine`, (W, words), calls `meanwhile`, and returns what they have sent. Waits for
-        that, for the group's timeout at most; raises what torch does."""
+    def send(self, mine: torch.Tensor) -> None:
+        """Sends each rank its row of `mine`, (W, words), which is to stay until `receive`. Raises what torch does."""
         if not self._under_way:
             self._expect()
         for number, its in self._others:
             self._under_way.append(dist.isend(mine[number], dst=its, group=self._group))
-        meanwhile()
+
+    def receive(self, mine: torch.Tensor) -> torch.Tensor:
+        """Returns what all have sent, this rank `mine`. Waits for that, for the group's timeout at most; raises what
+        torch does."""
         for each in self._under_way:
             each.wait()
         theirs = self._room.clone()

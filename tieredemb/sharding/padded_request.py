@@ -69,7 +69,7 @@ class PaddedRequests:
 
     def of(self, samples: Sequence[int], *, by_entry: bool = False, rows: int | None = None) -> PaddedRequest:
         """That of a batch in which the ranks have so many `samples`. `by_entry`: whether the rows of ids lie as their
-        gradients will come, which so need not be put into the order of the ids. On a GPU · `rows`: see `Bags.pad`."""
+        gradients will come, which so need not be put into the order of the ids: on a GPU · `rows`: see `Bags.pad`."""
         return PaddedRequest(self, samples, by_entry=by_entry, rows=rows)
 
 

@@ -141,7 +141,8 @@ class RecordedAsks:
         return not any(each.is_dense or each.options.max_norm is not None for each in contexts)
 
     def look_at_once(self) -> None:
-        """A batch did not fit: the next may not, either, and what is done in vain takes longer than to look."""
+        """To look later was in vain: the next batch may not fit, either, or another rank not record, and what is done
+        in vain takes longer than to look."""
         self._careful = CAREFUL
 
     def _takes(self, batch: Batch) -> bool:
@@ -153,7 +154,7 @@ class RecordedAsks:
         if torch.cuda.is_current_stream_capturing() or not can_record():
             return False
         if context.max_ids is None and all(part.is_whole for each in context.shards for part in each.parts):
-            return False  # in the sizes that they need their plans are recorded, and in others not
+            return False  # recorded plans of the sizes that they need pool bags at once
         # plans are made on the stream that asks, but where rows pass through the host
         return all(group.cache.cold.device_readable for each in context.shards for group in each.engine.tables.groups)
 

@@ -59,6 +59,7 @@ class DeviceCall(Call):
         recurs = memory is None and scored and not may_exceed_bags  # the buffers of captured steps are planned there
         if recurs and self.context.recorded.plan(self, batch, trains=trains, ages=ages, ahead=ahead):
             return
+        self.stack = batch.stack  # whatever a recording has come to
         tables = self.context.tables
         features = tables.n_features
         if features * max(self.batch, self.rows) > MAX_BAGS:

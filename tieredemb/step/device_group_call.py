@@ -247,8 +247,9 @@ class DeviceGroupCall:
         tables = feature.to(torch.int64) if table is None else table[feature]
         if self.stack is None:
             return tables
-        of = torch.zeros(self.samples, dtype=torch.int64, device=tables.device)  # of an empty bag none
-        return of.scatter_(0, self.stack.row.to(torch.int64), tables)
+        of = torch.zeros(self.samples + 1, dtype=torch.int64, device=tables.device)  # of an empty bag none
+        row = torch.where(self.ticket.homes == DROPPED, self.samples, self.stack.row.to(torch.int64))
+        return of.scatter_(0, row, tables)[:-1]
 
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         """Adds the gradient of the per-sample weights to `out`, float32 (N,), at their positions."""
