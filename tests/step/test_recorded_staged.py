@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from training import bits
 
 import tieredemb as te
+from tieredemb.cache.device.plan import Records
 from tieredemb.cache.device.row_copies import RowCopies
 from tieredemb.cache.device.staged import Staged
 from tieredemb.cache.device.staged_transfer import RecordedStaged
@@ -128,6 +130,54 @@ def test_rows_without_a_slot(monkeypatch, replays, made):
 
     assert both(monkeypatch, replays, run) > STEPS
     assert max(halves) > 0
+
+
+def test_to_ask_what_a_plan_would_depend_on_changes_nothing(made):
+    bag = made(60)
+    bag(torch.arange(100, device="cuda")[:, None]).square().sum().backward()
+    cache = bag.tables.groups[0].cache
+    slotless, batch = cache._transfer._slotless, cache.last
+    assert slotless == 40
+    with cache.plan_lock, cache.lock:
+        assert cache.next_plan(5) is None
+    assert (cache._transfer._slotless, cache.last) == (slotless, batch)
+    bag(torch.arange(5, device="cuda")[:, None]).square().sum().backward()
+    bag(torch.arange(5, device="cuda")[:, None]).square().sum().backward()
+    assert cache._transfer._slotless == 0
+    bag.close()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_plan_on_the_thread_comes_between_what_a_forward_asks_and_plans(monkeypatch, made, depth):
+    """Rows without a slot are given up late on the GPU, and the host waits then, for the thread to go first."""
+    monkeypatch.setattr(WorkerExecutor, "QUICK", 0.0)
+    free, retire = Records.free, Staged.retire
+
+    def late(self, records):
+        torch.cuda._sleep(1_000_000)
+        free(self, records)
+
+    def waits(self, lag):
+        retire(self, lag)
+        time.sleep(0.005)
+
+    monkeypatch.setattr(Records, "free", late)
+    monkeypatch.setattr(Staged, "retire", waits)
+
+    def run():
+        bag = made(5)
+
+        def drops():
+            bag(ids_of(1000, (4, 3)))
+
+        batches = te.prefetch([ids_of(step) for step in range(3 * STEPS)], bag, depth)
+        return trained(bag, batches, drops)
+
+    with monkeypatch.context() as patch:
+        patch.setenv("TIEREDEMB_RECORD", "0")
+        expected = run()
+    for _ in range(3):
+        assert_same_bits(run(), expected)
 
 
 def test_a_collection_of_two_widths(monkeypatch, replays, tmp_path):

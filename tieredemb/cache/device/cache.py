@@ -222,7 +222,8 @@ class DeviceCache(Cache):
 
     def next_plan(self, ids: int) -> NextPlan | None:
         """What a plan of as many ids, one at least, would depend on now, put behind what it has to come behind; None
-        where it is not to be recorded. The caller holds the locks of plans and rows until it has planned."""
+        where it is not to be recorded. The caller holds the locks of plans and rows until it has planned; else another
+        plan may come before, which nothing that was launched here is put before."""
         if not self._planner.is_over:
             self.complete_last()
         self._check_usable()
@@ -232,7 +233,7 @@ class DeviceCache(Cache):
         if self.hot.slots == 0:
             return ALL_RESIDENT
         lag, locked, slotless = self._ledger.next_locks()
-        if not self._transfer.may_record(lag):
+        if not self._transfer.may_record():
             return None
         if self._planner.may_lack_slots(ids, locked, slotless=slotless):
             self._transfer.make_room(min(locked + ids, self.hot.layout.rows))

@@ -143,9 +143,8 @@ class Staged(Transfer):
             pending.gather = self._copies.gather_when_reported(expected.report, rows.weight, rows.state)
         return pending
 
-    def may_record(self, lag: int) -> bool:
-        self.retire(lag)  # which asks the device, and is no part of a recorded plan
-        return self._slotless == 0
+    def may_record(self) -> bool:
+        return self._slotless == 0  # to retire them asks the device, and is no part of a recorded plan
 
     def recording(self, ids: int) -> RecordedTransfer:
         return RecordedStaged(self, ids, self._layout, self._device)

@@ -111,8 +111,9 @@ class Transfer(abc.ABC):
         """Begins to bring in what a batch misses: victims are chosen, their slots given to the missed keys and
         published, homes resolved, rows moved and scored. `ahead`: whether other work comes before `finish`."""
 
-    def may_record(self, lag: int) -> bool:
-        """Whether the plan that comes next may be recorded or replayed; `lag` as of `retire`."""
+    def may_record(self) -> bool:
+        """Whether the plan that comes next may be recorded or replayed. Changes nothing: who asks may go without it,
+        and let another plan come before."""
         return True
 
     def recording(self, ids: int) -> RecordedTransfer | None:
