@@ -326,3 +326,28 @@ def test_a_rank_that_fails_while_its_header_is_on_its_way_leaves_the_others(worl
         if rank == 1:
             assert errors[0] == ("RuntimeError", "the driver refused")
             assert "rank 1 has failed" in errors[1][1]
+
+
+def pauses(rank, size):
+    """Longer between two headers than a rank is waited for; then rank 1 ends, and the others ask for more."""
+    model = model_of(timeout=QUICK)
+    context, errors = model._ranks._context, []
+    for step in range(2):
+        time.sleep(3.5 * step)
+        context.exchange.agree(None, {})
+        ids, offsets, _, upstream = batch_of(TABLES, step, rank, samples=seven)
+        errors.append(told(lambda: model(ids, offsets).backward(upstream)))  # noqa: B023
+    if rank == 1:
+        model.close()
+    started = time.monotonic()
+    errors.append(told(model, ids, offsets))
+    seconds = time.monotonic() - started
+    model.close()
+    return errors, seconds
+
+
+def test_what_is_expected_next_is_not_waited_for_before_it_is_asked_for(worlds):
+    for errors, seconds in worlds(3).run(pauses):
+        assert errors[:2] == [None, None]
+        assert errors[2][0] == "PeerError"
+        assert seconds < 10
