@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import socket
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -102,7 +103,9 @@ class Exchange:
 
     @property
     def group(self) -> Any:
-        """That of its own."""
+        """That of its own. Raises `PeerError` where it was given up."""
+        if not self._held:
+            raise PeerError(f"nothing is exchanged any more since an earlier call: {self._broken}")
         return self._held[0]
 
     def header(
@@ -170,6 +173,9 @@ class Exchange:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # of gloo and of NCCL alike, an aborted communicator's too
+            if not self.has_nccl:  # who has heard of all would wait for this one; NCCL's is given up together
+                traceback.clear_frames(error.__traceback__)  # which have the group, too
+                _give_up(self._held)
             raise self._broken_by(
                 f"rank {self.rank} {phase.told}, and another rank did not: it has ended, or did nothing within "
                 f"{self.timeout.total_seconds():g} s (timeout=). Each rank has to take part; start all of them again "
