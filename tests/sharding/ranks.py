@@ -3,6 +3,8 @@ device, which is a world's own."""
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import torch
 from devices import from_numpy
@@ -122,6 +124,22 @@ def one_process(size, tables, steps, samples, weighted, keywords, shape=None, di
     weights = dict(model.state_dict())
     model.close()
     return outputs, weights
+
+
+@contextlib.contextmanager
+def calls_of(kind, name):
+    """The arguments of each call of a method inside, in the process of a rank."""
+    calls, method = [], getattr(kind, name)
+
+    def noted(*args, **keywords):
+        calls.append(args)
+        return method(*args, **keywords)
+
+    setattr(kind, name, noted)
+    try:
+        yield calls
+    finally:
+        setattr(kind, name, method)
 
 
 def seven(rank):

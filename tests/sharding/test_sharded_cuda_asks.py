@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from devices import equal, require_gpu
-from sharding.ranks import batch_of, seven, sharded_run, sharding_of, step_of, tables_of
+from sharding.ranks import batch_of, calls_of, seven, sharded_run, sharding_of, step_of, tables_of
 from sharding.test_sharded_training import compare
 from sharding.worlds import kept
 
@@ -31,22 +31,6 @@ MANY, STEPS = 400, 14
 def worlds():
     require_gpu()
     yield from kept("cuda")
-
-
-@contextlib.contextmanager
-def calls_of(kind, name):
-    """The arguments of each call of a method."""
-    calls, method = [], getattr(kind, name)
-
-    def noted(*args, **keywords):
-        calls.append(args)
-        return method(*args, **keywords)
-
-    setattr(kind, name, noted)
-    try:
-        yield calls
-    finally:
-        setattr(kind, name, method)
 
 
 @contextlib.contextmanager
@@ -165,7 +149,7 @@ def test_recorded_asks_are_disturbed_by_nothing(worlds, sharding, ahead, max_ids
     ):
         asked, looked, again = counts
         assert its_counts == (0, 0, 0)
-        assert asked >= 8
+        assert asked >= 8  # of 24: three are refused, and other samples or a new bound have to come thrice
         if isinstance(optimizer, te.Adam):  # whose lookups bring rows up to date
             assert looked >= asked
             assert again == 0

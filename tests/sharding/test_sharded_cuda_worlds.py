@@ -21,7 +21,7 @@ from sharding import (
     test_sharded_unique_rows,
     test_sharded_whole_tables,
 )
-from sharding.ranks import batch_of, one_process, seven, sharded_run, step_of, tables_of, uneven
+from sharding.ranks import batch_of, calls_of, one_process, seven, sharded_run, step_of, tables_of, uneven
 from sharding.test_sharded_padded import sizes_sent
 from sharding.test_sharded_training import compare
 from sharding.worlds import kept
@@ -115,18 +115,9 @@ def test_cuda_exchanges_of_one_size_ahead_and_refused(worlds):
 
 def replays_of(rank, size, *given):
     """How many plans a run on the ranks replays here."""
-    counted, replay = [], Recorded.replay
-
-    def counts(self, *batch):
-        counted.append(self)
-        replay(self, *batch)
-
-    Recorded.replay = counts
-    try:
+    with calls_of(Recorded, "replay") as replays:
         sharded_run(rank, size, *given)
-    finally:
-        Recorded.replay = replay
-    return len(counted)
+    return len(replays)
 
 
 def test_cuda_equal_batches_have_their_plans_recorded(worlds):

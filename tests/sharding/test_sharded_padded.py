@@ -15,7 +15,7 @@ from sharding import (
     test_sharded_prefetch,
     test_sharded_whole_tables,
 )
-from sharding.ranks import SHAPES, batch_of, joined, seven, sharding_of, step_of, tables_of, uneven
+from sharding.ranks import SHAPES, batch_of, calls_of, joined, seven, sharding_of, step_of, tables_of, uneven
 from sharding.test_sharded_failures import told
 from sharding.test_sharded_memory import short
 from sharding.test_sharded_training import compare
@@ -103,22 +103,14 @@ def most_on_rank_2(rank):
 def sizes_sent(rank, size, max_ids, samples, ahead):
     """How often so much is sent to each rank, in the exchanges of four steps; and what was said of it."""
     tables = tables_of()
-    model, sent, send = model_of(tables, "both", max_ids=max_ids), [], Exchange.send
-
-    def noted(self, sending):
-        sent.append(tuple(sending.sent))
-        return send(self, sending)
-
-    Exchange.send = noted
+    model = model_of(tables, "both", max_ids=max_ids)
     batches = [batch_of(tables, step, rank, samples=samples) for step in range(4)]
-    try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            loop = te.prefetch(batches, model, 1, ids_of=lambda batch: batch[:2]) if ahead else batches
-            for batch in loop:
-                step_of(model, batch, weighted=False)
-    finally:
-        Exchange.send = send
+    with calls_of(Exchange, "send") as calls, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loop = te.prefetch(batches, model, 1, ids_of=lambda batch: batch[:2]) if ahead else batches
+        for batch in loop:
+            step_of(model, batch, weighted=False)
+    sent = [tuple(sending.sent) for _, sending in calls]
     model.close()
     return Counter(sent), [str(each.message) for each in told if "max_ids" in str(each.message)]
 

@@ -42,7 +42,7 @@ PLANNED = 2  # ids were exchanged before
 GRADIENT = 4  # that of the weights is asked for, which takes the rows of all ids
 FITS = 8  # an exchange of one size takes what other ranks are asked for
 ALONE = 16  # this rank would not plan the next batch ahead
-LATER = 32  # this rank has yet to look what it asks for, and whether that fits, and takes it for what it was before
+LATER = 32  # this rank has not looked yet how much it asks for: it expects as much as of the batch before, which fits
 OVER = 64  # of a header of rows: what this rank asks for does not fit
 FLAG_BITS, MOST_BITS = 8, 27  # behind these stands how many ids it asks another rank for, and different rows
 MOST_COUNTED = (1 << MOST_BITS) - 1
@@ -159,8 +159,8 @@ class ShardedCall:
         return self._recorded.find(self, self._given)
 
     def _find_and_pad(self) -> None:
-        """The bags as they are sent in one size, while others learn that this rank takes it for granted that they fit.
-        Until then what was recorded is nobody's, and nothing else looks up."""
+        """Finds the bags, and pads them to one size, while the header is on its way. The recorded launches are this
+        call's from here on."""
         assert self._recorded is not None
         self._bags = self._found()
         self._recorded.pad()
@@ -208,15 +208,14 @@ class ShardedCall:
 
     def _announce(self, phase: Phase, flag: int, meanwhile: Callable[[], object] | None) -> Header:
         """Tells all ranks how much each is asked for, as far as that is known."""
-        context, exchange = self.context, self.context.exchange
-        context.number += 1
+        context = self.context
         counts = context.no_counts.clone()
         counts[:, -1] = self.batch
         if not self._is_later:
             torch.cat([bags.counts for bags in self._bags], 1, out=counts[:, :-1])
         ids, rows = (min(most, MOST_COUNTED) for most in self._asks_for)
         flag |= FITS * self._fits | LATER * self._is_later | (rows << MOST_BITS | ids) << FLAG_BITS
-        header = exchange.header(phase, context.number, counts, flag=flag, meanwhile=meanwhile)
+        header = context.announce(phase, counts=counts, flag=flag, meanwhile=meanwhile)
         _check_weighted(header.flags)
         return header
 

@@ -7,7 +7,7 @@ import functools
 import math
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -146,11 +146,20 @@ class ShardedContext:
         """What a flag says of the forwards that a backward pass has reached, by the numbers of their exchanges."""
         return zlib.crc32(np.array(sorted(announced), np.int64).tobytes()) << 16 | min(len(announced), MOST_TOLD)
 
-    def announce(self, phase: Phase, *, flag: int = 0, error: Exception | None = None) -> Header:
-        """All ranks are to do something of which no ids are told, or this one has met an `error`, which all then
-        raise."""
+    def announce(
+        self,
+        phase: Phase,
+        *,
+        counts: torch.Tensor | None = None,
+        flag: int = 0,
+        error: Exception | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Header:
+        """All ranks are to do something, of which by default no `counts` are told, or this one has met an `error`,
+        which all then raise. See `Exchange.header`."""
         self.number += 1
-        return self.exchange.header(phase, self.number, self.no_counts, flag=flag, error=error)
+        counts = self.no_counts if counts is None else counts
+        return self.exchange.header(phase, self.number, counts, flag=flag, error=error, meanwhile=meanwhile)
 
     @contextlib.contextmanager
     def telling(self, phase: Phase) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """The side of a lookup on a GPU where the bags are: the twin of `host_bags`.
 
-The host has to know how many rows each rank is asked for, before it can exchange them, or in an exchange of one size
+Before rows are exchanged the host has to know how many each rank is asked for, or, where exchanges have one size,
 whether they fit. So it waits once for each batch, and learns in the same copy whether an id or an offset is wrong.
 """
 
@@ -224,7 +224,7 @@ class GpuBags:
         self._send(counts, padding.pad(asked))
 
     def keep_if(self, is_good: torch.Tensor) -> None:
-        """Asks for nothing unless `is_good`, bool (1,): where `counts` on the device say so already."""
+        """Asks for nothing unless it `is_good`, bool (1,) on the device, where `counts` are zero already if not."""
 
     def _send(self, counts: torch.Tensor, ids: torch.Tensor) -> None:
         self.asked, self.sent = message(counts, ids)

@@ -222,8 +222,8 @@ class DeviceCache(Cache):
 
     def next_plan(self, ids: int) -> NextPlan | None:
         """What a plan of as many ids, one at least, would depend on now, put behind what it has to come behind; None
-        where it is not to be recorded. The caller holds the locks of plans and rows until it has planned; else another
-        plan may come before, which nothing that was launched here is put before."""
+        where it is not to be recorded. The caller holds the locks of plans and rows until it has planned, or gives
+        them back and plans otherwise: another plan may come between then."""
         if not self._planner.is_over:
             self.complete_last()
         self._check_usable()

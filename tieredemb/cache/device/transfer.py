@@ -112,8 +112,8 @@ class Transfer(abc.ABC):
         published, homes resolved, rows moved and scored. `ahead`: whether other work comes before `finish`."""
 
     def may_record(self) -> bool:
-        """Whether the plan that comes next may be recorded or replayed. Changes nothing: who asks may go without it,
-        and let another plan come before."""
+        """Whether the plan that comes next may be recorded or replayed. Changes no row: the caller may not plan, after
+        all, and another plan come first, which is put behind nothing of this."""
         return True
 
     def recording(self, ids: int) -> RecordedTransfer | None:
