@@ -33,6 +33,7 @@ from tieredemb.kernels.compiler import Kernel
 from tieredemb.kernels.constants import DROPPED
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.source import PACKAGE, read
+from tieredemb.kernels.spread import RowSpread
 from tieredemb.lookup import homes_sort
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.device_bags import (
@@ -264,6 +265,7 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
     for given, winners in ((weights, None), (None, argmax)):
         lookup.pool(hot, overflow, homes, bags, given, out, winners)
     lookup.weights_gradient(lookup.gather(hot, overflow, homes), homes, bags, grad)
+    lookup.spread(hot, overflow, homes, RowSpread(torch.full((2,), 2**40, dtype=torch.int64), each=5, first=0))
     assert join_edges(torch.zeros(3, dtype=torch.int64), torch.zeros((3, 2), dtype=torch.int64), 3, 10).shape == (7,)
     segments = lookup.segments(homes, bags.bag, bags.batch)
     lookup.limit_norms(hot, overflow, segments, fault, 2.0, 1.5)
@@ -315,6 +317,8 @@ def test_rows_are_asked_for_by_launches_that_fit(launched, chosen):
         grad = torch.zeros(3, total)[:, :columns].contiguous()
         gradient = width.gradient(bags._bags, bags._order, grad, torch.zeros(3, columns, dtype=torch.int32), 2.0)
         assert (gradient.shape, gradient.dtype) == ((7, 8), torch.float32)
+    to = RowSpread(torch.full((3,), 2**40, dtype=torch.int64), each=3, first=6)
+    width.send_gradient(bags._bags, torch.zeros(9, dtype=torch.int64), grad, None, 2.0, to)
     kernels = {*read("sharding/owners.cu").kernels, *read("sharding/occurrences.cu").kernels}
     assert {*launched} == kernels | {"offsets_check", "bags_fill"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,12 +14,17 @@ from training import OPTIMIZERS, name_of
 
 import tieredemb as te
 from tieredemb.cache.device.cache import DeviceCache
+from tieredemb.cache.device.plan import OverflowRows
 from tieredemb.config import LFU, LRU, Uniform
 from tieredemb.kernels.compiler import OPTIONS, Kernel, blocks_for, options
 from tieredemb.kernels.constants import CHUNK, DROPPED
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.source import read
+from tieredemb.kernels.spread import RowSpread
 from tieredemb.lookup import homes_sort
+from tieredemb.lookup.bags import rows_space
+from tieredemb.lookup.device_bags import DeviceKeySpace
+from tieredemb.lookup.device_lookup import DeviceLookup
 from tieredemb.lookup.optimizer import named_numbers, recipe_file, recipe_flags, state_width
 from tieredemb.lookup.rounding import no_draws
 from tieredemb.storage.base import RowLayout
@@ -247,6 +253,35 @@ def test_pooled_lookup_equals_torch(width, dtype):
     filled = sizes[2 * batch :] > 0
     picked = weight[homes[winners[filled]].long(), torch.arange(width, device=GPU)]
     assert torch.equal(picked, out[filled, 2 * width :])
+
+
+@pytest.mark.parametrize("slotless", [False, True])
+@pytest.mark.parametrize("each", [0, 1, 5000])
+@pytest.mark.parametrize(("width", "dtype"), [(128, torch.float32), (6, torch.float16), (300, torch.bfloat16)])
+def test_rows_go_to_each_rank(width, dtype, each, slotless):
+    """As they are gathered, each behind the first rows of its memory; nothing else is written."""
+    ranks, first, slots = 3, 2, 700
+    away = torch.randn(100, width, device=GPU).to(dtype)
+    weight = torch.randn(slots, width, device=GPU).to(dtype)
+    hot = SimpleNamespace(weight=weight, state=zeros(slots, 0), dirty=zeros(slots))
+    overflow = OverflowRows(slotless=False, weight=0, state=0, records=None)
+    homes = torch.randint(0, slots, (ranks * each,), device=GPU, dtype=torch.int32)
+    if slotless:
+        records = zeros(20, 2, dtype=torch.int64)
+        records[:, 0] = torch.randint(1, 101, (20,), device=GPU)  # a key + 1
+        overflow = OverflowRows(slotless=True, weight=away.data_ptr(), state=0, records=records)
+        homes[::4] = -2 - torch.randint(0, 20, homes[::4].shape, device=GPU, dtype=torch.int32)
+    homes[::7] = DROPPED
+    space = DeviceKeySpace(rows_space(width, "sum"), [-1], GPU)
+    lookup = DeviceLookup(space, RowFormat(width=width, dtype=dtype), None)
+    memory = [torch.full((first + each + 1, width), math.nan, device=GPU, dtype=dtype) for _ in range(ranks)]
+    begins = torch.tensor([its.data_ptr() for its in memory], device=GPU)
+    lookup.spread(hot, overflow, homes, RowSpread(begins, each, first))
+    expected = lookup.gather(hot, overflow, homes).split(each) if each else [weight[:0]] * ranks
+    for its, rows in zip(memory, expected, strict=True):
+        assert torch.equal(its[first : first + each].view(torch.uint8), rows.view(torch.uint8))
+        assert its[:first].isnan().all()
+        assert its[first + each :].isnan().all()
 
 
 def sorted_here(homes, bag):

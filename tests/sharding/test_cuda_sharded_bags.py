@@ -10,6 +10,7 @@ from devices import assert_close, equal
 
 import tieredemb as te
 from tieredemb.errors import IdOutOfRangeError, InvalidInputError
+from tieredemb.kernels.spread import RowSpread
 from tieredemb.lookup.bags import KeySpace, Places
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.finder import bag_finder
@@ -125,6 +126,32 @@ def those_asked(bags, features, bound, samples):
         assert len(lengths) % max(1, samples) == 0
         pieces += [counts, ids[: counts.sum()], lengths]
     return torch.cat(pieces)
+
+
+@pytest.mark.parametrize("modes", MODES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradients_go_to_each_rank(shape, modes):
+    """Those that would be sent, each behind as many of the ranks before; nothing else is written."""
+    rng, ranks, rank = np.random.default_rng(5), 3, 1
+    tables, ids, offsets = a_batch(shape, MODES[modes], rng)
+    samples, bound = SHAPES[shape][1], len(ids) + 5
+    (_, find), widths, columns = finders(tables, ranks, RowWise())
+    grad = torch.from_numpy(rng.standard_normal((samples, columns))).float().cuda()
+    for width, bags in zip(widths, find(batch_on(GPU, ids, offsets, samples)), strict=True):
+        bags.pad(bound)
+        out = torch.zeros((samples, columns), device=GPU)
+        rows = torch.from_numpy(rng.standard_normal((ranks * bound, width))).float().cuda()
+        bags.pool(rows, None, out, keep=True, keep_rows=False)
+        expected, scale = bags.gradient(grad, 3.0)
+        memory = [torch.full((ranks * bound, width), torch.nan, device=GPU) for _ in range(ranks)]
+        begins = torch.tensor([its.data_ptr() for its in memory], device=GPU)
+        found = bags.send_gradient(grad, 3.0, RowSpread(begins, bound, rank * bound))
+        assert (found is None) == (scale is None)
+        assert scale is None or equal(found, scale)
+        for its, sent in zip(memory, expected.split(bound), strict=True):
+            assert equal(its[rank * bound : (rank + 1) * bound], sent) or not len(ids)
+            assert its[: rank * bound].isnan().all()
+            assert its[(rank + 1) * bound :].isnan().all()
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -3,6 +3,7 @@ many GPUs as ranks; eager steps are compared on those by `test_sharded_cuda_worl
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -14,9 +15,11 @@ from devices import equal
 from sharding.ranks import batch_of, one_process, seven, sharding_of, tables_of
 from sharding.test_sharded_cuda_graphs import graphs_of
 from sharding.worlds import World
+from torch.utils.checkpoint import checkpoint
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+from tieredemb.sharding.symmetric import SymmetricMemory
 
 LONGEST, RANKS = 400, 2
 TABLES = {"widths": (4, 8), "modes": ("sum", "mean", "max"), "rows": (1, 3, 17, 40, 25, 9, 31), "padding": (None, 0, 2)}
@@ -32,9 +35,39 @@ def world():
     started.close()
 
 
-def captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords):
+@contextlib.contextmanager
+def meetings(monkeypatch, *, peers):
+    """How often ranks meet in what is captured, as they do where they write to each other's memory; which they do if
+    `peers`."""
+    found, meet = [], SymmetricMemory.meet
+
+    def noted(memory):
+        found.append(torch.cuda.is_current_stream_capturing())
+        meet(memory)
+
+    monkeypatch.setenv("TIEREDEMB_PEER_MEMORY", str(int(peers)))
+    monkeypatch.setattr(SymmetricMemory, "meet", noted)
+    yield found
+    assert all(found)
+    assert bool(found) == peers
+
+
+def captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, peers, keywords):
     """Trains by captured steps on `distinct` batches, which recur; outputs here, the tables on rank 0, and how many
     steps were replays."""
+    has_rows = sharding != "tables"
+    with pytest.MonkeyPatch.context() as patch, meetings(patch, peers=peers is True and has_rows):
+        patch.setenv("TIEREDEMB_PEER_MEMORY", "0" if peers is False else "1")
+        if peers == "one lacks memory" and rank == 1:
+            patch.setattr("torch.distributed._symmetric_memory.empty", lacking)
+        return trained(rank, tables, sharding, steps, distinct, shape, ahead, keywords)
+
+
+def lacking(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def trained(rank, tables, sharding, steps, distinct, shape, ahead, keywords):
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of(sharding, tables), average=False, max_ids=LONGEST, **keywords
     )
@@ -64,9 +97,9 @@ def captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, ke
     return torch.stack(outputs), weights, sum(replays)  # one tensor: each takes a file descriptor to be sent
 
 
-def compare(world, *, sharding="every other", steps=14, distinct=None, shape=None, ahead=False, **keywords):
+def compare(world, *, sharding="every other", steps=14, distinct=None, shape=None, ahead=False, peers=True, **keywords):
     tables, keywords = tables_of(**TABLES), {"optimizer": te.Adagrad(lr=0.1), "capacity": 0.5} | keywords
-    found = world.run(captured_run, tables, sharding, steps, distinct or steps, shape, ahead, keywords)
+    found = world.run(captured_run, tables, sharding, steps, distinct or steps, shape, ahead, peers, keywords)
     with torch.device("cuda"):
         alone, weights = one_process(RANKS, tables, steps, seven, False, keywords, shape, distinct)
     for rank, (outputs, *_) in enumerate(found):
@@ -95,6 +128,88 @@ def test_gpus_replay_bags_of_any_length(world, shape, ahead):
 @pytest.mark.parametrize("keywords", [{"max_norm": 0.5}, {"dtype": torch.bfloat16, "rounding": "stochastic"}], ids=str)
 def test_gpus_replay_other_options(world, keywords, ahead):
     compare(world, ahead=ahead, steps=20, **keywords)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+@pytest.mark.parametrize(
+    "keywords", [{}, {"optimizer": te.Adam(lr=0.05)}, {"capacity": 2}, {"sharding": "rows"}], ids=str
+)
+def test_gpus_that_send_all_by_nccl(world, keywords, ahead):
+    """As where GPUs do not reach each other's memory."""
+    compare(world, ahead=ahead, peers=False, steps=20, **keywords)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+def test_where_one_lacks_memory_for_it_all_send(world, ahead):
+    compare(world, ahead=ahead, peers="one lacks memory", steps=20)
+
+
+SPIN = 3_000_000  # clock cycles: some 2 ms, in which another rank could be a step ahead
+
+
+def step_of(kind, model, train, late):
+    """A step of that kind; `late`: where this rank is late."""
+
+    def spin(place):
+        if late == place:
+            torch.cuda._sleep(SPIN)
+
+    def step(batch):
+        ids, offsets, others, ends, upstream = batch
+        spin("before")
+        if kind == "looks up":
+            out = model(ids, offsets)
+            spin("behind rows")
+            return out.clone()
+        if kind == "recomputed":
+            out = checkpoint(model, ids, offsets, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out = model(ids, offsets)
+        spin("behind rows")
+        loss = (out * upstream).sum()
+        if kind == "twice":
+            other = model(others, ends)
+            loss = loss + (other * out.detach() * upstream).sum()
+        if kind == "one of two":
+            model(others, ends)
+        loss.backward()
+        spin("behind gradients")
+        return out.detach()
+
+    return (te.graph_step if train else te.graph_forward)(step, max_ids=LONGEST)
+
+
+def run_of(rank, size, kind, ahead, late):
+    """Outputs of steps of that kind here, and the tables, both ways of exchanging. `late`: where which rank is."""
+    found, tables = [], tables_of(**TABLES)
+    for peers in (True, False):
+        with pytest.MonkeyPatch.context() as patch, meetings(patch, peers=peers):
+            model = ShardedTieredEmbeddingBagCollection(
+                tables, sharding=sharding_of("every other", tables), capacity=0.3, optimizer=te.Adagrad(lr=0.1),
+                max_ids=LONGEST,
+            )  # fmt: skip
+            train = step_of(kind, model, kind != "looks up", late[0] if late[1] == rank else "")
+            drawn = [batch_of(tables, number, rank, samples=seven) for number in range(40)]
+            loader = [(*its[:2], *other[:2], its[3]) for its, other in zip(drawn[:20], drawn[20:], strict=True)]
+            outputs = [train(batch).clone() for batch in (te.prefetch(loader, model) if ahead else loader)]
+            found.append([torch.stack(outputs), *model.state_dict().values()])
+            model.close()
+    return found
+
+
+PLACES = ["before", "behind rows", "behind gradients"]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+@pytest.mark.parametrize(
+    "late", [("nowhere", 0), *((place, rank) for place in PLACES for rank in range(RANKS))], ids=str
+)
+@pytest.mark.parametrize("kind", ["once", "twice", "one of two", "recomputed", "looks up"])
+def test_gpus_write_to_each_other_what_they_would_send(world, kind, late, ahead):
+    """Whichever rank is late, the other overwrites nothing that is read, and reads nothing that is yet to be written:
+    the bits of rows that NCCL sends."""
+    for one, other in world.run(run_of, kind, ahead, late):
+        assert all(equal(its, same) for its, same in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])

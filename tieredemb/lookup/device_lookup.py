@@ -16,6 +16,7 @@ from tieredemb.kernels.arguments import StructValue
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.kernels.constants import CHUNK, MAX, MEAN
 from tieredemb.kernels.row_format import RowFormat
+from tieredemb.kernels.spread import RowSpread
 from tieredemb.lookup import homes_sort
 from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace, words_of
 from tieredemb.lookup.homes_sort import note_words, sort_homes
@@ -187,6 +188,14 @@ class DeviceLookup:
         blocks = blocks_for(homes.shape[0] * self._lanes, THREADS, MOST_BLOCKS)
         gather(blocks, THREADS, hot.weight, overflow.weight, _address(overflow.records), homes, homes.shape[0], rows)
         return rows
+
+    def spread(self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor, to: RowSpread) -> None:
+        """Writes the rows of `homes`, int32 (`to.rows`,), to the memory of several ranks; zeros for padding."""
+        spread = kernel(BAG, "rows_spread", *self._rows, *overflow.flags)
+        blocks = blocks_for(to.rows * self._lanes, THREADS, MOST_BLOCKS)
+        spread(
+            blocks, THREADS, hot.weight, overflow.weight, _address(overflow.records), homes, to.rows, to.of(BAG)
+        )  # fmt: skip
 
     # --- backward ---------------------------------------------------------------------------------------------------
 

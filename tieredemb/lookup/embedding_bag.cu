@@ -3,6 +3,7 @@
 // A group of lanes takes BAGS consecutive bags of one feature, so that as many rows are in flight before the first is
 // used; a lane holds 16 bytes of the row. Sums run in float in the order of the ids and are rounded once.
 #include "common.cuh"
+#include "spread.cuh"
 
 constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : UNITS > 2 ? 4 : UNITS;
 constexpr int STEPS = (UNITS + LANES - 1) / LANES;
@@ -91,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(256) bags_pool(
     }
 }
 
-// rows[i] = the row of homes[i], zeros for padding: what a gradient of per-sample weights needs of the forward.
+// rows[i] = the row of homes[i], zeros for padding.
 extern "C" __global__ void __launch_bounds__(256) rows_gather(const row_t *weight, const row_t *away,
                                                               const Record *records, const int *homes, i64 n,
                                                               row_t *rows) {
@@ -103,6 +104,23 @@ extern "C" __global__ void __launch_bounds__(256) rows_gather(const row_t *weigh
             row_vector row = {};
             if (home != DROPPED) row = load_home(weight, away, records, home, unit);
             store_row(rows, i, unit, row);
+        }
+    }
+}
+
+// The same, of which each rank gets as many, `to` its memory.
+extern "C" __global__ void __launch_bounds__(256) rows_spread(const row_t *weight, const row_t *away,
+                                                              const Record *records, const int *homes, i64 n,
+                                                              Spread to) {
+    wait_for_prior_kernel();
+    const int lane = threadIdx.x % LANES;
+    for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
+        const Going<row_t> its = going<row_t>(to, i, WIDTH);
+        const int home = homes[its.row];
+        for (int unit = lane; unit < UNITS; unit += LANES) {
+            row_vector row = {};
+            if (home != DROPPED) row = load_home(weight, away, records, home, unit);
+            store_row(its.to, 0, unit, row);
         }
     }
 }

@@ -137,7 +137,8 @@ class StepAheadTogether(StepAhead[R]):
 
     def _capturing(self, then: Turn[R], lookups: Lookups) -> AbstractContextManager[None]:
         hold(self)
-        return self._agreement.capturing([lookup.given for lookup in then.wanted(self._step, lookups)])
+        given = [lookup.given for lookup in then.wanted(self._step, lookups)]
+        return self._agreement.capturing(given, ahead=True)
 
     def _captured(self) -> None:
         self._agreement.agree(CAPTURES)  # raises where another has failed

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwar
 if TYPE_CHECKING:
     from tieredemb.sharding.gpu_bags import GpuBags
     from tieredemb.sharding.recorded_asks import RecordedAsk
+    from tieredemb.sharding.symmetric import PartRooms
 
     Array = np.ndarray[Any, Any]
 
@@ -49,11 +50,12 @@ MOST_COUNTED = (1 << MOST_BITS) - 1
 
 
 class ReadyGradients(NamedTuple):
-    """What a backward of one forward is about to exchange. `sending`: of each part, until it is sent · `is_infinite`:
+    """What a backward of one forward is about to exchange. `sending`: of each part, until it is sent; where it is
+    written to the owner's memory, what comes of all ranks · `is_infinite`:
     whether a gradient here is not finite · `is_settled`: whether what comes is the gradient as an update takes it, so
     that this rank cannot fail any more before that."""
 
-    sending: list[list[Sending]]
+    sending: list[list[Sending | torch.Tensor]]
     is_infinite: bool
     is_settled: bool
 
@@ -73,6 +75,8 @@ class ShardedCall:
     _fits, _is_later, _asks_for = False, False, Most(0, 0)
     _bound: Bound | None = None  # of the exchange, if that is of one size
     _recorded: RecordedAsk | None = None  # what it was found and is asked by, if that is recorded
+    # of each part, where rows and gradients are written to each other's memory and not sent
+    _rooms: Sequence[PartRooms | None] = ()
 
     def __init__(self, context: ShardedContext, batch: Batch, *, flag: int = 0, ahead: bool = False) -> None:
         """Exchanges ids. Raises on all ranks what one has met. `flag`: of the forward (`forward_flag`) · `ahead`:
@@ -299,15 +303,20 @@ class ShardedCall:
         every: list[torch.Tensor | None] = []
         try:
             self._follow()
-            for shard, request, its in zip(context.shards, self._requests, self._by_shard(of_ids), strict=True):
+            self._rooms = self._made_rooms()
+            of_shards = zip(
+                context.shards, self._requests, self._by_shard(of_ids), self._by_shard(self._rooms), strict=True
+            )
+            for shard, request, its, rooms in of_shards:
                 call = shard.begin(request, trains=trains, recomputed=recomputed, within=None)
                 self._calls.append(call)
-                found = request.look_up(call, its, context.output_dtype, trains=trains, every=any(self._asks))
+                to = next((room.rows.to for room in rooms if room is not None), None)
+                found = request.look_up(call, its, context.output_dtype, trains=trains, every=any(self._asks), to=to)
                 answers += found[0]
                 every += found[1]
             sending = [
-                exchange.sending(answer, part.answer.per_rank, bags.back)
-                for answer, part, bags in zip(answers, self._parts, self._bags, strict=True)
+                exchange.sending(answer, part.answer.per_rank, bags.back) if room is None else room.rows.came
+                for answer, part, bags, room in zip(answers, self._parts, self._bags, self._rooms, strict=True)
             ]
             kept = self._rows_for_weights(every)
             flag = OVER * self._is_over_bound()
@@ -319,13 +328,34 @@ class ShardedCall:
             return
         self._given = None
         with exchange.agreed():
-            self._rows = [exchange.send(each) for each in sending]
+            self._rows = self._came(sending)
             for bags, each in kept:
                 came = exchange.send(each)
                 if self._asks[exchange.rank]:
                     bags.keep(came)
         if context.captures is not None:
             context.captures.rows_sent()
+
+    def _made_rooms(self) -> Sequence[PartRooms | None]:
+        """Of each part, where its rows and gradients are written to, if they are not sent."""
+        parts, captures = self._parts, self.context.captures
+        rooms = None if captures is None else captures.rooms()
+        if rooms is None:
+            return [None] * len(parts)
+        for part, room in zip(parts, rooms, strict=True):
+            if room is not None and (part.answer.per_rank[0], part.grads.per_rank[0]) != (
+                room.rows.to.each,
+                room.grads.to.each,
+            ):
+                return [None] * len(parts)  # as of a forward that was not planned ahead among such
+        return rooms
+
+    def _came(self, sending: Sequence[Sending | torch.Tensor]) -> list[torch.Tensor]:
+        """What comes of several that all ranks send, or write to where it is."""
+        if any(isinstance(each, torch.Tensor) for each in sending):
+            assert self.context.captures is not None
+            self.context.captures.meet()
+        return [each if isinstance(each, torch.Tensor) else self.context.exchange.send(each) for each in sending]
 
     def _is_over_bound(self) -> bool:
         """Whether what was asked for, where the host has yet to look, does not fit the exchange that it was sent in:
@@ -434,10 +464,16 @@ class ShardedCall:
         exchange, context = self.context.exchange, self.context
         self._follow(grad)
         is_infinite = context.is_scaled and not bool(torch.isfinite(grad).all())
-        sending = []
-        for bags, part in zip(self._bags, self._parts, strict=True):
-            given = [each for each in bags.gradient(grad, context.divisor) if each is not None]
-            sending.append([exchange.sending(each, bags.grads, part.grads.per_rank) for each in given])
+        sending = list[list[Sending | torch.Tensor]]()
+        for bags, part, room in zip(self._bags, self._parts, self._rooms, strict=True):
+            rows: torch.Tensor | None = None
+            if room is None:
+                rows, scale = bags.gradient(grad, context.divisor)
+            else:
+                scale = cast("GpuBags", bags).send_gradient(grad, context.divisor, room.grads.to)
+            given = [each for each in (rows, scale) if each is not None]
+            its = [exchange.sending(each, bags.grads, part.grads.per_rank) for each in given]
+            sending.append([*its] if room is None else [room.grads.came, *its])
         for call in self._calls:
             check_update(call)
         is_settled = all(request.keeps_gradients for request in self._requests)
@@ -448,7 +484,7 @@ class ShardedCall:
         `ready` has come. Every rank takes part, and has agreed to. `is_infinite`: whether a gradient of any rank is."""
         exchange = self.context.exchange
         with exchange.agreed():
-            came = [[exchange.send(each) for each in its] for its in ready.sending]
+            came = [self._came(its) for its in ready.sending]
         ready.sending.clear()
         found = []
         for request, call, its in zip(self._requests, self._calls, self._by_shard(came), strict=True):

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from tieredemb.errors import UnsupportedError
-from tieredemb.sharding.bags import Bags, CountingFinder
+from tieredemb.sharding.bags import Bags, CountingFinder, Part
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase
 from tieredemb.sharding.lasting_call import LastingCall
+from tieredemb.sharding.symmetric import PartRooms, Room, SymmetricMemory
 from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
@@ -34,6 +35,9 @@ class Captures(Agreement):
         self._known: set[object] = set()  # what is looked up in the step that is being captured
         self._told = 0
         self._behind_rows: Callable[[], object] | None = None
+        self._symmetric = SymmetricMemory(context)
+        self._rows_each: int | None = None  # that come from each rank of a part, where there is room to write them to
+        self._calls = 0  # of that step so far
 
     def check(self) -> None:
         exchange = self._context.exchange
@@ -83,13 +87,37 @@ class Captures(Agreement):
         return functools.reduce(operator.and_, flags) & ((1 << MOST_BITS) - 1)
 
     @contextlib.contextmanager
-    def capturing(self, given: Sequence[Given]) -> Iterator[None]:
-        self._known = {identity(each) for each in given}
+    def capturing(self, given: Sequence[Given], *, ahead: bool) -> Iterator[None]:
         self._told = self._context.exchange.failures
+        self._make_rooms(len(given), ahead=ahead)
+        self._known = {identity(each) for each in given}
         try:
             yield
         finally:
-            self._known = set()
+            self._known, self._rows_each = set(), None
+
+    def _make_rooms(self, calls: int, *, ahead: bool) -> None:
+        """Where ranks can write into each other's memory, room for rows and gradients of so many forwards."""
+        context, self._calls = self._context, 0
+        rows = (context.row_bound if ahead else None) or context.max_ids
+        if rows is not None and self._symmetric.make([room for k in range(calls) for room in self._rooms(k, rows)]):
+            self._rows_each = rows
+
+    def _rooms(self, call: int, rows: int) -> list[Room]:
+        """Of the rows of each part that is dealt out, and of their gradients."""
+        most, rooms = self._context.max_ids, list[Room]()
+        assert most is not None
+        for number, (part, dtype) in enumerate(self._parts()):
+            if not part.is_whole:
+                rooms.append(Room(call, number, rows, part.space.width, dtype, False))
+                rooms.append(Room(call, number, most, part.space.width, torch.float32, True))
+        return rooms
+
+    def _parts(self) -> Iterator[tuple[Part, torch.dtype]]:
+        """Those of all shards, and of which dtype their rows are."""
+        for shard in self._context.shards:
+            for part in shard.parts:
+                yield part, shard.engine.tables.config.output_dtype
 
     @contextlib.contextmanager
     def behind_rows(self, exchanges: Callable[[], object]) -> Iterator[None]:
@@ -111,6 +139,26 @@ class Captures(Agreement):
             exchanges()
 
     # --- what a forward inside asks ---------------------------------------------------------------------------------
+
+    def rooms(self) -> list[PartRooms | None] | None:
+        """Where rows and gradients of the next forward inside go, of each part that is dealt out; None where they are
+        exchanged. The current stream waits for all ranks, before the first of a step."""
+        if not self.is_active or self._rows_each is None:
+            return None
+        made = {(room.part, room.is_of_gradients): self._symmetric.rows(room)
+                for room in self._rooms(self._calls, self._rows_each)}  # fmt: skip
+        if self._calls == 0:  # whoever reads what an earlier step has left
+            self.meet()
+        self._calls += 1
+        found = list[PartRooms | None]()
+        for number, _ in enumerate(self._parts()):
+            rows, grads = made.get((number, False)), made.get((number, True))
+            found.append(None if rows is None or grads is None else PartRooms(rows, grads))
+        return found
+
+    def meet(self) -> None:
+        """The current stream waits until all ranks have come there."""
+        self._symmetric.meet()
 
     @property
     def is_active(self) -> bool:

@@ -59,6 +59,13 @@ _TOLD = {
 }
 
 
+class Place(NamedTuple):
+    """Where a rank is: its host, and the UUID of its GPU."""
+
+    host: str
+    gpu: str
+
+
 class Header(NamedTuple):
     """What each rank has announced: `counts`, int64 (W, K), what each sends to this one · `flags`, int64 (W,)."""
 
@@ -100,6 +107,7 @@ class Exchange:
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self.ranks = ranks
         self._messages: Messages | None = None
+        self.places: Sequence[Place] = ()  # of the ranks, where GPUs exchange what lies on them
 
     @property
     def group(self) -> Any:
@@ -332,9 +340,9 @@ class Exchange:
         """Raises `ConfigError` on all ranks where two of them are on one GPU, which NCCL takes for a mistake."""
         if device.type != "cuda" or not self.has_nccl:
             return
-        told = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
-        ranks: dict[tuple[str, str], int] = {}
-        for rank, where in enumerate(self.every(told)):
+        self.places = self.every(Place(socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
+        ranks: dict[Place, int] = {}
+        for rank, where in enumerate(self.places):
             other = ranks.setdefault(where, rank)
             if other != rank:
                 raise ConfigError(

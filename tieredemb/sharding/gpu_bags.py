@@ -20,6 +20,7 @@ from tieredemb.kernels.arguments import struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.row_format import RowFormat
+from tieredemb.kernels.spread import RowSpread
 from tieredemb.kernels.streams import on_device
 from tieredemb.lookup.bags import feature_name
 from tieredemb.lookup.device_bags import (
@@ -33,7 +34,7 @@ from tieredemb.lookup.device_bags import (
     new_device_bags,
     words_of,
 )
-from tieredemb.lookup.device_lookup import DeviceLookup
+from tieredemb.lookup.device_lookup import UNALIGNED, DeviceLookup
 from tieredemb.sharding.bags import Most, Part, most_in
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.padding import Padding, each_asked, message
@@ -159,15 +160,37 @@ class GpuPart:
         self, bags: DeviceBags, order: torch.Tensor, grad: torch.Tensor, argmax: torch.Tensor | None, share: float
     ) -> torch.Tensor:
         """The gradients of the occurrences `order`, int64 (K,): float32 (K, D); see `Bags.gradient`."""
-        n, columns = order.shape[0], self.space.column
+        n = order.shape[0]
         rows = torch.empty((n, self.width), dtype=torch.float32, device=grad.device)
-        fits = self._columns_fit and grad.shape[1] % self._vector == 0 and grad.data_ptr() % 16 == 0
-        gradient = kernel(OCCURRENCES, "occurrences_gradient", *self._gradient, *(() if fits else ("-DUNALIGNED",)))
+        gradient = kernel(OCCURRENCES, "occurrences_gradient", *self._gradient, *self._alignment(grad))
         gradient(
-            blocks_for(n * self._lanes, THREADS), THREADS, order, n, bags.bag, max(1, bags.batch), columns,
+            blocks_for(n * self._lanes, THREADS), THREADS, order, n, bags.bag, max(1, bags.batch), self.space.column,
             self.space.mode, grad, grad.shape[1], 0 if argmax is None else argmax, share, rows,
         )  # fmt: skip
         return rows
+
+    def send_gradient(
+        self,
+        bags: DeviceBags,
+        order: torch.Tensor,
+        grad: torch.Tensor,
+        argmax: torch.Tensor | None,
+        share: float,
+        to: RowSpread,
+    ) -> None:
+        """Writes those of the occurrences `order`, int64 (`to.rows`,), to the memory of several ranks."""
+        n = order.shape[0]
+        gradient = kernel(OCCURRENCES, "occurrences_spread", *self._gradient, *self._alignment(grad))
+        gradient(
+            blocks_for(n * self._lanes, THREADS), THREADS, order, n, bags.bag, max(1, bags.batch), self.space.column,
+            self.space.mode, grad, grad.shape[1], 0 if argmax is None else argmax, share, to.of(OCCURRENCES),
+        )  # fmt: skip
+
+    def _alignment(self, grad: torch.Tensor) -> tuple[str, ...]:
+        """What kernels are compiled with to read gradients of outputs, (B, ΣD), in vectors, or where those do not
+        fit."""
+        fits = self._columns_fit and grad.shape[1] % self._vector == 0 and grad.data_ptr() % 16 == 0
+        return () if fits else UNALIGNED
 
 
 class FoundWords(NamedTuple):
@@ -265,11 +288,23 @@ class GpuBags:
             none = grad.new_zeros((self._order.shape[0], self._part.width))
             return none, none[:, 0] if self._weights is not None or lookup.has_mean else None
         with on_device(grad.device):
-            rows = self._part.gradient(bags, self._order, grad, self._argmax, share)
-            scale = self._weights
-            if scale is None and lookup.has_mean:
-                scale = lookup.mean_scale(bags.homes, bags)
-            return rows, None if scale is None else scale[self._order]
+            return self._part.gradient(bags, self._order, grad, self._argmax, share), self._scale()
+
+    def send_gradient(self, grad: torch.Tensor, share: float, to: RowSpread) -> torch.Tensor | None:
+        """Writes the gradients to their owners' memory; returns what they are to be multiplied by, as `gradient`."""
+        bags = self._bags
+        if not bags.homes.shape[0]:  # all entries are nobody's
+            return self.gradient(grad, share)[1]
+        with on_device(grad.device):
+            self._part.send_gradient(bags, self._order, grad, self._argmax, share, to)
+            return self._scale()
+
+    def _scale(self) -> torch.Tensor | None:
+        """What the gradients are to be multiplied by, of each that is sent."""
+        scale, lookup = self._weights, self._part.lookup
+        if scale is None and lookup.has_mean:
+            scale = lookup.mean_scale(self._bags.homes, self._bags)
+        return None if scale is None else scale[self._order]
 
     def tensors(self) -> list[torch.Tensor]:
         held = (*vars(self._bags).values(), self._order, self.asked, self._rows_asked, self._counted)

@@ -2,33 +2,59 @@
 //
 // Compiled for float rows of the width: a group of lanes takes an occurrence.
 #include "common.cuh"
+#include "spread.cuh"
 
 constexpr int LANES = UNITS > 16 ? 32 : UNITS > 8 ? 16 : UNITS > 4 ? 8 : UNITS > 2 ? 4 : UNITS;
 
-// rows[k] = the gradient of the bag of occurrence order[k], `grad` (B, total), divided by `share`; of a maximum zero but
-// where the occurrence has won. Moves 8 D bytes an occurrence.
+// Bags and their gradient, `grad` (B, total).
+struct Bags {
+    const int *bag;  // of each occurrence
+    int batch;
+    const i64 *column;
+    const int *mode;
+    const float *grad;
+    i64 total;
+    const int *argmax;
+};
+
+// row = the gradient of the bag of occurrence i, divided by `share`; of a maximum zero but where the occurrence has won.
+__device__ __forceinline__ void write_gradient(const Bags &bags, i64 i, float share, float *row) {
+    const int feature = bags.bag[i] / bags.batch, sample = bags.bag[i] - feature * bags.batch;
+    const i64 from = sample * bags.total + bags.column[feature];
+#ifdef HAS_MAX
+    const bool is_maximum = bags.mode[feature] == MAX;
+#endif
+    for (int unit = threadIdx.x % LANES; unit < UNITS; unit += LANES) {
+        float_vector value = load_floats(bags.grad + from + unit * VECTOR);
+#pragma unroll
+        for (int e = 0; e < VECTOR; e++) {
+#ifdef HAS_MAX
+            if (is_maximum && bags.argmax[from + unit * VECTOR + e] != (int)i) value.v[e] = 0.0f;
+#endif
+            if (share != 1.0f) value.v[e] = __fdiv_rn(value.v[e], share);
+        }
+        *reinterpret_cast<float_vector *>(row + unit * VECTOR) = value;
+    }
+}
+
+// rows[k] = that of occurrence order[k]. Moves 8 D bytes an occurrence.
 extern "C" __global__ void __launch_bounds__(256) occurrences_gradient(
     const i64 *order, i64 n, const int *bag, int batch, const i64 *column, const int *mode, const float *grad,
     i64 total, const int *argmax, float share, float *rows) {
     wait_for_prior_kernel();
-    const int lane = threadIdx.x % LANES;
+    const Bags bags = {bag, batch, column, mode, grad, total, argmax};
+    for (i64 k = thread_index() / LANES; k < n; k += thread_count() / LANES)
+        write_gradient(bags, order[k], share, rows + k * WIDTH);
+}
+
+// The same, of which each rank gets as many, `to` its memory.
+extern "C" __global__ void __launch_bounds__(256) occurrences_spread(
+    const i64 *order, i64 n, const int *bag, int batch, const i64 *column, const int *mode, const float *grad,
+    i64 total, const int *argmax, float share, Spread to) {
+    wait_for_prior_kernel();
+    const Bags bags = {bag, batch, column, mode, grad, total, argmax};
     for (i64 k = thread_index() / LANES; k < n; k += thread_count() / LANES) {
-        const i64 i = order[k];
-        const int feature = bag[i] / batch, sample = bag[i] - feature * batch;
-        const i64 from = sample * total + column[feature];
-#ifdef HAS_MAX
-        const bool is_maximum = mode[feature] == MAX;
-#endif
-        for (int unit = lane; unit < UNITS; unit += LANES) {
-            float_vector value = load_floats(grad + from + unit * VECTOR);
-#pragma unroll
-            for (int e = 0; e < VECTOR; e++) {
-#ifdef HAS_MAX
-                if (is_maximum && argmax[from + unit * VECTOR + e] != (int)i) value.v[e] = 0.0f;
-#endif
-                if (share != 1.0f) value.v[e] = __fdiv_rn(value.v[e], share);
-            }
-            *reinterpret_cast<float_vector *>(rows + k * WIDTH + unit * VECTOR) = value;
-        }
+        const Going<float> its = going<float>(to, k, WIDTH);
+        write_gradient(bags, order[its.row], share, its.to);
     }
 }

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch._compile import _disable_dynamo
@@ -26,6 +26,9 @@ from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
+
+if TYPE_CHECKING:
+    from tieredemb.kernels.spread import RowSpread
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -185,14 +188,22 @@ class Call(abc.ABC):
         """The pooled rows, (B, ΣD) in the rows' dtype; or the rows of the ids, (N, D), feature by feature."""
 
     @abc.abstractmethod
-    def pick(self, ids: torch.Tensor) -> torch.Tensor:
-        """Where rows are not pooled, those of some of the ids alone, (K, D): int64 (K,), which of them."""
+    def pick(self, ids: torch.Tensor, to: RowSpread | None = None) -> torch.Tensor:
+        """Where rows are not pooled, those of some of the ids alone, (K, D): int64 (K,), which of them. `to`: where on
+        a GPU they are written instead, and none of them is returned."""
 
     def pool_stack(
-        self, weights: torch.Tensor | None, dtype: torch.dtype, *, differentiable: bool, all_rows: bool
+        self,
+        weights: torch.Tensor | None,
+        dtype: torch.dtype,
+        *,
+        differentiable: bool,
+        all_rows: bool,
+        to: RowSpread | None = None,
     ) -> StackRows:
         """The output of a batch that has a `Stack`. `weights`: float32 (N,), of which those of ids in bags count ·
-        `dtype`: of pooled bags · `all_rows`: whether the rows of all ids are asked for, too."""
+        `dtype`: of pooled bags · `all_rows`: whether the rows of all ids are asked for, too · `to`: as of `pick`, for
+        those that are picked."""
         raise NotImplementedError  # of calls that are planned together no batch has one
 
     @abc.abstractmethod

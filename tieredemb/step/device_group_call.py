@@ -14,6 +14,7 @@ from tieredemb.config import Mode
 from tieredemb.kernels.constants import DROPPED
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.row_format import RowFormat
+from tieredemb.kernels.spread import RowSpread
 from tieredemb.kernels.streams import current_stream, on_device
 from tieredemb.lookup.bags import rows_space
 from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace
@@ -179,14 +180,18 @@ class DeviceGroupCall:
             if keep_rows:
                 self.forward_rows = group.lookup.gather(hot, overflow, homes)
 
-    def pick(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+    def pick(self, ids: torch.Tensor, out: torch.Tensor | RowSpread) -> None:
         """Writes the rows of some occurrences, `ids` int64 (K,), to `out` (K, D)."""
         with self.group.cache.using(self.ticket):
             hot, overflow, homes = self._rows_now()
             self._gather(hot, overflow, homes[ids], out)
 
-    def _gather(self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor, out: torch.Tensor) -> None:
-        if out.dtype == hot.weight.dtype:
+    def _gather(
+        self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor, out: torch.Tensor | RowSpread
+    ) -> None:
+        if isinstance(out, RowSpread):
+            self.group.lookup.spread(hot, overflow, homes, out)
+        elif out.dtype == hot.weight.dtype:
             self.group.lookup.gather(hot, overflow, homes, out)
         else:
             out.copy_(self.group.lookup.gather(hot, overflow, homes))
@@ -208,7 +213,7 @@ class DeviceGroupCall:
         self,
         stack: Stack,
         bags: torch.Tensor,
-        rows: torch.Tensor,
+        rows: torch.Tensor | RowSpread,
         every: torch.Tensor | None,
         weights: torch.Tensor | None,
         *,
@@ -227,7 +232,7 @@ class DeviceGroupCall:
                 argmax = None if self.argmax is None else self.argmax[low:high]
                 lookup = self._lookup_of(run, bags.dtype)
                 lookup.pool(hot, overflow, homes, self._bags_of(run), weights, bags[low:high], argmax)
-            self.group.lookup.gather(hot, overflow, homes[stack.picked], rows)
+            self._gather(hot, overflow, homes[stack.picked], rows)
             if every is not None:
                 self.group.lookup.gather(hot, overflow, homes, every)
 

@@ -37,6 +37,8 @@ from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:
+    from tieredemb.kernels.spread import RowSpread
+
     Array = np.ndarray[Any, Any]
 
 
@@ -349,7 +351,8 @@ class HostCall(Call):
         return torch.from_numpy(out).view(dtype)
 
     @ranged("lookup")
-    def pick(self, ids: torch.Tensor) -> torch.Tensor:
+    def pick(self, ids: torch.Tensor, to: RowSpread | None = None) -> torch.Tensor:
+        assert to is None
         (part,), dtype = self.parts, self.context.tables.placed.now.config.output_dtype
         out = np.empty((len(ids), part.group.space.width), CARRIERS[dtype])
         part.pick(ids.numpy(), out)
@@ -357,8 +360,15 @@ class HostCall(Call):
 
     @ranged("lookup")
     def pool_stack(
-        self, weights: torch.Tensor | None, dtype: torch.dtype, *, differentiable: bool, all_rows: bool
+        self,
+        weights: torch.Tensor | None,
+        dtype: torch.dtype,
+        *,
+        differentiable: bool,
+        all_rows: bool,
+        to: RowSpread | None = None,
     ) -> StackRows:
+        assert to is None
         (part,) = self.parts
         stack, width, own = part.stack, part.group.space.width, self.context.tables.placed.now.config.output_dtype
         assert stack is not None

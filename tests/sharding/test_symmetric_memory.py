@@ -1,0 +1,94 @@
+"""Whether ranks write into each other's memory: where each is a process of one host, whose GPUs reach one another."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tieredemb.sharding.exchange import Place
+from tieredemb.sharding.symmetric import ALIGNED, Room, SymmetricMemory
+
+HERE = [Place("host", "gpu0"), Place("host", "gpu1")]
+
+
+def memory_of(places, *, device="cuda:0", has_nccl=True, flags=None):
+    """That of rank 0, which is told `flags` by all."""
+    exchange = SimpleNamespace(has_nccl=has_nccl, places=places, rank=0, size=len(places))
+    headers = []
+
+    def announce(phase, *, flag):
+        headers.append(flag)
+        return SimpleNamespace(flags=torch.tensor([flag, *([1] * (len(places) - 1) if flags is None else flags)]))
+
+    context = SimpleNamespace(exchange=exchange, device=torch.device(device), announce=announce)
+    return SymmetricMemory(context), headers
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Of this process: their UUIDs, and which of them the first one reaches."""
+    found = SimpleNamespace(uuids=["gpu0", "gpu1"], reached={1})
+    monkeypatch.delenv("TIEREDEMB_PEER_MEMORY", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found.uuids))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda k: SimpleNamespace(uuid=found.uuids[k]))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, k: k in found.reached)
+    return found
+
+
+def test_gpus_of_one_host_reach_each_other(gpus):
+    assert memory_of(HERE)[0]._reaches_all()
+
+
+def test_one_gpu_reaches_itself(gpus):
+    gpus.reached = set()
+    assert memory_of(HERE[:1])[0]._reaches_all()
+
+
+@pytest.mark.parametrize("value", ["0", ""])
+def test_the_environment_says_that_rows_are_sent(gpus, monkeypatch, value):
+    monkeypatch.setenv("TIEREDEMB_PEER_MEMORY", value)
+    assert not memory_of(HERE)[0]._reaches_all()
+
+
+def test_a_rank_of_another_host_is_not_reached(gpus):
+    assert not memory_of([HERE[0], Place("other", "gpu1")])[0]._reaches_all()
+
+
+def test_a_gpu_that_this_process_does_not_see_is_not_reached(gpus):
+    gpus.uuids = ["gpu0"]
+    assert not memory_of(HERE)[0]._reaches_all()
+
+
+def test_a_gpu_without_a_way_to_it_is_not_reached(gpus):
+    gpus.reached = set()
+    assert not memory_of(HERE)[0]._reaches_all()
+
+
+ROOMS = [Room(0, 0, 10, 8, torch.float32, False), Room(0, 0, 7, 8, torch.bfloat16, True)]
+
+
+@pytest.mark.parametrize("keywords", [{"device": "cpu"}, {"has_nccl": False}], ids=str)
+def test_ranks_that_do_not_exchange_by_nccl_tell_each_other_nothing(gpus, keywords):
+    memory, headers = memory_of(HERE, **keywords)
+    assert not memory.make(ROOMS)
+    assert not headers
+
+
+@pytest.mark.parametrize("flags", [[0], [1]], ids=["another rank cannot", "this rank cannot"])
+def test_what_one_rank_cannot_none_does(gpus, monkeypatch, flags):
+    memory, headers = memory_of(HERE, flags=flags)
+    made = torch.zeros(ALIGNED) if flags == [0] else None
+    monkeypatch.setattr(memory, "_allocated", lambda size: made)
+    monkeypatch.setattr(memory, "_mapped", lambda its: pytest.fail("the others do not map theirs"))
+    assert not memory.make(ROOMS)
+    assert memory.rows(ROOMS[0]) is None
+    assert not memory.make(ROOMS)  # nor asks again
+    assert headers == [int(made is not None)]
+
+
+def test_rooms_lie_apart_and_aligned(gpus):
+    starts, size = memory_of(HERE)[0]._laid_out(ROOMS)
+    assert starts == [0, 1024]  # 2 ranks × 10 rows × 32 bytes are 640
+    assert size == 1536

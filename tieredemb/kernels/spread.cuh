@@ -1,0 +1,24 @@
+// Rows that go to several ranks, each of which has memory for them that the others write to.
+//
+// Every rank gets as many, `each`, behind the `first` rows of its memory, which begins at begins[rank].
+struct Spread {
+    const i64 *begins;
+    i64 each, first;
+    int ranks;
+};
+
+// Which of the ranks · each rows is taken `turn`-th, and where it goes: to one rank after the other, so that a GPU writes
+// to all of them at the same time, its own memory among them.
+template <typename T>
+struct Going {
+    i64 row;
+    T *to;
+};
+
+template <typename T>
+__device__ __forceinline__ Going<T> going(const Spread &spread, i64 turn, int width) {
+    const i64 place = turn / spread.ranks;
+    const int rank = (int)(turn - place * spread.ranks);
+    return {rank * spread.each + place,
+            reinterpret_cast<T *>(spread.begins[rank]) + (spread.first + place) * width};
+}

@@ -1,0 +1,166 @@
+"""Rows that ranks write into each other's memory, where their GPUs reach one another: torch's symmetric memory.
+
+What a kernel would pack for an exchange, it writes to where the exchange would put it: a row moves once, and no kernel
+of NCCL copies it. All such room is used once in a captured step (`captures`). Who writes has to know that nobody reads
+any more what was there before, and who reads that all have written. For both the ranks meet: each knows then that the
+others have come so far. They do so by a collective of NCCL, of a word, which a rank that has gone ends as it ends
+others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tieredemb.kernels.inference import no_inference
+from tieredemb.kernels.spread import RowSpread
+from tieredemb.kernels.streams import on_device
+from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.exchange import Phase
+
+ALIGNED = 512  # bytes: where room of each kind begins
+MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+class Room(NamedTuple):
+    """Which room it is: of the `call`-th forward of a step, for rows of a `part`, of its rows or of their gradients;
+    from each rank come `each` rows, `width` numbers of a `dtype`."""
+
+    call: int
+    part: int
+    each: int
+    width: int
+    dtype: torch.dtype
+    is_of_gradients: bool
+
+
+@dataclass(frozen=True)
+class SymmetricRows:
+    """Room on this rank for rows of all ranks, `came` (W · each, D), rank by rank, which all of them write to; and
+    where this rank's rows go on each of them."""
+
+    came: torch.Tensor
+    to: RowSpread
+
+
+class PartRooms(NamedTuple):
+    """Of one part of a forward: for its rows, and for their gradients."""
+
+    rows: SymmetricRows
+    grads: SymmetricRows
+
+
+class SymmetricMemory:
+    """That of the ranks of one collection. Room is kept until the collection is given up, as a graph may write to it
+    that a rank replays."""
+
+    def __init__(self, context: ShardedContext) -> None:
+        self._context, self._exchange, self._device = context, context.exchange, context.device
+        self._is_off = context.device.type != "cuda" or not context.exchange.has_nccl
+        self._made: dict[Room, SymmetricRows] = {}
+        self._held: list[Any] = []  # what other ranks' memory is mapped by
+        self._word: torch.Tensor | None = None
+
+    def make(self, rooms: Sequence[Room]) -> bool:
+        """Makes the rooms that there are not yet, of which all ranks name the same. Returns whether all are there, on
+        all ranks: not where a GPU does not reach another one's memory, or lacks memory. A collective; raises
+        `PeerError` where a rank has failed meanwhile. Waits for the device."""
+        missing = [room for room in rooms if room not in self._made]
+        if self._is_off or not missing:
+            return not self._is_off
+        starts, size = self._laid_out(missing)
+        memory = self._allocated(size)
+        header = self._context.announce(Phase.STEP, flag=int(memory is not None))
+        if not header.flags.all():
+            self._is_off = True
+            return False
+        assert memory is not None
+        with self._exchange.agreed():
+            begins = self._mapped(memory)
+        for room, start in zip(missing, starts, strict=True):
+            self._made[room] = self._rows(room, memory, begins, start)
+        return True
+
+    def rows(self, room: Room) -> SymmetricRows | None:
+        """The room, if it was made."""
+        return self._made.get(room)
+
+    def meet(self) -> None:
+        """Waits until all ranks have come here, on the current stream: what each has launched there before is over."""
+        assert self._word is not None
+        dist.all_reduce(self._word, group=self._exchange.group)
+
+    def _laid_out(self, rooms: Sequence[Room]) -> tuple[list[int], int]:
+        """Where each begins, in bytes, and where the last ends."""
+        starts, end = [], 0
+        for room in rooms:
+            starts.append(end)
+            size = self._exchange.size * room.each * room.width * room.dtype.itemsize
+            end += -(-size // ALIGNED) * ALIGNED
+        return starts, end
+
+    def _allocated(self, size: int) -> torch.Tensor | None:
+        """So many bytes of memory that other ranks can be given, all zero; None where it cannot be had."""
+        if not self._reaches_all():
+            return None
+        try:
+            import torch.distributed._symmetric_memory as symmetric
+
+            with on_device(self._device), no_inference():
+                memory = symmetric.empty(max(ALIGNED, size), dtype=torch.uint8, device=self._device)
+                memory.zero_()  # what nobody writes is read, and not used
+                torch.cuda.current_stream().synchronize()
+        except (ImportError, RuntimeError):
+            return None
+        return memory
+
+    def _reaches_all(self) -> bool:
+        """Whether all ranks are processes of this host, whose GPUs this process sees, and its own GPU reaches."""
+        if os.environ.get("TIEREDEMB_PEER_MEMORY", "1") in ("", "0"):
+            return False
+        here = {str(torch.cuda.get_device_properties(k).uuid): k for k in range(torch.cuda.device_count())}
+        places = self._exchange.places
+        mine, host = self._device.index, places[self._exchange.rank].host
+        seen = [here.get(place.gpu) for place in places if place.host == host]
+        return len(seen) == len(places) and all(
+            k is not None and (k == mine or torch.cuda.can_device_access_peer(mine, k)) for k in seen
+        )
+
+    def _mapped(self, memory: torch.Tensor) -> list[int]:
+        """Where the memory of each rank begins, in the addresses of this process."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        with on_device(self._device), no_inference(), _without_multicast():
+            handle = symmetric.rendezvous(memory, self._exchange.group)
+            self._held.append((memory, handle))
+            if self._word is None:
+                self._word = torch.zeros(1, dtype=torch.int32, device=self._device)
+            size = (memory.shape[0],)
+            return [handle.get_buffer(rank, size, torch.uint8).data_ptr() for rank in range(self._exchange.size)]
+
+    def _rows(self, room: Room, memory: torch.Tensor, begins: Sequence[int], start: int) -> SymmetricRows:
+        count = self._exchange.size * room.each
+        its = memory[start : start + count * room.width * room.dtype.itemsize]
+        where = torch.tensor([begin + start for begin in begins], dtype=torch.int64, device=self._device)
+        to = RowSpread(where, room.each, self._exchange.rank * room.each)
+        return SymmetricRows(its.view(room.dtype).view(count, room.width), to)
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Torch makes no multicast object of a memory's copies, which nobody here writes to."""
+    before = os.environ.get(MULTICAST)
+    os.environ[MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[MULTICAST]
+        else:
+            os.environ[MULTICAST] = before
