@@ -155,7 +155,7 @@ def step_of(kind, model, train, late):
             torch.cuda._sleep(SPIN)
 
     def step(batch):
-        ids, offsets, others, ends, upstream = batch
+        ids, offsets, upstream, *others = batch
         spin("before")
         if kind == "looks up":
             out = model(ids, offsets)
@@ -168,10 +168,9 @@ def step_of(kind, model, train, late):
         spin("behind rows")
         loss = (out * upstream).sum()
         if kind == "twice":
-            other = model(others, ends)
-            loss = loss + (other * out.detach() * upstream).sum()
+            loss = loss + (model(*others) * out.detach() * upstream).sum()
         if kind == "one of two":
-            model(others, ends)
+            model(*others)
         loss.backward()
         spin("behind gradients")
         return out.detach()
@@ -190,7 +189,8 @@ def run_of(rank, size, kind, ahead, late):
             )  # fmt: skip
             train = step_of(kind, model, kind != "looks up", late[0] if late[1] == rank else "")
             drawn = [batch_of(tables, number, rank, samples=seven) for number in range(40)]
-            loader = [(*its[:2], *other[:2], its[3]) for its, other in zip(drawn[:20], drawn[20:], strict=True)]
+            others = [other[:2] if "tw" in kind else () for other in drawn[20:]]
+            loader = [(*its[:2], its[3], *other) for its, other in zip(drawn[:20], others, strict=True)]
             outputs = [train(batch).clone() for batch in (te.prefetch(loader, model) if ahead else loader)]
             found.append([torch.stack(outputs), *model.state_dict().values()])
             model.close()

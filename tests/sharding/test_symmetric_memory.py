@@ -88,6 +88,12 @@ def test_what_one_rank_cannot_none_does(gpus, monkeypatch, flags):
     assert headers == [int(made is not None)]
 
 
+def test_without_rows_that_are_dealt_out_ranks_tell_each_other_nothing(gpus):
+    memory, headers = memory_of(HERE)
+    assert not memory.make([])
+    assert not headers
+
+
 def test_rooms_lie_apart_and_aligned(gpus):
     starts, size = memory_of(HERE)[0]._laid_out(ROOMS)
     assert starts == [0, 1024]  # 2 ranks × 10 rows × 32 bytes are 640

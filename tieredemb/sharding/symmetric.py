@@ -68,12 +68,12 @@ class SymmetricMemory:
         self._word: torch.Tensor | None = None
 
     def make(self, rooms: Sequence[Room]) -> bool:
-        """Makes the rooms that there are not yet, of which all ranks name the same. Returns whether all are there, on
-        all ranks: not where a GPU does not reach another one's memory, or lacks memory. A collective; raises
-        `PeerError` where a rank has failed meanwhile. Waits for the device."""
+        """Makes the rooms that there are not yet, of which all ranks name the same. Returns whether there are any, and
+        all are there on all ranks: not where a GPU does not reach another one's memory, or lacks memory. A collective;
+        raises `PeerError` where a rank has failed meanwhile. Waits for the device."""
         missing = [room for room in rooms if room not in self._made]
         if self._is_off or not missing:
-            return not self._is_off
+            return bool(rooms) and not self._is_off
         starts, size = self._laid_out(missing)
         memory = self._allocated(size)
         header = self._context.announce(Phase.STEP, flag=int(memory is not None))
