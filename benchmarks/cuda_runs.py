@@ -43,15 +43,18 @@ def run_fetched(
     warm_up: int,
     depth: int,
     device: torch.device,
+    wait: Callable[[], object] = lambda: None,
 ) -> tuple[StepTimes, CacheStats]:
     """Runs `step` on batches fetched `depth` ahead; times, and what was done, of all but the first `warm_up` and the
     last `depth + 1`: a captured step goes one further. Each timed step has its share of fetching: the loop is in
-    progress before, and goes on afterwards."""
+    progress before, and goes on afterwards. `wait`: for others whose steps these wait for, right before the first that
+    is timed."""
     fetched = iter(tieredemb.prefetch(batches, model, depth))
     for batch in islice(fetched, warm_up):
         step(batch)
     before = stats()
     gc.collect()
+    wait()
     times = run_steps(step, _Next(fetched, len(batches) - warm_up - depth - 1), device)
     done = stats() - before
     for batch in fetched:
@@ -66,11 +69,13 @@ def run_fresh(
     *,
     warm_up: int,
     device: torch.device,
+    wait: Callable[[], object] = lambda: None,
 ) -> tuple[StepTimes, CacheStats]:
-    """Runs `step` on batches; times, and what was done, of all but the first `warm_up`."""
+    """Runs `step` on batches; times, and what was done, of all but the first `warm_up`. `wait`: as of `run_fetched`."""
     run_steps(step, batches[:warm_up], device)
     before = stats()
     gc.collect()
+    wait()
     times = run_steps(step, batches[warm_up:], device)
     return times, stats() - before
 

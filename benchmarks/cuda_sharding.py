@@ -156,10 +156,12 @@ class Rank:
             self.wait()
             if mode in (FETCHED, FETCHED_GRAPH):
                 some = list(islice(given, warm_up + plan.steps + 2))
-                times, done = run_fetched(step, some, model, module.stats, warm_up=warm_up, depth=1, device=device)
+                times, done = run_fetched(
+                    step, some, model, module.stats, warm_up=warm_up, depth=1, device=device, wait=self.wait
+                )
             else:
                 some = list(islice(given, warm_up + plan.steps))
-                times, done = run_fresh(step, some, module.stats, warm_up=warm_up, device=device)
+                times, done = run_fresh(step, some, module.stats, warm_up=warm_up, device=device, wait=self.wait)
             yield mode, Done(times, floor_ms(work, done), done.rows_filled / max(1, done.batches))
         if self.number == 0:
             say(f"{work.name}, {type(module).__name__}: {perf_counter() - start:.1f} s")

@@ -4,6 +4,7 @@ many GPUs as ranks; eager steps are compared on those by `test_sharded_cuda_worl
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -19,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+from tieredemb.sharding.gpu_bags import GpuBags
+from tieredemb.sharding.padded_request import PaddedRequest
 from tieredemb.sharding.symmetric import SymmetricMemory
 
 LONGEST, RANKS = 400, 2
@@ -145,6 +148,18 @@ def test_where_one_lacks_memory_for_it_all_send(world, ahead):
 
 
 SPIN = 3_000_000  # clock cycles: some 2 ms, in which another rank could be a step ahead
+LATE = {"rows came": (GpuBags, "pool"), "gradients came": (PaddedRequest, "gradient")}  # before who reads them
+
+
+def spun(function):
+    """It, behind a kernel that does nothing for long."""
+
+    @functools.wraps(function)
+    def late(*args, **keywords):
+        torch.cuda._sleep(SPIN)
+        return function(*args, **keywords)
+
+    return late
 
 
 def step_of(kind, model, train, late):
@@ -172,21 +187,23 @@ def step_of(kind, model, train, late):
         if kind == "one of two":
             model(*others)
         loss.backward()
-        spin("behind gradients")
         return out.detach()
 
     return (te.graph_step if train else te.graph_forward)(step, max_ids=LONGEST)
 
 
 def run_of(rank, size, kind, ahead, late):
-    """Outputs of steps of that kind here, and the tables, both ways of exchanging. `late`: where which rank is."""
-    found, tables = [], tables_of(**TABLES)
+    """Outputs of steps of that kind here, and the tables, both ways of exchanging. `late`: where which rank is. Of sums
+    that are dealt out alone NCCL exchanges nothing in which ranks would wait for each other."""
+    found, tables = [], tables_of(**TABLES | {"modes": ("sum",)})
     for peers in (True, False):
         with pytest.MonkeyPatch.context() as patch, meetings(patch, peers=peers):
+            for name, (owner, method) in LATE.items():
+                if late == (name, rank):
+                    patch.setattr(owner, method, spun(getattr(owner, method)))
             model = ShardedTieredEmbeddingBagCollection(
-                tables, sharding=sharding_of("every other", tables), capacity=0.3, optimizer=te.Adagrad(lr=0.1),
-                max_ids=LONGEST,
-            )  # fmt: skip
+                tables, sharding=te.RowWise(), capacity=0.3, optimizer=te.Adagrad(lr=0.1), max_ids=LONGEST
+            )
             train = step_of(kind, model, kind != "looks up", late[0] if late[1] == rank else "")
             drawn = [batch_of(tables, number, rank, samples=seven) for number in range(40)]
             others = [other[:2] if "tw" in kind else () for other in drawn[20:]]
@@ -197,18 +214,23 @@ def run_of(rank, size, kind, ahead, late):
     return found
 
 
-PLACES = ["before", "behind rows", "behind gradients"]
+@pytest.mark.parametrize(("kind", "ahead"), [
+    ("twice", False), ("twice", True), ("one of two", False), ("recomputed", False), ("recomputed", True),
+    ("looks up", False), ("looks up", True),
+])  # fmt: skip
+def test_gpus_write_to_each_other_what_they_would_send(world, kind, ahead):
+    for one, other in world.run(run_of, kind, ahead, ("nowhere", 0)):
+        assert all(equal(its, same) for its, same in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
-@pytest.mark.parametrize(
-    "late", [("nowhere", 0), *((place, rank) for place in PLACES for rank in range(RANKS))], ids=str
-)
-@pytest.mark.parametrize("kind", ["once", "twice", "one of two", "recomputed", "looks up"])
-def test_gpus_write_to_each_other_what_they_would_send(world, kind, late, ahead):
-    """Whichever rank is late, the other overwrites nothing that is read, and reads nothing that is yet to be written:
-    the bits of rows that NCCL sends."""
-    for one, other in world.run(run_of, kind, ahead, late):
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize(("kind", "late"), [
+    *(("once", late) for late in ("before", "rows came", "behind rows", "gradients came")),
+    ("twice", "behind rows"), ("looks up", "before"), ("looks up", "rows came"),
+])  # fmt: skip
+def test_a_late_gpu_is_waited_for(world, kind, late, rank):
+    """The other overwrites nothing that it has yet to read, and reads nothing that it has yet to write."""
+    for one, other in world.run(run_of, kind, True, (late, rank)):
         assert all(equal(its, same) for its, same in zip(one, other, strict=True))
 
 

@@ -8,6 +8,8 @@ import torch
 
 from tieredemb.kernels.arguments import StructValue, struct_type
 
+MOST_BLOCKS = 264  # of 256 threads: fill the way to another GPU, and leave the rest of this one to what runs beside
+
 
 @dataclass(frozen=True)
 class RowSpread:

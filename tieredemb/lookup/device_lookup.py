@@ -16,6 +16,7 @@ from tieredemb.kernels.arguments import StructValue
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.kernels.constants import CHUNK, MAX, MEAN
 from tieredemb.kernels.row_format import RowFormat
+from tieredemb.kernels.spread import MOST_BLOCKS as SPREAD_BLOCKS
 from tieredemb.kernels.spread import RowSpread
 from tieredemb.lookup import homes_sort
 from tieredemb.lookup.device_bags import DeviceBags, DeviceKeySpace, words_of
@@ -192,10 +193,9 @@ class DeviceLookup:
     def spread(self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor, to: RowSpread) -> None:
         """Writes the rows of `homes`, int32 (`to.rows`,), to the memory of several ranks; zeros for padding."""
         spread = kernel(BAG, "rows_spread", *self._rows, *overflow.flags)
-        blocks = blocks_for(to.rows * self._lanes, THREADS, MOST_BLOCKS)
-        spread(
-            blocks, THREADS, hot.weight, overflow.weight, _address(overflow.records), homes, to.rows, to.of(BAG)
-        )  # fmt: skip
+        blocks = blocks_for(to.rows * self._lanes, THREADS, SPREAD_BLOCKS)
+        records = _address(overflow.records)
+        spread(blocks, THREADS, hot.weight, overflow.weight, records, homes, to.rows, to.of(BAG))
 
     # --- backward ---------------------------------------------------------------------------------------------------
 

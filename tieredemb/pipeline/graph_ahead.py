@@ -47,6 +47,7 @@ class StepAhead(Generic[R]):
         # no other executor's streams: captures fork into them, and what other threads launch there would be captured
         brings, plans = (torch.cuda.Stream(step.device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
         self._executor, self._plans = StreamExecutor(step.device, brings), plans
+        self._settles = plans  # where is done what has to come before the next plan
         # of this batch, and of the next ones
         self._turns = [Turn[R](step.buffers.again(), brings) for _ in range(TURNS)]
         self._left = step.eager_steps
@@ -183,12 +184,12 @@ class StepAhead(Generic[R]):
 
     def _bring(self, given: Collection[Cache]) -> list[DeviceCache]:
         """Begins to bring in what the last plan has missed, on the stream that is current; what has to come before the
-        next plan comes on the one for plans. Returns the caches."""
-        caches, plans = [cache for cache in given if isinstance(cache, DeviceCache)], self._plans
+        next plan comes on one of its own, or on the one for plans. Returns the caches."""
+        caches = [cache for cache in given if isinstance(cache, DeviceCache)]
         for cache in caches:
             cache.place_last()
-        plans.wait_stream(torch.cuda.current_stream())
-        with on_stream(plans):
+        self._settles.wait_stream(torch.cuda.current_stream())
+        with on_stream(self._settles):
             for cache in caches:
                 cache.publish_last()
         for cache in caches:

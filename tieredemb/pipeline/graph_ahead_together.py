@@ -34,6 +34,8 @@ class StepAheadTogether(StepAhead[R]):
     def __init__(self, step: StepFunction[R], agreement: Agreement) -> None:
         super().__init__(step)
         self._agreement = agreement
+        # whose rows are which rank's, the ids tell, which need not wait for what the last plan has left
+        self._settles = self._executor.behind = torch.cuda.Stream(step.device, priority=-1)  # type: ignore[no-untyped-call]
 
     def free(self) -> None:
         """Gives the graphs up, before the process group whose collectives they hold; the step is captured anew if it is
@@ -121,6 +123,7 @@ class StepAheadTogether(StepAhead[R]):
             with executor.together(wanted):
                 with on_stream(plans):
                     then.plan_later(executor, wanted, caches)
+                plans.wait_stream(self._settles)
                 executor.stream.wait_stream(plans)
 
         with forked(plans):

@@ -121,12 +121,15 @@ class StreamExecutor(PlanExecutor):
         # what moves rows is what a step waits for: its few blocks go before those of kernels that fill the GPU
         self.stream = stream or side_stream(device, -1)
         self.arrived: torch.cuda.Event | None = None  # comes once the batches copied so far are there
+        self.behind: torch.cuda.Stream | None = None  # what plans follow that are begun before they can be made
         self.is_entered = False
         self._caches: dict[Cache, None] = {}
         self._locks = Locks(())
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
         with contextlib.nullcontext() if self.is_entered else self._entered():
+            if self.behind is not None:
+                current_stream(self.device.index).wait_stream(self.behind)
             return _called(lambda: function(*args, **keywords))
 
     def wait_for_inputs(self) -> None:

@@ -20,6 +20,7 @@ from tieredemb.kernels.arguments import struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.row_format import RowFormat
+from tieredemb.kernels.spread import MOST_BLOCKS as SPREAD_BLOCKS
 from tieredemb.kernels.spread import RowSpread
 from tieredemb.kernels.streams import on_device
 from tieredemb.lookup.bags import feature_name
@@ -182,8 +183,9 @@ class GpuPart:
         n = order.shape[0]
         gradient = kernel(OCCURRENCES, "occurrences_spread", *self._gradient, *self._alignment(grad))
         gradient(
-            blocks_for(n * self._lanes, THREADS), THREADS, order, n, bags.bag, max(1, bags.batch), self.space.column,
-            self.space.mode, grad, grad.shape[1], 0 if argmax is None else argmax, share, to.of(OCCURRENCES),
+            blocks_for(n * self._lanes, THREADS, SPREAD_BLOCKS), THREADS, order, n, bags.bag, max(1, bags.batch),
+            self.space.column, self.space.mode, grad, grad.shape[1], 0 if argmax is None else argmax, share,
+            to.of(OCCURRENCES),
         )  # fmt: skip
 
     def _alignment(self, grad: torch.Tensor) -> tuple[str, ...]:
