@@ -83,6 +83,10 @@ class SymmetricMemory:
         assert memory is not None
         with self._exchange.agreed():
             begins = self._mapped(memory)
+            # NCCL makes the way of a collective when that is first called: in a capture, the first replay did not wait
+            with on_device(self._device):
+                self.meet()
+                torch.cuda.current_stream().synchronize()
         for room, start in zip(missing, starts, strict=True):
             self._made[room] = self._rows(room, memory, begins, start)
         return True
