@@ -30,7 +30,7 @@ def memory_of(places, *, device="cuda:0", has_nccl=True, flags=None):
 def gpus(monkeypatch):
     """Of this process: their UUIDs, and which of them the first one reaches."""
     found = SimpleNamespace(uuids=["gpu0", "gpu1"], reached={1})
-    monkeypatch.delenv("TIEREDEMB_PEER_MEMORY", raising=False)
+    monkeypatch.setenv("TIEREDEMB_PEER_MEMORY", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found.uuids))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda k: SimpleNamespace(uuid=found.uuids[k]))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, k: k in found.reached)
@@ -46,9 +46,11 @@ def test_one_gpu_reaches_itself(gpus):
     assert memory_of(HERE[:1])[0]._reaches_all()
 
 
-@pytest.mark.parametrize("value", ["0", ""])
-def test_the_environment_says_that_rows_are_sent(gpus, monkeypatch, value):
-    monkeypatch.setenv("TIEREDEMB_PEER_MEMORY", value)
+@pytest.mark.parametrize("value", ["0", "", None])
+def test_rows_are_sent_unless_the_environment_says_otherwise(gpus, monkeypatch, value):
+    monkeypatch.delenv("TIEREDEMB_PEER_MEMORY")
+    if value is not None:
+        monkeypatch.setenv("TIEREDEMB_PEER_MEMORY", value)
     assert not memory_of(HERE)[0]._reaches_all()
 
 

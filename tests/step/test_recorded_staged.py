@@ -21,6 +21,7 @@ from tieredemb.cache.device.staged import Staged
 from tieredemb.cache.device.staged_transfer import RecordedStaged
 from tieredemb.errors import StorageFullError
 from tieredemb.pipeline.plan_executors import WorkerExecutor
+from tieredemb.step.recorded_plans import RecordedPlans
 
 pytestmark = pytest.mark.usefixtures("gpu")
 
@@ -149,20 +150,23 @@ def test_to_ask_what_a_plan_would_depend_on_changes_nothing(made):
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_plan_on_the_thread_comes_between_what_a_forward_asks_and_plans(monkeypatch, made, depth):
-    """Rows without a slot are given up late on the GPU, and the host waits then, for the thread to go first."""
+    """Rows without a slot are given up late on the GPU, and once a forward has asked whether its plan may be recorded,
+    and lets go of the locks, the host waits for the thread to go first."""
     monkeypatch.setattr(WorkerExecutor, "QUICK", 0.0)
-    free, retire = Records.free, Staged.retire
+    free, ask = Records.free, RecordedPlans.plan
 
     def late(self, records):
         torch.cuda._sleep(1_000_000)
         free(self, records)
 
-    def waits(self, lag):
-        retire(self, lag)
-        time.sleep(0.005)
+    def waits(self, *args, **keywords):
+        is_recorded = ask(self, *args, **keywords)
+        if not is_recorded and threading.current_thread() is threading.main_thread():
+            time.sleep(0.005)
+        return is_recorded
 
     monkeypatch.setattr(Records, "free", late)
-    monkeypatch.setattr(Staged, "retire", waits)
+    monkeypatch.setattr(RecordedPlans, "plan", waits)
 
     def run():
         bag = made(5)

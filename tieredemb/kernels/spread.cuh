@@ -15,6 +15,11 @@ struct Going {
     T *to;
 };
 
+// Each thread calls it behind its last row. That a kernel is over orders what it has written for later kernels of its own
+// memory synchronization domain; NCCL's, which tell another rank of it, are in another one (CUDA's programming guide,
+// memory synchronization domains), and for those the writer has to.
+__device__ __forceinline__ void publish_rows() { __threadfence_system(); }
+
 template <typename T>
 __device__ __forceinline__ Going<T> going(const Spread &spread, i64 turn, int width) {
     const i64 place = turn / spread.ranks;

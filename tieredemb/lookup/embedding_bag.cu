@@ -123,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_spread(const row_t *weigh
             store_row(its.to, 0, unit, row);
         }
     }
+    publish_rows();
 }
 
 // gradient[i] = inner product of rows[i] with the gradient of its bag: a fixed tree over the lanes.

@@ -57,4 +57,5 @@ extern "C" __global__ void __launch_bounds__(256) occurrences_spread(
         const Going<float> its = going<float>(to, k, WIDTH);
         write_gradient(bags, order[its.row], share, its.to);
     }
+    publish_rows();
 }

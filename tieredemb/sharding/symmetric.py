@@ -83,9 +83,8 @@ class SymmetricMemory:
         assert memory is not None
         with self._exchange.agreed():
             begins = self._mapped(memory)
-            # NCCL makes the way of a collective when that is first called: in a capture, the first replay did not wait
             with on_device(self._device):
-                self.meet()
+                self.meet()  # NCCL makes what a collective needs when it is first called: not in a capture
                 torch.cuda.current_stream().synchronize()
         for room, start in zip(missing, starts, strict=True):
             self._made[room] = self._rows(room, memory, begins, start)
@@ -126,7 +125,7 @@ class SymmetricMemory:
 
     def _reaches_all(self) -> bool:
         """Whether all ranks are processes of this host, whose GPUs this process sees, and its own GPU reaches."""
-        if os.environ.get("TIEREDEMB_PEER_MEMORY", "1") in ("", "0"):
+        if os.environ.get("TIEREDEMB_PEER_MEMORY", "0") in ("", "0"):
             return False
         here = {str(torch.cuda.get_device_properties(k).uuid): k for k in range(torch.cuda.device_count())}
         places = self._exchange.places
