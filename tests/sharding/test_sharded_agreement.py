@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from devices import equal
 from sharding.ranks import batch_of, joined, step_of, tables_of
 from sharding.test_sharded_failures import told
+from torch.utils.checkpoint import checkpoint
 
 import tieredemb as te
 from tieredemb.errors import StorageError
@@ -45,6 +48,32 @@ def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         assert equal(found[name], weight), name
+
+
+def computes_again(rank, size, recomputed, beside=contextlib.nullcontext):
+    """Each forward is computed again in its backward if `recomputed`; the tables. `beside`: what a step is in."""
+    model = model_of()
+    lookups, look_up = [], model._lookup
+    model._lookup = lambda batch: (lookups.append(batch), look_up(batch))[1]
+    for step in range(4):
+        ids, offsets, _, upstream = batch(step, rank)
+        scale = torch.ones((), requires_grad=True)  # for what is multiplied by it the rows are computed again
+
+        def run(scale, ids=ids, offsets=offsets):
+            return model(ids, offsets) * scale
+
+        with beside():
+            out = checkpoint(run, scale, use_reentrant=False) if recomputed else run(scale)
+            out.backward(upstream)
+    assert len(lookups) == (8 if recomputed else 4)
+    weights = dict(model.state_dict())
+    model.close()
+    return weights
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_forwards_computed_again_train_once(worlds, recomputed):
+    assert_same(worlds(2).run(computes_again, recomputed)[0], trained(range(4)))
 
 
 def misshapes(rank, size, ahead):

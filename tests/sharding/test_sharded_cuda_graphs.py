@@ -158,6 +158,41 @@ def test_steps_go_ahead_of_batches_wherever_these_are(with_itself, replayed, whe
     compare(MIXED, replayed, sharding="every other", ahead=True, where=where)
 
 
+class Mixed(Run):
+    """Beside the collection two bags of this process alone, which share a cache, and are looked up before."""
+
+    def __init__(self, sharding):
+        super().__init__(SUMS, sharding=sharding, capacity=0.3)
+        torch.manual_seed(0)
+        self.bags = nn.ModuleList([nn.EmbeddingBag(rows, 4, mode="sum") for rows in (300, 50)]).cuda()
+        te.replace_embedding_bags(self.bags, capacity=0.2, optimizer=te.Adagrad(lr=0.1))
+
+    def step(self, batch):
+        *given, first, second = batch
+        before = (self.bags[0](first) + self.bags[1](second)).square().mean()
+        before.backward()
+        return super().step(given) | {"before": before}
+
+    def numbers(self):
+        return [*super().numbers(), *self.bags.state_dict().values()]
+
+
+def test_bags_of_this_process_that_are_planned_as_one(with_itself, replayed):
+    """Their plan comes behind what their last one has left, whatever is found out of the ranks' ids beside that."""
+    plain, ranks = Mixed(None), Mixed("every other")
+    train, generator = te.graph_step(ranks.step, max_ids=LONGEST), torch.Generator("cuda").manual_seed(3)
+    given = [
+        (*batch, *(torch.randint(rows, (SAMPLES, 5), generator=generator, device="cuda") for rows in (300, 50)))
+        for batch in batches(SUMS, 25)
+    ]
+    for number, batch in enumerate(te.prefetch(given, nn.ModuleList([ranks.table, ranks.bags]))):
+        found = {name: value.clone() for name, value in train(batch).items()}
+        expected = plain.step(given[number])
+        assert_same_bits(found.values(), [value.detach() for value in expected.values()])
+    assert_same_bits(ranks.numbers(), plain.numbers())
+    assert replayed.of(train) >= 8
+
+
 def test_loops_one_after_the_other_go_ahead(with_itself, replayed):
     """The graphs of the first loop are those of the next ones, as soon as batches are planned again."""
     plain, ranks = Run(MIXED, capacity=0.4), Run(MIXED, sharding="every other", capacity=0.4)

@@ -3,6 +3,7 @@ of one process on the GPU. Skips without a GPU; TIEREDEMB_REQUIRE_CUDA=1 fails."
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
@@ -25,7 +26,6 @@ from sharding.ranks import batch_of, calls_of, one_process, seven, sharded_run, 
 from sharding.test_sharded_padded import sizes_sent
 from sharding.test_sharded_training import compare
 from sharding.worlds import kept
-from torch.utils.checkpoint import checkpoint
 from training import NAMES, OPTIMIZERS
 
 import tieredemb as te
@@ -286,30 +286,23 @@ def test_cuda_whole_tables_on_a_rank_that_fails(worlds, kind):
     test_sharded_whole_tables.test_a_rank_that_fails_is_told_of_on_all(worlds, kind, *told[kind])
 
 
-def computes_again(rank, size, recomputed):
-    """A forward that is computed again in its backward, and one on a stream of its own."""
-    model = test_sharded_agreement.model_of()
+def computes_again_beside(rank, size, recomputed):
+    """Each step on a stream of its own."""
     stream = torch.cuda.Stream()
-    for step in range(4):
-        ids, offsets, _, upstream = test_sharded_agreement.batch(step, rank)
-        hook = torch.zeros((), requires_grad=True)
 
-        def run(hook, ids=ids, offsets=offsets):
-            return model(ids, offsets) + hook
-
+    @contextlib.contextmanager
+    def beside():
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            out = checkpoint(run, hook, use_reentrant=False) if recomputed else run(hook)
-            out.backward(upstream)
+            yield
         torch.cuda.current_stream().wait_stream(stream)
-    weights = dict(model.state_dict())
-    model.close()
-    return weights
+
+    return test_sharded_agreement.computes_again(rank, size, recomputed, beside)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_cuda_forwards_computed_again_and_on_other_streams(worlds, recomputed):
-    found = worlds(2).run(computes_again, recomputed)[0]
+    found = worlds(2).run(computes_again_beside, recomputed)[0]
     test_sharded_agreement.assert_same(found, test_sharded_agreement.trained(range(4)))
 
 

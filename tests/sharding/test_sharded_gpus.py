@@ -3,8 +3,6 @@ many GPUs as ranks; eager steps are compared on those by `test_sharded_cuda_worl
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import signal
 import time
@@ -16,13 +14,9 @@ from devices import equal
 from sharding.ranks import batch_of, one_process, seven, sharding_of, tables_of
 from sharding.test_sharded_cuda_graphs import graphs_of
 from sharding.worlds import World
-from torch.utils.checkpoint import checkpoint
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
-from tieredemb.sharding.gpu_bags import GpuBags
-from tieredemb.sharding.padded_request import PaddedRequest
-from tieredemb.sharding.symmetric import SymmetricMemory
 
 LONGEST, RANKS = 400, 2
 TABLES = {"widths": (4, 8), "modes": ("sum", "mean", "max"), "rows": (1, 3, 17, 40, 25, 9, 31), "padding": (None, 0, 2)}
@@ -38,39 +32,9 @@ def world():
     started.close()
 
 
-@contextlib.contextmanager
-def meetings(monkeypatch, *, peers):
-    """How often ranks meet in what is captured, as they do where they write to each other's memory; which they do if
-    `peers`."""
-    found, meet = [], SymmetricMemory.meet
-
-    def noted(memory):
-        if torch.cuda.is_current_stream_capturing():
-            found.append(memory)
-        meet(memory)
-
-    monkeypatch.setenv("TIEREDEMB_PEER_MEMORY", str(int(peers)))
-    monkeypatch.setattr(SymmetricMemory, "meet", noted)
-    yield
-    assert bool(found) == peers
-
-
-def captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, peers, keywords):
+def captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords):
     """Trains by captured steps on `distinct` batches, which recur; outputs here, the tables on rank 0, and how many
     steps were replays."""
-    has_rows = sharding != "tables"
-    with pytest.MonkeyPatch.context() as patch, meetings(patch, peers=peers is True and has_rows):
-        patch.setenv("TIEREDEMB_PEER_MEMORY", "0" if peers is False else "1")
-        if peers == "one lacks memory" and rank == 1:
-            patch.setattr("torch.distributed._symmetric_memory.empty", lacking)
-        return trained(rank, tables, sharding, steps, distinct, shape, ahead, keywords)
-
-
-def lacking(*_, **__):
-    raise torch.OutOfMemoryError("CUDA out of memory.")
-
-
-def trained(rank, tables, sharding, steps, distinct, shape, ahead, keywords):
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of(sharding, tables), average=False, max_ids=LONGEST, **keywords
     )
@@ -100,9 +64,11 @@ def trained(rank, tables, sharding, steps, distinct, shape, ahead, keywords):
     return torch.stack(outputs), weights, sum(replays)  # one tensor: each takes a file descriptor to be sent
 
 
-def compare(world, *, sharding="every other", steps=14, distinct=None, shape=None, ahead=False, peers=True, **keywords):
+def compare(
+    world, *, sharding="every other", steps=14, distinct=None, shape=None, ahead=False, run=captured_run, **keywords
+):
     tables, keywords = tables_of(**TABLES), {"optimizer": te.Adagrad(lr=0.1), "capacity": 0.5} | keywords
-    found = world.run(captured_run, tables, sharding, steps, distinct or steps, shape, ahead, peers, keywords)
+    found = world.run(run, tables, sharding, steps, distinct or steps, shape, ahead, keywords)
     with torch.device("cuda"):
         alone, weights = one_process(RANKS, tables, steps, seven, False, keywords, shape, distinct)
     for rank, (outputs, *_) in enumerate(found):
@@ -131,107 +97,6 @@ def test_gpus_replay_bags_of_any_length(world, shape, ahead):
 @pytest.mark.parametrize("keywords", [{"max_norm": 0.5}, {"dtype": torch.bfloat16, "rounding": "stochastic"}], ids=str)
 def test_gpus_replay_other_options(world, keywords, ahead):
     compare(world, ahead=ahead, steps=20, **keywords)
-
-
-@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
-@pytest.mark.parametrize(
-    "keywords", [{}, {"optimizer": te.Adam(lr=0.05)}, {"capacity": 2}, {"sharding": "rows"}], ids=str
-)
-def test_gpus_that_send_all_by_nccl(world, keywords, ahead):
-    """As where GPUs do not reach each other's memory."""
-    compare(world, ahead=ahead, peers=False, steps=20, **keywords)
-
-
-@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
-def test_where_one_lacks_memory_for_it_all_send(world, ahead):
-    compare(world, ahead=ahead, peers="one lacks memory", steps=20)
-
-
-SPIN = 3_000_000  # clock cycles: some 2 ms, in which another rank could be a step ahead
-LATE = {"rows came": (GpuBags, "pool"), "gradients came": (PaddedRequest, "gradient")}  # before who reads them
-
-
-def spun(function):
-    """It, behind a kernel that does nothing for long."""
-
-    @functools.wraps(function)
-    def late(*args, **keywords):
-        torch.cuda._sleep(SPIN)
-        return function(*args, **keywords)
-
-    return late
-
-
-def step_of(kind, model, train, late):
-    """A step of that kind; `late`: where this rank is late."""
-
-    def spin(place):
-        if late == place:
-            torch.cuda._sleep(SPIN)
-
-    def step(batch):
-        ids, offsets, upstream, *others = batch
-        spin("before")
-        if kind == "looks up":
-            out = model(ids, offsets)
-            spin("behind rows")
-            return out.clone()
-        if kind == "recomputed":
-            out = checkpoint(model, ids, offsets, use_reentrant=False, preserve_rng_state=False)
-        else:
-            out = model(ids, offsets)
-        spin("behind rows")
-        loss = (out * upstream).sum()
-        if kind == "twice":
-            loss = loss + (model(*others) * out.detach() * upstream).sum()
-        if kind == "one of two":
-            model(*others)
-        loss.backward()
-        return out.detach()
-
-    return (te.graph_step if train else te.graph_forward)(step, max_ids=LONGEST)
-
-
-def run_of(rank, size, kind, ahead, late):
-    """Outputs of steps of that kind here, and the tables, both ways of exchanging. `late`: where which rank is. Of sums
-    that are dealt out alone NCCL exchanges nothing in which ranks would wait for each other."""
-    found, tables = [], tables_of(**TABLES | {"modes": ("sum",)})
-    for peers in (True, False):
-        with pytest.MonkeyPatch.context() as patch, meetings(patch, peers=peers):
-            for name, (owner, method) in LATE.items():
-                if late == (name, rank):
-                    patch.setattr(owner, method, spun(getattr(owner, method)))
-            model = ShardedTieredEmbeddingBagCollection(
-                tables, sharding=te.RowWise(), capacity=0.3, optimizer=te.Adagrad(lr=0.1), max_ids=LONGEST
-            )
-            train = step_of(kind, model, kind != "looks up", late[0] if late[1] == rank else "")
-            drawn = [batch_of(tables, number, rank, samples=seven) for number in range(40)]
-            others = [other[:2] if "tw" in kind else () for other in drawn[20:]]
-            loader = [(*its[:2], its[3], *other) for its, other in zip(drawn[:20], others, strict=True)]
-            outputs = [train(batch).clone() for batch in (te.prefetch(loader, model) if ahead else loader)]
-            found.append([torch.stack(outputs), *model.state_dict().values()])
-            model.close()
-    return found
-
-
-@pytest.mark.parametrize(("kind", "ahead"), [
-    ("twice", False), ("twice", True), ("one of two", False), ("recomputed", False), ("recomputed", True),
-    ("looks up", False), ("looks up", True),
-])  # fmt: skip
-def test_gpus_write_to_each_other_what_they_would_send(world, kind, ahead):
-    for one, other in world.run(run_of, kind, ahead, ("nowhere", 0)):
-        assert all(equal(its, same) for its, same in zip(one, other, strict=True))
-
-
-@pytest.mark.parametrize("rank", range(RANKS))
-@pytest.mark.parametrize(("kind", "late"), [
-    *(("once", late) for late in ("before", "rows came", "behind rows", "gradients came")),
-    ("twice", "behind rows"), ("looks up", "before"), ("looks up", "rows came"),
-])  # fmt: skip
-def test_a_late_gpu_is_waited_for(world, kind, late, rank):
-    """The other overwrites nothing that it has yet to read, and reads nothing that it has yet to write."""
-    for one, other in world.run(run_of, kind, True, (late, rank)):
-        assert all(equal(its, same) for its, same in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
@@ -292,20 +157,23 @@ def meets(rank, size, events):
     return captured, eager
 
 
-@pytest.mark.parametrize(
-    ("events", "told"),
-    [
-        ({("long", 14): 1}, None),
-        ({("id", 14): 0}, "rank 0: id 10"),
-        ({("id", 13): 1, ("long", 14): 0}, "rank 1: id 10"),
-        ({"capture": 1}, "the step's own"),
-    ],
-    ids=["a long batch", "a wrong id", "both", "a capture that fails"],
-)
-def test_what_one_rank_meets_all_do(world, events, told):
+EVENTS = {
+    "a long batch": ({("long", 14): 1}, None),
+    "a wrong id": ({("id", 14): 0}, "rank 0: id 10"),
+    "both": ({("id", 13): 1, ("long", 14): 0}, "rank 1: id 10"),
+    "a capture that fails": ({"capture": 1}, "the step's own"),
+}
+
+
+@pytest.mark.parametrize("events", EVENTS)
+def test_what_one_rank_meets_all_do(world, events):
+    check_events(world, meets, *EVENTS[events])
+
+
+def check_events(world, run, events, told):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = world.run(meets, events)
+        found = world.run(run, events)
     steps = {tuple(number for number, _ in refused) for (*_, refused, _), _ in found}
     assert len(steps) == 1
     assert len(next(iter(steps))) == (told is not None)
@@ -348,12 +216,16 @@ def dies(rank, size, ahead):
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 def test_a_rank_that_is_killed_between_replays_is_noticed(ahead):
+    check_killed(dies, ahead)
+
+
+def check_killed(run, ahead):
     if torch.cuda.device_count() < RANKS:
         pytest.skip(f"{RANKS} ranks need as many GPUs, here are {torch.cuda.device_count()}")
     broken = World(RANKS, "cuda")
     try:
         for pipe in broken.pipes:
-            pipe.send((dies, (ahead,)))
+            pipe.send((run, (ahead,)))
         assert broken.pipes[0].poll(200)
         kind, (text, number, seconds) = broken.pipes[0].recv()
         assert kind == "returned"

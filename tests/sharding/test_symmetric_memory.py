@@ -8,19 +8,20 @@ import pytest
 import torch
 
 from tieredemb.sharding.exchange import Place
-from tieredemb.sharding.symmetric import ALIGNED, Room, SymmetricMemory
+from tieredemb.sharding.symmetric import Room, SymmetricMemory
 
 HERE = [Place("host", "gpu0"), Place("host", "gpu1")]
 
 
 def memory_of(places, *, device="cuda:0", has_nccl=True, flags=None):
-    """That of rank 0, which is told `flags` by all."""
+    """That of rank 0, which is told `flags` by the others, one after the other."""
     exchange = SimpleNamespace(has_nccl=has_nccl, places=places, rank=0, size=len(places))
     headers = []
 
     def announce(phase, *, flag):
+        theirs = 1 if flags is None else flags[len(headers)]
         headers.append(flag)
-        return SimpleNamespace(flags=torch.tensor([flag, *([1] * (len(places) - 1) if flags is None else flags)]))
+        return SimpleNamespace(flags=torch.tensor([flag, *[theirs] * (len(places) - 1)]))
 
     context = SimpleNamespace(exchange=exchange, device=torch.device(device), announce=announce)
     return SymmetricMemory(context), headers
@@ -78,16 +79,21 @@ def test_ranks_that_do_not_exchange_by_nccl_tell_each_other_nothing(gpus, keywor
     assert not headers
 
 
-@pytest.mark.parametrize("flags", [[0], [1]], ids=["another rank cannot", "this rank cannot"])
-def test_what_one_rank_cannot_none_does(gpus, monkeypatch, flags):
+@pytest.mark.parametrize(
+    ("flags", "allocated", "mapped"),
+    [([0], True, True), ([1], False, True), ([1, 0], True, True), ([1, 1], True, False)],
+    ids=["another has no memory", "this has none", "another cannot map it", "this cannot"],
+)
+def test_what_one_rank_cannot_none_does(gpus, monkeypatch, flags, allocated, mapped):
     memory, headers = memory_of(HERE, flags=flags)
-    made = torch.zeros(ALIGNED) if flags == [0] else None
-    monkeypatch.setattr(memory, "_allocated", lambda size: made)
-    monkeypatch.setattr(memory, "_mapped", lambda its: pytest.fail("the others do not map theirs"))
+    maps = []
+    monkeypatch.setattr(memory, "_allocated", lambda size: torch.zeros(size) if allocated else None)
+    monkeypatch.setattr(memory, "_mapped", lambda its: maps.append(its) or ([0, 0] if mapped else None))
     assert not memory.make(ROOMS)
     assert memory.rows(ROOMS[0]) is None
     assert not memory.make(ROOMS)  # nor asks again
-    assert headers == [int(made is not None)]
+    assert headers == [int(allocated), int(mapped)][: len(flags)]
+    assert len(maps) == len(flags) - 1
 
 
 def test_without_rows_that_are_dealt_out_ranks_tell_each_other_nothing(gpus):

@@ -29,10 +29,10 @@ class Holder(Protocol):
         """Gives them up, those too that a GPU is running: it ends them first. Called again, it does nothing."""
 
 
-def is_over(replayed: torch.cuda.Event) -> bool:
-    """Waits for a replay. False where that does not end: it may wait for a rank that has gone, of which the others
-    learn as soon as hosts tell each other anything."""
-    deadline = monotonic() + PATIENCE
+def is_over(replayed: torch.cuda.Event, patience: float = PATIENCE) -> bool:
+    """Waits for a replay, or another collective. False where that does not end within so many seconds: it may wait for
+    a rank that has gone, of which the others learn as soon as hosts tell each other anything."""
+    deadline = monotonic() + patience
     while not replayed.query():  # type: ignore[no-untyped-call]
         if monotonic() > deadline:
             return False

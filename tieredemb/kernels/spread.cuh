@@ -15,9 +15,8 @@ struct Going {
     T *to;
 };
 
-// Each thread calls it behind its last row. That a kernel is over orders what it has written for later kernels of its own
-// memory synchronization domain; NCCL's, which tell another rank of it, are in another one (CUDA's programming guide,
-// memory synchronization domains), and for those the writer has to.
+// Each thread calls it behind its last row. That a kernel is over says nothing to other GPUs: what NCCL tells them then,
+// by kernels in a memory synchronization domain of their own and without a fence, may overtake what is on its way there.
 __device__ __forceinline__ void publish_rows() { __threadfence_system(); }
 
 template <typename T>

@@ -181,6 +181,7 @@ class StepAhead(Generic[R]):
             with on_stream(plans):
                 for turn, each in zip(unplanned, wanted, strict=True):
                     turn.plan_later(executor, each, caches)
+            plans.wait_stream(self._settles)
 
     def _bring(self, given: Collection[Cache]) -> list[DeviceCache]:
         """Begins to bring in what the last plan has missed, on the stream that is current; what has to come before the

@@ -126,7 +126,7 @@ class StepAheadTogether(StepAhead[R]):
                 plans.wait_stream(self._settles)
                 executor.stream.wait_stream(plans)
 
-        with forked(plans):
+        with forked(plans), forked(self._settles):
             with executor.together(wanted) as given:
                 caches = self._bring(given)
             with self._agreement.behind_rows(plan):

@@ -128,13 +128,17 @@ class StreamExecutor(PlanExecutor):
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
         with contextlib.nullcontext() if self.is_entered else self._entered():
-            if self.behind is not None:
-                current_stream(self.device.index).wait_stream(self.behind)
+            self.wait_to_plan()
             return _called(lambda: function(*args, **keywords))
 
     def wait_for_inputs(self) -> None:
         if not self.is_entered and self.arrived is not None:
             self.arrived.wait(current_stream(self.device.index))
+
+    def wait_to_plan(self) -> None:
+        """The current stream waits for what plans are made behind."""
+        if self.behind is not None:
+            current_stream(self.device.index).wait_stream(self.behind)
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:

@@ -167,6 +167,9 @@ class Turn(Generic[R]):
             self._plan(executor, wanted)
 
     def _plan(self, executor: StreamExecutor, wanted: list[LookupSpec]) -> None:
+        if any(lookup.module.agreement is None for lookup in wanted):  # else ids are exchanged first
+            executor.wait_to_plan()
+
         def plan_alone(lookup: LookupSpec, **how: Any) -> Planned:
             return lookup.module.plan_ahead(executor, *lookup.given, trains=lookup.trains, **how)
 

@@ -142,7 +142,8 @@ class Captures(Agreement):
 
     def rooms(self) -> list[PartRooms | None] | None:
         """Where rows and gradients of the next forward inside go, of each part that is dealt out; None where they are
-        exchanged. The current stream waits for all ranks, before the first of a step."""
+        exchanged. The current stream waits for all ranks, before the first of a step: before their hosts have agreed
+        to send rows, as nothing runs in a capture."""
         if not self.is_active or self._rows_each is None:
             return None
         made = {(room.part, room.is_of_gradients): self._symmetric.rows(room)
@@ -155,6 +156,15 @@ class Captures(Agreement):
             rows, grads = made.get((number, False)), made.get((number, True))
             found.append(None if rows is None or grads is None else PartRooms(rows, grads))
         return found
+
+    @property
+    def bytes(self) -> int:
+        """Of the room for what other ranks write."""
+        return self._symmetric.bytes
+
+    def close(self, *, frees: bool) -> None:
+        """See `SymmetricMemory.close`."""
+        self._symmetric.close(frees=frees)
 
     def meet(self) -> None:
         """The current stream waits until all ranks have come there."""

@@ -339,8 +339,9 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         return sum((held.engine.tables.stats() for held in self._held), CacheStats())
 
     def memory_report(self) -> dict[str, Any]:
-        """Bytes of every allocation of this rank, by width and purpose."""
-        return {name: part for held in self._held for name, part in held.engine.tables.memory_report().items()}
+        """Bytes of every allocation of this rank, by width and purpose; `peers`: what other ranks write to."""
+        found = {name: part for held in self._held for name, part in held.engine.tables.memory_report().items()}
+        return found | self._ranks.memory_report()
 
     def flush(self) -> None:
         """Writes all hot rows of this rank back."""

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from tieredemb import errors
 from tieredemb.errors import ConfigError, PeerError, TieredEmbError
+from tieredemb.kernels.collectives import is_over
 from tieredemb.sharding.messages import Messages
 
 if TYPE_CHECKING:
@@ -277,6 +278,17 @@ class Exchange:
             return [came]
         parts = torch.split(came, [its[rank] for rank in range(self.size) for its in received])  # type: ignore[no-untyped-call]
         return [torch.cat(parts[k :: len(received)]) for k in range(len(received))]
+
+    def wait_for(self, came: torch.cuda.Event) -> None:
+        """Waits for what GPUs exchange. Raises `PeerError` where a rank does not take part in time."""
+        with self._answered(Phase.STEP):
+            if not is_over(came, self.timeout.total_seconds()):
+                raise RuntimeError("a GPU waits for another one")
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing is exchanged any more."""
+        return bool(self._broken)
 
     @contextlib.contextmanager
     def agreed(self) -> Iterator[None]:

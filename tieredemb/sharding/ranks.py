@@ -95,6 +95,10 @@ class Ranks(abc.ABC):
     def load(self, directory: str | os.PathLike[str], *, recover: bool) -> dict[str, Any]:
         """See `ShardedTieredEmbeddingBagCollection.load_checkpoint`."""
 
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes of what they exchange by, beside those of the tables."""
+        return {}
+
     @abc.abstractmethod
     def close(self) -> None:
         """Ends what is under way between the ranks."""

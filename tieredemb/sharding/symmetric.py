@@ -4,12 +4,13 @@ What a kernel would pack for an exchange, it writes to where the exchange would 
 of NCCL copies it. All such room is used once in a captured step (`captures`). Who writes has to know that nobody reads
 any more what was there before, and who reads that all have written. For both the ranks meet: each knows then that the
 others have come so far. They do so by a collective of NCCL, of a word, which a rank that has gone ends as it ends
-others.
+others. NCCL promises nothing of memory that is not its own: so who writes ends with a fence (`spread.cuh`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.spread import RowSpread
-from tieredemb.kernels.streams import on_device
+from tieredemb.kernels.streams import capture_lock, on_device
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase
 
@@ -57,8 +58,8 @@ class PartRooms(NamedTuple):
 
 
 class SymmetricMemory:
-    """That of the ranks of one collection. Room is kept until the collection is given up, as a graph may write to it
-    that a rank replays."""
+    """That of the ranks of one collection. Room is kept until the collection is closed, as a graph may write to it that
+    a rank replays."""
 
     def __init__(self, context: ShardedContext) -> None:
         self._context, self._exchange, self._device = context, context.exchange, context.device
@@ -76,19 +77,41 @@ class SymmetricMemory:
             return bool(rooms) and not self._is_off
         starts, size = self._laid_out(missing)
         memory = self._allocated(size)
-        header = self._context.announce(Phase.STEP, flag=int(memory is not None))
-        if not header.flags.all():
-            self._is_off = True
+        if not self._all_could(memory is not None):
             return False
         assert memory is not None
-        with self._exchange.agreed():
-            begins = self._mapped(memory)
-            with on_device(self._device):
-                self.meet()  # NCCL makes what a collective needs when it is first called: not in a capture
-                torch.cuda.current_stream().synchronize()
-        for room, start in zip(missing, starts, strict=True):
-            self._made[room] = self._rows(room, memory, begins, start)
+        begins = self._mapped(memory)
+        if not self._all_could(begins is not None):
+            return False
+        assert begins is not None
+        with self._exchange.agreed(), on_device(self._device), no_inference():
+            made = {room: self._rows(room, memory, begins, start) for room, start in zip(missing, starts, strict=True)}
+            self.meet()  # NCCL makes what a collective needs when it is first called: not in a capture
+            met = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            met.record()
+            self._exchange.wait_for(met)
+        self._made |= made
         return True
+
+    def _all_could(self, could: bool) -> bool:
+        """Whether all ranks could do what this one could, or not; if not, no rank tries again."""
+        self._is_off = not self._context.announce(Phase.STEP, flag=int(could)).flags.all()
+        return not self._is_off
+
+    @property
+    def bytes(self) -> int:
+        """That this rank holds."""
+        return sum(memory.nbytes for memory, _ in self._held)
+
+    def close(self, *, frees: bool) -> None:
+        """Gives the room up, once no graph writes to it. Unless it `frees` that, it is lost until the process ends: to
+        free it waits for the device, which may be waiting for a rank that has gone."""
+        held, self._held, self._made, self._is_off = self._held, [], {}, True
+        if held and not frees:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+        elif held:
+            with capture_lock(self._device):
+                held.clear()
 
     def rows(self, room: Room) -> SymmetricRows | None:
         """The room, if it was made."""
@@ -135,17 +158,22 @@ class SymmetricMemory:
             k is not None and (k == mine or torch.cuda.can_device_access_peer(mine, k)) for k in seen
         )
 
-    def _mapped(self, memory: torch.Tensor) -> list[int]:
-        """Where the memory of each rank begins, in the addresses of this process."""
+    def _mapped(self, memory: torch.Tensor) -> list[int] | None:
+        """Where the memory of each rank begins, in the addresses of this process; None where it cannot be mapped. What
+        ranks wait for each other inside, torch's store ends after its own timeout."""
         import torch.distributed._symmetric_memory as symmetric
 
-        with on_device(self._device), no_inference(), _without_multicast():
-            handle = symmetric.rendezvous(memory, self._exchange.group)
-            self._held.append((memory, handle))
-            if self._word is None:
-                self._word = torch.zeros(1, dtype=torch.int32, device=self._device)
-            size = (memory.shape[0],)
-            return [handle.get_buffer(rank, size, torch.uint8).data_ptr() for rank in range(self._exchange.size)]
+        ranks, size = range(self._exchange.size), (memory.shape[0],)
+        try:
+            with on_device(self._device), no_inference(), _without_multicast():
+                handle = symmetric.rendezvous(memory, self._exchange.group)
+                begins = [handle.get_buffer(rank, size, torch.uint8).data_ptr() for rank in ranks]
+                if self._word is None:
+                    self._word = torch.zeros(1, dtype=torch.int32, device=self._device)
+        except RuntimeError:
+            return None
+        self._held.append((memory, handle))
+        return begins
 
     def _rows(self, room: Room, memory: torch.Tensor, begins: Sequence[int], start: int) -> SymmetricRows:
         count = self._exchange.size * room.each

@@ -241,7 +241,15 @@ class Together(Ranks):
 
     def close(self) -> None:
         self._planned.drop_all()
-        self._context.exchange.close()
+        exchange, captures = self._context.exchange, self._context.captures
+        is_whole = not exchange.is_broken
+        exchange.close()
+        if captures is not None:
+            captures.close(frees=is_whole)
+
+    def memory_report(self) -> dict[str, Any]:
+        captures = self._context.captures
+        return {} if captures is None or not captures.bytes else {"peers": {"rows": captures.bytes}}
 
 
 def _change(held: Held, weights: Mapping[int, torch.Tensor]) -> Change:
