@@ -147,6 +147,8 @@ def test_a_replay_that_waits_for_a_rank_that_has_gone_is_not_waited_for(monkeypa
     assert collectives.is_over(Event(1))
     assert collectives.is_over(Event(3))
     assert not collectives.is_over(Event(0))
+    monkeypatch.setattr(collectives, "PATIENCE", 1000.0)
+    assert not collectives.is_over(Event(0), 0.05)
 
 
 USUAL = [("eager",)] * 2 + [("capture", "replay")] + [("replay",)] * (STEPS - 3)
