@@ -484,7 +484,8 @@ class ShardedCall:
         `ready` has come. Every rank takes part, and has agreed to. `is_infinite`: whether a gradient of any rank is."""
         exchange = self.context.exchange
         with exchange.agreed():
-            came = [self._came(its) for its in ready.sending]
+            each = iter(self._came([each for its in ready.sending for each in its]))
+            came = [[next(each) for _ in its] for its in ready.sending]
         ready.sending.clear()
         found = []
         for request, call, its in zip(self._requests, self._calls, self._by_shard(came), strict=True):
