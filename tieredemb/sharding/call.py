@@ -51,9 +51,9 @@ MOST_COUNTED = (1 << MOST_BITS) - 1
 
 class ReadyGradients(NamedTuple):
     """What a backward of one forward is about to exchange. `sending`: of each part, until it is sent; where it is
-    written to the owner's memory, what comes of all ranks · `is_infinite`:
-    whether a gradient here is not finite · `is_settled`: whether what comes is the gradient as an update takes it, so
-    that this rank cannot fail any more before that."""
+    written to the owner's memory, what comes of all ranks · `is_infinite`: whether a gradient here is not finite ·
+    `is_settled`: whether what comes is the gradient as an update takes it, so that this rank cannot fail any more
+    before that."""
 
     sending: list[list[Sending | torch.Tensor]]
     is_infinite: bool
