@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 from devices import equal
-from sharding.ranks import batch_of, joined, step_of, tables_of
+from sharding.ranks import batch_of, calls_of, joined, step_of, tables_of
 from sharding.test_sharded_failures import told
 from torch.utils.checkpoint import checkpoint
 
@@ -53,18 +53,17 @@ def assert_same(found, expected):
 def computes_again(rank, size, recomputed, beside=contextlib.nullcontext):
     """Each forward is computed again in its backward if `recomputed`; the tables. `beside`: what a step is in."""
     model = model_of()
-    lookups, look_up = [], model._lookup
-    model._lookup = lambda batch: (lookups.append(batch), look_up(batch))[1]
-    for step in range(4):
-        ids, offsets, _, upstream = batch(step, rank)
-        scale = torch.ones((), requires_grad=True)  # for what is multiplied by it the rows are computed again
+    with calls_of(ShardedTieredEmbeddingBagCollection, "_lookup") as lookups:
+        for step in range(4):
+            ids, offsets, _, upstream = batch(step, rank)
+            scale = torch.ones((), requires_grad=True)  # for what is multiplied by it the rows are computed again
 
-        def run(scale, ids=ids, offsets=offsets):
-            return model(ids, offsets) * scale
+            def run(scale, ids=ids, offsets=offsets):
+                return model(ids, offsets) * scale
 
-        with beside():
-            out = checkpoint(run, scale, use_reentrant=False) if recomputed else run(scale)
-            out.backward(upstream)
+            with beside():
+                out = checkpoint(run, scale, use_reentrant=False) if recomputed else run(scale)
+                out.backward(upstream)
     assert len(lookups) == (8 if recomputed else 4)
     weights = dict(model.state_dict())
     model.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from devices import equal
 from sharding import test_sharded_gpus
-from sharding.ranks import batch_of, seven, tables_of
+from sharding.ranks import batch_of, calls_of, seven, tables_of
 from sharding.test_sharded_gpus import EVENTS, LONGEST, RANKS, TABLES, compare, world
 from torch.utils.checkpoint import checkpoint
 
@@ -134,13 +134,12 @@ def run_of(rank, size, kind, ahead, late):
             model = ShardedTieredEmbeddingBagCollection(
                 tables, sharding=te.RowWise(), capacity=0.3, optimizer=te.Adagrad(lr=0.1), max_ids=LONGEST
             )
-            lookups, look_up = [], model._lookup
-            model._lookup = lambda batch, look_up=look_up, lookups=lookups: (lookups.append(1), look_up(batch))[1]
             train = step_of(kind, model, late[0] if late[1] == rank else "")
             drawn = [batch_of(tables, number, rank, samples=seven) for number in range(40)]
             others = [other[:2] if "tw" in kind else () for other in drawn[20:]]
             loader = [(*its[:2], its[3], *other) for its, other in zip(drawn[:20], others, strict=True)]
-            outputs = [train(batch).clone() for batch in (te.prefetch(loader, model) if ahead else loader)]
+            with calls_of(ShardedTieredEmbeddingBagCollection, "_lookup") as lookups:
+                outputs = [train(batch).clone() for batch in (te.prefetch(loader, model) if ahead else loader)]
             found.append([torch.stack(outputs), *model.state_dict().values()])
             assert ("peers" in model.memory_report()) == peers
             model.close()
@@ -177,9 +176,8 @@ def test_a_late_gpu_is_waited_for(world, kind, late, rank):
 # --- what one rank alone meets ----------------------------------------------------------------------------------------
 
 
-def lacks(rank, size, *given):
+def lacks(rank, size, what, *given):
     """Rank 1 has no memory for it, or cannot map that of the others."""
-    (what, *given) = given
     with writing(meets=False) as patch:
         if rank == 1:
             patch.setattr(SymmetricMemory, what, lambda *_: None)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.exchange import Place
 from tieredemb.sharding.symmetric import Room, SymmetricMemory
 
@@ -75,7 +76,7 @@ ROOMS = [Room(0, 0, 10, 8, torch.float32, False), Room(0, 0, 7, 8, torch.bfloat1
 @pytest.mark.parametrize("keywords", [{"device": "cpu"}, {"has_nccl": False}], ids=str)
 def test_ranks_that_do_not_exchange_by_nccl_tell_each_other_nothing(gpus, keywords):
     memory, headers = memory_of(HERE, **keywords)
-    assert not memory.make(ROOMS)
+    assert memory.make(ROOMS) is None
     assert not headers
 
 
@@ -89,16 +90,15 @@ def test_what_one_rank_cannot_none_does(gpus, monkeypatch, flags, allocated, map
     maps = []
     monkeypatch.setattr(memory, "_allocated", lambda size: torch.zeros(size) if allocated else None)
     monkeypatch.setattr(memory, "_mapped", lambda its: maps.append(its) or ([0, 0] if mapped else None))
-    assert not memory.make(ROOMS)
-    assert memory.rows(ROOMS[0]) is None
-    assert not memory.make(ROOMS)  # nor asks again
+    assert memory.make(ROOMS) is None
+    assert memory.make(ROOMS) is None  # nor asks again
     assert headers == [int(allocated), int(mapped)][: len(flags)]
     assert len(maps) == len(flags) - 1
 
 
 def test_without_rows_that_are_dealt_out_ranks_tell_each_other_nothing(gpus):
     memory, headers = memory_of(HERE)
-    assert not memory.make([])
+    assert memory.make([]) is None
     assert not headers
 
 
@@ -106,3 +106,36 @@ def test_rooms_lie_apart_and_aligned(gpus):
     starts, size = memory_of(HERE)[0]._laid_out(ROOMS)
     assert starts == [0, 1024]  # 2 ranks × 10 rows × 32 bytes are 640
     assert size == 1536
+
+
+@pytest.mark.parametrize(("ahead", "row_bound", "rows"), [(True, 30, 30), (True, None, 50), (False, 30, 50)])
+def test_forwards_of_a_step_have_rooms_in_turn(gpus, monkeypatch, ahead, row_bound, rows):
+    """Of each part that is dealt out for rows and for gradients; the ranks meet once, before the first is used."""
+
+    def part(width, *, is_whole):
+        return SimpleNamespace(is_whole=is_whole, space=SimpleNamespace(width=width))
+
+    tables = SimpleNamespace(config=SimpleNamespace(output_dtype=torch.bfloat16))
+    of_widths = [[part(4, is_whole=False), part(4, is_whole=True)], [part(8, is_whole=False)]]
+    shards = [SimpleNamespace(parts=parts, engine=SimpleNamespace(tables=tables)) for parts in of_widths]
+    memory, _ = memory_of(HERE)
+    context = memory._context
+    context.exchange.failures = 0
+    context.max_ids, context.row_bound, context.shards = 50, row_bound, shards
+    captures, met = Captures(context, None, None), []
+    monkeypatch.setattr(captures.symmetric, "make", lambda rooms: rooms)
+    monkeypatch.setattr(captures.symmetric, "meet", lambda: met.append(True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    given = [(torch.zeros(1), torch.zeros(call)) for call in range(2)]
+    assert captures.rooms() is None
+    with captures.capturing(given, ahead=ahead):
+        assert not met
+        found = [captures.rooms() for _ in range(3)]
+        assert len(met) == 1
+    assert captures.rooms() is None
+    for call in range(2):
+        one, whole, other = found[call]
+        assert whole is None
+        assert one == (Room(call, 0, rows, 4, torch.bfloat16, False), Room(call, 0, 50, 4, torch.float32, True))
+        assert other == (Room(call, 2, rows, 8, torch.bfloat16, False), Room(call, 2, 50, 8, torch.float32, True))
+    assert found[2] is None

@@ -33,19 +33,12 @@ KERNELS = {  # by the range that launches them; for a lookup rows catch up and t
     "swap": ("missed_tell", "rows_swap", "rows_write_back", "rows_generate", "rows_generate_range"),
     "sort": ("digits_count", "digits_sort", "bags_place", "segments_find"),  # beside the swap, within the plan
     "lookup": (
-        *("bags_pool", "rows_gather", "rows_spread", "segments_limit_norm", "segments_catch_up"),
-        "rows_read_current",
+        *("bags_pool", "rows_gather", "rows_spread"),
+        *("segments_limit_norm", "segments_catch_up", "rows_read_current"),
     ),
     "update": (
-        *("options_set", "step_begin", "bags_mean_scale", "weights_gradient", "scale_gather"),
-        *(
-            "occurrences_gradient",
-            "occurrences_spread",
-            "addresses_set",
-            "segments_update",
-            "long_segments_update",
-            "step_end",
-        ),
+        *("options_set", "step_begin", "bags_mean_scale", "weights_gradient", "scale_gather", "occurrences_gradient"),
+        *("occurrences_spread", "addresses_set", "segments_update", "long_segments_update", "step_end"),
     ),
 }
 _PART_OF = {kernel: part for part, kernels in KERNELS.items() for kernel in kernels}

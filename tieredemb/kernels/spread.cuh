@@ -15,10 +15,6 @@ struct Going {
     T *to;
 };
 
-// Each thread calls it behind its last row. That a kernel is over says nothing to other GPUs: what NCCL tells them then,
-// by kernels in a memory synchronization domain of their own and without a fence, may overtake what is on its way there.
-__device__ __forceinline__ void publish_rows() { __threadfence_system(); }
-
 template <typename T>
 __device__ __forceinline__ Going<T> going(const Spread &spread, i64 turn, int width) {
     const i64 place = turn / spread.ranks;
@@ -26,3 +22,7 @@ __device__ __forceinline__ Going<T> going(const Spread &spread, i64 turn, int wi
     return {rank * spread.each + place,
             reinterpret_cast<T *>(spread.begins[rank]) + (spread.first + place) * width};
 }
+
+// Each thread calls it behind its last row. A kernel may be over while what it has written is on its way to another GPU,
+// and what NCCL tells that GPU next, in one word without a fence, may overtake it.
+__device__ __forceinline__ void publish_rows() { __threadfence_system(); }

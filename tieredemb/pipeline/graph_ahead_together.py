@@ -34,7 +34,7 @@ class StepAheadTogether(StepAhead[R]):
     def __init__(self, step: StepFunction[R], agreement: Agreement) -> None:
         super().__init__(step)
         self._agreement = agreement
-        # whose rows are which rank's, the ids tell, which need not wait for what the last plan has left
+        # ids go to the ranks that own their rows before the last plan has settled, behind which the next one is made
         self._settles = self._executor.behind = torch.cuda.Stream(step.device, priority=-1)  # type: ignore[no-untyped-call]
 
     def free(self) -> None:
@@ -123,7 +123,6 @@ class StepAheadTogether(StepAhead[R]):
             with executor.together(wanted):
                 with on_stream(plans):
                     then.plan_later(executor, wanted, caches)
-                plans.wait_stream(self._settles)
                 executor.stream.wait_stream(plans)
 
         with forked(plans), forked(self._settles):

@@ -310,8 +310,8 @@ class ShardedCall:
             for shard, request, its, rooms in of_shards:
                 call = shard.begin(request, trains=trains, recomputed=recomputed, within=None)
                 self._calls.append(call)
-                to = next((room.rows.to for room in rooms if room is not None), None)
-                found = request.look_up(call, its, context.output_dtype, trains=trains, every=any(self._asks), to=to)
+                call.rows_to = next((room.rows.to for room in rooms if room is not None), None)
+                found = request.look_up(call, its, context.output_dtype, trains=trains, every=any(self._asks))
                 answers += found[0]
                 every += found[1]
             sending = [
@@ -342,19 +342,17 @@ class ShardedCall:
         rooms = None if captures is None else captures.rooms()
         if rooms is None:
             return [None] * len(parts)
-        for part, room in zip(parts, rooms, strict=True):
-            if room is not None and (part.answer.per_rank[0], part.grads.per_rank[0]) != (
-                room.rows.to.each,
-                room.grads.to.each,
-            ):
-                return [None] * len(parts)  # as of a forward that was not planned ahead among such
-        return rooms
+        fits = all(
+            room is None or (room.rows.to.each, room.grads.to.each) == (part.answer.per_rank[0], part.grads.per_rank[0])
+            for part, room in zip(parts, rooms, strict=True)
+        )
+        return rooms if fits else [None] * len(parts)  # not of a forward among such as were planned ahead
 
     def _came(self, sending: Sequence[Sending | torch.Tensor]) -> list[torch.Tensor]:
         """What comes of several that all ranks send, or write to where it is."""
         if any(isinstance(each, torch.Tensor) for each in sending):
             assert self.context.captures is not None
-            self.context.captures.meet()
+            self.context.captures.symmetric.meet()
         return [each if isinstance(each, torch.Tensor) else self.context.exchange.send(each) for each in sending]
 
     def _is_over_bound(self) -> bool:

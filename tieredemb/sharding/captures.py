@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from tieredemb.errors import UnsupportedError
-from tieredemb.sharding.bags import Bags, CountingFinder, Part
+from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase
 from tieredemb.sharding.lasting_call import LastingCall
@@ -35,9 +35,8 @@ class Captures(Agreement):
         self._known: set[object] = set()  # what is looked up in the step that is being captured
         self._told = 0
         self._behind_rows: Callable[[], object] | None = None
-        self._symmetric = SymmetricMemory(context)
-        self._rows_each: int | None = None  # that come from each rank of a part, where there is room to write them to
-        self._calls = 0  # of that step so far
+        self.symmetric = SymmetricMemory(context)
+        self._rooms: Iterator[list[PartRooms | None]] = iter(())  # of the forwards in that step
 
     def check(self) -> None:
         exchange = self._context.exchange
@@ -89,35 +88,39 @@ class Captures(Agreement):
     @contextlib.contextmanager
     def capturing(self, given: Sequence[Given], *, ahead: bool) -> Iterator[None]:
         self._told = self._context.exchange.failures
-        self._make_rooms(len(given), ahead=ahead)
+        self._rooms = self._make_rooms(len(given), ahead=ahead)
         self._known = {identity(each) for each in given}
         try:
             yield
         finally:
-            self._known, self._rows_each = set(), None
+            self._known, self._rooms = set(), iter(())
 
-    def _make_rooms(self, calls: int, *, ahead: bool) -> None:
-        """Where ranks can write into each other's memory, room for rows and gradients of so many forwards."""
-        context, self._calls = self._context, 0
-        rows = (context.row_bound if ahead else None) or context.max_ids
-        if rows is not None and self._symmetric.make([room for k in range(calls) for room in self._rooms(k, rows)]):
-            self._rows_each = rows
+    def _make_rooms(self, calls: int, *, ahead: bool) -> Iterator[list[PartRooms | None]]:
+        """Where ranks can write into each other's memory, room for rows and gradients of so many forwards, of each part
+        that is dealt out."""
+        context, parts = self._context, [(part, shard) for shard in self._context.shards for part in shard.parts]
+        if context.max_ids is None:
+            return iter(())
+        rooms, rows = list[Room](), (context.row_bound if ahead else None) or context.max_ids
+        for call in range(calls):
+            for number, (part, shard) in enumerate(parts):
+                if not part.is_whole:
+                    width, dtype = part.space.width, shard.engine.tables.config.output_dtype
+                    rooms.append(Room(call, number, rows, width, dtype, False))
+                    rooms.append(Room(call, number, context.max_ids, width, torch.float32, True))
+        made = self.symmetric.make(rooms)
+        if made is None:
+            return iter(())
+        its = iter(made)
+        return self._in_turn(
+            [[None if part.is_whole else PartRooms(next(its), next(its)) for part, _ in parts] for _ in range(calls)]
+        )
 
-    def _rooms(self, call: int, rows: int) -> list[Room]:
-        """Of the rows of each part that is dealt out, and of their gradients."""
-        most, rooms = self._context.max_ids, list[Room]()
-        assert most is not None
-        for number, (part, dtype) in enumerate(self._parts()):
-            if not part.is_whole:
-                rooms.append(Room(call, number, rows, part.space.width, dtype, False))
-                rooms.append(Room(call, number, most, part.space.width, torch.float32, True))
-        return rooms
-
-    def _parts(self) -> Iterator[tuple[Part, torch.dtype]]:
-        """Those of all shards, and of which dtype their rows are."""
-        for shard in self._context.shards:
-            for part in shard.parts:
-                yield part, shard.engine.tables.config.output_dtype
+    def _in_turn(self, rooms: Sequence[list[PartRooms | None]]) -> Iterator[list[PartRooms | None]]:
+        """Those of each forward; the current stream waits for all ranks before the first, as some may yet read what an
+        earlier step has left. Their hosts have not agreed to send rows by then: in a capture nothing runs."""
+        self.symmetric.meet()
+        yield from rooms
 
     @contextlib.contextmanager
     def behind_rows(self, exchanges: Callable[[], object]) -> Iterator[None]:
@@ -141,34 +144,9 @@ class Captures(Agreement):
     # --- what a forward inside asks ---------------------------------------------------------------------------------
 
     def rooms(self) -> list[PartRooms | None] | None:
-        """Where rows and gradients of the next forward inside go, of each part that is dealt out; None where they are
-        exchanged. The current stream waits for all ranks, before the first of a step: before their hosts have agreed
-        to send rows, as nothing runs in a capture."""
-        if not self.is_active or self._rows_each is None:
-            return None
-        made = {(room.part, room.is_of_gradients): self._symmetric.rows(room)
-                for room in self._rooms(self._calls, self._rows_each)}  # fmt: skip
-        if self._calls == 0:  # whoever reads what an earlier step has left
-            self.meet()
-        self._calls += 1
-        found = list[PartRooms | None]()
-        for number, _ in enumerate(self._parts()):
-            rows, grads = made.get((number, False)), made.get((number, True))
-            found.append(None if rows is None or grads is None else PartRooms(rows, grads))
-        return found
-
-    @property
-    def bytes(self) -> int:
-        """Of the room for what other ranks write."""
-        return self._symmetric.bytes
-
-    def close(self, *, frees: bool) -> None:
-        """See `SymmetricMemory.close`."""
-        self._symmetric.close(frees=frees)
-
-    def meet(self) -> None:
-        """The current stream waits until all ranks have come there."""
-        self._symmetric.meet()
+        """Where rows and gradients of the next forward inside are written to, of each part; None where they are
+        sent."""
+        return next(self._rooms, None) if self.is_active else None
 
     @property
     def is_active(self) -> bool:

@@ -349,7 +349,8 @@ class Exchange:
                 )
 
     def check_device(self, device: torch.device) -> None:
-        """Raises `ConfigError` on all ranks where two of them are on one GPU, which NCCL takes for a mistake."""
+        """Notes where the ranks' GPUs are. Raises `ConfigError` on all of them where two are on one, which NCCL takes
+        for a mistake."""
         if device.type != "cuda" or not self.has_nccl:
             return
         self.places = self.every(Place(socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))

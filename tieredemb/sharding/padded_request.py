@@ -16,7 +16,6 @@ from typing import cast
 import numpy as np
 import torch
 
-from tieredemb.kernels.spread import RowSpread
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.padding import Came, each_asked, firsts_of, read, sizes_of
 from tieredemb.sharding.request import Kind
@@ -198,9 +197,9 @@ class PaddedRequest:
         """How many rows go back in all."""
         return self._entries if self._bound is None else self._all.ranks * self._bound
 
-    def _answer(self, rows: torch.Tensor, to: RowSpread | None) -> torch.Tensor:
+    def _answer(self, call: Call, rows: torch.Tensor) -> torch.Tensor:
         """Those that go back, of `rows` that were picked, unless they have gone."""
-        return rows if len(rows) or to is not None else rows.new_zeros((self._back, rows.shape[1]))
+        return rows if len(rows) or call.rows_to is not None else rows.new_zeros((self._back, rows.shape[1]))
 
     def _runs(self, edges: torch.Tensor, starts: torch.Tensor) -> list[Run]:
         """Neighbouring features whose bags are pooled alike. `starts`: int64 (F′, ΣB), where bags begin."""
@@ -234,31 +233,23 @@ class PaddedRequest:
     # --- forward and backward ---------------------------------------------------------------------------------------
 
     def look_up(
-        self,
-        call: Call,
-        weights: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        *,
-        trains: bool,
-        every: bool,
-        to: RowSpread | None = None,
+        self, call: Call, weights: Sequence[torch.Tensor | None], dtype: torch.dtype, *, trains: bool, every: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """See `Request.look_up`; values of ids are those of entries. `to`: the memory that rows go to, if they are not
-        to be sent, and are not returned."""
+        """See `Request.look_up`; values of ids are those of entries."""
         if self._picks is not None:
-            return [self._answer(call.pick(self._picks, to), to)], [None]
+            return [self._answer(call, call.pick(self._picks))], [None]
         for number, its in enumerate(weights):
             if its is not None:
                 self._weights = self._filled(number, its)
         every = every and any(part.is_whole for part in self.parts)
-        found = call.pool_stack(self._weights, dtype, differentiable=trains, all_rows=every, to=to)
+        found = call.pool_stack(self._weights, dtype, differentiable=trains, all_rows=every)
         answers, all_rows = list[torch.Tensor](), list[torch.Tensor | None]()
         for number, part in enumerate(self.parts):
             if part.is_whole:
                 answers.append(self._by_rank(found.bags, part.held))
                 all_rows.append(None if found.every is None else self._scattered(number, found.every))
             else:
-                answers.append(self._answer(found.rows, to))
+                answers.append(self._answer(call, found.rows))
                 all_rows.append(None)
         return answers, all_rows
 

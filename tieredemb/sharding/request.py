@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from tieredemb.config import Mode
-from tieredemb.kernels.spread import RowSpread
 from tieredemb.sharding.asked import AskedPart, spans, uploaded
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import Call
@@ -101,19 +100,11 @@ class Request:
     # --- forward and backward ---------------------------------------------------------------------------------------
 
     def look_up(
-        self,
-        call: Call,
-        weights: Sequence[torch.Tensor | None],
-        dtype: torch.dtype,
-        *,
-        trains: bool,
-        every: bool,
-        to: RowSpread | None = None,
+        self, call: Call, weights: Sequence[torch.Tensor | None], dtype: torch.dtype, *, trains: bool, every: bool
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """What goes back, of each part, (·, D) rank by rank: rows, or pooled bags of `dtype`; and, where `every` row of
         ids that are pooled is asked for, those rows, too, (N, D). `weights`: float32 (N,), rank by rank, of those ids,
-        where they are given · `to`: of exchanges of one size alone."""
-        assert to is None
+        where they are given."""
         if self.batch.stack is None:
             (part,) = self.parts
             return [call.pick(part.picked)], [None]

@@ -3,8 +3,8 @@
 What a kernel would pack for an exchange, it writes to where the exchange would put it: a row moves once, and no kernel
 of NCCL copies it. All such room is used once in a captured step (`captures`). Who writes has to know that nobody reads
 any more what was there before, and who reads that all have written. For both the ranks meet: each knows then that the
-others have come so far. They do so by a collective of NCCL, of a word, which a rank that has gone ends as it ends
-others. NCCL promises nothing of memory that is not its own: so who writes ends with a fence (`spread.cuh`).
+others have come so far. They do so by a collective of NCCL, of one word, so a rank that has gone is noticed as in any
+other. NCCL promises nothing of memory that is not its own: so who writes ends with a fence (`spread.cuh`).
 """
 
 from __future__ import annotations
@@ -68,13 +68,19 @@ class SymmetricMemory:
         self._held: list[Any] = []  # what other ranks' memory is mapped by
         self._word: torch.Tensor | None = None
 
-    def make(self, rooms: Sequence[Room]) -> bool:
-        """Makes the rooms that there are not yet, of which all ranks name the same. Returns whether there are any, and
-        all are there on all ranks: not where a GPU does not reach another one's memory, or lacks memory. A collective;
-        raises `PeerError` where a rank has failed meanwhile. Waits for the device."""
+    def make(self, rooms: Sequence[Room]) -> list[SymmetricRows] | None:
+        """Those of `rooms`, which are the same on all ranks; makes what there is not yet. None on all of them where
+        there are none, and where a GPU does not reach another one's memory, or lacks memory. A collective; raises
+        `PeerError` where a rank has failed meanwhile. Waits for the device."""
+        if self._is_off or not rooms:
+            return None
         missing = [room for room in rooms if room not in self._made]
-        if self._is_off or not missing:
-            return bool(rooms) and not self._is_off
+        if not missing or self._add(missing):
+            return [self._made[room] for room in rooms]
+        return None
+
+    def _add(self, missing: Sequence[Room]) -> bool:
+        """Makes these, on all ranks or on none; returns whether it did."""
         starts, size = self._laid_out(missing)
         memory = self._allocated(size)
         if not self._all_could(memory is not None):
@@ -113,10 +119,6 @@ class SymmetricMemory:
             with capture_lock(self._device):
                 held.clear()
 
-    def rows(self, room: Room) -> SymmetricRows | None:
-        """The room, if it was made."""
-        return self._made.get(room)
-
     def meet(self) -> None:
         """Waits until all ranks have come here, on the current stream: what each has launched there before is over."""
         assert self._word is not None
@@ -151,12 +153,11 @@ class SymmetricMemory:
         if os.environ.get("TIEREDEMB_PEER_MEMORY", "0") in ("", "0"):
             return False
         here = {str(torch.cuda.get_device_properties(k).uuid): k for k in range(torch.cuda.device_count())}
-        places = self._exchange.places
-        mine, host = self._device.index, places[self._exchange.rank].host
-        seen = [here.get(place.gpu) for place in places if place.host == host]
-        return len(seen) == len(places) and all(
-            k is not None and (k == mine or torch.cuda.can_device_access_peer(mine, k)) for k in seen
-        )
+        places, mine = self._exchange.places, self._device.index
+        if any(place.host != places[self._exchange.rank].host or place.gpu not in here for place in places):
+            return False
+        others = {here[place.gpu] for place in places} - {mine}
+        return all(torch.cuda.can_device_access_peer(mine, other) for other in others)
 
     def _mapped(self, memory: torch.Tensor) -> list[int] | None:
         """Where the memory of each rank begins, in the addresses of this process; None where it cannot be mapped. What

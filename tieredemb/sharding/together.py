@@ -245,11 +245,12 @@ class Together(Ranks):
         is_whole = not exchange.is_broken
         exchange.close()
         if captures is not None:
-            captures.close(frees=is_whole)
+            captures.symmetric.close(frees=is_whole)
 
     def memory_report(self) -> dict[str, Any]:
         captures = self._context.captures
-        return {} if captures is None or not captures.bytes else {"peers": {"rows": captures.bytes}}
+        size = 0 if captures is None else captures.symmetric.bytes
+        return {"peers": {"rows": size}} if size else {}
 
 
 def _change(held: Held, weights: Mapping[int, torch.Tensor]) -> Change:

@@ -133,6 +133,8 @@ class Call(abc.ABC):
         # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
         self.within: weakref.ref[_CollectedCalls] | None = None
         self.keeps_rows = False  # whether the rows of the forward are needed for a gradient of the weights
+        # on a GPU: where rows of ids that are picked are written, none of which is returned then
+        self.rows_to: RowSpread | None = None
 
     @abc.abstractmethod
     def plan(
@@ -188,22 +190,14 @@ class Call(abc.ABC):
         """The pooled rows, (B, ΣD) in the rows' dtype; or the rows of the ids, (N, D), feature by feature."""
 
     @abc.abstractmethod
-    def pick(self, ids: torch.Tensor, to: RowSpread | None = None) -> torch.Tensor:
-        """Where rows are not pooled, those of some of the ids alone, (K, D): int64 (K,), which of them. `to`: where on
-        a GPU they are written instead, and none of them is returned."""
+    def pick(self, ids: torch.Tensor) -> torch.Tensor:
+        """Where rows are not pooled, those of some of the ids alone, (K, D): int64 (K,), which of them."""
 
     def pool_stack(
-        self,
-        weights: torch.Tensor | None,
-        dtype: torch.dtype,
-        *,
-        differentiable: bool,
-        all_rows: bool,
-        to: RowSpread | None = None,
+        self, weights: torch.Tensor | None, dtype: torch.dtype, *, differentiable: bool, all_rows: bool
     ) -> StackRows:
         """The output of a batch that has a `Stack`. `weights`: float32 (N,), of which those of ids in bags count ·
-        `dtype`: of pooled bags · `all_rows`: whether the rows of all ids are asked for, too · `to`: as of `pick`, for
-        those that are picked."""
+        `dtype`: of pooled bags · `all_rows`: whether the rows of all ids are asked for, too."""
         raise NotImplementedError  # of calls that are planned together no batch has one
 
     @abc.abstractmethod

@@ -27,7 +27,6 @@ from tieredemb.tables.row_optimizer import RowOptimizer
 
 if TYPE_CHECKING:
     from tieredemb.cache.device.ticket import DeviceTicket
-    from tieredemb.kernels.spread import RowSpread
     from tieredemb.step.recorded_plans import Recorded
     from tieredemb.tables.table_set import TableSet
 
@@ -253,31 +252,25 @@ class DeviceCall(Call):
         return out
 
     @ranged("lookup")
-    def pick(self, ids: torch.Tensor, to: RowSpread | None = None) -> torch.Tensor:
-        if to is None and (self.pooled is not None or self.source is not None):  # a recorded plan looks up all of them
+    def pick(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.pooled is not None or self.source is not None:  # a recorded plan looks up all of them
             return self.pool(None, differentiable=False)[ids]
         (part,) = self.parts
-        out = self._picked(ids, to)
-        part.pick(ids, to or out)
+        out = self._picked(ids)
+        part.pick(ids, self.rows_to or out)
         part.join()
         self.memory.joined()
         self.follow()
         return out
 
-    def _picked(self, ids: torch.Tensor, to: RowSpread | None) -> torch.Tensor:
-        """Room for the rows of `ids`, which go there unless they go `to` others."""
-        config, rows = self.context.tables.config, ids.shape[0] if to is None else 0
+    def _picked(self, ids: torch.Tensor) -> torch.Tensor:
+        """What is returned of the rows of `ids`, to be written."""
+        config, rows = self.context.tables.config, ids.shape[0] if self.rows_to is None else 0
         return torch.empty((rows, self.context.tables.output_width), dtype=config.output_dtype, device=config.device)
 
     @ranged("lookup")
     def pool_stack(
-        self,
-        weights: torch.Tensor | None,
-        dtype: torch.dtype,
-        *,
-        differentiable: bool,
-        all_rows: bool,
-        to: RowSpread | None = None,
+        self, weights: torch.Tensor | None, dtype: torch.dtype, *, differentiable: bool, all_rows: bool
     ) -> StackRows:
         (part,), stack, config = self.parts, self.stack, self.context.tables.config
         assert stack is not None
@@ -292,9 +285,9 @@ class DeviceCall(Call):
                 self._tell_now()
         width, device = self.context.tables.output_width, config.device
         bags = torch.empty((stack.bags, width), dtype=dtype, device=device)
-        rows = self._picked(stack.picked, to)
+        rows = self._picked(stack.picked)
         every = torch.empty((self.ids, width), dtype=config.output_dtype, device=device) if all_rows else None
-        part.pool_stack(stack, bags, to or rows, every, weights, keep_argmax=differentiable)
+        part.pool_stack(stack, bags, self.rows_to or rows, every, weights, keep_argmax=differentiable)
         part.join()
         self.memory.joined()
         self.follow()

@@ -37,8 +37,6 @@ from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:
-    from tieredemb.kernels.spread import RowSpread
-
     Array = np.ndarray[Any, Any]
 
 
@@ -351,8 +349,7 @@ class HostCall(Call):
         return torch.from_numpy(out).view(dtype)
 
     @ranged("lookup")
-    def pick(self, ids: torch.Tensor, to: RowSpread | None = None) -> torch.Tensor:
-        assert to is None
+    def pick(self, ids: torch.Tensor) -> torch.Tensor:
         (part,), dtype = self.parts, self.context.tables.placed.now.config.output_dtype
         out = np.empty((len(ids), part.group.space.width), CARRIERS[dtype])
         part.pick(ids.numpy(), out)
@@ -360,15 +357,8 @@ class HostCall(Call):
 
     @ranged("lookup")
     def pool_stack(
-        self,
-        weights: torch.Tensor | None,
-        dtype: torch.dtype,
-        *,
-        differentiable: bool,
-        all_rows: bool,
-        to: RowSpread | None = None,
+        self, weights: torch.Tensor | None, dtype: torch.dtype, *, differentiable: bool, all_rows: bool
     ) -> StackRows:
-        assert to is None
         (part,) = self.parts
         stack, width, own = part.stack, part.group.space.width, self.context.tables.placed.now.config.output_dtype
         assert stack is not None

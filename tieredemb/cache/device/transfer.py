@@ -112,8 +112,8 @@ class Transfer(abc.ABC):
         published, homes resolved, rows moved and scored. `ahead`: whether other work comes before `finish`."""
 
     def may_record(self) -> bool:
-        """Whether the plan that comes next may be recorded or replayed. Changes no row: the caller may not plan, after
-        all, and another plan come first, which is put behind nothing of this."""
+        """Whether the plan that comes next may be recorded or replayed. Changes nothing: whoever asks may plan nothing
+        then, and another plan come first."""
         return True
 
     def recording(self, ids: int) -> RecordedTransfer | None:
