@@ -21,7 +21,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import tieredemb
 from benchmarks.cuda_command import add_steps, barred, keep, make_parser, parse
 from benchmarks.cuda_providers import LR, OURS
-from benchmarks.cuda_runs import run_fetched, run_fresh
+from benchmarks.cuda_runs import a_batch, run_fetched, run_fresh
 from benchmarks.cuda_step import (
     STATISTIC,
     TORCH_STEPS,
@@ -343,7 +343,7 @@ def step_record(plan: Plan, name: str, way: str, run: Run, found: dict[str, Meas
 
 
 def moved(done: CacheStats) -> str:
-    filled, written = (count / done.batches for count in (done.rows_filled, done.rows_written_back))
+    filled, written = (a_batch(count, done) for count in (done.rows_filled, done.rows_written_back))
     return f"hit rate {done.hit_rate:.1%}, {filled:,.0f} missed rows and {written:,.0f} written back a batch"
 
 

@@ -21,6 +21,11 @@ BEFORE, AFTER = 6, 2  # steps that are not timed of each turn with prefetch: not
 Name = TypeVar("Name", bound=Hashable)
 
 
+def a_batch(count: float, done: CacheStats) -> float:
+    """`count` of what was `done`, a batch: of few steps a thread may have planned the batches of none meanwhile."""
+    return count / max(1, done.batches)
+
+
 class _Next:
     """The next `count` batches of an iterator."""
 

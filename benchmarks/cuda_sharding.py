@@ -32,7 +32,7 @@ from benchmarks.cuda_dlrm import Trainer, training_batches
 from benchmarks.cuda_dlrm import plan_of as dlrm_plan_of
 from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, MODE_STEPS
 from benchmarks.cuda_providers import LR, OURS, Upstream
-from benchmarks.cuda_runs import run_fetched, run_fresh
+from benchmarks.cuda_runs import a_batch, run_fetched, run_fresh
 from benchmarks.cuda_step import STATISTIC, floor_ms, once, release, say
 from benchmarks.cuda_tables import set_weights, tiered_tables
 from benchmarks.cuda_timing import ROUNDS, StepTimes, timed
@@ -162,7 +162,7 @@ class Rank:
             else:
                 some = list(islice(given, warm_up + plan.steps))
                 times, done = run_fresh(step, some, module.stats, warm_up=warm_up, device=device, wait=self.wait)
-            yield mode, Done(times, floor_ms(work, done), done.rows_filled / max(1, done.batches))
+            yield mode, Done(times, floor_ms(work, done), a_batch(done.rows_filled, done))
         if self.number == 0:
             say(f"{work.name}, {type(module).__name__}: {perf_counter() - start:.1f} s")
 

@@ -32,7 +32,7 @@ from benchmarks.cuda_providers import (
     fbgemm_step,
     torch_step,
 )
-from benchmarks.cuda_runs import Way, run_fresh, run_in_turns
+from benchmarks.cuda_runs import Way, a_batch, run_fresh, run_in_turns
 from benchmarks.cuda_swap import swap_requests_per_ms
 from benchmarks.cuda_timing import StepTimes
 from benchmarks.cuda_workload import PEER_EARLIER, Cache, CudaWorkload, batches, quick_workloads, workloads
@@ -196,8 +196,8 @@ def traffic(work: CudaWorkload, times: StepTimes, done: CacheStats) -> str:
     if not done.rows_filled and not done.rows_overflow:
         return f"hit rate {done.hit_rate:.1%}"
     floor = floor_ms(work, done)
-    filled, written = (count / done.batches for count in (done.rows_filled, done.rows_written_back))
-    overflow = f", {done.rows_overflow / done.batches:,.0f} beyond the cache" if done.rows_overflow else ""
+    filled, written = (a_batch(count, done) for count in (done.rows_filled, done.rows_written_back))
+    overflow = f", {a_batch(done.rows_overflow, done):,.0f} beyond the cache" if done.rows_overflow else ""
     return (
         f"{filled:,.0f} missed rows and {written:,.0f} written back a batch{overflow}; PCIe alone needs {floor:.2f} "
         f"ms, {floor / times.mean_ms:.0%} of the step"
@@ -210,7 +210,7 @@ def floor_ms(work: CudaWorkload, done: CacheStats, requests_per_ms: float = REQU
     row_requests = -(-work.row_bytes // 128) + 1
     clean = done.evictions - done.rows_written_back
     requests = row_requests * (done.rows_filled + done.rows_written_back) + clean
-    return requests / done.batches / requests_per_ms
+    return a_batch(requests, done) / requests_per_ms
 
 
 def hit_record(work: CudaWorkload, cache: Cache, config: str, done: CacheStats) -> Record:

@@ -21,7 +21,7 @@ import torch
 import tieredemb
 from benchmarks.cuda_command import add_steps, barred, keep, make_parser, parse
 from benchmarks.cuda_providers import LR, OURS, Upstream
-from benchmarks.cuda_runs import run_fetched, run_fresh
+from benchmarks.cuda_runs import a_batch, run_fetched, run_fresh
 from benchmarks.cuda_step import STATISTIC, once, release, say, traffic
 from benchmarks.cuda_tables import cold_bytes, discard, set_weights, tiered_tables
 from benchmarks.cuda_timing import StepTimes
@@ -163,7 +163,7 @@ def records_of(plan: Plan, unified: Measured, file: Measured, dirty: str) -> lis
 
 
 def moved(done: CacheStats) -> str:
-    filled, written = (count / done.batches for count in (done.rows_filled, done.rows_written_back))
+    filled, written = (a_batch(count, done) for count in (done.rows_filled, done.rows_written_back))
     return f"{filled:,.0f} missed rows and {written:,.0f} written back a batch"
 
 

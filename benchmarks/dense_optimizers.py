@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 import tieredemb
+from benchmarks.cuda_runs import a_batch
 from benchmarks.cuda_timing import run_steps
 from benchmarks.record import Record, measured
 from benchmarks.timing import Quantiles
@@ -57,7 +58,7 @@ class Trained:
 
 def replayed(done: CacheStats) -> str:
     """How many steps rows were made to take one by one, in words; none where none were."""
-    return f"{done.steps_replayed / done.batches:,.0f} missed steps replayed a batch" if done.steps_replayed else ""
+    return f"{a_batch(done.steps_replayed, done):,.0f} missed steps replayed a batch" if done.steps_replayed else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,13 @@ import tieredemb as te
 from benchmarks import tables
 from benchmarks.cuda_inference import Ids, Size
 from benchmarks.cuda_rounding import area_under_curve
-from benchmarks.cuda_runs import TURNS, Way, batches_in_turns, run_fetched, run_in_turns
+from benchmarks.cuda_runs import TURNS, Way, a_batch, batches_in_turns, run_fetched, run_in_turns
 from benchmarks.cuda_tables import set_weights, tiered_tables
+from benchmarks.cuda_tiers import moved
 from benchmarks.cuda_timing import StepTimes
 from benchmarks.cuda_workload import batches, quick_workloads
 from benchmarks.record import load
+from tieredemb.stats import CacheStats
 
 CPU = torch.device("cpu")
 QUICK = ("--quick", "--device", "cpu")
@@ -142,6 +144,13 @@ def test_fetched_steps_are_timed_between_warm_up_and_the_last():
     assert len(times.step_ms) == 3
     assert abs(done.batches - 3) <= 2  # those planned ahead count when they are planned
     module.close()
+
+
+def test_steps_whose_batches_were_planned_before_are_told_of():
+    """As in turns of one step beside a thread that plans ahead."""
+    assert a_batch(12, CacheStats(batches=4)) == 3
+    assert a_batch(0, CacheStats()) == 0
+    assert moved(CacheStats()) == "0 missed rows and 0 written back a batch"
 
 
 def test_ways_take_turns_on_batches_of_their_own():
