@@ -363,15 +363,18 @@ def test_a_rank_that_does_not_take_part_is_told_of_at_once(worlds):
         assert "rank 1 begins a captured step" in text
 
 
-def captures(rank, size, fails):
-    """As in a capture, of which nothing runs on a GPU: what is looked up, and what ends it. Then a step as usual."""
+def captures(rank, size, fails, ahead):
+    """As in a capture, of which nothing runs on a GPU: what is looked up, and what ends it. Then a step as usual. Where
+    it goes `ahead`, what it looks up was planned before, and is computed again."""
     tables = tables_of()
     model = model_of(tables, "both", max_ids=64)
     ids, offsets, _, upstream = batch_of(tables, 0, rank, samples=seven)
     agreement, errors = model.agreement, []
+    now = [(ids, offsets)]
+    following = [(ids.clone(), offsets.clone())]
 
     def step():
-        with agreement.capturing([(ids, offsets)], ahead=False):
+        with agreement.capturing(following, planned=now) if ahead else agreement.capturing(now):
             if fails == "early" and rank == 1:
                 raise ValueError("the step's own")
             out = model(ids.clone(), offsets) if (fails, rank) == ("ids", 1) else model(ids, offsets)
@@ -399,10 +402,11 @@ def captures(rank, size, fails):
     return errors
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize("fails", ["", "early", "ids", "amid", "late"])
-def test_a_capture_that_fails_on_one_rank_fails_on_all(worlds, fails):
+def test_a_capture_that_fails_on_one_rank_fails_on_all(worlds, fails, ahead):
     told_of = ("UnsupportedError", "are none of its batch's tensors") if fails == "ids" else ("PeerError", "ValueError")
-    for errors in worlds(3).run(captures, fails):
+    for errors in worlds(3).run(captures, fails, ahead):
         assert errors[1] is None
         if not fails:
             assert errors[0] is None

@@ -230,7 +230,7 @@ class StepAhead(Generic[R]):
                 pools = (turn.graph.graph.pool() for turn in turns if turn.graph is not None)
                 with (
                     step.on_buffers(),
-                    self._capturing(then, lookups),
+                    self._capturing(now, then, lookups),
                     step.capture(graph, next(pools, None)),
                     forked(self._executor.stream),
                 ):
@@ -275,8 +275,8 @@ class StepAhead(Generic[R]):
         """What the host does at a forward and an update, and what it may raise."""
         self._step.before_replay()
 
-    def _capturing(self, then: Turn[R], lookups: Lookups) -> AbstractContextManager[None]:
-        """A step is captured inside, which plans the batch of `then`."""
+    def _capturing(self, now: Turn[R], then: Turn[R], lookups: Lookups) -> AbstractContextManager[None]:
+        """A step is captured inside, which computes the batch of `now` and plans that of `then`."""
         return nullcontext()
 
     def _captured(self) -> None:

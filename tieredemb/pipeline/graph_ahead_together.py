@@ -137,10 +137,10 @@ class StepAheadTogether(StepAhead[R]):
     def _before_replay(self) -> None:
         """It is done."""
 
-    def _capturing(self, then: Turn[R], lookups: Lookups) -> AbstractContextManager[None]:
+    def _capturing(self, now: Turn[R], then: Turn[R], lookups: Lookups) -> AbstractContextManager[None]:
         hold(self)
-        given = [lookup.given for lookup in then.wanted(self._step, lookups)]
-        return self._agreement.capturing(given, ahead=True)
+        planned, given = ([each.given for each in turn.wanted(self._step, lookups)] for turn in (now, then))
+        return self._agreement.capturing(given, planned=planned)
 
     def _captured(self) -> None:
         self._agreement.agree(CAPTURES)  # raises where another has failed

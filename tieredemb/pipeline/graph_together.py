@@ -110,7 +110,7 @@ class StepTogether(Generic[R]):
     def _captured(self, graph: torch.cuda.CUDAGraph, given: list[Any]) -> R:
         step = self._step
         try:
-            with step.on_buffers(), self._agreement.capturing(given, ahead=False), step.capture(graph):
+            with step.on_buffers(), self._agreement.capturing(given), step.capture(graph):
                 return step.heard(self._buffers.batch)
         except RuntimeError as error:
             explain(error)

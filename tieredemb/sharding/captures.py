@@ -86,10 +86,10 @@ class Captures(Agreement):
         return functools.reduce(operator.and_, flags) & ((1 << MOST_BITS) - 1)
 
     @contextlib.contextmanager
-    def capturing(self, given: Sequence[Given], *, ahead: bool) -> Iterator[None]:
+    def capturing(self, given: Sequence[Given], *, planned: Sequence[Given] = ()) -> Iterator[None]:
         self._told = self._context.exchange.failures
-        self._rooms = self._make_rooms(len(given), ahead=ahead)
-        self._known = {identity(each) for each in given}
+        self._rooms = self._make_rooms(len(given), ahead=bool(planned))
+        self._known = {identity(each) for each in (*given, *planned)}
         try:
             yield
         finally:

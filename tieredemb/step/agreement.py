@@ -52,9 +52,12 @@ class Agreement(abc.ABC):
         collective."""
 
     @abc.abstractmethod
-    def capturing(self, given: Sequence[Given], *, ahead: bool) -> contextlib.AbstractContextManager[None]:
-        """A step is captured inside, whose lookups are those of the inputs `given`, and no others. `ahead`: whether it
-        looks up what an earlier one has planned. A collective, until the capture begins."""
+    def capturing(
+        self, given: Sequence[Given], *, planned: Sequence[Given] = ()
+    ) -> contextlib.AbstractContextManager[None]:
+        """A step is captured inside, whose lookups are those of the inputs `given`, and no others. `planned`: of one
+        that goes ahead, and only plans those, the inputs that it looks up, which an earlier one has planned; what it
+        computes again it asks for again. A collective, until the capture begins."""
 
     @abc.abstractmethod
     def behind_rows(self, exchanges: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
