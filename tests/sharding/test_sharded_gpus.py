@@ -1,5 +1,6 @@
 """Steps of ranks that have a GPU each, as CUDA graphs over NCCL: the bits of one process. Skips where there are not as
-many GPUs as ranks; eager steps are compared on those by `test_sharded_cuda_worlds.py`."""
+many GPUs as ranks; eager steps are compared on those by `test_sharded_cuda_worlds.py`, and ranks that write into each
+other's memory by `test_sharded_peer_memory.py`."""
 
 from __future__ import annotations
 
@@ -27,9 +28,16 @@ def world():
     """Of ranks with a GPU each."""
     if torch.cuda.device_count() < RANKS:
         pytest.skip(f"{RANKS} ranks need as many GPUs, here are {torch.cuda.device_count()}")
-    started = World(RANKS, "cuda")
+    started = world_that_sends()
     yield started
     started.close()
+
+
+def world_that_sends():
+    """Whose ranks do not write into each other's memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIEREDEMB_PEER_MEMORY", "0")
+        return World(RANKS, "cuda")
 
 
 def captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords):
@@ -222,7 +230,7 @@ def test_a_rank_that_is_killed_between_replays_is_noticed(ahead):
 def check_killed(run, ahead):
     if torch.cuda.device_count() < RANKS:
         pytest.skip(f"{RANKS} ranks need as many GPUs, here are {torch.cuda.device_count()}")
-    broken = World(RANKS, "cuda")
+    broken = world_that_sends()
     try:
         for pipe in broken.pipes:
             pipe.send((run, (ahead,)))

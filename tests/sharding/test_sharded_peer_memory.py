@@ -20,7 +20,7 @@ from tieredemb.sharding.gpu_bags import GpuBags
 from tieredemb.sharding.padded_request import PaddedRequest
 from tieredemb.sharding.symmetric import SymmetricMemory
 
-__all__ = ["world"]  # a fixture
+__all__ = ["world"]  # a fixture, of processes whose environment says that rows are sent
 
 
 @contextlib.contextmanager
@@ -34,7 +34,8 @@ def writing(*, peers=True, meets=True):
         meet(memory)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIEREDEMB_PEER_MEMORY", str(int(peers)))
+        if peers:
+            patch.delenv("TIEREDEMB_PEER_MEMORY", raising=False)
         patch.setattr(SymmetricMemory, "meet", noted)
         yield patch
     assert bool(found) == (peers and meets)
@@ -180,7 +181,8 @@ def lacks(rank, size, what, *given):
     """Rank 1 has no memory for it, or cannot map that of the others."""
     with writing(meets=False) as patch:
         if rank == 1:
-            patch.setattr(SymmetricMemory, what, lambda *_: None)
+            found = getattr(SymmetricMemory, what)
+            patch.setattr(SymmetricMemory, what, lambda *given: (found(*given), None)[1])
         return test_sharded_gpus.captured_run(rank, size, *given)
 
 

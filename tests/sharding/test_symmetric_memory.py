@@ -32,7 +32,7 @@ def memory_of(places, *, device="cuda:0", has_nccl=True, flags=None):
 def gpus(monkeypatch):
     """Of this process: their UUIDs, and which of them the first one reaches."""
     found = SimpleNamespace(uuids=["gpu0", "gpu1"], reached={1})
-    monkeypatch.setenv("TIEREDEMB_PEER_MEMORY", "1")
+    monkeypatch.delenv("TIEREDEMB_PEER_MEMORY", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found.uuids))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda k: SimpleNamespace(uuid=found.uuids[k]))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda _, k: k in found.reached)
@@ -48,12 +48,10 @@ def test_one_gpu_reaches_itself(gpus):
     assert memory_of(HERE[:1])[0]._reaches_all()
 
 
-@pytest.mark.parametrize("value", ["0", "", None])
-def test_rows_are_sent_unless_the_environment_says_otherwise(gpus, monkeypatch, value):
-    monkeypatch.delenv("TIEREDEMB_PEER_MEMORY")
-    if value is not None:
-        monkeypatch.setenv("TIEREDEMB_PEER_MEMORY", value)
-    assert not memory_of(HERE)[0]._reaches_all()
+@pytest.mark.parametrize(("value", "reaches"), [("0", False), ("", False), ("1", True)])
+def test_rows_are_sent_where_the_environment_says_so(gpus, monkeypatch, value, reaches):
+    monkeypatch.setenv("TIEREDEMB_PEER_MEMORY", value)
+    assert memory_of(HERE)[0]._reaches_all() == reaches
 
 
 def test_a_rank_of_another_host_is_not_reached(gpus):
@@ -89,11 +87,12 @@ def test_what_one_rank_cannot_none_does(gpus, monkeypatch, flags, allocated, map
     memory, headers = memory_of(HERE, flags=flags)
     maps = []
     monkeypatch.setattr(memory, "_allocated", lambda size: torch.zeros(size) if allocated else None)
-    monkeypatch.setattr(memory, "_mapped", lambda its: maps.append(its) or ([0, 0] if mapped else None))
+    monkeypatch.setattr(memory, "_mapped", lambda its: maps.append(its) or ((None, [0, 0]) if mapped else None))
     assert memory.make(ROOMS) is None
     assert memory.make(ROOMS) is None  # nor asks again
     assert headers == [int(allocated), int(mapped)][: len(flags)]
     assert len(maps) == len(flags) - 1
+    assert memory.bytes == 0
 
 
 def test_without_rows_that_are_dealt_out_ranks_tell_each_other_nothing(gpus):
@@ -128,7 +127,7 @@ def test_forwards_of_a_step_have_rooms_in_turn(gpus, monkeypatch, ahead, row_bou
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     given = [(torch.zeros(1), torch.zeros(call)) for call in range(2)]
     assert captures.rooms() is None
-    with captures.capturing(given, ahead=ahead):
+    with captures.capturing(given, planned=given if ahead else ()):
         assert not met
         found = [captures.rooms() for _ in range(3)]
         assert len(met) == 1

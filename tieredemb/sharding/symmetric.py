@@ -86,11 +86,17 @@ class SymmetricMemory:
         if not self._all_could(memory is not None):
             return False
         assert memory is not None
-        begins = self._mapped(memory)
-        if not self._all_could(begins is not None):
+        mapped = self._mapped(memory)
+        if not self._all_could(mapped is not None):
+            with capture_lock(self._device):
+                del memory, mapped
             return False
-        assert begins is not None
+        assert mapped is not None
+        handle, begins = mapped
+        self._held.append((memory, handle))
         with self._exchange.agreed(), on_device(self._device), no_inference():
+            if self._word is None:
+                self._word = torch.zeros(1, dtype=torch.int32, device=self._device)
             made = {room: self._rows(room, memory, begins, start) for room, start in zip(missing, starts, strict=True)}
             self.meet()  # NCCL makes what a collective needs when it is first called: not in a capture
             met = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -150,7 +156,7 @@ class SymmetricMemory:
 
     def _reaches_all(self) -> bool:
         """Whether all ranks are processes of this host, whose GPUs this process sees, and its own GPU reaches."""
-        if os.environ.get("TIEREDEMB_PEER_MEMORY", "0") in ("", "0"):
+        if os.environ.get("TIEREDEMB_PEER_MEMORY", "1") in ("", "0"):
             return False
         here = {str(torch.cuda.get_device_properties(k).uuid): k for k in range(torch.cuda.device_count())}
         places, mine = self._exchange.places, self._device.index
@@ -159,22 +165,18 @@ class SymmetricMemory:
         others = {here[place.gpu] for place in places} - {mine}
         return all(torch.cuda.can_device_access_peer(mine, other) for other in others)
 
-    def _mapped(self, memory: torch.Tensor) -> list[int] | None:
-        """Where the memory of each rank begins, in the addresses of this process; None where it cannot be mapped. What
-        ranks wait for each other inside, torch's store ends after its own timeout."""
+    def _mapped(self, memory: torch.Tensor) -> tuple[Any, list[int]] | None:
+        """What the memory of each rank is mapped by, and where it begins, in the addresses of this process; None where
+        it cannot be mapped. What ranks wait for each other inside, torch's store ends after its own timeout."""
         import torch.distributed._symmetric_memory as symmetric
 
         ranks, size = range(self._exchange.size), (memory.shape[0],)
         try:
             with on_device(self._device), no_inference(), _without_multicast():
                 handle = symmetric.rendezvous(memory, self._exchange.group)
-                begins = [handle.get_buffer(rank, size, torch.uint8).data_ptr() for rank in ranks]
-                if self._word is None:
-                    self._word = torch.zeros(1, dtype=torch.int32, device=self._device)
+                return handle, [handle.get_buffer(rank, size, torch.uint8).data_ptr() for rank in ranks]
         except RuntimeError:
             return None
-        self._held.append((memory, handle))
-        return begins
 
     def _rows(self, room: Room, memory: torch.Tensor, begins: Sequence[int], start: int) -> SymmetricRows:
         count = self._exchange.size * room.each
