@@ -24,6 +24,7 @@ PLAIN = (
     "lookup/bags.cu",
     "lookup/homes_sort.cu",
     "sharding/owners.cu",
+    "sharding/padding.cu",
 )
 BY_ROW = (
     "doctor/probe.cu",

@@ -37,6 +37,7 @@ from tieredemb.lookup.device_bags import (
 )
 from tieredemb.lookup.device_lookup import UNALIGNED, DeviceLookup
 from tieredemb.sharding.bags import Most, Part, most_in
+from tieredemb.sharding.device_padding import pad_bags
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.padding import Padding, each_asked, message
 from tieredemb.step.batch import Batch
@@ -236,17 +237,20 @@ class GpuBags:
         self.asked, self._order = self.asked[:asked], self._order[:asked]
 
     def pad(self, bound: int, rows: int | None = None) -> None:
-        counts, more = self._counted.split(len(self._part.owner), 1)  # type: ignore[no-untyped-call]
-        padding, asked = Padding(counts.sum(1), bound), self._rows_asked
-        if rows is None or self._part.is_whole:
-            padding.place(self._bags.homes, self._order)
-            asked = each_asked(asked)
-        else:
-            Padding(more.sum(1), rows).move(self._bags.homes)
+        features, ranks, homes = len(self._part.owner), self._part.ranks, self._bags.homes
+        self.ids = self.grads = [bound] * ranks
+        self.back = [bound if rows is None else rows] * ranks
+        if rows is not None and not self._part.is_whole:
+            self._order, self.asked = pad_bags(
+                self._counted, features, self._order, self._rows_asked, homes, bound=bound, rows=rows
+            )
+            self.sent = [features + bound] * ranks
+            return
+        counts = self._counted[:, :features]
+        padding = Padding(counts.sum(1), bound)
+        padding.place(homes, self._order)
         self._order = padding.pad(self._order)
-        self.ids = self.grads = [bound] * self._part.ranks
-        self.back = [bound if rows is None else rows] * self._part.ranks
-        self._send(counts, padding.pad(asked))
+        self._send(counts, padding.pad(each_asked(self._rows_asked)))
 
     def keep_if(self, is_good: torch.Tensor) -> None:
         """Asks for nothing unless it `is_good`, bool (1,) on the device, where `counts` are zero already if not."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from tieredemb.sharding.bags import Part
+from tieredemb.sharding.device_padding import join_messages
 from tieredemb.sharding.padding import Came, each_asked, firsts_of, read, sizes_of
 from tieredemb.sharding.request import Kind
 from tieredemb.step.batch import Batch, Given
@@ -94,6 +95,9 @@ class PaddedRequest:
 
     def take(self, came: Sequence[torch.Tensor]) -> None:
         """The messages have come, of each part. Does not synchronise."""
+        if self.keeps_gradients and self._all.device.type == "cuda":
+            self._join(came[0])
+            return
         each = [
             read(values, len(part.space.features), self._all.bound, held, self._samples)
             for values, part, held in zip(came, self._all.parts, self._all.held, strict=True)
@@ -110,6 +114,14 @@ class PaddedRequest:
             stack = self._stack(edges, lengths[0] if lengths else None)
         self.batch = Batch(ids, edges, len(edges), False, 1, None, (ids, edges), stack=stack)
         self._picks = self._picked(0) if stack is None else None
+
+    def _join(self, came: torch.Tensor) -> None:
+        """The same of one part that is dealt out, by kernels."""
+        (part,), ranks, bound = self._all.parts, self._all.ranks, self._all.bound
+        its = join_messages(came, ranks=ranks, features=len(part.space.features), bound=bound, rows=self._bound)
+        self._ends, self._joined, self._entry, self._goes = its.edges, its.joined, [its.entry], None
+        stack = Stack([], its.row, 0, self._entries, its.picked, False)
+        self.batch = Batch(its.ids, its.edges, len(its.edges), False, 1, None, (its.ids, its.edges), stack=stack)
 
     def _place(self, came: Sequence[Came]) -> torch.Tensor:
         """Finds which entry each id is of; returns where features begin and end, int64 (F + 1,)."""

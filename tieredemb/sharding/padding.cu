@@ -1,0 +1,173 @@
+// Exchanges of one size, on a GPU: what `padding` and `padded_request` say by arithmetic of tensors, of tables that are
+// dealt out.
+//
+// What a rank is asked for lies in a block of `bound` entries, of which the first are ids. A message is, for each rank,
+// how many ids of each feature there are, and the block.
+#include "common.cuh"
+
+struct Messages {
+    const i64 *values;  // (ranks · (features + bound),)
+    i64 bound;
+    int ranks, features;
+};
+
+__device__ __forceinline__ const i64 *message_of(const Messages &came, i64 rank) {
+    return came.values + rank * (came.features + came.bound);
+}
+
+// The first of `ends`, ascending, that is greater than `number`, or their count.
+__device__ __forceinline__ int upper_bound(const i64 *ends, int count, i64 number) {
+    int low = 0;
+    while (low < count) {
+        const int mid = low + (count - low) / 2;
+        if (ends[mid] > number) count = mid;
+        else low = mid + 1;
+    }
+    return low;
+}
+
+// The sum of `value` over the lanes up to this one.
+__device__ __forceinline__ i64 sum_of_lanes(i64 value) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const i64 left = __shfl_up_sync(FULL_WARP, value, step);
+        if (lane_index() >= step) value += left;
+    }
+    return value;
+}
+
+// --- what is sent -----------------------------------------------------------------------------------------------------
+
+// How many ids each rank is asked for, and behind those how many different rows: `begins` (2, ranks + 1), where they
+// begin among all, and end. `counts`: of each rank a row of `stride`, first of the features' ids. One block, one warp.
+extern "C" __global__ void __launch_bounds__(32) blocks_begin(const i64 *counts, i64 stride, int ranks, int features,
+                                                              i64 *begins) {
+    wait_for_prior_kernel();
+    for (int which = 0; which < 2; which++) {
+        i64 begin = 0;
+        for (int rank = 0; rank < ranks; rank++) {
+            i64 own = 0;
+            for (int f = lane_index(); f < features; f += 32) own += counts[rank * stride + which * features + f];
+            if (lane_index() == 0) begins[which * (ranks + 1) + rank] = begin;
+            begin += __shfl_sync(FULL_WARP, sum_of_lanes(own), 31);
+        }
+        if (lane_index() == 0) begins[which * (ranks + 1) + ranks] = begin;
+    }
+}
+
+// Puts what is asked for into blocks: the occurrences, `order` to `padded`, and `ids` to `values`, behind the counts of
+// each rank. What fills a block up is a copy of some value. Homes of occurrences, where they are numbers of rows, become
+// those of the rows' entries, where each rank sends `rows`. Moves 32 bytes an entry, and 8 an occurrence.
+extern "C" __global__ void __launch_bounds__(256) bags_pad(const i64 *counts, i64 stride, int features, i64 *begins,
+                                                           int ranks, i64 bound, i64 rows, const i64 *order, i64 n_order,
+                                                           const i64 *ids, i64 n_ids, int *homes, i64 n_homes,
+                                                           i64 *padded, i64 *values) {
+    wait_for_prior_kernel();
+    const i64 length = features + bound;
+    for (i64 k = thread_index(); k < ranks * length; k += thread_count()) {
+        const i64 rank = k / length, at = k - rank * length;
+        if (at < features) {
+            values[k] = counts[rank * stride + at];
+            continue;
+        }
+        const i64 from = begins[rank] + at - features;
+        values[k] = n_ids ? ids[from < n_ids ? from : n_ids - 1] : 0;
+        padded[rank * bound + at - features] = n_order ? order[from < n_order ? from : n_order - 1] : 0;
+    }
+    const i64 *first = begins + ranks + 1;
+    for (i64 k = thread_index(); k < n_homes; k += thread_count()) {
+        const i64 number = homes[k];
+        if (number < 0) continue;
+        const int found = upper_bound(first + 1, ranks, number), rank = found < ranks ? found : ranks - 1;
+        const i64 entry = number - first[rank] + rank * rows;
+        homes[k] = (int)(entry < 0 ? 0 : entry < ranks * rows ? entry : ranks * rows - 1);
+    }
+}
+
+// --- what has come ----------------------------------------------------------------------------------------------------
+
+// What one rank asks for of one feature is a piece; they lie feature by feature, and in these rank by rank. Of each:
+// where it ends among all ids, and how much further its ids lie among the entries, `shift`. And where features begin and
+// end, `edges` (features + 1,), and how many ids each rank's block has, `ids` (ranks,). One block of 1,024 threads.
+extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages came, i64 *ends, i64 *shift, i64 *edges,
+                                                               i64 *ids) {
+    wait_for_prior_kernel();
+    __shared__ i64 before[33];  // ids of the warps before each, and of all
+    const int warp = threadIdx.x / 32, ranks = came.ranks, features = came.features;
+    for (int rank = warp; rank < ranks; rank += 32) {  // whatever has come, nobody reads beyond a block
+        i64 done = 0;
+        for (int base = 0; base < features; base += 32) {
+            const int f = base + lane_index();
+            i64 own = f < features ? message_of(came, rank)[f] : 0;
+            own = own < 0 ? 0 : own < came.bound ? own : came.bound;
+            const i64 upto = done + sum_of_lanes(own), end = upto < came.bound ? upto : came.bound;
+            const i64 begin = upto - own < came.bound ? upto - own : came.bound;
+            if (f < features) {
+                ends[(i64)f * ranks + rank] = end - begin;
+                shift[(i64)f * ranks + rank] = rank * came.bound + begin;
+            }
+            done = __shfl_sync(FULL_WARP, end, 31);
+        }
+        if (lane_index() == 0) ids[rank] = done;
+    }
+    if (threadIdx.x == 0) edges[0] = before[32] = 0;
+    __syncthreads();
+    const i64 pieces = (i64)features * ranks;
+    for (i64 base = 0; base < pieces; base += blockDim.x) {
+        const i64 piece = base + threadIdx.x, own = piece < pieces ? ends[piece] : 0, done = before[32];
+        i64 upto = sum_of_lanes(own);
+        if (lane_index() == 31) before[warp] = upto;
+        __syncthreads();
+        if (warp == 0) {
+            const i64 its = before[lane_index()], all = sum_of_lanes(its);
+            before[lane_index()] = done + all - its;
+            if (lane_index() == 31) before[32] = done + all;
+        }
+        __syncthreads();
+        upto += before[warp];
+        if (piece < pieces) {
+            ends[piece] = upto;
+            shift[piece] -= upto - own;
+            if (piece % ranks == ranks - 1) edges[piece / ranks + 1] = upto;
+        }
+        __syncthreads();  // or the next ones would overwrite what is read here
+    }
+}
+
+// 1 for each entry whose row goes back, which is asked for the first time, else 0. `ids`: of each rank's block.
+extern "C" __global__ void __launch_bounds__(256) firsts_mark(Messages came, const i64 *ids, int *is_first) {
+    wait_for_prior_kernel();
+    for (i64 entry = thread_index(); entry < came.ranks * came.bound; entry += thread_count()) {
+        const i64 rank = entry / came.bound, at = entry - rank * came.bound;
+        is_first[entry] = at < ids[rank] && message_of(came, rank)[came.features + at] >= 0;
+    }
+}
+
+// Ids in the order of the pieces: of each number among them the entry, to `joined`, and to `entry`, which is `entries`
+// behind the last id; the id, and which row of the output it has. And to `picked` which number has each row that goes
+// back, where it is not some: of all ids at their entries, or, where `firsts` says how many of `is_first` are up to each
+// entry, of those alone, `rows` for each rank. Moves 44 bytes an entry, and 4 or 12 more at random.
+extern "C" __global__ void __launch_bounds__(256) ids_join(Messages came, const i64 *ends, const i64 *shift,
+                                                           const int *firsts, i64 rows, i64 *joined, i64 *entry,
+                                                           i64 *ids, int *row, i64 *picked) {
+    wait_for_prior_kernel();
+    const i64 entries = came.ranks * came.bound;
+    const int pieces = came.features * came.ranks;
+    for (i64 number = thread_index(); number < entries; number += thread_count()) {
+        const int found = upper_bound(ends, pieces, number), piece = found < pieces ? found : pieces - 1;
+        const bool is_id = found < pieces;
+        i64 at = shift[piece] + number;
+        at = at < entries ? at : entries - 1;
+        const i64 rank = at / came.bound, id = message_of(came, rank)[came.features + at - rank * came.bound];
+        joined[number] = at;
+        entry[number] = is_id ? at : entries;
+        row[number] = (int)(is_id ? at : entries - 1);
+        ids[number] = firsts ? id ^ (id >> 63) : id;  // one that was asked for before comes inverted
+        if (!is_id) continue;
+        if (!firsts) picked[at] = number;
+        else if (id >= 0) {
+            const i64 back = firsts[at] - 1 - (rank ? firsts[rank * came.bound - 1] : 0);
+            if (back < rows) picked[rank * rows + back] = number;
+        }
+    }
+}
