@@ -17,6 +17,7 @@ import torch.distributed as dist
 from devices import assert_same_bits, equal, require_gpu
 from sharding.ranks import sharding_of, tables_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import random_batch
 
 import tieredemb as te
@@ -75,7 +76,7 @@ def replayed(monkeypatch):
 class Run:
     """A collection and a dense part, and the step that trains both."""
 
-    def __init__(self, tables, *, sharding=None, max_ids=LONGEST, optimizer=None, **keywords):
+    def __init__(self, tables, *, sharding=None, max_ids=LONGEST, optimizer=None, recomputes=False, **keywords):
         optimizer = te.Adagrad(lr=0.1) if optimizer is None else optimizer
         keywords = {"capacity": 0.5, "optimizer": optimizer, "device": "cuda"} | keywords
         if sharding is None:
@@ -85,11 +86,19 @@ class Run:
             self.table = ShardedTieredEmbeddingBagCollection(tables, sharding=its, max_ids=max_ids, **keywords)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, sum(t.embedding_dim for t in tables), device="cuda"))
         self.dense = torch.optim.SGD([self.scale], lr=0.01, foreach=True)
+        self.recomputes = recomputes
+
+    def _scaled(self, *given):
+        return self.table(*given) * self.scale  # whose gradient takes the rows
 
     def step(self, batch):
         ids, offsets, target, *weights = batch
         self.dense.zero_grad(set_to_none=True)
-        out = torch.tanh(self.table(ids, offsets, *weights) * self.scale)
+        if self.recomputes:
+            scaled = checkpoint(self._scaled, ids, offsets, *weights, use_reentrant=False, preserve_rng_state=False)
+        else:
+            scaled = self._scaled(ids, offsets, *weights)
+        out = torch.tanh(scaled)
         loss = (out - target).square().mean() * 10
         loss.backward()
         self.dense.step()
@@ -106,10 +115,10 @@ def batches(tables, steps=STEPS, where="cuda", *, weighted=False):
     return [tuple(part.to(where) for part in batch) for batch in given]
 
 
-def compare(tables, replayed, *, sharding, ahead=False, where="cuda", weighted=False, **keywords):
+def compare(tables, replayed, *, sharding, ahead=False, where="cuda", weighted=False, recomputes=False, **keywords):
     """A captured run of ranks against one process, step by step."""
     steps = 25 if ahead else STEPS
-    plain, ranks = Run(tables, **keywords), Run(tables, sharding=sharding, **keywords)
+    plain, ranks = Run(tables, **keywords), Run(tables, sharding=sharding, recomputes=recomputes, **keywords)
     train = te.graph_step(ranks.step, max_ids=LONGEST)
     loader = batches(tables, steps, where, weighted=weighted)
     for number, batch in enumerate(te.prefetch(loader, ranks.table) if ahead else loader):
@@ -153,33 +162,56 @@ def test_captured_steps_of_other_options(with_itself, replayed, keywords, ahead)
     compare(MIXED, replayed, sharding="every other", ahead=ahead, **keywords)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+@pytest.mark.parametrize("capacity", [2, 0.5])
+@pytest.mark.parametrize("sharding", ["rows", "every other"])
+def test_captured_steps_compute_forwards_again(with_itself, replayed, sharding, capacity, ahead):
+    """And train once by them."""
+    compare(MIXED, replayed, sharding=sharding, ahead=ahead, capacity=capacity, recomputes=True)
+
+
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
 def test_steps_go_ahead_of_batches_wherever_these_are(with_itself, replayed, where):
     compare(MIXED, replayed, sharding="every other", ahead=True, where=where)
 
 
-class Mixed(Run):
-    """Beside the collection two bags of this process alone, which share a cache, and are looked up before."""
+SPIN = 1_000_000  # clock cycles: more than half a millisecond
 
-    def __init__(self, sharding):
+
+class Mixed(Run):
+    """Beside the collection two bags of this process alone, which share a cache, and are looked up and updated before,
+    on another stream if `aside`. A GPU comes late to what it does for them."""
+
+    def __init__(self, sharding, *, aside=False):
         super().__init__(SUMS, sharding=sharding, capacity=0.3)
+        self.stream = torch.cuda.Stream() if aside else None
         torch.manual_seed(0)
         self.bags = nn.ModuleList([nn.EmbeddingBag(rows, 4, mode="sum") for rows in (300, 50)]).cuda()
         te.replace_embedding_bags(self.bags, capacity=0.2, optimizer=te.Adagrad(lr=0.1))
 
     def step(self, batch):
         *given, first, second = batch
-        before = (self.bags[0](first) + self.bags[1](second)).square().mean()
-        before.backward()
-        return super().step(given) | {"before": before}
+        computes = torch.cuda.current_stream()
+        stream = self.stream or computes
+        stream.wait_stream(computes)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SPIN)
+            before = (self.bags[0](first) + self.bags[1](second)).square().mean()
+            torch.cuda._sleep(SPIN)
+            before.backward()
+        found = super().step(given)
+        computes.wait_stream(stream)
+        return found | {"before": before}
 
     def numbers(self):
         return [*super().numbers(), *self.bags.state_dict().values()]
 
 
-def test_bags_of_this_process_that_are_planned_as_one(with_itself, replayed):
-    """Their plan comes behind what their last one has left, whatever is found out of the ranks' ids beside that."""
-    plain, ranks = Mixed(None), Mixed("every other")
+@pytest.mark.parametrize("aside", [False, True])
+def test_bags_of_this_process_that_are_planned_as_one(with_itself, replayed, aside):
+    """Their plan comes behind what their last one has left, whatever is found out of the ranks' ids beside that; and
+    behind their update, which is over on the books by then: it may take rows that this uses where they lie."""
+    plain, ranks = Mixed(None), Mixed("every other", aside=aside)
     train, generator = te.graph_step(ranks.step, max_ids=LONGEST), torch.Generator("cuda").manual_seed(3)
     given = [
         (*batch, *(torch.randint(rows, (SAMPLES, 5), generator=generator, device="cuda") for rows in (300, 50)))

@@ -115,14 +115,11 @@ class StepAheadTogether(StepAhead[R]):
         """As of one process, but that the ids of the batch which is planned go to other ranks behind the rows of the
         one that is computed, and so do not keep these waiting."""
         executor, plans, wanted = self._executor, self._plans, then.wanted(self._step, lookups)
-        is_of_ranks = all(lookup.module.agreement is not None for lookup in wanted)
         is_planned = False
 
         def plan() -> None:
             nonlocal is_planned
             is_planned = True
-            if not is_of_ranks:  # the forwards of this process may be over by now, whose rows a plan then takes
-                plans.wait_stream(torch.cuda.current_stream())
             with executor.together(wanted):
                 with on_stream(plans):
                     then.plan_later(executor, wanted, caches)

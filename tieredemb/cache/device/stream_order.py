@@ -64,14 +64,18 @@ class StreamOrder:
 
     def whole(self) -> None:
         """As `compute`, behind all plans too. A plan made ahead comes behind what computes instead, as updates may have
-        made its victims dirty; in a capture it has forked off that already."""
+        made its victims dirty: in a capture, behind what has computed there before. That may be over on the books, so
+        that the plan takes its rows, while its update is yet to run."""
         if self._planner == 0 or not self._is_ahead:
             self.compute()
             if self._planned is not None and self._is_current:
                 self._planned.wait(current_stream())
                 self._planned = None
         elif torch.cuda.is_current_stream_capturing():
-            pass
+            with on_stream(self._stream):
+                is_captured = torch.cuda.is_current_stream_capturing()
+            if is_captured:
+                current_stream().wait_stream(self._stream)
         elif not self._is_apart:
             current_stream().wait_stream(self._stream)
         elif self._touched is not None:
