@@ -183,11 +183,15 @@ def lacks(rank, size, what, *given):
         if rank == 1:
             found = getattr(SymmetricMemory, what)
             patch.setattr(SymmetricMemory, what, lambda *given: (found(*given), None)[1])
-        return test_sharded_gpus.captured_run(rank, size, *given)
+        held, close = [], SymmetricMemory.close
+        patch.setattr(SymmetricMemory, "close", lambda memory, **how: (held.append(memory.bytes), close(memory, **how)))
+        found = test_sharded_gpus.captured_run(rank, size, *given)
+    assert held == [0]
+    return found
 
 
 @AT_ONCE_OR_AHEAD
-@pytest.mark.parametrize("what", ["_allocated", "_mapped"])
+@pytest.mark.parametrize("what", ["_allocate", "_mapped"])
 def test_what_one_rank_lacks_keeps_all_to_sending(world, what, ahead):
     tables, (sharding, steps) = tables_of(**TABLES), ("every other", 20)
     keywords = {"optimizer": te.Adagrad(lr=0.1), "capacity": 0.5}

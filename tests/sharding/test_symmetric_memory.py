@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory
 
+from tieredemb.sharding import exchange, symmetric
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.exchange import Place
 from tieredemb.sharding.symmetric import Room, SymmetricMemory
@@ -16,7 +21,7 @@ HERE = [Place("host", "gpu0"), Place("host", "gpu1")]
 
 def memory_of(places, *, device="cuda:0", has_nccl=True, flags=None):
     """That of rank 0, which is told `flags` by the others, one after the other."""
-    exchange = SimpleNamespace(has_nccl=has_nccl, places=places, rank=0, size=len(places))
+    its = SimpleNamespace(has_nccl=has_nccl, places=places, rank=0, size=len(places))
     headers = []
 
     def announce(phase, *, flag):
@@ -24,7 +29,7 @@ def memory_of(places, *, device="cuda:0", has_nccl=True, flags=None):
         headers.append(flag)
         return SimpleNamespace(flags=torch.tensor([flag, *[theirs] * (len(places) - 1)]))
 
-    context = SimpleNamespace(exchange=exchange, device=torch.device(device), announce=announce)
+    context = SimpleNamespace(exchange=its, device=torch.device(device), announce=announce)
     return SymmetricMemory(context), headers
 
 
@@ -58,6 +63,24 @@ def test_a_rank_of_another_host_is_not_reached(gpus):
     assert not memory_of([HERE[0], Place("other", "gpu1")])[0]._reaches_all()
 
 
+def test_a_rank_that_memory_cannot_be_handed_to_is_not_reached(gpus):
+    """Of another container on this host."""
+    places = [place._replace(shares=shares) for place, shares in zip(HERE, "ab", strict=True)]
+    assert not memory_of(places)[0]._reaches_all()
+
+
+def test_processes_share_their_numbers_and_a_temporary_directory(monkeypatch, tmp_path):
+    own = exchange._shared_by_processes()
+    assert exchange._shared_by_processes() == own
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path))
+        assert exchange._shared_by_processes() != own
+    monkeypatch.setattr(os, "readlink", lambda _: "another namespace")
+    assert exchange._shared_by_processes() != own
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    assert exchange._shared_by_processes() != exchange._shared_by_processes()  # with nobody
+
+
 def test_a_gpu_that_this_process_does_not_see_is_not_reached(gpus):
     gpus.uuids = ["gpu0"]
     assert not memory_of(HERE)[0]._reaches_all()
@@ -78,6 +101,26 @@ def test_ranks_that_do_not_exchange_by_nccl_tell_each_other_nothing(gpus, keywor
     assert not headers
 
 
+class Memory:
+    """Notes whether nobody captures while it is freed."""
+
+    def __init__(self, freed):
+        self._freed = freed
+
+    def __del__(self):
+        self._freed.append(self._freed.is_locked)
+
+
+class Freed(list):
+    is_locked = False
+
+    @contextlib.contextmanager
+    def lock(self, _):
+        self.is_locked = True
+        yield
+        self.is_locked = False
+
+
 @pytest.mark.parametrize(
     ("flags", "allocated", "mapped"),
     [([0], True, True), ([1], False, True), ([1, 0], True, True), ([1, 1], True, False)],
@@ -85,14 +128,47 @@ def test_ranks_that_do_not_exchange_by_nccl_tell_each_other_nothing(gpus, keywor
 )
 def test_what_one_rank_cannot_none_does(gpus, monkeypatch, flags, allocated, mapped):
     memory, headers = memory_of(HERE, flags=flags)
-    maps = []
-    monkeypatch.setattr(memory, "_allocated", lambda size: torch.zeros(size) if allocated else None)
-    monkeypatch.setattr(memory, "_mapped", lambda its: maps.append(its) or ((None, [0, 0]) if mapped else None))
+    maps, freed = [], Freed()
+    monkeypatch.setattr(symmetric, "capture_lock", freed.lock)
+
+    def allocate(held, *_):
+        held += [Memory(freed) for _ in range(allocated)]
+        return allocated
+
+    def mapping(held, tokens, starts):
+        assert tokens == [headers[0], 1]
+        assert list(starts.values()) == [0, 1024]
+        maps.append(True)
+        held.append(Memory(freed))
+        return {} if mapped else None
+
+    monkeypatch.setattr(memory, "_allocate", allocate)
+    monkeypatch.setattr(memory, "_mapped", mapping)
     assert memory.make(ROOMS) is None
     assert memory.make(ROOMS) is None  # nor asks again
-    assert headers == [int(allocated), int(mapped)][: len(flags)]
+    assert [bool(each) for each in headers] == [allocated, mapped][: len(flags)]
     assert len(maps) == len(flags) - 1
+    assert freed == [True] * (allocated + len(maps))
     assert memory.bytes == 0
+
+
+@pytest.mark.parametrize("others", [1, 7])
+def test_memory_that_is_not_the_other_ranks_is_not_written_to(gpus, monkeypatch, others):
+    """As where two processes have one number, and what torch hands over comes back: each rank tells what its memory
+    begins with."""
+    memory, _ = memory_of(HERE, device="cpu")
+    own = torch.zeros(2 * symmetric.ALIGNED, dtype=torch.uint8)
+    own[:8].view(torch.int64).fill_(5)
+    theirs = own.clone()
+    theirs[:8].view(torch.int64).fill_(7)
+    handle = SimpleNamespace(get_buffer=lambda rank, size, dtype: (own, theirs)[rank])
+    monkeypatch.setattr(torch.distributed._symmetric_memory, "rendezvous", lambda memory, group: handle)
+    monkeypatch.setattr(symmetric, "on_device", contextlib.nullcontext)
+    memory._exchange.group = None
+    found = memory._mapped([own], [5, others], {ROOMS[0]: 64})
+    assert (found is not None) == (others == 7)
+    if found:
+        assert found[ROOMS[0]].to.begins.tolist() == [own.data_ptr() + 64, theirs.data_ptr() + 64]
 
 
 def test_without_rows_that_are_dealt_out_ranks_tell_each_other_nothing(gpus):

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import socket
+import tempfile
 import traceback
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -61,10 +64,12 @@ _TOLD = {
 
 
 class Place(NamedTuple):
-    """Where a rank is: its host, and the UUID of its GPU."""
+    """Where a rank is: its host, and the UUID of its GPU. `shares`: what two processes of a host have in common where
+    they can hand each other memory."""
 
     host: str
     gpu: str
+    shares: str = ""
 
 
 class Header(NamedTuple):
@@ -353,10 +358,11 @@ class Exchange:
         for a mistake."""
         if device.type != "cuda" or not self.has_nccl:
             return
-        self.places = self.every(Place(socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)))
-        ranks: dict[Place, int] = {}
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+        self.places = self.every(Place(socket.gethostname(), gpu, _shared_by_processes()))
+        ranks: dict[tuple[str, str], int] = {}
         for rank, where in enumerate(self.places):
-            other = ranks.setdefault(where, rank)
+            other = ranks.setdefault((where.host, where.gpu), rank)
             if other != rank:
                 raise ConfigError(
                     f"ranks {other} and {rank} are on the same GPU, which NCCL does not take; call "
@@ -370,6 +376,16 @@ class Exchange:
         with self._answered(Phase.WHOLE):
             dist.gather_object(value, found, dst=self.ranks[to], group=self.group)
         return found
+
+
+def _shared_by_processes() -> str:
+    """The namespace of this process's number, and its temporary directory: torch hands memory over through sockets
+    there, which are named by numbers of processes. Containers of one host may differ in either."""
+    try:
+        where = os.stat(tempfile.gettempdir())
+        return f"{os.readlink('/proc/self/ns/pid')} {where.st_dev}:{where.st_ino}"
+    except OSError:
+        return uuid.uuid4().hex  # nothing
 
 
 def _is_known(group: Any) -> bool:

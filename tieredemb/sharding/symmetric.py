@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from tieredemb.kernels.streams import capture_lock, on_device
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase
 
-ALIGNED = 512  # bytes: where room of each kind begins
+ALIGNED, WORD = 512, 8  # bytes: where room of each kind begins, and what ranks know each other's memory by
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -81,23 +82,16 @@ class SymmetricMemory:
 
     def _add(self, missing: Sequence[Room]) -> bool:
         """Makes these, on all ranks or on none; returns whether it did."""
-        starts, size = self._laid_out(missing)
-        memory = self._allocated(size)
-        if not self._all_could(memory is not None):
-            return False
-        assert memory is not None
-        mapped = self._mapped(memory)
-        if not self._all_could(mapped is not None):
-            with capture_lock(self._device):
-                del memory, mapped
-            return False
-        assert mapped is not None
-        handle, begins = mapped
-        self._held.append((memory, handle))
+        held = list[Any]()
+        try:
+            made = self._shared(missing, held)
+            if made is None:
+                return False
+            self._held.append(tuple(held))
+        finally:
+            with capture_lock(self._device):  # to free memory is to wait for the device
+                held.clear()
         with self._exchange.agreed(), on_device(self._device), no_inference():
-            if self._word is None:
-                self._word = torch.zeros(1, dtype=torch.int32, device=self._device)
-            made = {room: self._rows(room, memory, begins, start) for room, start in zip(missing, starts, strict=True)}
             self.meet()  # NCCL makes what a collective needs when it is first called: not in a capture
             met = torch.cuda.Event()  # type: ignore[no-untyped-call]
             met.record()
@@ -105,10 +99,25 @@ class SymmetricMemory:
         self._made |= made
         return True
 
-    def _all_could(self, could: bool) -> bool:
-        """Whether all ranks could do what this one could, or not; if not, no rank tries again."""
-        self._is_off = not self._context.announce(Phase.STEP, flag=int(could)).flags.all()
-        return not self._is_off
+    def _shared(self, missing: Sequence[Room], held: list[Any]) -> dict[Room, SymmetricRows] | None:
+        """Rooms in memory that all ranks have mapped, which is `held`, with what it is mapped by; None on all of them
+        where one could not."""
+        starts, size = self._laid_out(missing)
+        token = secrets.randbits(62) | 1
+        tokens = self._all_could(token if self._allocate(held, size, token) else 0)
+        if tokens is None:
+            return None
+        made = self._mapped(held, tokens, dict(zip(missing, starts, strict=True)))
+        if self._all_could(int(made is not None)) is None:
+            return None
+        held[0][:WORD] = 0  # all have read it
+        return made
+
+    def _all_could(self, could: int) -> list[int] | None:
+        """What all ranks tell that they could, where nobody tells 0; else no rank tries again."""
+        told: list[int] = self._context.announce(Phase.STEP, flag=could).flags.tolist()
+        self._is_off = not all(told)
+        return None if self._is_off else told
 
     @property
     def bytes(self) -> int:
@@ -139,20 +148,25 @@ class SymmetricMemory:
             end += -(-size // ALIGNED) * ALIGNED
         return starts, end
 
-    def _allocated(self, size: int) -> torch.Tensor | None:
-        """So many bytes of memory that other ranks can be given, all zero; None where it cannot be had."""
+    def _allocate(self, held: list[Any], size: int, token: int) -> bool:
+        """Makes so many bytes of memory, to be `held`, that other ranks can be given; they begin with a `token`, and
+        else are zero: what nobody writes is read, and not used. False where it cannot be had."""
         if not self._reaches_all():
-            return None
+            return False
         try:
             import torch.distributed._symmetric_memory as symmetric
 
             with on_device(self._device), no_inference():
                 memory = symmetric.empty(max(ALIGNED, size), dtype=torch.uint8, device=self._device)
-                memory.zero_()  # what nobody writes is read, and not used
+                memory.zero_()
+                memory[:WORD].view(torch.int64).fill_(token)
+                if self._word is None:
+                    self._word = torch.zeros(1, dtype=torch.int32, device=self._device)
                 torch.cuda.current_stream().synchronize()
         except (ImportError, RuntimeError):
-            return None
-        return memory
+            return False
+        held.append(memory)
+        return True
 
     def _reaches_all(self) -> bool:
         """Whether all ranks are processes of this host, whose GPUs this process sees, and its own GPU reaches."""
@@ -160,21 +174,31 @@ class SymmetricMemory:
             return False
         here = {str(torch.cuda.get_device_properties(k).uuid): k for k in range(torch.cuda.device_count())}
         places, mine = self._exchange.places, self._device.index
-        if any(place.host != places[self._exchange.rank].host or place.gpu not in here for place in places):
+        own = places[self._exchange.rank]
+        if any((place.host, place.shares) != (own.host, own.shares) or place.gpu not in here for place in places):
             return False
         others = {here[place.gpu] for place in places} - {mine}
         return all(torch.cuda.can_device_access_peer(mine, other) for other in others)
 
-    def _mapped(self, memory: torch.Tensor) -> tuple[Any, list[int]] | None:
-        """What the memory of each rank is mapped by, and where it begins, in the addresses of this process; None where
-        it cannot be mapped. What ranks wait for each other inside, torch's store ends after its own timeout."""
+    def _mapped(
+        self, held: list[Any], tokens: Sequence[int], starts: Mapping[Room, int]
+    ) -> dict[Room, SymmetricRows] | None:
+        """Rooms that begin at `starts` in memory of all ranks, that of this one being `held`, with what maps it; None
+        where it cannot be mapped, or what is mapped is not theirs, who told these `tokens`. Ranks wait for each other
+        inside, by torch's means: where one fails amid it, another may wait for ever."""
         import torch.distributed._symmetric_memory as symmetric
 
-        ranks, size = range(self._exchange.size), (memory.shape[0],)
+        (memory,) = held
         try:
             with on_device(self._device), no_inference(), _without_multicast():
                 handle = symmetric.rendezvous(memory, self._exchange.group)
-                return handle, [handle.get_buffer(rank, size, torch.uint8).data_ptr() for rank in ranks]
+                held.append(handle)
+                of_ranks = [handle.get_buffer(k, (memory.shape[0],), torch.uint8) for k in range(len(tokens))]
+                found = torch.cat([its[:WORD] for its in of_ranks]).view(torch.int64)
+                if found.tolist() != list(tokens):
+                    return None
+                begins = [its.data_ptr() for its in of_ranks]
+                return {room: self._rows(room, memory, begins, start) for room, start in starts.items()}
         except RuntimeError:
             return None
 
