@@ -34,59 +34,87 @@ def test_messages_are_joined_as_by_arithmetic(rank, shape, rows):
 
 
 SIZES = [(1, 1, 1), (1, 1, 500), (2, 26, 1000), (3, 2000, 900), (8, 5, 37), (40, 3, 64), (300, 40, 20)]
+GIVEN = {  # how many ids of each feature each rank is asked for, and how many fit
+    "nobody asks": ([[0, 0, 0], [0, 0, 0]], 9),
+    "nothing fits": ([[0, 0], [0, 0]], 0),
+    "one id": ([[0, 0], [0, 1]], 1),
+    "full": ([[4, 5], [9, 0]], 9),
+    "one has too many": ([[4, 5], [7, 8]], 9),
+    "all have too many": ([[1000, 1000], [1000, 1000]], 9),
+}
 
 
-def counted(ranks, features, bound, *, overfull=False):
-    """How many ids of each feature each rank is asked for, at most `bound` in all or more, and how many rows."""
+def drawn(ranks, features, bound):
+    """Counts of ids that fit, of some features none."""
     counts = torch.randint(2 * bound // features + 2, (ranks, features)) * (torch.rand(ranks, features) < 0.8)
-    if not overfull:
-        counts = torch.cumsum(counts, 1).clamp(max=bound)
-        counts = torch.cat([counts[:, :1], counts.diff(dim=1)], 1)
-    return torch.cat([counts, (counts * torch.rand(ranks, features)).ceil().long()], 1)
+    ends = torch.cumsum(counts, 1).clamp(max=bound)
+    return torch.cat([ends[:, :1], ends.diff(dim=1)], 1)
 
 
-@pytest.mark.parametrize("overfull", [False, True])
-@pytest.mark.parametrize(("ranks", "features", "bound"), SIZES)
-def test_messages_of_any_size_are_joined(ranks, features, bound, overfull):
+def cases():
     torch.manual_seed(0)
-    counts, rows = counted(ranks, features, bound, overfull=overfull)[:, :features], max(1, bound // 2)
-    ids = torch.randint(1000, (ranks, bound))
-    values = torch.cat([counts, torch.where(torch.rand(ranks, bound) < 0.6, ids, ~ids)], 1).view(-1)
+    for size in SIZES:
+        yield pytest.param(drawn(*size), size[-1], id=f"{size}")
+    for name, (counts, bound) in GIVEN.items():
+        yield pytest.param(torch.tensor(counts), bound, id=name)
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize(("counts", "bound"), cases())
+def test_messages_of_any_size_are_joined(counts, bound, once):
+    """Where a row goes back `once`, ids that were asked for before come inverted."""
+    ranks, features, rows = *counts.shape, max(1, bound // 2) if once else None
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        ids = torch.randint(1000, (ranks, bound))
+        if once:
+            ids = torch.where(torch.rand(ranks, bound) < 0.6, ids, ~ids)
+        values = torch.cat([counts, ids], 1).view(-1)
+        came = read(values, features, bound, 0, [0] * ranks)
+        starts = torch.cumsum(came.counts, 1) - came.counts + torch.arange(ranks)[:, None] * bound
+        spans = zip(starts.T.reshape(-1).tolist(), came.counts.T.reshape(-1).tolist(), strict=True)
+        entries = torch.cat([torch.arange(start, start + count) for start, count in spans])
+        goes = firsts_of(came.ids, came.counts.sum(1), rows)[entries] if once else entries
+        picked = torch.zeros(ranks * (rows if once else bound) + 1, dtype=torch.int64)
+        picked.index_copy_(0, goes, torch.arange(len(entries)))
+        edges, n = torch.cat([torch.zeros(1, dtype=torch.int64), came.counts.sum(0).cumsum(0)]), len(entries)
     its = join_messages(values.cuda(), ranks=ranks, features=features, bound=bound, rows=rows)
-    came = read(values, features, bound, 0, [0] * ranks)
-    starts = torch.cumsum(came.counts, 1) - came.counts + torch.arange(ranks)[:, None] * bound
-    spans = zip(starts.T.reshape(-1).tolist(), came.counts.T.reshape(-1).tolist(), strict=True)
-    entries = torch.cat([torch.arange(start, start + count) for start, count in spans])
-    goes = firsts_of(came.ids, came.counts.sum(1), rows)[entries]
-    picked = torch.zeros(ranks * rows + 1, dtype=torch.int64).index_copy_(0, goes, torch.arange(len(entries)))
-    n = len(entries)
-    assert equal(its.edges.cpu(), torch.cat([torch.zeros(1, dtype=torch.int64), came.counts.sum(0).cumsum(0)]))
+    assert equal(its.edges.cpu(), edges)
     assert equal(its.entry[:n].cpu(), entries)
     assert equal(its.joined[:n].cpu(), entries)
     assert equal(its.row[:n].cpu().long(), entries)
     assert bool((its.entry[n:] == ranks * bound).all())
-    assert bool((its.joined[n:] < ranks * bound).all())
+    assert bool(((its.joined[n:] >= 0) & (its.joined[n:] < ranks * bound)).all())
     assert bool((its.row[n:] == ranks * bound - 1).all())
     assert equal(its.ids[:n].cpu(), each_asked(came.ids)[entries])
     assert equal(its.picked.cpu(), picked[:-1])
 
 
-@pytest.mark.parametrize("overfull", [False, True])
-@pytest.mark.parametrize(("ranks", "features", "bound"), [*SIZES, (2, 3, 0)])
-def test_bags_are_padded_as_by_arithmetic(ranks, features, bound, overfull):
-    torch.manual_seed(0)
-    counts, rows = counted(ranks, features, bound, overfull=overfull), max(1, bound // 2)
-    asked, back = (int(its.sum()) for its in counts.split(features, 1))
-    order, ids = torch.randperm(asked), torch.randint(-1000, 1000, (asked + 9,) if asked else (0,))
-    homes = torch.randint(-2, max(1, back), (asked + 9,), dtype=torch.int32)
-    of_ids, expected = Padding(counts[:, :features].sum(1), bound), homes.clone()
-    Padding(counts[:, features:].sum(1), rows).move(expected)
-    stored = torch.zeros((ranks, 2 * features + 3), dtype=torch.int64, device="cuda")
-    stored[:, 1 : 1 + 2 * features] = counts.cuda()  # beside those of another part
-    on_gpu = homes.cuda()
-    padded = pad_bags(
-        stored[:, 1 : 1 + 2 * features], features, order.cuda(), ids.cuda(), on_gpu, bound=bound, rows=rows
-    )
+def test_whatever_has_come_nothing_lies_beyond_a_block():
+    for counts in ([-5, 3], [2**62, 2**62], [-(2**63), 2**63 - 1]):
+        values = torch.tensor([*counts, *range(9)] * 2).cuda()
+        its = join_messages(values, ranks=2, features=2, bound=9, rows=4)
+        assert bool(((its.joined >= 0) & (its.joined < 18) & (its.row >= 0) & (its.row < 18)).all())
+        assert bool((its.edges.diff() >= 0).all())
+        assert int(its.edges[-1]) <= 18
+
+
+@pytest.mark.parametrize("homes", ["many", "none"])
+@pytest.mark.parametrize(("counts", "bound"), cases())
+def test_bags_are_padded_as_by_arithmetic(counts, bound, homes):
+    (ranks, features), rows = counts.shape, max(1, bound // 2)
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        counts = torch.cat([counts, (counts * torch.rand(ranks, features)).ceil().long()], 1)
+        asked, back = (int(its.sum()) for its in counts.split(features, 1))
+        order, ids = torch.randperm(asked), torch.randint(-1000, 1000, (asked + 9,) if asked else (0,))
+        its = torch.randint(-2, max(1, back), (asked + 9 if homes == "many" else 0,), dtype=torch.int32)
+        of_ids, expected = Padding(counts[:, :features].sum(1), bound), its.clone()
+        Padding(counts[:, features:].sum(1), rows).move(expected)
+        beside = torch.full((ranks, 2 * features + 3), 77)  # of another part
+        beside[:, 1 : 1 + 2 * features] = counts
+    on_gpu, its = beside.cuda()[:, 1 : 1 + 2 * features], its.cuda()
+    padded = pad_bags(on_gpu, features, order.cuda(), ids.cuda(), its, bound=bound, rows=rows)
     assert equal(padded.order.cpu(), of_ids.pad(order))
     assert equal(padded.values.cpu(), message(counts[:, :features], of_ids.pad(ids)).values)
-    assert equal(on_gpu.cpu(), expected)
+    assert equal(its.cpu(), expected)

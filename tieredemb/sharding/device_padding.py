@@ -11,8 +11,13 @@ from tieredemb.kernels.arguments import struct_type
 from tieredemb.kernels.compiler import blocks_for, kernel
 from tieredemb.kernels.streams import on_device
 
-PADDING = "sharding/padding.cu"
+PADDING = "sharding/padding.cu"  # compiled as one
 THREADS, IN_ONE_BLOCK, IN_ONE_WARP = 256, 1024, 32
+
+
+def prepare(device: torch.device) -> None:
+    """Begins to compile the kernels, which may first be launched in a capture."""
+    kernel(PADDING, "blocks_begin").prepare(device.index)
 
 
 class PaddedBags(NamedTuple):

@@ -36,8 +36,8 @@ from tieredemb.lookup.device_bags import (
     words_of,
 )
 from tieredemb.lookup.device_lookup import UNALIGNED, DeviceLookup
+from tieredemb.sharding import device_padding
 from tieredemb.sharding.bags import Most, Part, most_in
-from tieredemb.sharding.device_padding import pad_bags
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.padding import Padding, each_asked, message
 from tieredemb.step.batch import Batch
@@ -85,6 +85,8 @@ class GpuPart:
         most = ("-DHAS_MAX",) if self.lookup.has_max else ()
         self._gradient = (*OPTIONS, *floats.flags, *most)
         kernel(OWNERS, "owners_find").prepare(device.index)
+        if not self.is_whole:
+            device_padding.prepare(device)
 
     def find(self, batch: Batch, words: FoundWords, counts: torch.Tensor, *, finds_firsts: bool = True) -> GpuBags:
         """The bags, whose `counts`, int64 (W, columns), are added to. `finds_firsts`: whether ids that were asked for
@@ -241,7 +243,7 @@ class GpuBags:
         self.ids = self.grads = [bound] * ranks
         self.back = [bound if rows is None else rows] * ranks
         if rows is not None and not self._part.is_whole:
-            self._order, self.asked = pad_bags(
+            self._order, self.asked = device_padding.pad_bags(
                 self._counted, features, self._order, self._rows_asked, homes, bound=bound, rows=rows
             )
             self.sent = [features + bound] * ranks

@@ -40,8 +40,7 @@ __device__ __forceinline__ i64 sum_of_lanes(i64 value) {
 
 // How many ids each rank is asked for, and behind those how many different rows: `begins` (2, ranks + 1), where they
 // begin among all, and end. `counts`: of each rank a row of `stride`, first of the features' ids. One block, one warp.
-extern "C" __global__ void __launch_bounds__(32) blocks_begin(const i64 *counts, i64 stride, int ranks, int features,
-                                                              i64 *begins) {
+extern "C" __global__ void blocks_begin(const i64 *counts, i64 stride, int ranks, int features, i64 *begins) {
     wait_for_prior_kernel();
     for (int which = 0; which < 2; which++) {
         i64 begin = 0;
@@ -58,10 +57,9 @@ extern "C" __global__ void __launch_bounds__(32) blocks_begin(const i64 *counts,
 // Puts what is asked for into blocks: the occurrences, `order` to `padded`, and `ids` to `values`, behind the counts of
 // each rank. What fills a block up is a copy of some value. Homes of occurrences, where they are numbers of rows, become
 // those of the rows' entries, where each rank sends `rows`. Moves 32 bytes an entry, and 8 an occurrence.
-extern "C" __global__ void __launch_bounds__(256) bags_pad(const i64 *counts, i64 stride, int features, i64 *begins,
-                                                           int ranks, i64 bound, i64 rows, const i64 *order, i64 n_order,
-                                                           const i64 *ids, i64 n_ids, int *homes, i64 n_homes,
-                                                           i64 *padded, i64 *values) {
+extern "C" __global__ void __launch_bounds__(256) bags_pad(
+    const i64 *counts, i64 stride, int features, const i64 *begins, int ranks, i64 bound, i64 rows, const i64 *order,
+    i64 n_order, const i64 *ids, i64 n_ids, int *homes, i64 n_homes, i64 *padded, i64 *values) {
     wait_for_prior_kernel();
     const i64 length = features + bound;
     for (i64 k = thread_index(); k < ranks * length; k += thread_count()) {
@@ -144,9 +142,9 @@ extern "C" __global__ void __launch_bounds__(256) firsts_mark(Messages came, con
 }
 
 // Ids in the order of the pieces: of each number among them the entry, to `joined`, and to `entry`, which is `entries`
-// behind the last id; the id, and which row of the output it has. And to `picked` which number has each row that goes
-// back, where it is not some: of all ids at their entries, or, where `firsts` says how many of `is_first` are up to each
-// entry, of those alone, `rows` for each rank. Moves 44 bytes an entry, and 4 or 12 more at random.
+// behind the last id; the id, and which row of the output it has. And to `picked`, which comes zero, the number that
+// each row that goes back has: of all ids, at their entries, or, where `firsts` says how many of `is_first` are up to
+// each entry, of those alone, `rows` for each rank. Moves 36 bytes an entry, and 8 or 12 more at random.
 extern "C" __global__ void __launch_bounds__(256) ids_join(Messages came, const i64 *ends, const i64 *shift,
                                                            const int *firsts, i64 rows, i64 *joined, i64 *entry,
                                                            i64 *ids, int *row, i64 *picked) {

@@ -55,9 +55,9 @@ class Agreement(abc.ABC):
     def capturing(
         self, given: Sequence[Given], *, planned: Sequence[Given] = ()
     ) -> contextlib.AbstractContextManager[None]:
-        """A step is captured inside, whose lookups are those of the inputs `given`, and no others. `planned`: of one
-        that goes ahead, and only plans those, the inputs that it looks up, which an earlier one has planned; what it
-        computes again it asks for again. A collective, until the capture begins."""
+        """A step is captured inside. `given`: the inputs that it looks up; of one that goes ahead, those that it plans
+        · `planned`: of one that goes ahead, the inputs that it looks up, which an earlier step has planned; a forward
+        that is computed again asks for them again. There are no others. A collective, until the capture begins."""
 
     @abc.abstractmethod
     def behind_rows(self, exchanges: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
