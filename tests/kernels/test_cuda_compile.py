@@ -3,6 +3,7 @@ its wheel, called directly."""
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -42,6 +43,13 @@ def compile_for(file: str, architecture: str, flags: tuple[str, ...]) -> str:
     return compiled(file_of(file), architecture, flags)[0]
 
 
+@functools.cache
+def whole(file: str, architecture: str) -> tuple[str, str]:
+    """The compiler's log and PTX of a file, which is optimised, and so takes long: once for all tests here. Rows are
+    floats."""
+    return compiled(file_of(file), architecture, row_flags(file, torch.float32, 128))
+
+
 def read_for(file: str, flags: tuple[str, ...]) -> str:
     """What the compiler says of code that it is to read, and neither to optimise nor to turn into machine code, which
     takes most of its time: that is tested once for a file and architecture."""
@@ -61,7 +69,7 @@ def test_every_cuda_file_is_compiled_here():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("file", PLAIN)
 def test_kernel_compiles_without_a_warning(file, architecture):
-    assert compile_for(file, architecture, options()) == ""
+    assert whole(file, architecture)[0] == ""
 
 
 def row_flags(file, dtype, width):
@@ -90,7 +98,7 @@ def test_row_kernel_compiles_for_every_format_and_width(file, dtype, width):
         assert read_for(file, flags) == ""
         return
     for architecture in ARCHITECTURES:
-        assert compile_for(file, architecture, flags) == ""
+        assert whole(file, architecture)[0] == ""
 
 
 @pytest.mark.parametrize(
@@ -156,14 +164,13 @@ def test_kernel_waits_for_the_one_before_it_first(file):
 
 @pytest.mark.parametrize("file", [*PLAIN, *BY_ROW, *OPTIMIZERS])
 def test_compiler_moves_no_access_to_memory_before_the_wait(file):
-    flags = row_flags(file, torch.float32, 128)
-    bodies = compiled(file_of(file), "sm_90", flags)[1].split(".entry")[1:]
+    bodies = whole(file, "sm_90")[1].split(".entry")[1:]
     assert len(bodies) == len(kernels(file))
     for body in bodies:
         before, wait, _ = body.partition("griddepcontrol.wait;")
         assert wait
         assert re.findall(r"\s(?:ld|st|atom|red|bar|bra|ret)\b(?!\.param)\S*", before) == []
-    assert "griddepcontrol" not in compiled(file_of(file), "sm_80", flags)[1]
+    assert "griddepcontrol" not in whole(file, "sm_80")[1]
 
 
 def test_a_broken_kernel_fails():
