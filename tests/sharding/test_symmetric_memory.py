@@ -152,6 +152,18 @@ def test_what_one_rank_cannot_none_does(gpus, monkeypatch, flags, allocated, map
     assert memory.bytes == 0
 
 
+def test_another_torch_may_know_of_no_such_memory(gpus, monkeypatch):
+    """It is no public part of it."""
+    memory, _ = memory_of(HERE)
+    monkeypatch.setattr(symmetric, "on_device", contextlib.nullcontext)
+    with monkeypatch.context() as patch:
+        patch.delattr(torch.distributed._symmetric_memory, "empty")
+        assert not memory._allocate([], 1, 1)
+    monkeypatch.setattr(torch.distributed._symmetric_memory, "rendezvous", lambda memory: None)
+    memory._exchange.group = None
+    assert memory._mapped([torch.zeros(8, dtype=torch.uint8)], [1, 1], {}) is None
+
+
 @pytest.mark.parametrize("others", [1, 7])
 def test_memory_that_is_not_the_other_ranks_is_not_written_to(gpus, monkeypatch, others):
     """As where two processes have one number, and what torch hands over comes back: each rank tells what its memory

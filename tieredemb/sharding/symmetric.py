@@ -28,6 +28,8 @@ from tieredemb.sharding.exchange import Phase
 
 ALIGNED, WORD = 512, 8  # bytes: where room of each kind begins, and what ranks know each other's memory by
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+# what torch raises where it cannot: the last three where its version has other names, which are not public
+CANNOT = (RuntimeError, ImportError, AttributeError, TypeError)
 
 
 class Room(NamedTuple):
@@ -163,7 +165,7 @@ class SymmetricMemory:
                 if self._word is None:
                     self._word = torch.zeros(1, dtype=torch.int32, device=self._device)
                 torch.cuda.current_stream().synchronize()
-        except (ImportError, RuntimeError):
+        except CANNOT:
             return False
         held.append(memory)
         return True
@@ -186,10 +188,10 @@ class SymmetricMemory:
         """Rooms that begin at `starts` in memory of all ranks, that of this one being `held`, with what maps it; None
         where it cannot be mapped, or what is mapped is not theirs, who told these `tokens`. Ranks wait for each other
         inside, by torch's means: where one fails amid it, another may wait for ever."""
-        import torch.distributed._symmetric_memory as symmetric
-
         (memory,) = held
         try:
+            import torch.distributed._symmetric_memory as symmetric
+
             with on_device(self._device), no_inference(), _without_multicast():
                 handle = symmetric.rendezvous(memory, self._exchange.group)
                 held.append(handle)
@@ -199,7 +201,7 @@ class SymmetricMemory:
                     return None
                 begins = [its.data_ptr() for its in of_ranks]
                 return {room: self._rows(room, memory, begins, start) for room, start in starts.items()}
-        except RuntimeError:
+        except CANNOT:
             return None
 
     def _rows(self, room: Room, memory: torch.Tensor, begins: Sequence[int], start: int) -> SymmetricRows:
