@@ -38,28 +38,6 @@ __device__ __forceinline__ bool unlocked(u32 score, int last_batch, const Clock 
     return score != 0 && last_batch - clock.oldest < 0;  // a score of 0: no row
 }
 
-// Inclusive sums of bins by a block of 1,024 threads, two bins a thread; returns the sum up to bin 2 t + 1.
-__device__ __forceinline__ int block_scan(int value) {
-    __shared__ int warps[32];
-    int lane = lane_index(), warp = threadIdx.x / 32;
-    for (int step = 1; step < 32; step *= 2) {
-        int other = __shfl_up_sync(FULL_WARP, value, step);
-        if (lane >= step) value += other;
-    }
-    if (lane == 31) warps[warp] = value;
-    __syncthreads();
-    if (warp == 0) {
-        int sum = warps[lane];
-        for (int step = 1; step < 32; step *= 2) {
-            int other = __shfl_up_sync(FULL_WARP, sum, step);
-            if (lane >= step) sum += other;
-        }
-        warps[lane] = sum;
-    }
-    __syncthreads();
-    return value + (warp ? warps[warp - 1] : 0);
-}
-
 // The four slots from `slot` on of an array over `n` slots; `missing` where there is none.
 __device__ __forceinline__ void load_slots(const u32 *array, i64 slot, i64 n, u32 missing, u32 *values) {
     if (slot + PER_THREAD <= n) {
@@ -124,7 +102,7 @@ __device__ __forceinline__ void digit_choose(Threshold &at, const int *total, in
     if (threadIdx.x == 0) next = at;
     __syncthreads();
     const int even = __ldcg(total + 2 * threadIdx.x), odd = __ldcg(total + 2 * threadIdx.x + 1);
-    const int upto = block_scan(even + odd), before = upto - even - odd;
+    const int upto = sum_of_threads(even + odd), before = upto - even - odd;
     if (before < at.remaining && upto >= at.remaining) {
         bool is_odd = before + even < at.remaining;
         u32 digit = (u32)(2 * threadIdx.x + is_odd) << shift;

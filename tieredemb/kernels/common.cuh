@@ -36,27 +36,40 @@ __device__ __forceinline__ i64 first_cell(i64 key, i64 cells) {
     return (i64)(((h >> 32) * (u64)cells) >> 32);
 }
 
+// The sum of `value` over the lanes of the warp up to this one. Whole warps call it.
+template <typename T>
+__device__ __forceinline__ T sum_of_lanes(T value) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const T left = __shfl_up_sync(FULL_WARP, value, step);
+        if (lane_index() >= step) value += left;
+    }
+    return value;
+}
+
+// The same over the threads of a block of 1,024, all of which call it; behind it they synchronise before they do again.
+__device__ __forceinline__ int sum_of_threads(int value) {
+    __shared__ int warps[32];
+    const int warp = threadIdx.x / 32;
+    value = sum_of_lanes(value);
+    if (lane_index() == 31) warps[warp] = value;
+    __syncthreads();
+    if (warp == 0) warps[lane_index()] = sum_of_lanes(warps[lane_index()]);
+    __syncthreads();
+    return value + (warp ? warps[warp - 1] : 0);
+}
+
 // Places in a list for all threads of the block, each of which wants some; returns a thread's first. One atomic a block,
 // as thousands on one address would be what a kernel waits for. All threads of the block call it.
 __device__ __forceinline__ int append(int *count, int wanted) {
     __shared__ int before[32];  // wanted by the warps before each
     const int warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;
-    int upto = wanted;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        int left = __shfl_up_sync(FULL_WARP, upto, step);
-        if (lane_index() >= step) upto += left;
-    }
+    const int upto = sum_of_lanes(wanted);
     if (lane_index() == 31) before[warp] = upto;
     __syncthreads();
     if (warp == 0) {
         const int own = lane_index() < warps ? before[lane_index()] : 0;
-        int sum = own;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-            int left = __shfl_up_sync(FULL_WARP, sum, step);
-            if (lane_index() >= step) sum += left;
-        }
+        const int sum = sum_of_lanes(own);
         int base = 0;
         if (lane_index() == 31 && sum) base = atomicAdd(count, sum);
         before[lane_index()] = __shfl_sync(FULL_WARP, base, 31) + sum - own;

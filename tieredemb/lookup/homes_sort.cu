@@ -141,11 +141,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) digits_sort(
         upto += total[k];
     }
     const u32 its_own = upto;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const u32 left = __shfl_up_sync(FULL_WARP, upto, step);
-        if (lane >= step) upto += left;
-    }
+    upto = sum_of_lanes(upto);
     if (lane == 31) of_warps[warp] = upto;
     u32 before[EACH];
     look_back(told + digits, tile, before);

@@ -26,16 +26,6 @@ __device__ __forceinline__ int upper_bound(const i64 *ends, int count, i64 numbe
     return low;
 }
 
-// The sum of `value` over the lanes up to this one.
-__device__ __forceinline__ i64 sum_of_lanes(i64 value) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-        const i64 left = __shfl_up_sync(FULL_WARP, value, step);
-        if (lane_index() >= step) value += left;
-    }
-    return value;
-}
-
 // --- what is sent -----------------------------------------------------------------------------------------------------
 
 // How many ids each rank is asked for, and behind those how many different rows: `begins` (2, ranks + 1), where they
@@ -90,9 +80,9 @@ extern "C" __global__ void __launch_bounds__(256) bags_pad(
 extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages came, i64 *ends, i64 *shift, i64 *edges,
                                                                i64 *ids) {
     wait_for_prior_kernel();
-    __shared__ i64 before[33];  // ids of the warps before each, and of all
-    const int warp = threadIdx.x / 32, ranks = came.ranks, features = came.features;
-    for (int rank = warp; rank < ranks; rank += 32) {  // whatever has come, nobody reads beyond a block
+    __shared__ int so_far;
+    const int ranks = came.ranks, features = came.features;
+    for (int rank = threadIdx.x / 32; rank < ranks; rank += 32) {  // whatever has come, nobody reads beyond a block
         i64 done = 0;
         for (int base = 0; base < features; base += 32) {
             const int f = base + lane_index();
@@ -108,27 +98,20 @@ extern "C" __global__ void __launch_bounds__(1024) pieces_find(Messages came, i6
         }
         if (lane_index() == 0) ids[rank] = done;
     }
-    if (threadIdx.x == 0) edges[0] = before[32] = 0;
+    if (threadIdx.x == 0) edges[0] = so_far = 0;
     __syncthreads();
     const i64 pieces = (i64)features * ranks;
     for (i64 base = 0; base < pieces; base += blockDim.x) {
-        const i64 piece = base + threadIdx.x, own = piece < pieces ? ends[piece] : 0, done = before[32];
-        i64 upto = sum_of_lanes(own);
-        if (lane_index() == 31) before[warp] = upto;
-        __syncthreads();
-        if (warp == 0) {
-            const i64 its = before[lane_index()], all = sum_of_lanes(its);
-            before[lane_index()] = done + all - its;
-            if (lane_index() == 31) before[32] = done + all;
-        }
-        __syncthreads();
-        upto += before[warp];
+        const i64 piece = base + threadIdx.x;
+        const int own = piece < pieces ? (int)ends[piece] : 0, end = so_far + sum_of_threads(own);
         if (piece < pieces) {
-            ends[piece] = upto;
-            shift[piece] -= upto - own;
-            if (piece % ranks == ranks - 1) edges[piece / ranks + 1] = upto;
+            ends[piece] = end;
+            shift[piece] -= end - own;
+            if (piece % ranks == ranks - 1) edges[piece / ranks + 1] = end;
         }
-        __syncthreads();  // or the next ones would overwrite what is read here
+        __syncthreads();  // all have read
+        if (threadIdx.x == blockDim.x - 1) so_far = end;
+        __syncthreads();
     }
 }
 
