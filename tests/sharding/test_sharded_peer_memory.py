@@ -24,25 +24,25 @@ __all__ = ["world"]  # a fixture, of processes whose environment says that rows 
 
 
 @contextlib.contextmanager
-def writing(*, peers=True, meets=True):
-    """Ranks write into each other's memory inside if `peers`; then they meet in what is captured, or not."""
-    found, meet = [], SymmetricMemory.meet
+def writing(*, peers=True, has_barriers=True):
+    """Ranks write into each other's memory inside if `peers`; then what is captured has barriers, or not."""
+    found, barrier = [], SymmetricMemory.barrier
 
     def noted(memory):
         if torch.cuda.is_current_stream_capturing():
             found.append(memory)
-        meet(memory)
+        barrier(memory)
 
     with pytest.MonkeyPatch.context() as patch:
         if peers:
             patch.delenv("TIEREDEMB_PEER_MEMORY", raising=False)
-        patch.setattr(SymmetricMemory, "meet", noted)
+        patch.setattr(SymmetricMemory, "barrier", noted)
         yield patch
-    assert bool(found) == (peers and meets)
+    assert bool(found) == (peers and has_barriers)
 
 
 def captured_run(rank, size, tables, sharding, *given):
-    with writing(meets=sharding != "tables"):
+    with writing(has_barriers=sharding != "tables"):
         return test_sharded_gpus.captured_run(rank, size, tables, sharding, *given)
 
 
@@ -179,7 +179,7 @@ def test_a_late_gpu_is_waited_for(world, kind, late, rank):
 
 def lacks(rank, size, what, *given):
     """Rank 1 has no memory for it, or cannot map that of the others."""
-    with writing(meets=False) as patch:
+    with writing(has_barriers=False) as patch:
         if rank == 1:
             found = getattr(SymmetricMemory, what)
             patch.setattr(SymmetricMemory, what, lambda *given: (found(*given), None)[1])

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed._symmetric_memory
 
+from tieredemb.errors import PeerError
 from tieredemb.sharding import exchange, symmetric
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.exchange import Place
 from tieredemb.sharding.symmetric import Room, SymmetricMemory
 
-HERE = [Place("host", "gpu0"), Place("host", "gpu1")]
+HERE = [Place("host", "gpu0", ""), Place("host", "gpu1", "")]
 
 
 def memory_of(places, *, device="cuda:0", has_nccl=True, flags=None):
@@ -60,7 +62,7 @@ def test_rows_are_sent_where_the_environment_says_so(gpus, monkeypatch, value, r
 
 
 def test_a_rank_of_another_host_is_not_reached(gpus):
-    assert not memory_of([HERE[0], Place("other", "gpu1")])[0]._reaches_all()
+    assert not memory_of([HERE[0], Place("other", "gpu1", "")])[0]._reaches_all()
 
 
 def test_a_rank_that_memory_cannot_be_handed_to_is_not_reached(gpus):
@@ -69,7 +71,7 @@ def test_a_rank_that_memory_cannot_be_handed_to_is_not_reached(gpus):
     assert not memory_of(places)[0]._reaches_all()
 
 
-def test_processes_share_their_numbers_and_a_temporary_directory(monkeypatch, tmp_path):
+def test_processes_share_a_pid_namespace_and_a_temporary_directory(monkeypatch, tmp_path):
     own = exchange._shared_by_processes()
     assert exchange._shared_by_processes() == own
     with monkeypatch.context() as patch:
@@ -166,8 +168,8 @@ def test_another_torch_may_know_of_no_such_memory(gpus, monkeypatch):
 
 @pytest.mark.parametrize("others", [1, 7])
 def test_memory_that_is_not_the_other_ranks_is_not_written_to(gpus, monkeypatch, others):
-    """As where two processes have one number, and what torch hands over comes back: each rank tells what its memory
-    begins with."""
+    """As where two processes have one PID, and what torch hands over comes back: each rank tells what its memory begins
+    with."""
     memory, _ = memory_of(HERE, device="cpu")
     own = torch.zeros(2 * symmetric.ALIGNED, dtype=torch.uint8)
     own[:8].view(torch.int64).fill_(5)
@@ -181,6 +183,16 @@ def test_memory_that_is_not_the_other_ranks_is_not_written_to(gpus, monkeypatch,
     assert (found is not None) == (others == 7)
     if found:
         assert found[ROOMS[0]].to.begins.tolist() == [own.data_ptr() + 64, theirs.data_ptr() + 64]
+
+
+def test_a_wait_that_another_rank_does_not_end_is_told_of():
+    its = exchange.Exchange.__new__(exchange.Exchange)  # of no process group
+    its.rank, its.timeout, its.failures, its._broken = 0, timedelta(seconds=0.05), 0, ""
+    its.wait_for(SimpleNamespace(query=lambda: True))
+    assert not its.is_broken
+    with pytest.raises(PeerError, match="rank 0 begins a captured step, and another rank did not"):
+        its.wait_for(SimpleNamespace(query=lambda: False))
+    assert its.is_broken
 
 
 def test_without_rows_that_are_dealt_out_ranks_tell_each_other_nothing(gpus):
@@ -197,7 +209,7 @@ def test_rooms_lie_apart_and_aligned(gpus):
 
 @pytest.mark.parametrize(("ahead", "row_bound", "rows"), [(True, 30, 30), (True, None, 50), (False, 30, 50)])
 def test_forwards_of_a_step_have_rooms_in_turn(gpus, monkeypatch, ahead, row_bound, rows):
-    """Of each part that is dealt out for rows and for gradients; the ranks meet once, before the first is used."""
+    """Of each part that is dealt out for rows and for gradients; there is one barrier, before the first is used."""
 
     def part(width, *, is_whole):
         return SimpleNamespace(is_whole=is_whole, space=SimpleNamespace(width=width))
@@ -211,7 +223,7 @@ def test_forwards_of_a_step_have_rooms_in_turn(gpus, monkeypatch, ahead, row_bou
     context.max_ids, context.row_bound, context.shards = 50, row_bound, shards
     captures, met = Captures(context, None, None), []
     monkeypatch.setattr(captures.symmetric, "make", lambda rooms: rooms)
-    monkeypatch.setattr(captures.symmetric, "meet", lambda: met.append(True))
+    monkeypatch.setattr(captures.symmetric, "barrier", lambda: met.append(True))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     given = [(torch.zeros(1), torch.zeros(call)) for call in range(2)]
     assert captures.rooms() is None

@@ -352,7 +352,7 @@ class ShardedCall:
         """What comes of several that all ranks send, or write to where it is."""
         if any(isinstance(each, torch.Tensor) for each in sending):
             assert self.context.captures is not None
-            self.context.captures.symmetric.meet()
+            self.context.captures.symmetric.barrier()
         return [each if isinstance(each, torch.Tensor) else self.context.exchange.send(each) for each in sending]
 
     def _is_over_bound(self) -> bool:

@@ -119,7 +119,7 @@ class Captures(Agreement):
     def _in_turn(self, rooms: Sequence[list[PartRooms | None]]) -> Iterator[list[PartRooms | None]]:
         """Those of each forward; the current stream waits for all ranks before the first, as some may yet read what an
         earlier step has left. Their hosts have not agreed to send rows by then: in a capture nothing runs."""
-        self.symmetric.meet()
+        self.symmetric.barrier()
         yield from rooms
 
     @contextlib.contextmanager

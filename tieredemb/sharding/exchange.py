@@ -64,12 +64,12 @@ _TOLD = {
 
 
 class Place(NamedTuple):
-    """Where a rank is: its host, and the UUID of its GPU. `shares`: what two processes of a host have in common where
-    they can hand each other memory."""
+    """Where a rank is: its host, and the UUID of its GPU. `shares`: the same of two processes of a host that can hand
+    each other memory."""
 
     host: str
     gpu: str
-    shares: str = ""
+    shares: str
 
 
 class Header(NamedTuple):
@@ -190,11 +190,15 @@ class Exchange:
             if not self.has_nccl:  # who has heard of all would wait for this one; NCCL's is given up together
                 traceback.clear_frames(error.__traceback__)  # which have the group, too
                 _give_up(self._held)
-            raise self._broken_by(
-                f"rank {self.rank} {phase.told}, and another rank did not: it has ended, or did nothing within "
-                f"{self.timeout.total_seconds():g} s (timeout=). Each rank has to take part; start all of them again "
-                f"from the last checkpoint"
-            ) from error
+            raise self._unanswered(phase) from error
+
+    def _unanswered(self, phase: Phase) -> PeerError:
+        """The error of a wait that another rank did not end; nothing is exchanged any more."""
+        return self._broken_by(
+            f"rank {self.rank} {phase.told}, and another rank did not: it has ended, or did nothing within "
+            f"{self.timeout.total_seconds():g} s (timeout=). Each rank has to take part; start all of them again from "
+            f"the last checkpoint"
+        )
 
     def _broken_by(self, reason: str) -> PeerError:
         """The error; nothing is exchanged any more, as messages of before may be on their way."""
@@ -286,9 +290,8 @@ class Exchange:
 
     def wait_for(self, came: torch.cuda.Event) -> None:
         """Waits for what GPUs exchange. Raises `PeerError` where a rank does not take part in time."""
-        with self._answered(Phase.STEP):
-            if not is_over(came, self.timeout.total_seconds()):
-                raise RuntimeError("a GPU waits for another one")
+        if not is_over(came, self.timeout.total_seconds()):
+            raise self._unanswered(Phase.STEP)
 
     @property
     def is_broken(self) -> bool:
@@ -379,8 +382,8 @@ class Exchange:
 
 
 def _shared_by_processes() -> str:
-    """The namespace of this process's number, and its temporary directory: torch hands memory over through sockets
-    there, which are named by numbers of processes. Containers of one host may differ in either."""
+    """The PID namespace and the temporary directory: torch hands memory over through sockets there, which PIDs name.
+    Containers of one host may differ in either."""
     try:
         where = os.stat(tempfile.gettempdir())
         return f"{os.readlink('/proc/self/ns/pid')} {where.st_dev}:{where.st_ino}"

@@ -239,19 +239,23 @@ class GpuBags:
         self.asked, self._order = self.asked[:asked], self._order[:asked]
 
     def pad(self, bound: int, rows: int | None = None) -> None:
-        features, ranks, homes = len(self._part.owner), self._part.ranks, self._bags.homes
-        self.ids = self.grads = [bound] * ranks
-        self.back = [bound if rows is None else rows] * ranks
-        if rows is not None and not self._part.is_whole:
-            self._order, self.asked = device_padding.pad_bags(
-                self._counted, features, self._order, self._rows_asked, homes, bound=bound, rows=rows
-            )
-            self.sent = [features + bound] * ranks
+        if rows is None:
+            self._pad_each(bound)
             return
-        counts = self._counted[:, :features]
+        features, ranks = len(self._part.owner), self._part.ranks
+        self.ids, self.grads, self.back = [bound] * ranks, [bound] * ranks, [rows] * ranks
+        self.sent = [features + bound] * ranks
+        self._order, self.asked = device_padding.pad_bags(
+            self._counted, features, self._order, self._rows_asked, self._bags.homes, bound=bound, rows=rows
+        )
+
+    def _pad_each(self, bound: int) -> None:
+        """The same, where a row comes back for each id, or none does."""
+        counts = self._counted[:, : len(self._part.owner)]
         padding = Padding(counts.sum(1), bound)
-        padding.place(homes, self._order)
+        padding.place(self._bags.homes, self._order)
         self._order = padding.pad(self._order)
+        self.ids = self.grads = self.back = [bound] * self._part.ranks
         self._send(counts, padding.pad(each_asked(self._rows_asked)))
 
     def keep_if(self, is_good: torch.Tensor) -> None:
@@ -360,6 +364,9 @@ class GpuWholeBags(GpuBags):
             for rank, ids in enumerate(torch.split(self.asked, self.ids)):  # type: ignore[no-untyped-call]
                 pieces += [ids, *(self._lengths[f] for f in np.flatnonzero(is_ragged & (owner == rank)))]
             self.asked = torch.cat(pieces)
+
+    def pad(self, bound: int, rows: int | None = None) -> None:
+        self._pad_each(bound)
 
     def keep_if(self, is_good: torch.Tensor) -> None:
         self._lengths.mul_(is_good)

@@ -2,9 +2,9 @@
 
 What a kernel would pack for an exchange, it writes to where the exchange would put it: a row moves once, and no kernel
 of NCCL copies it. All such room is used once in a captured step (`captures`). Who writes has to know that nobody reads
-any more what was there before, and who reads that all have written. For both the ranks meet: each knows then that the
-others have come so far. They do so by a collective of NCCL, of one word, so a rank that has gone is noticed as in any
-other. NCCL promises nothing of memory that is not its own: so who writes ends with a fence (`spread.cuh`).
+any more what was there before, and who reads that all have written. For both there is a barrier: a collective of NCCL,
+of one word, so a rank that has gone is noticed as in any other. NCCL promises nothing of memory that is not its own: so
+who writes ends with a fence (`spread.cuh`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class SymmetricMemory:
             with capture_lock(self._device):  # to free memory is to wait for the device
                 held.clear()
         with self._exchange.agreed(), on_device(self._device), no_inference():
-            self.meet()  # NCCL makes what a collective needs when it is first called: not in a capture
+            self.barrier()  # NCCL makes what a collective needs when it is first called: not in a capture
             met = torch.cuda.Event()  # type: ignore[no-untyped-call]
             met.record()
             self._exchange.wait_for(met)
@@ -102,8 +102,8 @@ class SymmetricMemory:
         return True
 
     def _shared(self, missing: Sequence[Room], held: list[Any]) -> dict[Room, SymmetricRows] | None:
-        """Rooms in memory that all ranks have mapped, which is `held`, with what it is mapped by; None on all of them
-        where one could not."""
+        """Rooms in memory that all ranks have mapped; None on all of them where one could not. Puts into `held` this
+        rank's memory and, once that is mapped, what maps it."""
         starts, size = self._laid_out(missing)
         token = secrets.randbits(62) | 1
         tokens = self._all_could(token if self._allocate(held, size, token) else 0)
@@ -136,7 +136,7 @@ class SymmetricMemory:
             with capture_lock(self._device):
                 held.clear()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Waits until all ranks have come here, on the current stream: what each has launched there before is over."""
         assert self._word is not None
         dist.all_reduce(self._word, group=self._exchange.group)
@@ -185,9 +185,9 @@ class SymmetricMemory:
     def _mapped(
         self, held: list[Any], tokens: Sequence[int], starts: Mapping[Room, int]
     ) -> dict[Room, SymmetricRows] | None:
-        """Rooms that begin at `starts` in memory of all ranks, that of this one being `held`, with what maps it; None
-        where it cannot be mapped, or what is mapped is not theirs, who told these `tokens`. Ranks wait for each other
-        inside, by torch's means: where one fails amid it, another may wait for ever."""
+        """Maps the memory of all ranks, that of this one being `held`: rooms there, by where they begin (`starts`).
+        None where it cannot, and where what is mapped does not begin with what its rank has told (`tokens`). Ranks
+        wait for each other inside, by torch's means: where one fails amid it, another may wait for ever."""
         (memory,) = held
         try:
             import torch.distributed._symmetric_memory as symmetric
