@@ -67,6 +67,11 @@ def fails_once(rank, size, who, kind):
                 engine.begin = full if bad else begin
                 found = told(model, ids, offsets)
                 engine.begin = begin
+            elif kind == "options":  # which every update before was found to have
+                group, rate = model.fused_optimizer.param_groups[0], model.fused_optimizer.param_groups[0]["lr"]
+                group["lr"] = -1.0 if bad else rate
+                found = told(model(ids, offsets).backward, upstream)
+                group["lr"] = rate
         step_of(model, (ids, offsets, weights, upstream), weighted=False)
     weights = dict(model.state_dict())
     model.close()
@@ -81,6 +86,7 @@ def fails_once(rank, size, who, kind):
         ("offset", "InvalidInputError", "offsets"),
         ("weights", "PeerError", "per_sample_weights are given on ranks"),
         ("storage", "StorageFullError", "no space is left"),
+        ("options", "ConfigError", "lr must"),
     ],
 )
 def test_a_rank_that_fails_is_told_of_on_all(worlds, who, kind, name, text):

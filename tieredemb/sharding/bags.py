@@ -60,9 +60,9 @@ class Bound(NamedTuple):
         return most.ids <= self.ids and (self.rows is None or most.rows <= self.rows)
 
 
-def most_in(are_whole: Sequence[bool], counts: Sequence[torch.Tensor]) -> Most:
+def most_in(are_whole: Sequence[bool], counts: Sequence[Array]) -> Most:
     """Of what each part asks the ranks for, `counts`: see `Bags`."""
-    found = [its.numpy().reshape(len(its), 2, -1).sum(2).max(0).tolist() for its in counts]
+    found = [its.reshape(len(its), 2, -1).sum(2).max(0).tolist() for its in counts]
     rows = [rows for is_whole, (_, rows) in zip(are_whole, found, strict=True) if not is_whole]
     return Most(max(ids for ids, _ in found), max(rows, default=0))
 

@@ -171,7 +171,7 @@ class ShardedCall:
 
     def _most(self, found: Sequence[Bags]) -> Most:
         are_whole = [part.is_whole for shard in self.context.shards for part in shard.parts]
-        return most_in(are_whole, [bags.counts for bags in found])
+        return most_in(are_whole, [bags.counts.numpy() for bags in found])
 
     def fits(self, most: Most) -> bool:
         """Whether an exchange of one size takes what a batch asks for."""
@@ -213,10 +213,10 @@ class ShardedCall:
     def _announce(self, phase: Phase, flag: int, meanwhile: Callable[[], object] | None) -> Header:
         """Tells all ranks how much each is asked for, as far as that is known."""
         context = self.context
-        counts = context.no_counts.clone()
+        counts = context.no_counts.copy()
         counts[:, -1] = self.batch
         if not self._is_later:
-            torch.cat([bags.counts for bags in self._bags], 1, out=counts[:, :-1])
+            np.concatenate([bags.counts.numpy() for bags in self._bags], 1, out=counts[:, :-1])
         ids, rows = (min(most, MOST_COUNTED) for most in self._asks_for)
         flag |= FITS * self._fits | LATER * self._is_later | (rows << MOST_BITS | ids) << FLAG_BITS
         header = context.announce(phase, counts=counts, flag=flag, meanwhile=meanwhile)
@@ -239,20 +239,22 @@ class ShardedCall:
     def _exchanged(self, told: torch.Tensor) -> list[Request | PaddedRequest]:
         """What is asked of each shard, once the ids have come. `told`: int64 (W, ·), how much all ranks ask for."""
         context, exchange, bound = self.context, self.context.exchange, self._bound
-        columns = [sum(part.columns for part in shard.parts) for shard in context.shards]
-        *its, samples = torch.split(told, [*columns, 1], 1)  # type: ignore[no-untyped-call]
-        sizes: list[int] = samples[:, 0].tolist()
-        requests: list[Request | PaddedRequest]
-        if bound is None:
-            requests = [shard.request(each, samples[:, 0]) for shard, each in zip(context.shards, its, strict=True)]
-        elif self._recorded is not None and (self._recorded.samples, self._recorded.bound) == (sizes, bound):
-            if not self._is_later:
-                self._recorded.pad()
-            self._bags, asked = self._recorded.ask()
-            return [*asked]
-        else:
+        samples = told[:, -1]
+        sizes: list[int] = samples.tolist()
+        if bound is not None and self._recorded is not None:
+            if (self._recorded.samples, self._recorded.bound) == (sizes, bound):
+                if not self._is_later:
+                    self._recorded.pad()
+                self._bags, asked = self._recorded.ask()
+                return [*asked]
             if self._is_later:  # they are padded for another one
                 self._bags = self._found()
+        requests: list[Request | PaddedRequest]
+        if bound is None:
+            columns = [sum(part.columns for part in shard.parts) for shard in context.shards]
+            its = torch.split(told[:, :-1], columns, 1)  # type: ignore[no-untyped-call]
+            requests = [shard.request(each, samples) for shard, each in zip(context.shards, its, strict=True)]
+        else:
             by_entry = context.device.type == "cuda"
             padded = [shard.padded_to(bound.ids) for shard in context.shards]
             requests = [each.of(sizes, by_entry=by_entry, rows=bound.rows) for each in padded]

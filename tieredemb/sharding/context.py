@@ -150,7 +150,7 @@ class ShardedContext:
         self,
         phase: Phase,
         *,
-        counts: torch.Tensor | None = None,
+        counts: Array | None = None,
         flag: int = 0,
         error: Exception | None = None,
         meanwhile: Callable[[], object] | None = None,
@@ -173,10 +173,10 @@ class ShardedContext:
             raise
 
     @functools.cached_property
-    def no_counts(self) -> torch.Tensor:
+    def no_counts(self) -> Array:
         """Of a header that announces nothing to come."""
         columns = sum(part.columns for shard in self.shards for part in shard.parts)
-        return torch.zeros((self.exchange.size, columns + 1), dtype=torch.int64, device="cpu")
+        return np.zeros((self.exchange.size, columns + 1), np.int64)
 
 
 def with_room(most: int) -> int:
@@ -200,5 +200,4 @@ def check_update(call: Call) -> None:
     with tables.rows.again():
         for group, part in zip(tables.groups, call.parts, strict=True):
             group.cache.check_rows(part.ticket)
-    optimizer = call.context.check_trainable()
-    optimizer.check_options(optimizer.options())
+    call.context.check_trainable().check_own()

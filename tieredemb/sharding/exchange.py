@@ -112,6 +112,7 @@ class Exchange:
         self.failures = 0  # that all ranks know of
         self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
         self.ranks = ranks
+        self._mine: torch.Tensor | None = None  # the header that this rank sends
         self._messages: Messages | None = None
         self.places: Sequence[Place] = ()  # of the ranks, where GPUs exchange what lies on them
 
@@ -126,28 +127,25 @@ class Exchange:
         self,
         phase: Phase,
         number: int,
-        counts: torch.Tensor,
+        counts: Array,
         *,
         flag: int = 0,
         error: BaseException | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> Header:
-        """Tells all ranks what this one is about to do, and for which step, `number`; `counts`, int64 (W, K) on the
-        CPU, what it sends to each. K is the same in every call. Raises on every rank alike where one has met an
-        `error`, or does something else. `meanwhile`: what this rank does before it waits for the others, who take it
-        for done: a rank that fails in it leaves the group. Does not wait for a GPU."""
+        """Tells all ranks what this one is about to do, and for which step, `number`; `counts`, int64 (W, K), what it
+        sends to each. K is the same in every call. Raises on every rank alike where one has met an `error`, or does
+        something else. `meanwhile`: what this rank does before it waits for the others, who take it for done: a rank
+        that fails in it leaves the group. Does not wait for a GPU."""
         self._check()
-        mine = np.empty((self.size, counts.shape[1] + 4), np.int64)
-        mine[:, :4] = int(phase), number, error is not None, flag
-        mine[:, 4:] = counts.numpy()
-        given = torch.from_numpy(mine)
+        self._say(phase, number, error is not None, flag, counts)
         with self.agreed():
             with self._answered(phase):
-                self._send(given)
+                self._send()
             if meanwhile is not None:
                 meanwhile()
             with self._answered(phase):
-                theirs = self._received(given)
+                theirs = self._received()
         told: list[list[int]] = theirs[:, :3].tolist()
         if any(failed for *_, failed in told):
             self._raise(error)
@@ -162,21 +160,30 @@ class Exchange:
             )
         return Header(theirs[:, 4:], theirs[:, 3].numpy())
 
-    def _send(self, mine: torch.Tensor) -> None:
-        """Sends each rank its row of `mine`: of few ranks one by one, as gloo hands an exchange of all to a thread,
-        which it then has to wake."""
-        if self.size <= FEW:
-            if self._messages is None:
-                self._messages = Messages(self.group, self.ranks, self.rank, mine.shape[1])
+    def _say(self, phase: Phase, number: int, failed: bool, flag: int, counts: Array) -> None:
+        """Writes each rank's row of `_mine`, which is made once, as are the messages of few ranks."""
+        if self._mine is None:
+            self._mine = torch.empty((self.size, counts.shape[1] + 4), dtype=torch.int64, device="cpu")
+            if self.size <= FEW:
+                self._messages = Messages(self.group, self.rank, self._mine)
                 self._held.append(self._messages)
-            self._messages.send(mine)
+        words = self._mine.numpy()
+        words[:, :4] = int(phase), number, failed, flag
+        words[:, 4:] = counts
 
-    def _received(self, mine: torch.Tensor) -> torch.Tensor:
-        """Those that come, of ranks of which this one has sent `mine`."""
+    def _send(self) -> None:
+        """Sends each rank its row: of few ranks one by one, as gloo hands an exchange of all to a thread, which it then
+        has to wake."""
         if self._messages is not None:
-            return self._messages.receive(mine)
-        theirs = torch.empty_like(mine)
-        dist.all_to_all_single(theirs, mine, group=self.group)
+            self._messages.send()
+
+    def _received(self) -> torch.Tensor:
+        """Those that come, of ranks of which this one has sent its own."""
+        if self._messages is not None:
+            return self._messages.receive()
+        assert self._mine is not None
+        theirs = torch.empty_like(self._mine)
+        dist.all_to_all_single(theirs, self._mine, group=self.group)
         return theirs
 
     @contextlib.contextmanager

@@ -7,9 +7,10 @@ whether they fit. So it waits once for each batch, and learns in the same copy w
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -45,6 +46,9 @@ from tieredemb.step.device_call import DeviceCall
 from tieredemb.step.device_group_call import NO_OVERFLOW, ReadRows
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.tables.config import TableSetConfig
+
+if TYPE_CHECKING:
+    Array = np.ndarray[Any, Any]
 
 T = TypeVar("T")
 OWNERS, OCCURRENCES = "sharding/owners.cu", "sharding/occurrences.cu"
@@ -416,6 +420,7 @@ class GpuFinder:
         with no_inference(), torch.cuda.device(config.device):
             self._parts = [GpuPart(layout, part, config) for part in parts]
         self._columns = [part.columns for part in parts]
+        self._spans = [*itertools.pairwise([0, *itertools.accumulate(self._columns)])]
         of = [(feature, layout.tables[feature.table]) for feature in features_of(layout.tables)]
         self._names = [feature_name(feature, table) for feature, table in of]
         self._rows = [table.num_embeddings for _, table in of]
@@ -435,7 +440,7 @@ class GpuFinder:
     def tell(self, found: Sequence[GpuBags], words: torch.Tensor) -> None:
         """The host knows what was `found`: words that tell of it have come to the CPU. Raises as the call."""
         for bags, counts in zip(found, self._counts_in(words), strict=True):
-            bags.told(counts)
+            bags.told(torch.from_numpy(counts.copy()))
 
     def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[list[GpuBags], torch.Tensor]:
         found, words = self._launch(batch, functools.partial(GpuPart.find, finds_firsts=finds_firsts))
@@ -471,19 +476,17 @@ class GpuFinder:
         with on_device(self._device):
             words = torch.zeros(fault + report + self._ranks * columns, dtype=torch.int64, device=self._device)
             given = FoundWords(ids, edges, words[:fault], words[fault:].data_ptr())
-            of_parts = zip(self._parts, self._split(words[fault + report :]), strict=True)
+            counts = words[fault + report :].view(self._ranks, columns)
+            each = torch.split(counts, self._columns, 1)  # type: ignore[no-untyped-call]
+            of_parts = zip(self._parts, each, strict=True)
             return [launch(part, batch, given, counts) for part, counts in of_parts], words
 
-    def _counts_in(self, told: torch.Tensor) -> list[torch.Tensor]:
-        """The counts, of each part, int64 (W, columns), of the words behind the fault, on the CPU. Raises what these
-        say is wrong."""
+    def _counts_in(self, told: torch.Tensor) -> list[Array]:
+        """The counts, of each part, int64 (W, columns), which lie among the words behind the fault, on the CPU. Raises
+        what these say is wrong."""
         report = words_of("Report")
         error = fault_in(told[:report].tolist(), self._names, self._rows)
         if error is not None:
             raise error
-        return [counts.contiguous() for counts in self._split(told[report:])]
-
-    def _split(self, counts: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Those of each part."""
-        of_all = counts.view(self._ranks, sum(self._columns))
-        return torch.split(of_all, self._columns, 1)  # type: ignore[no-any-return, no-untyped-call]
+        counts = told.numpy()[report:].reshape(self._ranks, -1)
+        return [counts[:, begin:end] for begin, end in self._spans]

@@ -184,7 +184,7 @@ class DeviceGroupCall:
         """Writes the rows of some occurrences, `ids` int64 (K,), to `out` (K, D)."""
         with self.group.cache.using(self.ticket):
             hot, overflow, homes = self._rows_now()
-            self._gather(hot, overflow, homes[ids], out)
+            self._gather(hot, overflow, homes.index_select(0, ids), out)
 
     def _gather(
         self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor, out: torch.Tensor | RowSpread
@@ -232,7 +232,7 @@ class DeviceGroupCall:
                 argmax = None if self.argmax is None else self.argmax[low:high]
                 lookup = self._lookup_of(run, bags.dtype)
                 lookup.pool(hot, overflow, homes, self._bags_of(run), weights, bags[low:high], argmax)
-            self._gather(hot, overflow, homes[stack.picked], rows)
+            self._gather(hot, overflow, homes.index_select(0, stack.picked), rows)
             if every is not None:
                 self.group.lookup.gather(hot, overflow, homes, every)
 

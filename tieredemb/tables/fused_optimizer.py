@@ -42,6 +42,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     is_there = True  # see `RowOptimizer`
+    _good: dict[str, Any] | None = None  # its own options when they were last checked
 
     def __init__(self, tables: TableSet, config: OptimizerConfig) -> None:
         device = tables.config.device
@@ -202,6 +203,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name, value in self.options().items():
             if is_number(value) and not is_number(options.get(name, value)):
                 raise ConfigError(f"{name} of the param group must be a number, got {shown(options[name])}")
+
+    def check_own(self) -> None:
+        """See `RowOptimizer`. What they were last time is not checked again, as every step asks."""
+        options = self.options()
+        if options != self._good:
+            self.check_options(options)
+            self._good = options
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Takes over the options that this optimizer knows, and what schedulers keep beside them."""
