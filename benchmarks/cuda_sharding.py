@@ -299,7 +299,7 @@ def records_of(plan: Plan, name: str, found: Sequence[dict[Any, Any]]) -> list[R
         if who == SHARDED:
             ratio = ms[who, mode] / ms[PLAIN, mode]
             more = {"ratio": ratio, "ratio_label": "× one GPU"}
-            most = MOST_GRAPH.get(name) if mode == FETCHED_GRAPH else MOST_EAGER if name != DLRM and not mode else None
+            most = MOST_GRAPH.get(name) if mode == FETCHED_GRAPH else None if mode else MOST_EAGER
             if most is not None:
                 more |= barred(at_most(ratio, most), quick=plan.quick)
         records.append(measured("step", OURS, f"{name}, {who}{mode}", "ms", done.times.quantiles(), note=note, **more))
