@@ -17,6 +17,7 @@ import torch
 import tieredemb
 from benchmarks.cuda_command import keep, make_parser, parse
 from benchmarks.cuda_converted import ALPHA, Collection, Model
+from benchmarks.cuda_modes import ONE_THREAD, on_one_thread
 from benchmarks.cuda_step import release, say
 from benchmarks.cuda_workload import CudaWorkload, batches
 from benchmarks.record import Record, measured
@@ -53,12 +54,6 @@ def launched_each_time() -> Iterator[None]:
         recording.TIMES = times
 
 
-def on_one_thread() -> Any:
-    """Inside, backward runs on the calling thread; else another one runs it, and each waits for the other."""
-    return torch.autograd.set_multithreading_enabled(False)
-
-
-ONE_THREAD = ", one thread"
 THREADS: dict[str, Callable[[], Any]] = {"": contextlib.nullcontext, ONE_THREAD: on_one_thread}
 WAYS: tuple[tuple[str, Callable[[], Any], str], ...] = (
     ("launched", launched_each_time, ""),

@@ -17,7 +17,13 @@ from tieredemb.stats import CacheStats
 
 MODE_STEPS = 220  # before a mode is timed: it may compile kernels, capture, or find out whether planning ahead pays
 FETCHED, GRAPH, FETCHED_GRAPH = ", prefetch", ", CUDA graph", ", CUDA graph, prefetch"
+ONE_THREAD = ", one thread"  # see `on_one_thread`
 OF_DEVICE = ", device alone"  # behind a mode: what the GPU needs where Python is what steps wait for
+
+
+def on_one_thread() -> Any:
+    """Inside, backward runs on the calling thread; else another one runs it, and each waits for the other."""
+    return torch.autograd.set_multithreading_enabled(False)
 
 
 def mode_steps(warm_up: int) -> int:

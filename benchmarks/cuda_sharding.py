@@ -30,7 +30,7 @@ from benchmarks.cuda_command import barred, keep, make_parser, parse
 from benchmarks.cuda_dlrm import Plan as DlrmPlan
 from benchmarks.cuda_dlrm import Trainer, training_batches
 from benchmarks.cuda_dlrm import plan_of as dlrm_plan_of
-from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, MODE_STEPS
+from benchmarks.cuda_modes import FETCHED, FETCHED_GRAPH, GRAPH, MODE_STEPS, ONE_THREAD, on_one_thread
 from benchmarks.cuda_providers import LR, OURS, Upstream
 from benchmarks.cuda_runs import a_batch, run_fetched, run_fresh
 from benchmarks.cuda_step import STATISTIC, floor_ms, once, release, say
@@ -43,7 +43,7 @@ from benchmarks.timing import Quantiles
 NAMES, SLOTS, DLRM = ("W-1.05", "W-1.2"), 520_000, "DLRM"
 PLAIN, SHARDED = "one GPU", "sharded"
 RESIDENT, EXCHANGES = "resident", "exchanges"
-EAGER, CAPTURED = ("", FETCHED), (GRAPH, FETCHED_GRAPH)
+EAGER, CAPTURED = ("", FETCHED, ONE_THREAD), (GRAPH, FETCHED_GRAPH)
 ROOM = 1.02  # × the ids of the fullest batch that one rank asks another for
 MOST_EAGER, MOST_GRAPH = 1.5, {"W-1.05": 1.25, DLRM: 1.2}  # × one GPU's time
 LEAST_SHARE, MOST_MISSES, LEAST_EXCHANGE = 0.85, 0.9, 0.8
@@ -131,7 +131,7 @@ class Rank:
         self.plan, self.number, self.wait = plan, number, wait
         self.device = torch.device("cpu") if plan.device == "cpu" else torch.device("cuda", number)
         self._again = min(MODE_STEPS, plan.warm_up)  # steps of warm-up of a further mode
-        self._count = plan.warm_up + 3 * self._again + 4 * plan.steps + 4
+        self._count = plan.warm_up + 4 * self._again + 5 * plan.steps + 4
 
     def ids(self, work: CudaWorkload) -> torch.Tensor:
         """Batches that no other rank has."""
@@ -161,15 +161,16 @@ class Rank:
                 )
             else:
                 some = list(islice(given, warm_up + plan.steps))
-                times, done = run_fresh(step, some, module.stats, warm_up=warm_up, device=device, wait=self.wait)
+                with on_one_thread() if mode == ONE_THREAD else contextlib.nullcontext():
+                    times, done = run_fresh(step, some, module.stats, warm_up=warm_up, device=device, wait=self.wait)
             yield mode, Done(times, floor_ms(work, done), a_batch(done.rows_filled, done))
         if self.number == 0:
             say(f"{work.name}, {type(module).__name__}: {perf_counter() - start:.1f} s")
 
     @property
     def _modes(self) -> Sequence[Sequence[str]]:
-        """Eager steps, and where there is a GPU captured ones."""
-        return (EAGER, CAPTURED) if self.device.type == "cuda" else (EAGER,)
+        """Eager steps, and where there is a GPU those whose backward has no thread of its own, and captured ones."""
+        return (EAGER, CAPTURED) if self.device.type == "cuda" else (EAGER[:2],)
 
     def steps(self, who: str, work: CudaWorkload) -> Steps:
         ids, found = self.ids(work), {}
@@ -186,7 +187,7 @@ class Rank:
 
     def dlrm_steps(self, who: str) -> Steps:
         of = replace(self.plan.dlrm, device=self.device, warm_up=self.plan.warm_up, steps=self.plan.steps)
-        ranks, warm_up = self.plan.ranks, of.warm_up + self._again
+        ranks, warm_up = self.plan.ranks, of.warm_up + 2 * self._again
         every = training_batches(replace(of, warm_up=ranks * warm_up, steps=ranks * of.steps))
         given, found = every[self.number :: ranks], {}
         ids, left = torch.stack([batch.ids for batch in given]), iter(given)
@@ -378,8 +379,8 @@ def title(plan: Plan) -> str:
         f"bags of 1 id, fp32, row-wise Adagrad, unified memory, all rows written before, {plan.slots:,} slots a rank, "
         f"row by row over the ranks; the batch is a rank's. DLRM: that of cuda-dlrm. The mean of {plan.steps} steps on "
         f"batches never seen before, on the rank that is slowest: eager after {plan.warm_up} of warm-up, then with "
-        f"prefetch; then of a collection with max_ids of {ROOM} × the fullest batch as CUDA graphs, without and with "
-        f"prefetch."
+        f"prefetch, then without it under `torch.autograd.set_multithreading_enabled(False)`; then of a collection "
+        f"with max_ids of {ROOM} × the fullest batch as CUDA graphs, without and with prefetch."
     )
 
 
