@@ -20,6 +20,7 @@ import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
 LONGEST, RANKS = 400, 2
+SLEEP = 200_000_000  # cycles of a GPU, a tenth of a second
 TABLES = {"widths": (4, 8), "modes": ("sum", "mean", "max"), "rows": (1, 3, 17, 40, 25, 9, 31), "padding": (None, 0, 2)}
 
 
@@ -194,8 +195,9 @@ def check_events(world, run, events, told):
         assert all(equal(weights[name], its_weights[name]) for name in its_weights)
 
 
-def dies(rank, size, ahead):
-    """Rank 1 is killed once it has launched a replay, whose collectives it may not take part in to the end."""
+def dies(rank, size, ahead, amid):
+    """Rank 1 is killed once it has launched a replay. Where it dies `amid` that, its GPU is still between forward and
+    backward, and does not come to the exchange of gradients, in which the other one waits."""
     tables = tables_of(**TABLES)
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("rows", tables), capacity=0.5, optimizer=te.Adagrad(lr=0.1), max_ids=LONGEST
@@ -204,6 +206,8 @@ def dies(rank, size, ahead):
     def step(batch):
         ids, offsets, upstream = batch
         out = model(ids, offsets)
+        if amid and rank == 1:
+            torch.cuda._sleep(SLEEP)
         out.backward(upstream.to(out.dtype))
         return out.detach()
 
@@ -216,6 +220,7 @@ def dies(rank, size, ahead):
             started = time.monotonic()
             train(batch)
             if rank == 1 and number == 16:
+                time.sleep(0.02 * amid)
                 os.kill(os.getpid(), signal.SIGKILL)
     except te.errors.PeerError as error:
         return str(error), number, time.monotonic() - started
@@ -223,22 +228,27 @@ def dies(rank, size, ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
-def test_a_rank_that_is_killed_between_replays_is_noticed(ahead):
-    check_killed(dies, ahead)
+@pytest.mark.parametrize("amid", [False, True], ids=["behind a replay", "amid a replay"])
+def test_a_rank_that_is_killed_is_noticed(amid, ahead):
+    check_killed(dies, ahead, amid)
 
 
-def check_killed(run, ahead):
+def check_killed(run, ahead, amid):
+    """The other rank is told in time, and its process ends by itself."""
     if torch.cuda.device_count() < RANKS:
         pytest.skip(f"{RANKS} ranks need as many GPUs, here are {torch.cuda.device_count()}")
     broken = world_that_sends()
     try:
         for pipe in broken.pipes:
-            pipe.send((run, (ahead,)))
+            pipe.send((run, (ahead, amid)))
         assert broken.pipes[0].poll(200)
         kind, (text, number, seconds) = broken.pipes[0].recv()
         assert kind == "returned"
         assert "start all of them again from the last checkpoint" in text
         assert 17 <= number <= 19
         assert seconds < 30
+        broken.pipes[0].close()
+        broken.processes[0].join(60)
+        assert broken.processes[0].exitcode is not None
     finally:
         broken.close()

@@ -212,11 +212,12 @@ def test_what_one_rank_meets_all_do(world, events):
     test_sharded_gpus.check_events(world, meets, *EVENTS[events])
 
 
-def dies(rank, size, ahead):
+def dies(rank, size, ahead, amid):
     with writing():
-        return test_sharded_gpus.dies(rank, size, ahead)
+        return test_sharded_gpus.dies(rank, size, ahead, amid)
 
 
 @AT_ONCE_OR_AHEAD
-def test_a_rank_that_is_killed_between_replays_is_noticed(ahead):
-    test_sharded_gpus.check_killed(dies, ahead)
+@pytest.mark.parametrize("amid", [False, True], ids=["behind a replay", "amid a replay"])
+def test_a_rank_that_is_killed_is_noticed(amid, ahead):
+    test_sharded_gpus.check_killed(dies, ahead, amid)
