@@ -197,23 +197,29 @@ def check_events(world, run, events, told):
 
 def dies(rank, size, ahead, amid):
     """Rank 1 is killed once it has launched a replay. Where it dies `amid` that, its GPU is still between forward and
-    backward, and does not come to the exchange of gradients, in which the other one waits."""
+    backward, and does not come to the exchanges of gradients, of dense layers and of rows, in which the other one
+    waits; that is told so, and then waits for nothing."""
     tables = tables_of(**TABLES)
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("rows", tables), capacity=0.5, optimizer=te.Adagrad(lr=0.1), max_ids=LONGEST
     )
+    drawn = [batch_of(tables, number, rank, samples=seven) for number in range(30)]
+    batches = [(ids.cuda(), offsets.cuda(), upstream) for ids, offsets, _, upstream in drawn]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        top = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(drawn[0][3].shape[1], 1))
 
     def step(batch):
         ids, offsets, upstream = batch
         out = model(ids, offsets)
         if amid and rank == 1:
             torch.cuda._sleep(SLEEP)
-        out.backward(upstream.to(out.dtype))
+        if amid:
+            top(out).square().mean().backward()
+        else:
+            out.backward(upstream.to(out.dtype))
         return out.detach()
 
     train = te.graph_step(step, max_ids=LONGEST)
-    drawn = [batch_of(tables, number, rank, samples=seven) for number in range(30)]
-    batches = [(ids.cuda(), offsets.cuda(), upstream) for ids, offsets, _, upstream in drawn]
     started = time.monotonic()
     try:
         for number, batch in enumerate(te.prefetch(batches, model) if ahead else batches):
@@ -223,7 +229,11 @@ def dies(rank, size, ahead, amid):
                 time.sleep(0.02 * amid)
                 os.kill(os.getpid(), signal.SIGKILL)
     except te.errors.PeerError as error:
-        return str(error), number, time.monotonic() - started
+        took = time.monotonic() - started
+        torch.cuda.synchronize()
+        if amid:
+            model.close()
+        return str(error), number, took
     return "", number, 0.0
 
 

@@ -4,6 +4,7 @@ function, whatever one of them meets. Graphs are stood in for, and ranks meet on
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 
 import pytest
@@ -129,7 +130,7 @@ def runs(rank, size, events):
 
 
 class Event:
-    """Of a replay that ends at the given query, or never."""
+    """Of a replay that has ended from the given query on, or never ends."""
 
     def __init__(self, ends):
         self.ends, self.asked = ends, 0
@@ -139,7 +140,7 @@ class Event:
 
     def query(self):
         self.asked += 1
-        return self.asked == self.ends
+        return 0 < self.ends <= self.asked
 
 
 def test_a_replay_that_waits_for_a_rank_that_has_gone_is_not_waited_for(monkeypatch):
@@ -149,6 +150,40 @@ def test_a_replay_that_waits_for_a_rank_that_has_gone_is_not_waited_for(monkeypa
     assert not collectives.is_over(Event(0))
     monkeypatch.setattr(collectives, "PATIENCE", 1000.0)
     assert not collectives.is_over(Event(0), 0.05)
+
+
+class Stuck:
+    """Holds a graph, and an NCCL that ends as torch's does: once nobody holds a graph."""
+
+    def __init__(self, ends):
+        self.replays, self.did, self.is_free = [Event(ends)], [], threading.Event()
+
+    def free(self):
+        self.did.append("free")
+        self.is_free.set()
+
+    def abort(self):
+        self.did.append("abort")
+        self.is_free.wait(10)
+        self.did.append("aborted")
+
+
+@pytest.mark.parametrize(("ends", "does"), [(2, ["free"]), (0, ["abort", "free", "aborted"])])
+def test_graphs_that_wait_for_a_rank_that_has_gone_are_ended_before_they_are_freed(monkeypatch, ends, does):
+    holder = Stuck(ends)
+    monkeypatch.setattr(collectives, "_HOLDERS", {holder})
+    monkeypatch.setattr(collectives, "_of_nccl", lambda: [holder])
+    collectives.free_all(patience=0.05)
+    assert holder.did == does
+
+
+@pytest.mark.parametrize(("ends", "does"), [(2, ["free"]), (0, ["abort", "free", "aborted"])])
+def test_what_else_waits_for_a_rank_that_has_gone_is_ended(monkeypatch, ends, does):
+    holder = Stuck(1)
+    monkeypatch.setattr(collectives, "_HOLDERS", {holder})
+    monkeypatch.setattr(collectives, "_of_nccl", lambda: [holder])
+    collectives.free_all(Event(ends), patience=0.05)
+    assert holder.did == does
 
 
 USUAL = [("eager",)] * 2 + [("capture", "replay")] + [("replay",)] * (STEPS - 3)

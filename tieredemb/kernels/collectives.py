@@ -2,15 +2,18 @@
 every rank were there.
 
 NCCL's end of a communicator waits until no graph holds one of its collectives: `destroy_process_group()` would wait for
-ever while a captured step is alive, which a variable of the user's keeps alive as long as it likes.
+ever while a captured step is alive, which a variable of the user's keeps alive as long as it likes. And a graph's end
+waits for its replay, which waits for a rank that has gone, until its communicators are given up.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic, sleep
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -20,10 +23,14 @@ import torch.distributed as dist
 P = ParamSpec("P")
 R = TypeVar("R")
 PATIENCE, POLL = 10.0, 2e-5  # seconds: how long a replay is waited for, and how often it is asked
+LAST = 2.0  # seconds: how long what a GPU does is waited for once a rank has gone
 
 
 class Holder(Protocol):
-    """What holds such graphs."""
+    """What holds such graphs. `replays`: events that come once its last ones are over."""
+
+    @property
+    def replays(self) -> Sequence[torch.cuda.Event]: ...
 
     def free(self) -> None:
         """Gives them up, those too that a GPU is running: it ends them first. Called again, it does nothing."""
@@ -54,10 +61,46 @@ def hold(holder: Holder) -> None:
     _HOLDERS.add(holder)
 
 
-def free_all() -> None:
-    """Frees the graphs of all holders that are alive."""
-    for holder in list(_HOLDERS):
+def free_all(*awaited: torch.cuda.Event, patience: float | None = None) -> None:
+    """Frees the graphs of all holders that are alive. Where a replay, or what is `awaited`, is not over within
+    `patience` seconds (see `is_over`), it waits for a rank that has gone: then it first gives up all communicators of
+    NCCL, so that GPUs stop waiting, and what they find has no meaning."""
+    holders = list(_HOLDERS)
+    awaited = (*awaited, *(replay for holder in holders for replay in holder.replays))
+    is_stuck = any(not is_over(each, patience) for each in awaited)
+    given_up = [*map(_give_up, _of_nccl())] if is_stuck else []
+    for holder in holders:
         holder.free()
+    for each in given_up:
+        each.join(PATIENCE)
+
+
+def end_waits(device: torch.device) -> None:
+    """A rank has gone, or does not answer: no replay comes any more, and no GPU is to wait for it."""
+    if torch.cuda.is_current_stream_capturing():
+        return
+    with torch.cuda.device(device):
+        ends = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ends.record()
+    free_all(ends, patience=LAST)
+
+
+def _of_nccl() -> Iterator[Any]:
+    """The communicators of all process groups."""
+    if dist.is_initialized() and dist.is_nccl_available():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            with contextlib.suppress(RuntimeError):  # of hosts alone
+                backend = group._get_backend(torch.device("cuda"))
+                if isinstance(backend, dist.ProcessGroupNCCL):
+                    yield backend
+
+
+def _give_up(backend: Any) -> threading.Thread:
+    """Has GPUs leave what they do by a communicator. That takes until no graph holds a collective of it: so others
+    wait for it, and each communicator has a thread of its own."""
+    thread = threading.Thread(target=backend.abort, name="tieredemb-abort", daemon=True)
+    thread.start()
+    return thread
 
 
 def _freeing(function: Callable[P, R]) -> Callable[P, R]:

@@ -34,6 +34,11 @@ class StepTogether(Generic[R]):
         with on_device(step.device):
             self._beside = torch.cuda.Stream(step.device, priority=-1)  # type: ignore[no-untyped-call]
 
+    @property
+    def replays(self) -> list[torch.cuda.Event]:
+        """See `Holder`."""
+        return [] if self._ran is None else [self._ran]
+
     def free(self) -> None:
         """Gives the graph up, before the process group whose collectives it holds; the step is captured anew if it is
         called again."""

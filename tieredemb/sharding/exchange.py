@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from tieredemb import errors
 from tieredemb.errors import ConfigError, PeerError, TieredEmbError
-from tieredemb.kernels.collectives import is_over
+from tieredemb.kernels.collectives import end_waits, is_over
 from tieredemb.sharding.messages import Messages
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class Exchange:
         self._mine: torch.Tensor | None = None  # the header that this rank sends
         self._messages: Messages | None = None
         self.places: Sequence[Place] = ()  # of the ranks, where GPUs exchange what lies on them
+        self._device: torch.device | None = None  # the GPU here, likewise
 
     @property
     def group(self) -> Any:
@@ -200,7 +201,9 @@ class Exchange:
             raise self._unanswered(phase) from error
 
     def _unanswered(self, phase: Phase) -> PeerError:
-        """The error of a wait that another rank did not end; nothing is exchanged any more."""
+        """The error of a wait that another rank did not end; nothing is exchanged any more, and no GPU waits for it."""
+        if self._device is not None:
+            end_waits(self._device)
         return self._broken_by(
             f"rank {self.rank} {phase.told}, and another rank did not: it has ended, or did nothing within "
             f"{self.timeout.total_seconds():g} s (timeout=). Each rank has to take part; start all of them again from "
@@ -368,6 +371,7 @@ class Exchange:
         for a mistake."""
         if device.type != "cuda" or not self.has_nccl:
             return
+        self._device = device
         gpu = str(torch.cuda.get_device_properties(device).uuid)
         self.places = self.every(Place(socket.gethostname(), gpu, _shared_by_processes()))
         ranks: dict[tuple[str, str], int] = {}
