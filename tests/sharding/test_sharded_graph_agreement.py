@@ -152,37 +152,34 @@ def test_a_replay_that_waits_for_a_rank_that_has_gone_is_not_waited_for(monkeypa
     assert not collectives.is_over(Event(0), 0.05)
 
 
-class Stuck:
-    """Holds a graph, and an NCCL that ends as torch's does: once nobody holds a graph."""
+class Holder:
+    """Holds a graph whose replay ends at the given query, or never: then its end waits for NCCL's, and that for its."""
 
     def __init__(self, ends):
-        self.replays, self.did, self.is_free = [Event(ends)], [], threading.Event()
+        self.replays, self.did = [Event(ends)], []
+        self.is_given_up, self.is_free = threading.Event(), threading.Event()
 
     def free(self):
+        if not self.replays[0].ends:
+            assert self.is_given_up.wait(10)
         self.did.append("free")
         self.is_free.set()
 
     def abort(self):
-        self.did.append("abort")
-        self.is_free.wait(10)
+        self.is_given_up.set()
+        assert self.is_free.wait(10)
         self.did.append("aborted")
 
 
-@pytest.mark.parametrize(("ends", "does"), [(2, ["free"]), (0, ["abort", "free", "aborted"])])
-def test_graphs_that_wait_for_a_rank_that_has_gone_are_ended_before_they_are_freed(monkeypatch, ends, does):
-    holder = Stuck(ends)
+@pytest.mark.parametrize(
+    ("replay", "more", "does"),
+    [(2, (), ["free"]), (0, (), ["free", "aborted"]), (1, (2,), ["free"]), (1, (0,), ["free", "aborted"])],
+)
+def test_what_waits_for_a_rank_that_has_gone_is_ended_before_graphs_are_freed(monkeypatch, replay, more, does):
+    holder = Holder(replay)
     monkeypatch.setattr(collectives, "_HOLDERS", {holder})
     monkeypatch.setattr(collectives, "_of_nccl", lambda: [holder])
-    collectives.free_all(patience=0.05)
-    assert holder.did == does
-
-
-@pytest.mark.parametrize(("ends", "does"), [(2, ["free"]), (0, ["abort", "free", "aborted"])])
-def test_what_else_waits_for_a_rank_that_has_gone_is_ended(monkeypatch, ends, does):
-    holder = Stuck(1)
-    monkeypatch.setattr(collectives, "_HOLDERS", {holder})
-    monkeypatch.setattr(collectives, "_of_nccl", lambda: [holder])
-    collectives.free_all(Event(ends), patience=0.05)
+    collectives.free_all(*map(Event, more), patience=0.05)
     assert holder.did == does
 
 
