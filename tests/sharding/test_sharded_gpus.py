@@ -195,8 +195,8 @@ def check_events(world, run, events, told):
         assert all(equal(weights[name], its_weights[name]) for name in its_weights)
 
 
-def dies(rank, size, ahead, amid):
-    """Rank 1 is killed once it has launched a replay. Where it dies `amid` that, its GPU is still between forward and
+def dies(rank, size, ahead, amid, captured=True):
+    """Rank 1 is killed once it has launched a step. Where it dies `amid` that, its GPU is still between forward and
     backward, and does not come to the exchanges of gradients, of dense layers and of rows, in which the other one
     waits; that is told so, and then waits for nothing."""
     tables = tables_of(**TABLES)
@@ -219,7 +219,7 @@ def dies(rank, size, ahead, amid):
             out.backward(upstream.to(out.dtype))
         return out.detach()
 
-    train = te.graph_step(step, max_ids=LONGEST)
+    train = te.graph_step(step, max_ids=LONGEST) if captured else step
     started = time.monotonic()
     try:
         for number, batch in enumerate(te.prefetch(batches, model) if ahead else batches):
@@ -243,14 +243,19 @@ def test_a_rank_that_is_killed_is_noticed(amid, ahead):
     check_killed(dies, ahead, amid)
 
 
-def check_killed(run, ahead, amid):
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+def test_a_rank_that_is_killed_amid_an_eager_step_is_noticed(ahead):
+    check_killed(dies, ahead, True, False)
+
+
+def check_killed(run, *how):
     """The other rank is told in time, and its process ends by itself."""
     if torch.cuda.device_count() < RANKS:
         pytest.skip(f"{RANKS} ranks need as many GPUs, here are {torch.cuda.device_count()}")
     broken = world_that_sends()
     try:
         for pipe in broken.pipes:
-            pipe.send((run, (ahead, amid)))
+            pipe.send((run, how))
         assert broken.pipes[0].poll(200)
         kind, (text, number, seconds) = broken.pipes[0].recv()
         assert kind == "returned"
