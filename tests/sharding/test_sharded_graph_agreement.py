@@ -156,11 +156,14 @@ class Holder:
     """Holds a graph whose replay ends at the given query, or never: then its end waits for NCCL's, and that for its."""
 
     def __init__(self, ends):
-        self.replays, self.did = [Event(ends)], []
+        self.replay, self.did = Event(ends), []
         self.is_given_up, self.is_free = threading.Event(), threading.Event()
 
+    def is_over(self, patience):
+        return collectives.is_over(self.replay, patience)
+
     def free(self):
-        if not self.replays[0].ends:
+        if not self.replay.ends:
             assert self.is_given_up.wait(10)
         self.did.append("free")
         self.is_free.set()

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -27,10 +27,10 @@ LAST = 2.0  # seconds: how long what a GPU does is waited for once a rank has go
 
 
 class Holder(Protocol):
-    """What holds such graphs. `replays`: events that come once its last ones are over."""
+    """What holds such graphs."""
 
-    @property
-    def replays(self) -> Sequence[torch.cuda.Event]: ...
+    def is_over(self, patience: float | None) -> bool:
+        """Whether its replays end within `patience` seconds, by default those that ranks wait for each other."""
 
     def free(self) -> None:
         """Gives them up, those too that a GPU is running: it ends them first. Called again, it does nothing."""
@@ -62,13 +62,12 @@ def hold(holder: Holder) -> None:
 
 
 def free_all(*awaited: torch.cuda.Event, patience: float | None = None) -> None:
-    """Frees the graphs of all holders that are alive. Where a replay, or what is `awaited`, is not over within
-    `patience` seconds (see `is_over`), it waits for a rank that has gone: then it first gives up all communicators of
-    NCCL, so that GPUs stop waiting, and what they find has no meaning."""
+    """Frees the graphs of all holders that are alive. Where a replay is not over in time (see `Holder`), or what is
+    `awaited`, it waits for a rank that has gone: then it first gives up all communicators of NCCL, so that GPUs stop
+    waiting, and what they find has no meaning."""
     holders = list(_HOLDERS)
-    awaited = (*awaited, *(replay for holder in holders for replay in holder.replays))
-    is_stuck = any(not is_over(each, patience) for each in awaited)
-    given_up = [*map(_give_up, _of_nccl())] if is_stuck else []
+    ends = all(holder.is_over(patience) for holder in holders) and all(is_over(each, patience) for each in awaited)
+    given_up = [] if ends else [*map(_give_up, _of_nccl())]
     for holder in holders:
         holder.free()
     for each in given_up:
@@ -76,13 +75,13 @@ def free_all(*awaited: torch.cuda.Event, patience: float | None = None) -> None:
 
 
 def end_waits(device: torch.device) -> None:
-    """A rank has gone, or does not answer: no replay comes any more, and no GPU is to wait for it."""
+    """Ranks exchange nothing any more, as one has gone, say: no GPU is to wait for another."""
     if torch.cuda.is_current_stream_capturing():
         return
-    with torch.cuda.device(device):
+    with contextlib.suppress(RuntimeError), torch.cuda.device(device):  # of a GPU that has failed itself
         ends = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ends.record()
-    free_all(ends, patience=LAST)
+        free_all(ends, patience=LAST)
 
 
 def _of_nccl() -> Iterator[Any]:

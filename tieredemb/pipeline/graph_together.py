@@ -34,10 +34,9 @@ class StepTogether(Generic[R]):
         with on_device(step.device):
             self._beside = torch.cuda.Stream(step.device, priority=-1)  # type: ignore[no-untyped-call]
 
-    @property
-    def replays(self) -> list[torch.cuda.Event]:
+    def is_over(self, patience: float | None) -> bool:
         """See `Holder`."""
-        return [] if self._ran is None else [self._ran]
+        return self._ran is None or is_over(self._ran, self._agreement.timeout if patience is None else patience)
 
     def free(self) -> None:
         """Gives the graph up, before the process group whose collectives it holds; the step is captured anew if it is

@@ -56,6 +56,10 @@ class Captures(Agreement):
     def plans_ahead(self) -> bool:
         return self._context.plans_ahead
 
+    @property
+    def timeout(self) -> float:
+        return self._context.exchange.timeout.total_seconds()
+
     def offer(self, *, ahead: bool) -> None:
         self._context.offers_ahead = ahead
 

@@ -201,9 +201,7 @@ class Exchange:
             raise self._unanswered(phase) from error
 
     def _unanswered(self, phase: Phase) -> PeerError:
-        """The error of a wait that another rank did not end; nothing is exchanged any more, and no GPU waits for it."""
-        if self._device is not None:
-            end_waits(self._device)
+        """The error of a wait that another rank did not end; nothing is exchanged any more."""
         return self._broken_by(
             f"rank {self.rank} {phase.told}, and another rank did not: it has ended, or did nothing within "
             f"{self.timeout.total_seconds():g} s (timeout=). Each rank has to take part; start all of them again from "
@@ -211,9 +209,12 @@ class Exchange:
         )
 
     def _broken_by(self, reason: str) -> PeerError:
-        """The error; nothing is exchanged any more, as messages of before may be on their way."""
+        """The error; nothing is exchanged any more, as messages of before may be on their way, and no GPU waits for
+        another."""
         self._broken = self._broken or reason
         self.failures += 1
+        if self._device is not None:
+            end_waits(self._device)
         return PeerError(reason)
 
     def _check(self) -> None:

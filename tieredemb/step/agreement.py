@@ -28,6 +28,11 @@ class Agreement(abc.ABC):
         """Whether eager steps plan the next batch ahead, which all ranks do or none does: as the first rank has offered
         with its last forward."""
 
+    @property
+    @abc.abstractmethod
+    def timeout(self) -> float:
+        """Seconds that ranks wait for each other."""
+
     @abc.abstractmethod
     def offer(self, *, ahead: bool) -> None:
         """This rank would plan `ahead`, or not."""
