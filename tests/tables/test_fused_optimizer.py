@@ -61,6 +61,23 @@ def test_upload_has_nobody_to_tell_on_the_cpu():
         bag.fused_optimizer.upload()
 
 
+@pytest.mark.parametrize("betas", [(0.9, 0.99), [0.9, 0.99]])
+def test_its_own_options_are_checked_again_once_they_change(betas):
+    optimizer = te.TieredEmbeddingBag(10, 4, optimizer=te.SparseAdam(lr=0.1)).fused_optimizer
+    group = optimizer.param_groups[0]
+    group["betas"] = betas
+    optimizer.check_own()
+    optimizer.check_own()
+    group["betas"] = [*betas]
+    optimizer.check_own()
+    group["betas"][0] = 7.0
+    with pytest.raises(ConfigError, match="betas"):
+        optimizer.check_own()
+    group["betas"], group["lr"] = betas, -1.0
+    with pytest.raises(ConfigError, match="lr"):
+        optimizer.check_own()
+
+
 @pytest.mark.parametrize("config", OPTIMIZERS, ids=NAMES)
 def test_a_scheduler_drives_the_learning_rate_as_in_torch(device, config):
     bag, reference = make(config)

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from time import monotonic, sleep
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -23,14 +23,14 @@ import torch.distributed as dist
 P = ParamSpec("P")
 R = TypeVar("R")
 PATIENCE, POLL = 10.0, 2e-5  # seconds: how long a replay is waited for, and how often it is asked
-LAST = 2.0  # seconds: how long what a GPU does is waited for once a rank has gone
+LAST = 5.0  # seconds: how long what a GPU does is waited for once ranks exchange nothing any more
 
 
 class Holder(Protocol):
     """What holds such graphs."""
 
-    def is_over(self, patience: float | None) -> bool:
-        """Whether its replays end within `patience` seconds, by default those that ranks wait for each other."""
+    def is_over(self) -> bool:
+        """Whether its replays end within the time that ranks wait for each other."""
 
     def free(self) -> None:
         """Gives them up, those too that a GPU is running: it ends them first. Called again, it does nothing."""
@@ -61,27 +61,72 @@ def hold(holder: Holder) -> None:
     _HOLDERS.add(holder)
 
 
-def free_all(*awaited: torch.cuda.Event, patience: float | None = None) -> None:
-    """Frees the graphs of all holders that are alive. Where a replay is not over in time (see `Holder`), or what is
-    `awaited`, it waits for a rank that has gone: then it first gives up all communicators of NCCL, so that GPUs stop
-    waiting, and what they find has no meaning."""
+def free_all() -> None:
+    """Frees the graphs of all holders that are alive. A replay that does not end in time waits for a rank that has
+    gone: then all communicators of NCCL are given up before, see `end_waits`."""
     holders = list(_HOLDERS)
-    ends = all(holder.is_over(patience) for holder in holders) and all(is_over(each, patience) for each in awaited)
-    given_up = [] if ends else [*map(_give_up, _of_nccl())]
-    for holder in holders:
-        holder.free()
-    for each in given_up:
-        each.join(PATIENCE)
+    if _is_capturing() or all(map(_is_over, holders)):
+        _free(holders)
+    else:
+        _abort_and_free(holders)
 
 
 def end_waits(device: torch.device) -> None:
-    """Ranks exchange nothing any more, as one has gone, say: no GPU is to wait for another."""
-    if torch.cuda.is_current_stream_capturing():
-        return
-    with contextlib.suppress(RuntimeError), torch.cuda.device(device):  # of a GPU that has failed itself
-        ends = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ends.record()
-        free_all(ends, patience=LAST)
+    """Ranks exchange nothing any more, as one has gone, say: the graphs of all holders are freed, and if `device` is
+    not idle within a few seconds, all communicators of NCCL are given up first, those of the user's groups too. So it
+    waits for no other one, and what it finds has no meaning. Does nothing in a capture. Raises nothing."""
+    with contextlib.suppress(RuntimeError):  # of a GPU that has failed itself
+        if _is_capturing():
+            return
+        if _does_end(lambda: torch.cuda.synchronize(device)):
+            _free(list(_HOLDERS))
+        else:
+            _abort_and_free(list(_HOLDERS))
+
+
+def _is_capturing() -> bool:
+    is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_used and torch.cuda.is_current_stream_capturing()
+
+
+def _is_over(holder: Any) -> bool:
+    """See `Holder`; a GPU that has failed itself waits for nobody."""
+    try:
+        return bool(holder.is_over())
+    except RuntimeError:
+        return True
+
+
+def _does_end(wait: Callable[[], object]) -> bool:
+    """Whether a wait ends within `LAST` seconds. Where it fails, it does."""
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            wait()
+
+    thread = threading.Thread(target=run, name="tieredemb-wait", daemon=True)
+    thread.start()
+    thread.join(LAST)
+    return not thread.is_alive()
+
+
+def _free(holders: Iterable[Any]) -> None:
+    for holder in holders:
+        holder.free()
+
+
+def _abort_and_free(holders: Iterable[Any]) -> None:
+    """A communicator is given up once no graph holds a collective of it, and a graph once its replay is over, which may
+    wait in a collective of any: so all of it goes on at a time."""
+    given_up = []
+    for backend in _of_nccl():
+        given_up.append(threading.Thread(target=backend.abort, name="tieredemb-abort", daemon=True))
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while it ends
+            given_up[-1].start()
+    _free(holders)
+    for each in given_up:
+        if each.is_alive():
+            each.join(PATIENCE)
 
 
 def _of_nccl() -> Iterator[Any]:
@@ -90,16 +135,9 @@ def _of_nccl() -> Iterator[Any]:
         for group in list(dist.distributed_c10d._world.pg_map):
             with contextlib.suppress(RuntimeError):  # of hosts alone
                 backend = group._get_backend(torch.device("cuda"))
+                backend = getattr(backend, "wrapped_pg", backend)  # of TORCH_DISTRIBUTED_DEBUG=DETAIL
                 if isinstance(backend, dist.ProcessGroupNCCL):
                     yield backend
-
-
-def _give_up(backend: Any) -> threading.Thread:
-    """Has GPUs leave what they do by a communicator. That takes until no graph holds a collective of it: so others
-    wait for it, and each communicator has a thread of its own."""
-    thread = threading.Thread(target=backend.abort, name="tieredemb-abort", daemon=True)
-    thread.start()
-    return thread
 
 
 def _freeing(function: Callable[P, R]) -> Callable[P, R]:

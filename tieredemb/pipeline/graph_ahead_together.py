@@ -37,10 +37,9 @@ class StepAheadTogether(StepAhead[R]):
         # ids go to the ranks that own their rows before the last plan has settled, behind which the next one is made
         self._settles = self._executor.behind = torch.cuda.Stream(step.device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def is_over(self, patience: float | None) -> bool:
+    def is_over(self) -> bool:
         """See `Holder`."""
-        patience = self._agreement.timeout if patience is None else patience
-        return all(turn.ran is None or is_over(turn.ran, patience) for turn in self._turns)
+        return all(turn.ran is None or is_over(turn.ran, self._agreement.timeout) for turn in self._turns)
 
     def free(self) -> None:
         """Gives the graphs up, before the process group whose collectives they hold; the step is captured anew if it is

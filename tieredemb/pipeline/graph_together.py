@@ -34,9 +34,9 @@ class StepTogether(Generic[R]):
         with on_device(step.device):
             self._beside = torch.cuda.Stream(step.device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def is_over(self, patience: float | None) -> bool:
+    def is_over(self) -> bool:
         """See `Holder`."""
-        return self._ran is None or is_over(self._ran, self._agreement.timeout if patience is None else patience)
+        return self._ran is None or is_over(self._ran, self._agreement.timeout)
 
     def free(self) -> None:
         """Gives the graph up, before the process group whose collectives it holds; the step is captured anew if it is

@@ -221,10 +221,12 @@ class Exchange:
         if self._broken:
             raise PeerError(f"nothing is exchanged any more since an earlier call: {self._broken}")
         if not self._is_there():
-            raise self._broken_by(
+            self._broken = (
                 "torch.distributed.destroy_process_group() came before this call, and nothing can be exchanged since; "
                 "call it after the last use of the module, and close() the module before it"
             )
+            self.failures += 1
+            raise PeerError(self._broken)
 
     def _is_there(self) -> bool:
         """Whether the group was not destroyed with all others."""
@@ -319,11 +321,13 @@ class Exchange:
         except PeerError:
             raise
         except BaseException as error:
-            self._broken_by(
-                f"rank {self.rank} has failed where the others were about to exchange something, and has left them "
-                f"({type(error).__name__}: {error}); start all of them again from the last checkpoint"
-            )
-            _give_up(self._held)
+            try:
+                self._broken_by(
+                    f"rank {self.rank} has failed where the others were about to exchange something, and has left them "
+                    f"({type(error).__name__}: {error}); start all of them again from the last checkpoint"
+                )
+            finally:
+                _give_up(self._held)
             raise
 
     def _sendable(self, values: torch.Tensor) -> torch.Tensor:

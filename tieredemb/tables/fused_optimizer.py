@@ -209,7 +209,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         options = self.options()
         if options != self._good:
             self.check_options(options)
-            self._good = options
+            # a list, which may change in place, equals no tuple
+            self._good = {name: tuple(each) if isinstance(each, list) else each for name, each in options.items()}
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Takes over the options that this optimizer knows, and what schedulers keep beside them."""
