@@ -6,14 +6,17 @@ import warnings
 
 import pytest
 from devices import equal
-from sharding.ranks import batch_of, one_process, step_of, tables_of, uneven
+from sharding.ranks import batch_of, calls_of, one_process, step_of, tables_of, uneven
 from sharding.test_sharded_failures import told
 from torch import nn
 
 import tieredemb as te
+from tieredemb.errors import StorageFullError
 from tieredemb.pipeline.pace import SharedPace
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+from tieredemb.sharding.exchange import Exchange, Phase
 from tieredemb.sharding.layout import RowWise
+from tieredemb.sharding.request import Request
 
 TABLES = tables_of(modes=("sum", "mean"), widths=(4, 8))
 STEPS = 8
@@ -63,6 +66,81 @@ def test_ahead_or_not_bits_are_the_same(worlds, size, depth, optimizer, capacity
         assert waiting == 0
     for name, weight in expected.items():
         assert equal(answers[0][1][name], weight)
+
+
+HAPPENS = 4  # the step in which something does
+UPDATE = [Phase.BACKWARD, Phase.BACKWARD]  # on a CPU, where the gradients that come may yet be wrong
+PLANNED = [Phase.PLAN, Phase.FORWARD, *UPDATE]
+
+
+def meets(rank, size, event, optimizer, weighted):
+    """Trains in a prefetch loop, in one step of which something happens to rank 1. What hosts tell each other in each
+    step, what was told, outputs and tables."""
+    tables = tables_of(rows=(40, 60), widths=(8,))
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=RowWise(), optimizer=optimizer, average=False, capacity=0.5
+    )
+    batches = [batch_of(tables, step, rank, samples=lambda rank: 5) for step in range(STEPS)]
+    phases, outputs, errors = [], [], []
+    look_up = Request.look_up
+
+    def full(*args, **keywords):
+        raise StorageFullError("no space is left")
+
+    with calls_of(Exchange, "header") as headers:
+        for step, batch in enumerate(te.prefetch(batches, model, ids_of=lambda batch: batch[:2])):
+            happens = event if (rank, step) == (1, HAPPENS) else None
+            if happens == "no plan":
+                model.planned.drop_all()
+            Request.look_up = full if happens == "full" else look_up
+            error = told(lambda: outputs.append(step_of(model, batch, weighted=weighted)[0]))  # noqa: B023
+            Request.look_up = look_up
+            if error is not None:
+                errors.append((step, error))
+            phases.append([its[1] for its in headers])
+            headers.clear()
+    weights = dict(model.state_dict())
+    model.close()
+    return phases, errors, outputs, weights
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "weighted", "usual"),
+    [
+        (te.Adagrad(lr=0.1), False, PLANNED),
+        (te.Adagrad(lr=0.1), True, [Phase.PLAN, Phase.FORWARD, Phase.ROWS, *UPDATE]),
+        (te.Adam(lr=0.1), False, [Phase.PLAN, Phase.FORWARD, Phase.ROWS, *UPDATE]),
+    ],
+    ids=["announced with its rows", "weighted", "dense"],
+)
+def test_a_planned_forward_is_announced_with_its_rows_where_nothing_is_lost_by_it(worlds, optimizer, weighted, usual):
+    for phases, errors, *_ in worlds(3).run(meets, None, optimizer, weighted):
+        assert not errors
+        assert phases[1:-1] == [usual] * (STEPS - 2)
+        assert phases[-1] == usual[1:]  # nothing is left to plan
+
+
+def test_what_one_rank_has_not_planned_all_ask_for_anew(worlds):
+    tables = tables_of(rows=(40, 60), widths=(8,))
+    given = {"optimizer": te.Adagrad(lr=0.1), "capacity": 1.0}
+    alone, expected = one_process(3, tables, STEPS, lambda rank: 5, False, given)
+    answers = worlds(3).run(meets, "no plan", te.Adagrad(lr=0.1), False)
+    for rank, (phases, errors, outputs, _) in enumerate(answers):
+        assert not errors
+        again = [Phase.PLAN, Phase.FORWARD, Phase.FORWARD, Phase.ROWS, *UPDATE]
+        assert phases[HAPPENS : HAPPENS + 2] == [again, again]  # it had planned two batches
+        assert phases[HAPPENS + 2] == PLANNED
+        assert all(equal(mine, theirs) for mine, (theirs, _) in zip(outputs, alone[rank], strict=True))
+    for name, weight in expected.items():
+        assert equal(answers[0][3][name], weight)
+
+
+def test_what_one_rank_fails_in_before_it_is_announced_all_raise(worlds):
+    answers = worlds(3).run(meets, "full", te.Adagrad(lr=0.1), False)
+    for phases, errors, outputs, _ in answers:
+        assert errors == [(HAPPENS, ("StorageFullError", "rank 1: no space is left"))]
+        assert len(outputs) == STEPS - 1
+        assert phases[HAPPENS + 1] == PLANNED
 
 
 def learns(rank, size):

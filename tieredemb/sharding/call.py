@@ -45,6 +45,7 @@ FITS = 8  # an exchange of one size takes what other ranks are asked for
 ALONE = 16  # this rank would not plan the next batch ahead
 LATER = 32  # this rank has not looked yet how much it asks for: it expects as much as of the batch before, which fits
 OVER = 64  # of a header of rows: what this rank asks for does not fit
+FETCHED = 128  # of a header of a forward: its rows are there to be sent, which it so announces too
 FLAG_BITS, MOST_BITS = 8, 27  # behind these stands how many ids it asks another rank for, and different rows
 MOST_COUNTED = (1 << MOST_BITS) - 1
 
@@ -283,6 +284,12 @@ class ShardedCall:
         """What is asked of this rank, of the parts of all shards."""
         return [part for request in self._requests for part in request.parts]
 
+    def may_fetch_first(self, flag: int) -> bool:
+        """Whether the forward of a call that was planned may look its rows up before it announces itself, and so does
+        both by one header: where nothing is lost if another rank has no plan, or has failed. `flag`: of the
+        forward."""
+        return not flag and not self.context.lookups_change_rows
+
     def plan_ahead(self, executor: PlanExecutor, *, trains: bool, ages: bool) -> None:
         """Has the rows that are asked of this rank planned and fetched by `executor`, before the forward comes. What
         cannot be planned now the forward plans, and finds out why."""
@@ -292,10 +299,12 @@ class ShardedCall:
                 self._planned.append((shard.engine.planned, planned))
         self._used()
 
-    def fetch(self, weights: torch.Tensor | None, *, trains: bool, recomputed: bool) -> None:
+    def fetch(self, weights: torch.Tensor | None, *, trains: bool, recomputed: bool, is_announced: bool = True) -> bool:
         """The forward has come: answers what was asked of this rank, and has its own rows brought. Raises on all ranks
-        what one has met. `weights`: floats (N,), of the samples here. What of any rank does not fit, which is known
-        here at the latest, all ask for again, in the sizes that it needs."""
+        what one has met. `weights`: floats (N,), of the samples here · `is_announced`: whether the others know that it
+        has come; else they learn it here, and it returns false, having sent nothing, where not all have planned theirs.
+        What of any rank does not fit, which is known here at the latest, all ask for again, in the sizes that it
+        needs."""
         exchange, context = self.context.exchange, self.context
         self.number = next(NUMBERS)
         of_ids = self._weights(weights)
@@ -324,10 +333,18 @@ class ShardedCall:
             flag = OVER * self._is_over_bound()
         except Exception as error:
             failed = error
-        if (context.announce(Phase.ROWS, flag=flag, error=failed).flags & OVER).any():
+        if is_announced:
+            flags = context.announce(Phase.ROWS, flag=flag, error=failed).flags
+        else:
+            flag |= PLANNED | FETCHED | ALONE * (not context.offers_ahead)
+            flags = context.announce(Phase.FORWARD, flag=flag, error=failed).flags
+            _check_weighted(flags)
+            if not (flags & FETCHED).all():
+                return False
+            self._told(flags)
+        if (flags & OVER).any():
             self._ask_again()
-            self.fetch(weights, trains=trains, recomputed=recomputed)
-            return
+            return self.fetch(weights, trains=trains, recomputed=recomputed)
         self._given = None
         with exchange.agreed():
             self._rows = self._came(sending)
@@ -337,6 +354,7 @@ class ShardedCall:
                     bags.keep(came)
         if context.captures is not None:
             context.captures.rows_sent()
+        return True
 
     def _made_rooms(self) -> Sequence[PartRooms | None]:
         """Of each part, where its rows and gradients are written to, if they are not sent."""

@@ -97,6 +97,12 @@ class ShardedContext:
         return self.shards[0].engine.may_exceed_bags
 
     @property
+    def lookups_change_rows(self) -> bool:
+        """Whether a lookup by itself does, whatever comes of it; the same on all ranks."""
+        contexts = [shard.context for shard in self.shards]
+        return any(each.is_dense or each.options.max_norm is not None for each in contexts)
+
+    @property
     def is_scaled(self) -> bool:
         """Whether infinite gradients keep the tables from an update: all ranks have to know."""
         return self.optimizer is not None and self.optimizer.is_scaled

@@ -137,8 +137,7 @@ class RecordedAsks:
         if self._careful:
             self._careful -= 1
             return False
-        contexts = [shard.context for shard in self._context.shards]
-        return not any(each.is_dense or each.options.max_norm is not None for each in contexts)
+        return not self._context.lookups_change_rows
 
     def look_at_once(self) -> None:
         """To look later was in vain: the next batch may not fit, either, or another rank not record, and what is done

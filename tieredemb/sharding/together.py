@@ -126,16 +126,27 @@ class Together(Ranks):
         trains, weights = hook.requires_grad and torch.is_grad_enabled(), batch.weights
         flag = forward_flag(weights)
 
-        def make() -> Call:
-            tables = self.held[0].engine.tables
-            planned = None if recomputed else self._planned.take(tables, batch.given)
-            call = ShardedCall.of(context, batch, flag, cast("ShardedCall | None", planned))
+        def fetch(call: ShardedCall, *, is_announced: bool) -> bool:
             call.within = within
             try:
-                call.fetch(weights, trains=trains, recomputed=recomputed)
+                has_rows = call.fetch(weights, trains=trains, recomputed=recomputed, is_announced=is_announced)
             except BaseException:
                 call.release()
                 raise
+            if not has_rows:
+                call.release()
+            return has_rows
+
+        def make() -> Call:
+            tables = self.held[0].engine.tables
+            found = None if recomputed else self._planned.take(tables, batch.given)
+            planned = cast("ShardedCall | None", found)
+            if planned is not None and planned.may_fetch_first(flag):
+                if fetch(planned, is_announced=False):
+                    return cast("Call", planned)
+                planned = None
+            call = ShardedCall.of(context, batch, flag, planned)
+            fetch(call, is_announced=True)
             return cast("Call", call)
 
         if trains or (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
