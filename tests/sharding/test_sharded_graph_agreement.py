@@ -160,7 +160,7 @@ class Holder:
         self.ends, self.did = ends, []
         self.is_given_up, self.is_free = threading.Event(), threading.Event()
 
-    def is_over(self):
+    def ends_in_time(self):
         if self.ends is None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return self.ends

@@ -66,16 +66,16 @@ def test_its_own_options_are_checked_again_once_they_change(betas):
     optimizer = te.TieredEmbeddingBag(10, 4, optimizer=te.SparseAdam(lr=0.1)).fused_optimizer
     group = optimizer.param_groups[0]
     group["betas"] = betas
-    optimizer.check_own()
-    optimizer.check_own()
+    optimizer.check_options_now()
+    optimizer.check_options_now()
     group["betas"] = [*betas]
-    optimizer.check_own()
+    optimizer.check_options_now()
     group["betas"][0] = 7.0
     with pytest.raises(ConfigError, match="betas"):
-        optimizer.check_own()
+        optimizer.check_options_now()
     group["betas"], group["lr"] = betas, -1.0
     with pytest.raises(ConfigError, match="lr"):
-        optimizer.check_own()
+        optimizer.check_options_now()
 
 
 @pytest.mark.parametrize("config", OPTIMIZERS, ids=NAMES)

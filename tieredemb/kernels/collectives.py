@@ -13,7 +13,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from time import monotonic, sleep
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -29,8 +29,8 @@ LAST = 5.0  # seconds: how long what a GPU does is waited for once ranks exchang
 class Holder(Protocol):
     """What holds such graphs."""
 
-    def is_over(self) -> bool:
-        """Whether its replays end within the time that ranks wait for each other."""
+    def ends_in_time(self) -> bool:
+        """Whether its replays end while ranks wait for each other. Waits for them so long."""
 
     def free(self) -> None:
         """Gives them up, those too that a GPU is running: it ends them first. Called again, it does nothing."""
@@ -63,25 +63,17 @@ def hold(holder: Holder) -> None:
 
 def free_all() -> None:
     """Frees the graphs of all holders that are alive. A replay that does not end in time waits for a rank that has
-    gone: then all communicators of NCCL are given up before, see `end_waits`."""
-    holders = list(_HOLDERS)
-    if _is_capturing() or all(map(_is_over, holders)):
-        _free(holders)
-    else:
-        _abort_and_free(holders)
+    gone: then all communicators of NCCL are given up as well, see `end_waits`."""
+    _free(aborts=not _is_capturing() and not all(map(_ends_in_time, list(_HOLDERS))))
 
 
 def end_waits(device: torch.device) -> None:
     """Ranks exchange nothing any more, as one has gone, say: the graphs of all holders are freed, and if `device` is
-    not idle within a few seconds, all communicators of NCCL are given up first, those of the user's groups too. So it
-    waits for no other one, and what it finds has no meaning. Does nothing in a capture. Raises nothing."""
+    not idle within a few seconds, all communicators of NCCL are given up, those of the user's groups too. So it waits
+    for no other one, and what it finds has no meaning. Does nothing in a capture. Raises nothing."""
     with contextlib.suppress(RuntimeError):  # of a GPU that has failed itself
-        if _is_capturing():
-            return
-        if _does_end(lambda: torch.cuda.synchronize(device)):
-            _free(list(_HOLDERS))
-        else:
-            _abort_and_free(list(_HOLDERS))
+        if not _is_capturing():
+            _free(aborts=not _is_soon_idle(device))
 
 
 def _is_capturing() -> bool:
@@ -89,44 +81,47 @@ def _is_capturing() -> bool:
     return is_used and torch.cuda.is_current_stream_capturing()
 
 
-def _is_over(holder: Any) -> bool:
+def _ends_in_time(holder: Any) -> bool:
     """See `Holder`; a GPU that has failed itself waits for nobody."""
     try:
-        return bool(holder.is_over())
+        return bool(holder.ends_in_time())
     except RuntimeError:
         return True
 
 
-def _does_end(wait: Callable[[], object]) -> bool:
-    """Whether a wait ends within `LAST` seconds. Where it fails, it does."""
+def _is_soon_idle(device: torch.device) -> bool:
+    """Whether all that a GPU does ends within `LAST` seconds, or fails."""
 
-    def run() -> None:
+    def wait() -> None:
         with contextlib.suppress(RuntimeError):
-            wait()
+            torch.cuda.synchronize(device)
 
-    thread = threading.Thread(target=run, name="tieredemb-wait", daemon=True)
-    thread.start()
-    thread.join(LAST)
-    return not thread.is_alive()
+    waiting = _started(wait)
+    if waiting is not None:
+        waiting.join(LAST)
+    return waiting is None or not waiting.is_alive()
 
 
-def _free(holders: Iterable[Any]) -> None:
-    for holder in holders:
+def _free(*, aborts: bool) -> None:
+    """Frees all graphs and, where it `aborts`, gives up all communicators. One is given up once no graph holds a
+    collective of it, and a graph is freed once its replay is over, which may wait in a collective of any: so all of it
+    goes on at a time."""
+    aborting = [_started(backend.abort) for backend in _of_nccl()] if aborts else []
+    for holder in list(_HOLDERS):
         holder.free()
+    for thread in aborting:
+        if thread is not None:
+            thread.join(PATIENCE)
 
 
-def _abort_and_free(holders: Iterable[Any]) -> None:
-    """A communicator is given up once no graph holds a collective of it, and a graph once its replay is over, which may
-    wait in a collective of any: so all of it goes on at a time."""
-    given_up = []
-    for backend in _of_nccl():
-        given_up.append(threading.Thread(target=backend.abort, name="tieredemb-abort", daemon=True))
-        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread while it ends
-            given_up[-1].start()
-    _free(holders)
-    for each in given_up:
-        if each.is_alive():
-            each.join(PATIENCE)
+def _started(run: Callable[[], object]) -> threading.Thread | None:
+    """A thread that does it, and keeps no process alive. None at the end of Python 3.12, which starts no more."""
+    thread = threading.Thread(target=run, name="tieredemb-collectives", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
 
 
 def _of_nccl() -> Iterator[Any]:

@@ -37,7 +37,7 @@ class StepAheadTogether(StepAhead[R]):
         # ids go to the ranks that own their rows before the last plan has settled, behind which the next one is made
         self._settles = self._executor.behind = torch.cuda.Stream(step.device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def is_over(self) -> bool:
+    def ends_in_time(self) -> bool:
         """See `Holder`."""
         return all(turn.ran is None or is_over(turn.ran, self._agreement.timeout) for turn in self._turns)
 

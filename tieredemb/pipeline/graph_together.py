@@ -34,7 +34,7 @@ class StepTogether(Generic[R]):
         with on_device(step.device):
             self._beside = torch.cuda.Stream(step.device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def is_over(self) -> bool:
+    def ends_in_time(self) -> bool:
         """See `Holder`."""
         return self._ran is None or is_over(self._ran, self._agreement.timeout)
 

@@ -44,8 +44,8 @@ GRADIENT = 4  # that of the weights is asked for, which takes the rows of all id
 FITS = 8  # an exchange of one size takes what other ranks are asked for
 ALONE = 16  # this rank would not plan the next batch ahead
 LATER = 32  # this rank has not looked yet how much it asks for: it expects as much as of the batch before, which fits
-OVER = 64  # of a header of rows: what this rank asks for does not fit
-FETCHED = 128  # of a header of a forward: its rows are there to be sent, which it so announces too
+OVER = 64  # of a header that announces rows: what this rank asks for does not fit
+FETCHED = 128  # of a header of a forward that announces its rows as well, which have been looked up
 FLAG_BITS, MOST_BITS = 8, 27  # behind these stands how many ids it asks another rank for, and different rows
 MOST_COUNTED = (1 << MOST_BITS) - 1
 
@@ -285,9 +285,8 @@ class ShardedCall:
         return [part for request in self._requests for part in request.parts]
 
     def may_fetch_first(self, flag: int) -> bool:
-        """Whether the forward of a call that was planned may look its rows up before it announces itself, and so does
-        both by one header: where nothing is lost if another rank has no plan, or has failed. `flag`: of the
-        forward."""
+        """Whether the forward of a call that was planned may look its rows up first, and then announce itself and them
+        by one header: where nothing is lost if another rank has no plan, or has failed. `flag`: of the forward."""
         return not flag and not self.context.lookups_change_rows
 
     def plan_ahead(self, executor: PlanExecutor, *, trains: bool, ages: bool) -> None:

@@ -206,4 +206,4 @@ def check_update(call: Call) -> None:
     with tables.rows.again():
         for group, part in zip(tables.groups, call.parts, strict=True):
             group.cache.check_rows(part.ticket)
-    call.context.check_trainable().check_own()
+    call.context.check_trainable().check_options_now()

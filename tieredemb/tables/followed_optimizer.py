@@ -402,7 +402,7 @@ class FollowedOptimizer:
     # --- the optimizer's step ---------------------------------------------------------------------------------------
 
     def check_options_now(self) -> None:
-        """See `Follower`."""
+        """See `Follower` and `RowOptimizer`. Does not wait for a GPU."""
         self.now()
 
     def check_step(self) -> None:
@@ -527,10 +527,6 @@ class FollowedOptimizer:
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Nothing of them is taken over: the param group is the torch optimizer's to save and load."""
-
-    def check_own(self) -> None:
-        """See `RowOptimizer`. Does not wait for a GPU."""
-        self.now()
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Does nothing, see `check_options`."""

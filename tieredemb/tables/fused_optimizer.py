@@ -204,7 +204,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if is_number(value) and not is_number(options.get(name, value)):
                 raise ConfigError(f"{name} of the param group must be a number, got {shown(options[name])}")
 
-    def check_own(self) -> None:
+    def check_options_now(self) -> None:
         """See `RowOptimizer`. What they were last time is not checked again, as every step asks."""
         options = self.options()
         if options != self._good:

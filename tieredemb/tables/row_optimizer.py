@@ -53,8 +53,8 @@ class RowOptimizer(Protocol):
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raises `ConfigError` unless `options` of a checkpoint can be taken over. Changes nothing."""
 
-    def check_own(self) -> None:
-        """The same of its own options, as they are now."""
+    def check_options_now(self) -> None:
+        """Raises `ConfigError` unless its own options, as they are now, are such as an update takes."""
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Takes over those of a checkpoint."""
