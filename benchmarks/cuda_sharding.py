@@ -3,7 +3,8 @@
 Each rank is a process with a GPU of its own, which trains its own batches: first a plain collection, all ranks at the
 same time, each on tables of its own; then one collection that they share, dealt out row by row, with as many slots a
 rank; and beside it what a step is made of, each part alone. A DLRM likewise, its dense layers in
-DistributedDataParallel. On two GPUs or more; `--quick --device cpu` tries the harness out.
+DistributedDataParallel. Bars are those of two GPUs; the results of more are kept beside, by their number. `--quick
+--device cpu` tries the harness out.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ EAGER, CAPTURED = ("", FETCHED, ONE_THREAD), (GRAPH, FETCHED_GRAPH)
 ROOM = 1.02  # × the ids of the fullest batch that one rank asks another for
 MOST_EAGER, MOST_GRAPH = 1.5, {"W-1.05": 1.25, DLRM: 1.2}  # × one GPU's time
 LEAST_SHARE, MOST_MISSES, LEAST_EXCHANGE = 0.85, 0.9, 0.8
+BARRED_RANKS = 2
 OPTIMIZER = tieredemb.RowWiseAdagrad(lr=LR)
 TIMEOUT = timedelta(seconds=120)
 
@@ -63,6 +65,10 @@ class Plan:
     steps: int
     quick: bool
     device: str
+
+    def barred(self, bar: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a bar, which is one of two GPUs."""
+        return barred(bar, quick=self.quick) if self.ranks == BARRED_RANKS else {}
 
 
 class Done(NamedTuple):
@@ -302,12 +308,12 @@ def records_of(plan: Plan, name: str, found: Sequence[dict[Any, Any]]) -> list[R
             more = {"ratio": ratio, "ratio_label": "× one GPU"}
             most = MOST_GRAPH.get(name) if mode == FETCHED_GRAPH else None if mode else MOST_EAGER
             if most is not None:
-                more |= barred(at_most(ratio, most), quick=plan.quick)
+                more |= plan.barred(at_most(ratio, most))
         records.append(measured("step", OURS, f"{name}, {who}{mode}", "ms", done.times.quantiles(), note=note, **more))
     if name != DLRM and (SHARDED, "") in ms:
         misses = [max(its[name, who, ""].misses for its in found) for who in (SHARDED, PLAIN)]
         ratio = misses[0] / max(1.0, misses[1])
-        bar = barred(at_most(ratio, MOST_MISSES), quick=plan.quick)
+        bar = plan.barred(at_most(ratio, MOST_MISSES))
         records.append(measured("misses of a rank / one GPU's", OURS, name, "", once(ratio), **bar))
     if (name, EXCHANGES) in found[0]:
         records += records_of_parts(plan, name, found, ms.get((SHARDED, FETCHED_GRAPH)))
@@ -331,13 +337,13 @@ def records_of_parts(plan: Plan, name: str, found: Sequence[dict[Any, Any]], ms:
     )
     records = [measured("alone", who, f"{name}, {what}", "ms", its, note=note) for who, what, its, note in alone]
     share = bare.median / gradients.median
-    bar = barred(at_least(share, LEAST_EXCHANGE), quick=plan.quick)
+    bar = plan.barred(at_least(share, LEAST_EXCHANGE))
     records.append(measured("rate of the gradients' exchange / of a bare one", "NCCL", name, "", once(share), **bar))
     if ms is not None:
         floor = max(its[name, SHARDED, FETCHED_GRAPH].floor_ms for its in found)
         together = sum(its.median for its in (rows, gradients, resident))
         bound = max(floor, together)
-        bar = barred(at_least(bound / ms, LEAST_SHARE), quick=plan.quick)
+        bar = plan.barred(at_least(bound / ms, LEAST_SHARE))
         note = f"the larger of PCIe's {floor:.2f} ms and {together:.2f} of the parts, one after the other"
         records.append(
             measured("bound of a captured step / its time", OURS, name, "", once(bound / ms), note=note, **bar)
@@ -387,7 +393,7 @@ def title(plan: Plan) -> str:
 def plan_of(args: Sequence[str] | None = None) -> tuple[Plan, Path | None]:
     """The plan, and where its results go."""
     parser = make_parser("cuda_sharding", __doc__, rows=workloads()[NAMES[0]].rows)
-    parser.add_argument("--ranks", type=int, default=2, help="processes, one a GPU (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=BARRED_RANKS, help="processes, one a GPU (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=100, help="timed steps of each mode (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=120, help="steps before the first (default: %(default)s)")
     chosen = parse(parser, args)
@@ -409,7 +415,8 @@ def main(args: Sequence[str] | None = None) -> None:
     plan, results = plan_of(args)
     start = perf_counter()
     records, failed = run(plan)
-    keep(None if failed else results, "cuda-sharding", title(plan), records, statistic=STATISTIC)
+    name = "cuda-sharding" if plan.ranks == BARRED_RANKS else f"cuda-sharding-{plan.ranks}"
+    keep(None if failed else results, name, title(plan), records, statistic=STATISTIC)
     say(f"{perf_counter() - start:.0f} s in all")
     if failed:
         raise SystemExit(f"ranks {failed} have failed, as told above: what is said of the others is not kept")
