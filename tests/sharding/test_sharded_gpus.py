@@ -197,6 +197,92 @@ def check_events(world, run, events, told):
         assert all(equal(weights[name], its_weights[name]) for name in its_weights)
 
 
+def drifts(rank, size, kind, ahead):
+    """Captured steps, from number 20 of which rank 1 has another learning rate: the one in which that is told, what is,
+    and how many graphs there are by then."""
+    tables = tables_of(**TABLES)
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=sharding_of("every other", tables), capacity=0.5, max_ids=LONGEST,
+        optimizer=te.Adagrad(lr=0.1) if kind == "fused" else torch.optim.SGD,
+    )  # fmt: skip
+    if kind == "fused":
+        optimizer = model.fused_optimizer
+    else:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device="cuda"))], lr=0.1)
+        model.follow(optimizer)
+    drawn = [batch_of(tables, number, rank, samples=seven) for number in range(30)]
+    batches = [(ids.cuda(), offsets.cuda(), upstream) for ids, offsets, _, upstream in drawn]
+
+    def step(batch):
+        ids, offsets, upstream = batch
+        optimizer.zero_grad()
+        out = model(ids, offsets)
+        out.backward(upstream)
+        optimizer.step()
+        return out.detach()
+
+    train, found = te.graph_step(step, max_ids=LONGEST), (-1, "")
+    try:
+        for number, batch in enumerate(te.prefetch(batches, model) if ahead else batches):
+            optimizer.param_groups[0]["lr"] = 0.2 if (rank == 1 and number >= 20) else 0.1 / (1 + number % 2)
+            train(batch)
+    except te.errors.PeerError as error:
+        found = number, str(error)
+    graphs = len(graphs_of(train))
+    model.close()
+    return *found, graphs
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+@pytest.mark.parametrize("kind", ["fused", "followed"])
+def test_a_rank_that_replays_with_another_learning_rate_is_told_of(world, kind, ahead):
+    for number, text, graphs in world.run(drifts, kind, ahead):
+        assert number == 20
+        assert "differs between the ranks" in text
+        assert "0.2" in text
+        assert graphs > 0
+
+
+def evaluates_apart(rank, size):
+    """Captured steps, then captured lookups, of which rank 1 has one less before it trains on: what is told then, how
+    many graphs there are by then, and whether all can go on."""
+    tables = tables_of(**TABLES)
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=sharding_of("every other", tables), capacity=0.5, optimizer=te.Adagrad(lr=0.1), max_ids=LONGEST
+    )
+    drawn = [batch_of(tables, number, rank, samples=seven) for number in range(16)]
+    batches = [(ids.cuda(), offsets.cuda(), upstream) for ids, offsets, _, upstream in drawn]
+
+    def step(batch):
+        ids, offsets, upstream = batch
+        out = model(ids, offsets)
+        out.backward(upstream)
+        return out.detach()
+
+    @torch.no_grad()
+    def look(batch):
+        return model(*batch[:2])
+
+    steps = train, evaluate = te.graph_step(step, max_ids=LONGEST), te.graph_forward(look, max_ids=LONGEST)
+    for run in steps:
+        for batch in batches:
+            run(batch)
+    text, graphs = "", sum(len(graphs_of(each)) for each in steps)
+    try:
+        (train if rank == 1 else evaluate)(batches[0])
+    except te.errors.PeerError as error:
+        text = str(error)
+    goes_on = train(batches[1]).isfinite().all().item()
+    model.close()
+    return text, graphs, goes_on
+
+
+def test_a_rank_that_replays_a_lookup_where_others_train_is_told_of(world):
+    for text, *others in world.run(evaluates_apart):
+        assert "rank 0 number 2, rank 1 number 1" in text
+        assert others == [2, True]
+
+
 def dies(rank, size, ahead, amid, captured=True):
     """Rank 1 is killed once it has launched a step. Where it dies `amid` that, its GPU is still between forward and
     backward, and does not come to the exchanges of gradients, of dense layers and of rows, in which the others wait;

@@ -41,7 +41,7 @@ class Graph:
 class Step:
     """What stands in for a `StepFunction`, of a batch that it is given."""
 
-    device, eager_steps = torch.device("cpu"), 2
+    device, eager_steps, number = torch.device("cpu"), 2, 1
 
     def __init__(self, model):
         self.model, self.buffers, self.did = model, self, []

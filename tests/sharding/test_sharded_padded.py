@@ -348,6 +348,26 @@ def test_room_for_rows_is_what_the_ranks_have_counted_and_some_more(worlds):
     assert answers == [[(2, None), (2, 34), (2, 34), (2, 64), (2, 64)]] * 3
 
 
+def runs_other_steps(rank, size, which):
+    """Each rank runs one of its steps, by number; then all run the same. What is told."""
+    model = model_of(tables_of(), "both", max_ids=64)
+    agreement, found = model.agreement, []
+    numbers = [agreement.begin_step() for _ in range(3)]
+    found.append(told(agreement.agree, 1, step=numbers[which[rank]]))
+    found.append(told(lambda: found.append(agreement.agree(3, step=numbers[0]))))
+    model.close()
+    return found
+
+
+def test_ranks_that_run_different_steps_are_told_so(worlds):
+    """Before any replays: a graph that sends gradients would wait for ever for one that does not."""
+    for (kind, text), *rest in worlds(3).run(runs_other_steps, (0, 2, 0)):
+        assert kind == "PeerError"
+        assert "rank 0 number 1, rank 1 number 3, rank 2 number 1" in text
+        assert rest == [3, None]
+    assert worlds(3).run(runs_other_steps, (1, 1, 1)) == [[None, 3, None]] * 3
+
+
 def does_not_agree(rank, size):
     """Rank 0 runs eagerly where the others are about to replay."""
     tables = tables_of()

@@ -59,7 +59,7 @@ class StepAheadTogether(StepAhead[R]):
                 mine = self._prepare(batch, following, calls, next_calls)
             except Exception as error:
                 failed = error
-            way = self._agreement.agree(mine, failed)
+            way = self._agreement.agree(mine, failed, step=self._step.number, updates=bool(mine & REPLAYS))
             if not all(self._agreement.are_as_now(turn.made_last[0]) for turn in turns):
                 way &= ~CAPTURES  # no graph is to find other memory than it knows: a step plans to such eagerly
             unplanned = self._align(way, lookups)
@@ -147,7 +147,7 @@ class StepAheadTogether(StepAhead[R]):
         return self._agreement.capturing(given, planned=planned)
 
     def _captured(self) -> None:
-        self._agreement.agree(CAPTURES)  # raises where another has failed
+        self._agreement.agree(CAPTURES, step=self._step.number)  # raises where another has failed
 
     def _tell(self, error: BaseException) -> None:
         try:

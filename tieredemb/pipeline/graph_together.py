@@ -77,7 +77,7 @@ class StepTogether(Generic[R]):
                 mine *= self._fits(batch)
         except Exception as error:
             failed = error
-        return self._agreement.agree(mine, failed)
+        return self._agreement.agree(mine, failed, step=step.number, updates=bool(mine & REPLAYS))
 
     def _fits(self, batch: Any) -> bool:
         """Whether a graph takes as many ids, which are looked at beside the step before where hosts have them."""
@@ -107,7 +107,7 @@ class StepTogether(Generic[R]):
         except Exception as error:
             self._agreement.not_captured(error)
             raise
-        way = self._agreement.agree(mine)  # raises where another has failed
+        way = self._agreement.agree(mine, step=step.number)  # raises where another has failed
         self._graph, self._result = graph, result
         return way
 

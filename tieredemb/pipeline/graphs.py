@@ -148,6 +148,7 @@ class GraphStep(Generic[R]):
             raise failed
         if is_clear:
             self._step, self._agreement = step, agreement
+            step.number = 0 if agreement is None else agreement.begin_step()
 
 
 def agreement_of(forwards: Sequence[Forward]) -> Agreement | None:

@@ -56,7 +56,7 @@ class Alone(Ranks):
     def look_up(self, batch: Batch, hook: torch.Tensor, *, recomputed: bool) -> torch.Tensor:
         return self._all.engine.lookup(batch, self._all.context, hook)
 
-    def agree(self, error: Exception | None = None) -> None:
+    def end_accumulate(self, error: Exception | None = None) -> None:
         if error is not None:
             raise error
 

@@ -46,7 +46,8 @@ ALONE = 16  # this rank would not plan the next batch ahead
 LATER = 32  # this rank has not looked yet how much it asks for: it expects as much as of the batch before, which fits
 OVER = 64  # of a header that announces rows: what this rank asks for does not fit
 FETCHED = 128  # of a header of a forward that announces its rows as well, which have been looked up
-FLAG_BITS, MOST_BITS = 8, 27  # behind these stands how many ids it asks another rank for, and different rows
+TRAINS = 256  # of a header of a forward: it is to update rows
+FLAG_BITS, MOST_BITS = 9, 27  # of 63: behind these stands how many ids it asks another rank for, and different rows
 MOST_COUNTED = (1 << MOST_BITS) - 1
 
 
@@ -106,7 +107,7 @@ class ShardedCall:
             return cls(context, batch, flag=flag)
         try:
             flags = context.announce(Phase.FORWARD, flag=PLANNED | flag | ALONE * (not context.offers_ahead)).flags
-            _check_weighted(flags)
+            _check_alike(flags)
         except BaseException:
             planned.release()
             raise
@@ -221,7 +222,7 @@ class ShardedCall:
         ids, rows = (min(most, MOST_COUNTED) for most in self._asks_for)
         flag |= FITS * self._fits | LATER * self._is_later | (rows << MOST_BITS | ids) << FLAG_BITS
         header = context.announce(phase, counts=counts, flag=flag, meanwhile=meanwhile)
-        _check_weighted(header.flags)
+        _check_alike(header.flags)
         return header
 
     def _agreed_bound(self, header: Header) -> Bound | None:
@@ -287,7 +288,7 @@ class ShardedCall:
     def may_fetch_first(self, flag: int) -> bool:
         """Whether the forward of a call that was planned may look its rows up first, and then announce itself and them
         by one header: where nothing is lost if another rank has no plan, or has failed. `flag`: of the forward."""
-        return not flag and not self.context.lookups_change_rows
+        return not flag & WEIGHTED and not self.context.lookups_change_rows
 
     def plan_ahead(self, executor: PlanExecutor, *, trains: bool, ages: bool) -> None:
         """Has the rows that are asked of this rank planned and fetched by `executor`, before the forward comes. What
@@ -335,9 +336,9 @@ class ShardedCall:
         if is_announced:
             flags = context.announce(Phase.ROWS, flag=flag, error=failed).flags
         else:
-            flag |= PLANNED | FETCHED | ALONE * (not context.offers_ahead)
+            flag |= PLANNED | FETCHED | TRAINS * trains | ALONE * (not context.offers_ahead)
             flags = context.announce(Phase.FORWARD, flag=flag, error=failed).flags
-            _check_weighted(flags)
+            _check_alike(flags)
             if not (flags & FETCHED).all():
                 return False
             self._told(flags)
@@ -407,7 +408,7 @@ class ShardedCall:
             self.context.announce(Phase.FORWARD, error=error)
             raise
         self._fits, self._asks_for = False, self._most(self._bags)
-        flag = int(self._flags[self.context.exchange.rank]) & (WEIGHTED | GRADIENT)
+        flag = int(self._flags[self.context.exchange.rank]) & (WEIGHTED | GRADIENT | TRAINS)
         self._requests = self._ask(ahead=False, flag=flag)
 
     def _weights(self, weights: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -542,18 +543,24 @@ class ShardedCall:
             self._recorded.used()
 
 
-def forward_flag(weights: torch.Tensor | None) -> int:
-    """What the header of a forward says of its per-sample weights."""
+def forward_flag(weights: torch.Tensor | None, *, trains: bool) -> int:
+    """What the header of a forward says of it, and of its per-sample weights."""
     if weights is None:
-        return 0
-    return WEIGHTED | GRADIENT * (torch.is_grad_enabled() and weights.requires_grad)
+        return TRAINS * trains
+    return TRAINS * trains | WEIGHTED | GRADIENT * (torch.is_grad_enabled() and weights.requires_grad)
 
 
-def _check_weighted(flags: Array) -> None:
-    """Raises `PeerError`, on all ranks, where some have weights of their samples and others none."""
-    weighted = (flags & WEIGHTED).tolist()
-    if len(set(weighted)) > 1:
-        with_weights = [rank for rank, flag in enumerate(weighted) if flag]
+def _check_alike(flags: Array) -> None:
+    """Raises `PeerError`, on all ranks, where some have weights of their samples and others none, or some are to train
+    and others not."""
+    with_weights, training = ([rank for rank, flag in enumerate(flags) if flag & kind] for kind in (WEIGHTED, TRAINS))
+    if 0 < len(with_weights) < len(flags):
         raise PeerError(
             f"per_sample_weights are given on ranks {with_weights} alone; pass them on all ranks, or on none"
+        )
+    if 0 < len(training) < len(flags):
+        raise PeerError(
+            f"ranks {training} look up a batch that they train on, and the others one without gradients, as in an "
+            f"evaluation; each rank has to make as many lookups of each kind, in the same order. One whose evaluation "
+            f"has fewer batches takes some without samples: no ids, and offsets of a single 0"
         )

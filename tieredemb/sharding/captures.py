@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from tieredemb.errors import UnsupportedError
+from tieredemb.errors import PeerError, UnsupportedError
 from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.exchange import Phase
@@ -24,7 +24,7 @@ from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
 
-MOST_BITS = 16  # of a flag: behind them stands how many rows a rank has asked another for
+STEP_BITS, MOST_BITS = 8, 16  # of a flag: behind them stand which step it is, and how many rows a rank has asked for
 
 
 class Captures(Agreement):
@@ -33,7 +33,7 @@ class Captures(Agreement):
     def __init__(self, context: ShardedContext, finder: CountingFinder, make_batch: Callable[..., Batch]) -> None:
         self._context, self._finder, self._make_batch = context, finder, make_batch
         self._known: set[object] = set()  # what is looked up in the step that is being captured
-        self._told = 0
+        self._told = self._steps = 0
         self._behind_rows: Callable[[], object] | None = None
         self.symmetric = SymmetricMemory(context)
         self._rooms: Iterator[list[PartRooms | None]] = iter(())  # of the forwards in that step
@@ -82,12 +82,24 @@ class Captures(Agreement):
     def are_as_now(self, calls: Sequence[object]) -> bool:
         return all(call.row_bound == self._context.row_bound for call in calls if isinstance(call, LastingCall))
 
-    def agree(self, mine: int, error: Exception | None = None) -> int:
-        context = self._context
-        flag = mine | context.most_rows << MOST_BITS
-        flags: list[int] = context.announce(Phase.STEP, flag=flag, error=error).flags.tolist()
+    def begin_step(self) -> int:
+        self._steps += 1
+        return self._steps
+
+    def agree(self, mine: int, error: Exception | None = None, *, step: int = 0, updates: bool = False) -> int:
+        context, bits = self._context, (1 << STEP_BITS) - 1
+        flag = mine | (step & bits) << STEP_BITS | context.most_rows << MOST_BITS
+        flags: list[int] = context.announce(Phase.STEP, flag=flag, error=error, updates=updates).flags.tolist()
         context.know_rows(max(flags) >> MOST_BITS)
-        return functools.reduce(operator.and_, flags) & ((1 << MOST_BITS) - 1)
+        steps = [each >> STEP_BITS & bits for each in flags]
+        if len(set(steps)) > 1:
+            told = ", ".join(f"rank {rank} number {number}" for rank, number in enumerate(steps))
+            raise PeerError(
+                f"the ranks run different ones of the steps that graph_step and graph_forward have made, in the order "
+                f"in which each first ran: {told}. Each rank has to run as many of each in the same order; an "
+                f"evaluation, too, takes as many batches on each"
+            )
+        return functools.reduce(operator.and_, flags) & bits
 
     @contextlib.contextmanager
     def capturing(self, given: Sequence[Given], *, planned: Sequence[Given] = ()) -> Iterator[None]:

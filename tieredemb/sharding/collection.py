@@ -317,9 +317,9 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             try:
                 yield
             except Exception as error:
-                self._ranks.agree(error)
+                self._ranks.end_accumulate(error)
                 raise
-            self._ranks.agree()
+            self._ranks.end_accumulate()
 
     @property
     def fused_optimizer(self) -> FusedOptimizer | ShardedOptimizer:

@@ -16,7 +16,7 @@ import torch
 
 from tieredemb.errors import PeerError
 from tieredemb.sharding.bags import Finder
-from tieredemb.sharding.exchange import Exchange, Header, Phase
+from tieredemb.sharding.exchange import NO_COURSE, Course, Exchange, Header, Phase
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.shard import Shard
@@ -143,7 +143,8 @@ class ShardedContext:
             failed = error
         passed = self._passed([call.announced for call, _ in reached])
         flag = INFINITE * any(each.is_infinite for each in ready) | SETTLED * all(each.is_settled for each in ready)
-        flags = self.announce(Phase.BACKWARD, flag=passed << PASSED_BITS | flag, error=failed).flags
+        updates = failed is None and self.optimizer is not None  # a torch optimizer's step comes later
+        flags = self.announce(Phase.BACKWARD, flag=passed << PASSED_BITS | flag, error=failed, updates=updates).flags
         _check_passed(flags >> PASSED_BITS)
         return ready, flags
 
@@ -160,12 +161,22 @@ class ShardedContext:
         flag: int = 0,
         error: Exception | None = None,
         meanwhile: Callable[[], object] | None = None,
+        updates: bool = False,
     ) -> Header:
         """All ranks are to do something, of which by default no `counts` are told, or this one has met an `error`,
-        which all then raise. See `Exchange.header`."""
+        which all then raise. `updates`: an update follows, whose options are known. See `Exchange.header`."""
         self.number += 1
         counts = self.no_counts if counts is None else counts
-        return self.exchange.header(phase, self.number, counts, flag=flag, error=error, meanwhile=meanwhile)
+        return self.exchange.header(
+            phase, self.number, counts, flag=flag, error=error, meanwhile=meanwhile, course=self._course(updates)
+        )
+
+    def _course(self, updates: bool) -> Course:
+        """What updates of rows here go by, of whatever width."""
+        optimizer = self.shards[0].engine.optimizer
+        if optimizer is None:
+            return NO_COURSE
+        return Course(optimizer.went_by, optimizer.goes_by if updates else 0, optimizer.course)
 
     @contextlib.contextmanager
     def telling(self, phase: Phase) -> Iterator[None]:

@@ -18,7 +18,7 @@ import tempfile
 import traceback
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 FEW = 4  # ranks that send each other headers one by one
+WORDS = 6  # of a header, before its counts: see `Exchange.header`, of which the last is the flag
 
 
 class Phase(enum.IntEnum):
@@ -45,8 +46,17 @@ class Phase(enum.IntEnum):
     FORWARD = 1
     ROWS = 2
     BACKWARD = 3
-    WHOLE = 4
-    STEP = 5
+    STEP = 4
+    UPDATE = 5
+    READ = 6
+    WRITE = 7
+    READ_STATE = 8
+    WRITE_STATE = 9
+    SAVE = 10
+    LOAD = 11
+    FOLLOW = 12
+    NORM = 13
+    WHOLE = 14  # whichever of these
 
     @property
     def told(self) -> str:
@@ -58,8 +68,17 @@ _TOLD = {
     Phase.FORWARD: "looks up a batch",
     Phase.ROWS: "sends rows of a batch",
     Phase.BACKWARD: "updates rows in a backward",
-    Phase.WHOLE: "reads or writes whole tables",
     Phase.STEP: "begins a captured step",
+    Phase.UPDATE: "ends an accumulate()",
+    Phase.READ: "reads whole tables, as state_dict() does",
+    Phase.WRITE: "sets whole tables, as load_state_dict() does",
+    Phase.READ_STATE: "reads the optimizer's state, as its state_dict() does",
+    Phase.WRITE_STATE: "sets the optimizer's state, as its load_state_dict() does",
+    Phase.SAVE: "saves a checkpoint",
+    Phase.LOAD: "loads a checkpoint",
+    Phase.FOLLOW: "follows an optimizer",
+    Phase.NORM: "reads the norm of a gradient",
+    Phase.WHOLE: "reads or writes whole tables",
 }
 
 
@@ -70,6 +89,18 @@ class Place(NamedTuple):
     host: str
     gpu: str
     shares: str
+
+
+class Course(NamedTuple):
+    """What updates of rows go by, which is to be equal on all ranks: `before`, up to a header, and `next`, at the one
+    that it announces, of ranks where that is not 0; and what `told` says of it in words, by name."""
+
+    before: int
+    next: int
+    told: Callable[[], dict[str, str]]
+
+
+NO_COURSE = Course(0, 0, dict)
 
 
 class Header(NamedTuple):
@@ -133,13 +164,14 @@ class Exchange:
         flag: int = 0,
         error: BaseException | None = None,
         meanwhile: Callable[[], object] | None = None,
+        course: Course = NO_COURSE,
     ) -> Header:
         """Tells all ranks what this one is about to do, and for which step, `number`; `counts`, int64 (W, K), what it
         sends to each. K is the same in every call. Raises on every rank alike where one has met an `error`, or does
-        something else. `meanwhile`: what this rank does before it waits for the others, who take it for done: a rank
-        that fails in it leaves the group. Does not wait for a GPU."""
+        something else, or is on another `course`. `meanwhile`: what this rank does before it waits for the others, who
+        take it for done: a rank that fails in it leaves the group. Does not wait for a GPU."""
         self._check()
-        self._say(phase, number, error is not None, flag, counts)
+        self._say([phase, number, error is not None, course.before, course.next, flag], counts)
         with self.agreed():
             with self._answered(phase):
                 self._send()
@@ -147,30 +179,45 @@ class Exchange:
                 meanwhile()
             with self._answered(phase):
                 theirs = self._received()
-        told: list[list[int]] = theirs[:, :3].tolist()
-        if any(failed for *_, failed in told):
-            self._raise(error)
+        told: list[list[int]] = theirs[:, :5].tolist()
         if any(each != told[self.rank] for each in told):
+            self._check_told(told, error, course)
+        elif told[0][2]:
+            self._raise(error)
+        return Header(theirs[:, WORDS:], theirs[:, WORDS - 1].numpy())
+
+    def _check_told(self, told: Sequence[Sequence[int]], error: BaseException | None, course: Course) -> None:
+        """Raises what one rank has met, or that they do different things. All of them ask."""
+        if any(failed for _, _, failed, _, _ in told):
+            self._raise(error)
+        if any(each[:2] != told[0][:2] for each in told):
             said = ", ".join(
-                f"rank {rank} {Phase(at).told} (its call {number})" for rank, (at, number, _) in enumerate(told)
+                f"rank {rank} {Phase(at).told} (its call {number})" for rank, (at, number, *_) in enumerate(told)
             )
             raise self._broken_by(
                 f"the ranks do different things: {said}; each rank has to look up, and to run backward through, as "
-                f"many batches in the same order, and to plan them ahead alike: prefetch() learns from a rank's first "
-                f"batch where its ids are, but from one without samples; name them with ids_of"
+                f"many batches in the same order, to plan them ahead alike, and to read and write whole tables where "
+                f"the others do. A loader that ends before those of others does this, and so does a prefetch() whose "
+                f"first batch has no samples, as it learns from that where the ids are; name them with ids_of"
             )
-        return Header(theirs[:, 4:], theirs[:, 3].numpy())
+        if len({before for *_, before, _ in told}) > 1 or len({each for *_, each in told if each}) > 1:
+            other = _other(self.every(course.told())) or "what updates the rows differs between the ranks"
+            raise self._broken_by(
+                f"{other}; each rank has to take the same steps, by the same options: a scheduler that goes by a loss "
+                f"or a metric has to be given that of all ranks, and none may leave a step out. Rows of a table are "
+                f"not of one model any more, or would not be: start all ranks again from the last checkpoint"
+            )
 
-    def _say(self, phase: Phase, number: int, failed: bool, flag: int, counts: Array) -> None:
+    def _say(self, words: Sequence[int], counts: Array) -> None:
         """Writes each rank's row of `_mine`, which is made once, as are the messages of few ranks."""
         if self._mine is None:
-            self._mine = torch.empty((self.size, counts.shape[1] + 4), dtype=torch.int64, device="cpu")
+            self._mine = torch.empty((self.size, counts.shape[1] + WORDS), dtype=torch.int64, device="cpu")
             if self.size <= FEW:
                 self._messages = Messages(self.group, self.rank, self._mine)
                 self._held.append(self._messages)
-        words = self._mine.numpy()
-        words[:, :4] = int(phase), number, failed, flag
-        words[:, 4:] = counts
+        mine = self._mine.numpy()
+        mine[:, :WORDS] = words
+        mine[:, WORDS:] = counts
 
     def _send(self) -> None:
         """Sends each rank its row: of few ranks one by one, as gloo hands an exchange of all to a thread, which it then
@@ -203,8 +250,9 @@ class Exchange:
     def _unanswered(self, phase: Phase) -> PeerError:
         """The error of a wait that another rank did not end; nothing is exchanged any more."""
         return self._broken_by(
-            f"rank {self.rank} {phase.told}, and another rank did not: it has ended, or did nothing within "
-            f"{self.timeout.total_seconds():g} s (timeout=). Each rank has to take part; start all of them again from "
+            f"rank {self.rank} {phase.told}, and another rank did not: it has ended, was interrupted "
+            f"where ranks send each other something, or did nothing within {self.timeout.total_seconds():g} s "
+            f"(timeout=). Each rank has to take part; start all of them again from "
             f"the last checkpoint"
         )
 
@@ -363,13 +411,9 @@ class Exchange:
         found = self.every((error is not None, what))
         if any(failed for failed, _ in found):
             self._raise(error)
-        for rank, (_, theirs) in enumerate(found):
-            other = next((name for name, value in found[0][1].items() if theirs[name] != value), None)
-            if other is not None:
-                raise ConfigError(
-                    f"{other} differs between the ranks: {found[0][1][other]} on rank 0, {theirs[other]} on rank "
-                    f"{rank}; give the same on all of them"
-                )
+        other = _other([each for _, each in found])
+        if other:
+            raise ConfigError(f"{other}; give the same on all of them")
 
     def check_device(self, device: torch.device) -> None:
         """Notes where the ranks' GPUs are. Raises `ConfigError` on all of them where two are on one, which NCCL takes
@@ -395,6 +439,15 @@ class Exchange:
         with self._answered(Phase.WHOLE):
             dist.gather_object(value, found, dst=self.ranks[to], group=self.group)
         return found
+
+
+def _other(found: Sequence[Mapping[str, str]]) -> str:
+    """What one rank says otherwise than rank 0, of what each says by name."""
+    for rank, theirs in enumerate(found):
+        for name, value in found[0].items():
+            if theirs.get(name) != value:
+                return f"{name} differs between the ranks: {value} on rank 0, {theirs.get(name)} on rank {rank}"
+    return ""
 
 
 def _shared_by_processes() -> str:

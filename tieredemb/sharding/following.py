@@ -6,6 +6,7 @@ every rank takes part in it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import InvalidInputError
 from tieredemb.sharding.agreed import agreed
+from tieredemb.sharding.exchange import Phase
 from tieredemb.sharding.states import RowStates, refuse_names
 from tieredemb.tables.followed_optimizer import FollowedOptimizer, GroupChoice
 from tieredemb.tables.followers import followers_of
@@ -35,7 +37,8 @@ class Following:
     def follow(self, optimizer: torch.optim.Optimizer, *, group: GroupChoice, in_state_dict: bool) -> None:
         """See `ShardedTieredEmbeddingBagCollection.follow`."""
         states = self._states
-        index, config = agreed(states.announce, lambda: self._check(optimizer, group))
+        announce = functools.partial(states.announce, Phase.FOLLOW)
+        index, config = agreed(announce, lambda: self._check(optimizer, group))
         states.exchange.agree(
             None,
             {
@@ -46,7 +49,7 @@ class Following:
         )
         before = _Before(optimizer, [each.engine.optimizer for each in states.shards])
         try:
-            agreed(states.announce, lambda: self._begin(optimizer, group))
+            agreed(announce, lambda: self._begin(optimizer, group))
         except BaseException:
             before.restore([each.engine.optimizer for each in states.shards])
             if self._optimizer is not optimizer:
@@ -137,7 +140,7 @@ class Following:
         if not self._in_state_dict or self._optimizer is None:
             return state_dict
         kind, config, state = kind_of(type(self._optimizer)), self._config(), dict(state_dict["state"])
-        self._states.announce()
+        self._states.announce(Phase.READ_STATE)
         is_there = False
         for table, (g, at) in self._places(self._optimizer.param_groups).items():
             if not self._states.steps(table) and not kind.at_once:

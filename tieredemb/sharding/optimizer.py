@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.sharding.exchange import Phase
 from tieredemb.sharding.states import RowStates, refuse_names
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.param_groups import options_in
@@ -57,7 +58,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         collective. Raises `StorageFullError` where memory cannot hold the state."""
         refuse_names()
         states, state = self._states(), {}
-        states.announce()
+        states.announce(Phase.READ_STATE)
         for table in states.tables:
             steps, entry = states.gathered(self._of_widths[0].config, table)
             if states.exchange.rank == 0:  # steps too of an optimizer without state, which random rounding goes by

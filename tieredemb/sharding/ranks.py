@@ -64,8 +64,8 @@ class Ranks(abc.ABC):
         """Pools a batch: (B, ΣD). `hook`: see `Engine.lookup` · `recomputed`: whether a backward asks for it again."""
 
     @abc.abstractmethod
-    def agree(self, error: Exception | None = None) -> None:
-        """All are about to do something with whole tables, or this rank has met an `error`, which all then raise."""
+    def end_accumulate(self, error: Exception | None = None) -> None:
+        """All are about to update what they have accumulated, or this rank has met an `error`, which all then raise."""
 
     @abc.abstractmethod
     def follow(

@@ -3,6 +3,7 @@ and taken from rank 0 alone or from every rank. Each call is a collective: what 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from tieredemb.config import OptimizerConfig
 from tieredemb.errors import InvalidInputError, UnsupportedError
 from tieredemb.lookup.history import History
 from tieredemb.sharding.agreed import Announce, Change, agreed, change_together
-from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.exchange import Exchange, Phase
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.shard import Shard
 from tieredemb.sharding.whole_rows import dealt_rows, gather_rows, gathered_rows
@@ -55,8 +56,8 @@ class _Small(NamedTuple):
 
 @dataclass(frozen=True)
 class RowStates:
-    """That of all tables. `announce`: to be called before anything that all ranks do, with the error that this one has
-    met, if any: raises it on all of them."""
+    """That of all tables. `announce`: to be called before anything that all ranks do, with what that is, and the error
+    that this one has met, if any: raises it on all of them."""
 
     layout: Layout
     exchange: Exchange
@@ -86,8 +87,9 @@ class RowStates:
 
     def gathered(self, config: OptimizerConfig, table: int) -> WholeState:
         """A table's state, whole on rank 0. Raises `StorageFullError` where memory cannot hold it."""
-        steps, mine, room = self._agreed(
-            lambda: (self.steps(table), self._own(config, table), self._room(config, table))
+        steps, mine, room = agreed(
+            functools.partial(self.announce, Phase.READ_STATE),
+            lambda: (self.steps(table), self._own(config, table), self._room(config, table)),
         )
         for name in [each.name for each in config.tensors]:
 
@@ -203,10 +205,11 @@ class RowStates:
             its = {number: loaded[t] for number, t in enumerate(shard.tables) if t in loaded}
             if its:
                 todo.append(_change(shard, its))
-        change_together(self.announce, todo, then)
+        change_together(functools.partial(self.announce, Phase.WRITE_STATE), todo, then)
 
     def _agreed(self, action: Callable[[], R]) -> R:
-        return agreed(self.announce, action)
+        """Of what is to be set."""
+        return agreed(functools.partial(self.announce, Phase.WRITE_STATE), action)
 
 
 def _apart(state: LoadedState) -> tuple[_Small, dict[str, torch.Tensor]]:

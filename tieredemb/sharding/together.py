@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ class Together(Ranks):
         self._context = context
         self._config = config
         self._planned = PlannedForwards()
-        self.states = RowStates(context.layout, context.exchange, context.shards, self.agree)
+        self.states = RowStates(context.layout, context.exchange, context.shards, self._announce)
         self._following = Following(self.states)
         self._reached = False
 
@@ -124,7 +125,7 @@ class Together(Ranks):
         context, batch = self._context, self._as_long(batch)
         within = context.backward_pass.touch() if recomputed else None
         trains, weights = hook.requires_grad and torch.is_grad_enabled(), batch.weights
-        flag = forward_flag(weights)
+        flag = forward_flag(weights, trains=trains)
 
         def fetch(call: ShardedCall, *, is_announced: bool) -> bool:
             call.within = within
@@ -157,8 +158,12 @@ class Together(Ranks):
         finally:
             call.release()
 
-    def agree(self, error: Exception | None = None) -> None:
-        self._context.announce(Phase.WHOLE, error=error)
+    def end_accumulate(self, error: Exception | None = None) -> None:
+        self._announce(Phase.UPDATE, error)
+
+    def _announce(self, phase: Phase, error: Exception | None = None) -> None:
+        """All are about to do that, or this rank has met an `error`, which all then raise."""
+        self._context.announce(phase, error=error)
 
     def follow(
         self, optimizer: torch.optim.Optimizer, *, group: int | dict[str, Any] | None, in_state_dict: bool
@@ -166,7 +171,7 @@ class Together(Ranks):
         self._following.follow(optimizer, group=group, in_state_dict=in_state_dict)
 
     def total(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
-        self.agree()
+        self._announce(Phase.NORM)
         found = self._context.exchange.all(totals)
         return found.amax(0) if math.isinf(norm_type) else found.sum(0)
 
@@ -182,7 +187,7 @@ class Together(Ranks):
                 weight = torch.empty((rows, mine.shape[1]), dtype=mine.dtype, device="cpu")
         except Exception as error:
             failed = error
-        self.agree(failed)
+        self._announce(Phase.READ, failed)
 
         def place(rank: int, start: int, rows: torch.Tensor) -> None:
             assert weight is not None
@@ -193,7 +198,7 @@ class Together(Ranks):
 
     def set_weights(self, weights: Mapping[int, torch.Tensor], problems: Sequence[str]) -> tuple[set[int], list[str]]:
         exchange, layout = self._context.exchange, self._context.layout
-        self.agree()
+        self._announce(Phase.WRITE)
         offers = exchange.every((list(weights), list(problems)))
         given = {t: [rank for rank, (its, _) in enumerate(offers) if t in its] for t in range(len(layout.tables))}
         given = {t: ranks for t, ranks in given.items() if ranks}
@@ -220,11 +225,11 @@ class Together(Ranks):
 
     def _sent(self, table: int, weight: torch.Tensor | None) -> torch.Tensor:
         """The same of a `weight` that rank 0 alone has."""
-        exchange = self._context.exchange
+        exchange, announce = self._context.exchange, functools.partial(self._announce, Phase.WRITE)
         own: dict[str, torch.Tensor] = {}
         for rank in range(exchange.size):
             part = self._context.layout.part(table, rank)
-            its = agreed(self.agree, lambda: None if weight is None else weight.detach()[part.first :: part.step].cpu())  # noqa: B023
+            its = agreed(announce, lambda: None if weight is None else weight.detach()[part.first :: part.step].cpu())  # noqa: B023
             own |= dealt_rows(exchange, rank, None if its is None else {"weight": its})
         return own["weight"]
 
@@ -236,19 +241,19 @@ class Together(Ranks):
             its = {n: own[t] for n, t in enumerate(held.tables) if t in own and len(own[t])}
             if its:
                 todo.append(_change(held, its))
-        change_together(self.agree, todo)
+        change_together(functools.partial(self._announce, Phase.WRITE), todo)
 
     def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
-        self._rows().save(directory, extra)
+        self._rows(Phase.SAVE).save(directory, extra)
 
     def load(self, directory: str | os.PathLike[str], *, recover: bool) -> dict[str, Any]:
         self._planned.drop_all()
-        extra: dict[str, Any] = self._rows().load(directory, recover=recover)
+        extra: dict[str, Any] = self._rows(Phase.LOAD).load(directory, recover=recover)
         return extra
 
-    def _rows(self) -> ShardedRows:
-        context = self._context
-        return ShardedRows(self._config, context.layout, context.exchange, context.shards, self.agree)
+    def _rows(self, phase: Phase) -> ShardedRows:
+        context, announce = self._context, functools.partial(self._announce, phase)
+        return ShardedRows(self._config, context.layout, context.exchange, context.shards, announce)
 
     def close(self) -> None:
         self._planned.drop_all()

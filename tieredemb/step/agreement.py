@@ -52,9 +52,15 @@ class Agreement(abc.ABC):
         before: all ranks find the same."""
 
     @abc.abstractmethod
-    def agree(self, mine: int, error: Exception | None = None) -> int:
-        """The bits that all ranks have set in `mine`. Raises on all ranks the `error` that one has met. A
-        collective."""
+    def begin_step(self) -> int:
+        """The number of a further step, which all ranks are about to do together: in the order in which they first
+        have."""
+
+    @abc.abstractmethod
+    def agree(self, mine: int, error: Exception | None = None, *, step: int = 0, updates: bool = False) -> int:
+        """The bits that all ranks have set in `mine`. `step`: which they do, by its number · `updates`: this rank could
+        replay it, by options of which its GPU was told. Raises on all ranks the `error` that one has met, or
+        `PeerError` where they do other steps, or have other options. A collective."""
 
     @abc.abstractmethod
     def capturing(

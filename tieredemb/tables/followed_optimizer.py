@@ -20,6 +20,7 @@ import torch
 from tieredemb.config import OptimizerConfig, is_whole, plain
 from tieredemb.errors import ConfigError, StorageError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters_after, named_numbers, rows_of
+from tieredemb.tables.course import code_of, course_of
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.followers import Followers, Meaning, followers_of
 from tieredemb.tables.group import DeviceGroup, Group
@@ -90,6 +91,11 @@ class FollowedOptimizer:
         self._place: tuple[int, list[int]] | None = None  # group and positions of the stand-ins, where they were last
         self._checked: Meaning | None = None  # what the param group meant when it was found to fit the rows
         self._loading: dict[int, LoadedState] | None = None
+        self._steps = 0  # taken, and at the last of which the group meant:
+        self._last: Meaning | None = None
+        self._coded: Meaning | None = None  # of which this is the code:
+        self._code = 0
+        self.goes_by = 0  # see `RowOptimizer`
         self.on_device = DeviceOptions(self._tables)
         for stand_in in self.stand_ins:
             stand_in.gradients = weakref.ref(self)
@@ -380,6 +386,22 @@ class FollowedOptimizer:
             return
         there.tell(asdict(config))
         there.told_of = config
+        self.goes_by = code_of(asdict(config))
+
+    @property
+    def went_by(self) -> int:
+        """See `RowOptimizer`."""
+        if self._last is not None and self._last is not self._coded:
+            self._code, self._coded = code_of(asdict(self._last.config)), self._last
+        return course_of(self._steps, self._code)
+
+    def course(self) -> dict[str, str]:
+        """See `RowOptimizer`."""
+        kind = type(self.optimizer).__name__
+        return {
+            f"the number of steps of the {kind} that the tables follow": str(self._steps),
+            f"what the {kind} that the tables follow means": repr(self._checked and self._checked.config),
+        }
 
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
         """See `RowOptimizer.options_on`."""
@@ -427,6 +449,9 @@ class FollowedOptimizer:
     def step(self, others: Sequence[FollowedOptimizer]) -> None:
         """See `Follower`."""
         assert self.pending is not None
+        if not _is_captured(self._tables.config.device):  # in a capture nothing runs
+            for each in (self, *others):  # whose options were checked a moment ago
+                each._steps, each._last = each._steps + 1, each._checked
         self.pending.apply([each.pending for each in others])
 
     def _beside(self) -> list[FollowedOptimizer]:
@@ -538,6 +563,10 @@ class FollowedOptimizer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._connect()
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _are_at(groups: list[dict[str, Any]], index: int, positions: Sequence[int], those: Sequence[torch.Tensor]) -> bool:

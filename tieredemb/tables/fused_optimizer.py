@@ -12,6 +12,7 @@ import torch
 from tieredemb.config import OptimizerConfig, check_finite, is_number
 from tieredemb.errors import ConfigError, InvalidInputError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters
+from tieredemb.tables.course import code_of
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.param_groups import options_in
@@ -43,6 +44,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     is_there = True  # see `RowOptimizer`
     _good: dict[str, Any] | None = None  # its own options when they were last checked
+    goes_by = went_by = 0  # see `RowOptimizer`
 
     def __init__(self, tables: TableSet, config: OptimizerConfig) -> None:
         device = tables.config.device
@@ -125,7 +127,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Tells the GPU of the param group as it is now. Every eager step does; after a scheduler has changed `lr`,
         call it before replaying a captured step. Does not synchronise; on the CPU there is nobody to tell. Raises
         `ConfigError` for a learning rate that is negative or no number."""
-        self.on_device.tell(self.options())
+        options, said = self.options(), self.on_device.said
+        self.on_device.tell(options)
+        if self.on_device.said is not said:
+            self.goes_by = code_of(self._own(options))
+
+    def course(self) -> dict[str, str]:
+        """See `RowOptimizer`."""
+        return {"what updates the rows": f"{type(self._config).__name__} of {self._own(self.options())}"}
+
+    def _own(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What of a param group an update goes by, without what schedulers and users keep beside."""
+        return {each.name: options[each.name] for each in fields(self._config) if each.name in options}
 
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
         """The param group as the GPU of `group` knows it, float64 (`MOST_NUMBERS`,); see `device_numbers`."""
@@ -190,11 +203,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         takes. What schedulers and users keep beside that may be there, as a number where it is one here: which names
         they use is not ours to know. Changes nothing."""
         kind = type(self._config).__name__
-        names = [each.name for each in fields(self._config)]
-        needed = [name for name in names if name not in _CAME_LATER]
+        needed = [each.name for each in fields(self._config) if each.name not in _CAME_LATER]
         if missing := [name for name in needed if name not in options]:
             raise ConfigError(f"the param group of {kind} lacks {', '.join(missing)}; it needs {', '.join(needed)}")
-        own: dict[str, Any] = {name: options[name] for name in names if name in options}
+        own = self._own(options)
         # as JSON keeps a pair
         own |= {name: tuple(value) for name, value in own.items() if isinstance(value, list)}
         replace(self._config, **own)
@@ -211,6 +223,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.check_options(options)
             # a list, which may change in place, equals no tuple
             self._good = {name: tuple(each) if isinstance(each, list) else each for name, each in options.items()}
+            self.goes_by = code_of(self._own(options))
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Takes over the options that this optimizer knows, and what schedulers keep beside them."""

@@ -38,6 +38,19 @@ class RowOptimizer(Protocol):
     def alike(self) -> Hashable:
         """What is equal of optimizers that give tables of equal rows, at equal steps, equal numbers."""
 
+    @property
+    def goes_by(self) -> int:
+        """What is equal where the options were when they were last checked for an update of a fused one, or when a GPU
+        was last told of them. Of 32 bits."""
+
+    @property
+    def went_by(self) -> int:
+        """What is equal where a torch optimizer has taken as many steps, and had equal options at the last one; 0 of a
+        fused one, whose steps all ranks take together. Of 63 bits."""
+
+    def course(self) -> dict[str, str]:
+        """What both are of, in words, by name."""
+
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
         """On a GPU: what it knows of the options, float64 (`MOST_NUMBERS`,). Does not synchronise."""
 

@@ -1,0 +1,189 @@
+"""Ranks of which one goes another way than the others, unnoticed by itself: they are told so at the next header."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sharding.ranks import batch_of, seven, tables_of
+from sharding.test_sharded_failures import QUICK, told
+
+import tieredemb as te
+from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+from tieredemb.tables.course import CODE_BITS, code_of, course_of
+
+TABLES = tables_of(widths=(4, 8))  # two caches
+KINDS = ["fused", "followed"]
+
+
+def model_of(kind, **keywords):
+    """A collection, and the torch optimizer that has its options."""
+    fused = te.Adagrad(lr=0.1)
+    chosen = fused if kind == "fused" else torch.optim.Adagrad
+    model = ShardedTieredEmbeddingBagCollection(TABLES, capacity=0.5, optimizer=chosen, timeout=QUICK, **keywords)
+    if kind == "fused":
+        return model, model.fused_optimizer
+    optimizer = torch.optim.Adagrad([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    model.follow(optimizer)
+    return model, optimizer
+
+
+def step_with(model, optimizer, rank, number, wrong=False):
+    ids, offsets, _, upstream = batch_of(TABLES, number, rank, samples=seven)
+    optimizer.zero_grad()
+    model(ids + 1000 * wrong, offsets).backward(upstream)
+
+
+def drifts(rank, size, kind, how):
+    """Steps, from the third of which on rank 1 goes another way; of each step what is told."""
+    model, optimizer = model_of(kind)
+    group, found = optimizer.param_groups[0], []
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    for number in range(5):
+        apart = rank == 1 and number >= 2
+        if how == "schedule":
+            group["lr"] = 0.1 / (1 + number)
+            group["of the user's"] = rank
+        elif how == "rate" and apart:
+            group["lr"] = 0.3
+        wrong = how == "schedule" and rank == 2 and number == 3  # nobody updates, and all go on
+        found.append(told(step_with, model, optimizer, rank, number, wrong))
+        if not (how == "skip" and apart) and not found[-1]:
+            optimizer.step()
+        if how == "plateau":
+            plateau.step(1.0 - 0.1 * number + apart)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "first", "text"),
+    [
+        ("fused", "rate", 2, "what updates the rows differs between the ranks: Adagrad of {'lr': 0.1,"),
+        ("fused", "plateau", 3, "what updates the rows differs between the ranks: Adagrad of {'lr': 0.1,"),
+        ("followed", "rate", 3, "what the Adagrad that the tables follow means differs between the ranks: Adagrad(lr="),
+        ("followed", "plateau", 4, "what the Adagrad that the tables follow means differs between the ranks: "),
+        ("followed", "skip", 3, "steps of the Adagrad that the tables follow differs between the ranks: 3 on rank 0,"),
+    ],
+)
+def test_a_rank_that_goes_another_way_is_told_of(worlds, kind, how, first, text):
+    """`first`: the step in which it is. Options of a fused optimizer are compared before they change a row, those of a
+    torch optimizer behind its step, by the next forward."""
+    for found in worlds(3).run(drifts, kind, how):
+        assert found[:first] == [None] * first
+        name, said = found[first]
+        assert name == "PeerError"
+        assert text in said
+        assert "on rank 1; each rank has to take the same steps" in said
+        assert "start all ranks again from the last checkpoint" in said
+        assert all("nothing is exchanged any more" in said for _, said in found[first + 1 :])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_whose_options_change_alike_are_told_nothing(worlds, kind):
+    for found in worlds(3).run(drifts, kind, "schedule"):
+        (name, text), others = found[3], found[:3] + found[4:]
+        assert name == "IdOutOfRangeError"
+        assert text.startswith("rank 2: ")
+        assert others == [None] * 4
+
+
+def test_codes_know_values_however_they_are_written():
+    assert code_of({"lr": 1, "betas": [0.9, 0.99]}) == code_of({"betas": (0.9, 0.99), "lr": 1.0})
+    assert len({code_of(each) for each in ({"lr": 1.0}, {"lr": True}, {"lr": 2.0}, {"eps": 1.0}, {})}) == 5
+    assert 0 <= course_of(2**40 - 1, 2**CODE_BITS - 1) < 2**63
+    assert len({course_of(steps, code) for steps in range(3) for code in range(3)}) == 9
+
+
+# --- whole tables -----------------------------------------------------------------------------------------------------
+
+
+WHOLE = {
+    "state_dict": "reads whole tables",
+    "load_state_dict": "sets whole tables",
+    "optimizer.state_dict": "reads the optimizer's state",
+    "optimizer.load_state_dict": "sets the optimizer's state",
+    "save": "saves a checkpoint",
+    "load": "loads a checkpoint",
+    "clip": "reads the norm of a gradient",
+    "follow": "follows an optimizer",
+    "accumulate": "ends an accumulate()",
+}
+
+
+def calls(rank, size, kind, whats, directory):
+    """Rank 0 calls one of `WHOLE`, the others another one."""
+    model, optimizer = model_of(kind)
+    step_with(model, optimizer, rank, 0)
+    if kind == "followed":
+        optimizer.step()
+        optimizer.zero_grad()
+    tables, state = model.state_dict(), optimizer.state_dict()
+    model.save_checkpoint(directory / "saved")
+    if "clip" in whats:
+        step_with(model, optimizer, rank, 1)
+
+    def accumulate():
+        with model.accumulate():
+            pass
+
+    todo = {
+        "state_dict": model.state_dict,
+        "load_state_dict": lambda: model.load_state_dict(tables),
+        "optimizer.state_dict": optimizer.state_dict,
+        "optimizer.load_state_dict": lambda: optimizer.load_state_dict(state),
+        "save": lambda: model.save_checkpoint(directory / "again"),
+        "load": lambda: model.load_checkpoint(directory / "saved"),
+        "clip": lambda: te.clip_grad_norm_(model, 1.0),
+        "follow": lambda: model.follow(optimizer),
+        "accumulate": accumulate,
+    }
+    return told(todo[whats[min(rank, 1)]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        *[("fused", "state_dict", second) for second in WHOLE if second not in ("state_dict", "clip", "follow")],
+        *[("followed", first, "state_dict") for first in ("clip", "follow", "optimizer.state_dict")],
+        ("fused", "load", "save"), ("fused", "load_state_dict", "load"),
+        ("fused", "optimizer.state_dict", "optimizer.load_state_dict"),
+        ("followed", "optimizer.load_state_dict", "optimizer.state_dict"),
+        ("followed", "optimizer.load_state_dict", "load_state_dict"),
+    ],
+)  # fmt: skip
+def test_ranks_that_do_different_things_with_whole_tables_are_told_so(worlds, tmp_path, kind, first, second):
+    for found in worlds(3).run(calls, kind, (first, second), tmp_path):
+        assert found[0] == "PeerError"
+        assert f"rank 0 {WHOLE[first]}" in found[1]
+        assert f"rank 2 {WHOLE[second]}" in found[1]
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+def evaluates_apart(rank, size, planned, who):
+    """Two steps, then another, in which one rank evaluates; and two more. What is told."""
+    model, _ = model_of("fused")
+    batches = [batch_of(TABLES, number, rank, samples=seven) for number in range(5)]
+    loader, found = [(ids, offsets) for ids, offsets, *_ in batches], []
+    for number, batch in enumerate(te.prefetch(loader, model) if planned else loader):
+        with torch.set_grad_enabled((rank, number) != (who, 2)):
+            found.append(told(lambda: step_on(model, *batch)))  # noqa: B023
+    return found, model.state_dict()
+
+
+def step_on(model, ids, offsets):
+    out = model(ids, offsets)
+    if out.requires_grad:
+        out.backward(torch.ones_like(out))
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["at once", "ahead"])
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_rank_that_evaluates_while_others_train_is_told_of(worlds, who, planned):
+    expected = worlds(3).run(evaluates_apart, planned, -1)
+    assert all(found == [None] * 5 for found, _ in expected)
+    for found, _ in worlds(3).run(evaluates_apart, planned, who):
+        name, text = found[2]
+        assert name == "PeerError"
+        assert f"ranks {[rank for rank in range(3) if rank != who]} look up a batch that they train on" in text
+        assert found[:2] + found[3:] == [None] * 4  # nothing has changed, and all go on
