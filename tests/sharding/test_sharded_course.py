@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import equal
 from sharding.ranks import batch_of, seven, tables_of
 from sharding.test_sharded_failures import QUICK, told
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
-from tieredemb.tables.course import CODE_BITS, code_of, course_of
+from tieredemb.tables.course import CODE_BITS, Coded, steps_code
 
 TABLES = tables_of(widths=(4, 8))  # two caches
 KINDS = ["fused", "followed"]
@@ -59,8 +60,8 @@ def drifts(rank, size, kind, how):
     [
         ("fused", "rate", 2, "what updates the rows differs between the ranks: Adagrad of {'lr': 0.1,"),
         ("fused", "plateau", 3, "what updates the rows differs between the ranks: Adagrad of {'lr': 0.1,"),
-        ("followed", "rate", 3, "what the Adagrad that the tables follow means differs between the ranks: Adagrad(lr="),
-        ("followed", "plateau", 4, "what the Adagrad that the tables follow means differs between the ranks: "),
+        ("followed", "rate", 3, "what the Adagrad that the tables follow meant at its last step differs between"),
+        ("followed", "plateau", 4, "what the Adagrad that the tables follow meant at its last step differs between"),
         ("followed", "skip", 3, "steps of the Adagrad that the tables follow differs between the ranks: 3 on rank 0,"),
     ],
 )
@@ -86,11 +87,74 @@ def test_ranks_whose_options_change_alike_are_told_nothing(worlds, kind):
         assert others == [None] * 4
 
 
+def code_of(**options):
+    return Coded().of(options)
+
+
 def test_codes_know_values_however_they_are_written():
-    assert code_of({"lr": 1, "betas": [0.9, 0.99]}) == code_of({"betas": (0.9, 0.99), "lr": 1.0})
-    assert len({code_of(each) for each in ({"lr": 1.0}, {"lr": True}, {"lr": 2.0}, {"eps": 1.0}, {})}) == 5
-    assert 0 <= course_of(2**40 - 1, 2**CODE_BITS - 1) < 2**63
-    assert len({course_of(steps, code) for steps in range(3) for code in range(3)}) == 9
+    assert code_of(lr=1, betas=[0.9, 0.99]) == code_of(betas=(0.9, 0.99), lr=1.0)
+    assert code_of(lr=0.1) == code_of(lr=0.1 + 1e-12)  # another machine's rounding
+    others = [code_of(lr=1.0), code_of(lr=True), code_of(lr=1.00001), code_of(eps=1.0), code_of()]
+    assert len(set(others)) == len(others)
+    assert 0 <= steps_code(2**40 - 1, 2**CODE_BITS - 1) < 2**63
+    assert len({steps_code(steps, code) for steps in range(3) for code in range(3)}) == 9
+
+
+def test_a_code_is_found_anew_where_options_have_changed_in_place():
+    coded, betas = Coded(), [0.9, 0.99]
+    first = coded.of({"betas": betas})
+    betas[0] = 0.8
+    assert coded.of({"betas": betas}) not in (0, first)
+    assert coded.of({"betas": (0.9, 0.99)}) == first
+
+
+def fails_to_apply(rank, size):
+    """The update of a step fails on rank 1 alone, which says so to nobody; what the next step is told."""
+    model, optimizer = model_of("followed")
+    found = []
+    for number in range(3):
+        step_with(model, optimizer, rank, number)
+        pending = model._held[0].engine.optimizer.pending
+        if (rank, number) == (1, 1):
+            pending.apply = lambda others: 1 / 0
+        found.append(told(optimizer.step))
+        pending.__dict__.pop("apply", None)
+        if number == 1:
+            return found, told(step_with, model, optimizer, rank, 2)
+    return None
+
+
+def test_a_rank_whose_step_has_failed_is_told_of(worlds):
+    for rank, (steps, then) in enumerate(worlds(2).run(fails_to_apply)):
+        assert steps == [None, ("ZeroDivisionError", "division by zero") if rank == 1 else None]
+        assert then[0] == "PeerError"
+        assert "the number of steps of the Adagrad that the tables follow differs between the ranks: 2 on" in then[1]
+
+
+def accumulates(rank, size, rate):
+    """Ranks sum gradients up; before the update of these rank 1 has another learning rate."""
+    model, optimizer = model_of("fused")
+
+    def step():
+        with model.accumulate():
+            step_with(model, optimizer, rank, 0)
+            optimizer.param_groups[0]["lr"] = rate if rank == 1 else 0.1
+
+    found = told(step)
+    optimizer.param_groups[0]["lr"] = 0.1
+    return found, told(model.state_dict)
+
+
+def test_what_is_accumulated_is_applied_by_equal_options(worlds):
+    for found, then in worlds(2).run(accumulates, 0.3):
+        assert found[0] == "PeerError"
+        assert "what updates the rows differs between the ranks: Adagrad of {'lr': 0.1," in found[1]
+        assert then[0] == "PeerError"
+    for found, then in worlds(2).run(accumulates, -1.0):
+        assert found[0] == "ConfigError"
+        assert found[1].startswith("rank 1: lr must")
+        assert then is None
+    assert worlds(2).run(accumulates, 0.1) == [(None, None)] * 2
 
 
 # --- whole tables -----------------------------------------------------------------------------------------------------
@@ -161,14 +225,15 @@ def test_ranks_that_do_different_things_with_whole_tables_are_told_so(worlds, tm
 
 
 def evaluates_apart(rank, size, planned, who):
-    """Two steps, then another, in which one rank evaluates; and two more. What is told."""
+    """Two steps, then another, in which one rank evaluates, or none makes it; and two more. What is told."""
     model, _ = model_of("fused")
     batches = [batch_of(TABLES, number, rank, samples=seven) for number in range(5)]
     loader, found = [(ids, offsets) for ids, offsets, *_ in batches], []
     for number, batch in enumerate(te.prefetch(loader, model) if planned else loader):
         with torch.set_grad_enabled((rank, number) != (who, 2)):
-            found.append(told(lambda: step_on(model, *batch)))  # noqa: B023
-    return found, model.state_dict()
+            if number != 2 or who is not None:
+                found.append(told(lambda: step_on(model, *batch)))  # noqa: B023
+    return found, dict(model.state_dict())
 
 
 def step_on(model, ids, offsets):
@@ -180,10 +245,14 @@ def step_on(model, ids, offsets):
 @pytest.mark.parametrize("planned", [False, True], ids=["at once", "ahead"])
 @pytest.mark.parametrize("who", [0, 2])
 def test_a_rank_that_evaluates_while_others_train_is_told_of(worlds, who, planned):
-    expected = worlds(3).run(evaluates_apart, planned, -1)
-    assert all(found == [None] * 5 for found, _ in expected)
-    for found, _ in worlds(3).run(evaluates_apart, planned, who):
-        name, text = found[2]
+    """Nothing has changed by then, and all go on."""
+    expected = worlds(3).run(evaluates_apart, planned, None)
+    assert all(found == [None] * 4 for found, _ in expected)
+    answers = worlds(3).run(evaluates_apart, planned, who)
+    for found, _ in answers:
+        name, text = found.pop(2)
         assert name == "PeerError"
         assert f"ranks {[rank for rank in range(3) if rank != who]} look up a batch that they train on" in text
-        assert found[:2] + found[3:] == [None] * 4  # nothing has changed, and all go on
+        assert found == [None] * 4
+    for name, weight in expected[0][1].items():
+        assert equal(answers[0][1][name], weight)

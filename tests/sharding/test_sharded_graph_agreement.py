@@ -41,7 +41,7 @@ class Graph:
 class Step:
     """What stands in for a `StepFunction`, of a batch that it is given."""
 
-    device, eager_steps, number = torch.device("cpu"), 2, 1
+    device, eager_steps, number, trains = torch.device("cpu"), 2, 1, True
 
     def __init__(self, model):
         self.model, self.buffers, self.did = model, self, []
@@ -118,6 +118,9 @@ def runs(rank, size, events):
                     batch = torch.zeros(300, dtype=torch.int64), *batch[1:]
                 if event == "id":
                     batch = batch[0] + 50, *batch[1:]
+                # a scheduler's, which comes back to what it was
+                model.fused_optimizer.param_groups[0]["lr"] = 0.3 if event == "rate" else 0.1 / (1 + number % 2)
+                step.number = 2 if event == "another step" else 1
                 if event == "freed":
                     collectives.free_all()
                 step.is_fresh, step.fails, before = event != "in flight", event, len(step.did)
@@ -251,3 +254,22 @@ def test_ranks_do_the_same_whatever_one_of_them_meets(worlds, rank, event, numbe
         met = [(step, each) for step, each in enumerate(errors) if each is not None]
         assert [(step, kind) for step, (kind, _) in met] == ([] if error is None else [(number, error)])
         assert all(text.startswith(f"rank {rank}: ") for _, (_, text) in met)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(
+    ("event", "text", "goes_on"),
+    [
+        ("rate", "what updates the rows differs between the ranks: Adagrad of ", False),
+        ("another step", "rank {rank} number 2", True),
+    ],
+)
+def test_a_rank_that_would_replay_otherwise_is_told_of(worlds, rank, event, text, goes_on):
+    """Before any rank replays."""
+    for did, errors in worlds(3).run(runs, {(5, rank): event}):
+        assert did[:6] == [*USUAL[:5], ()]
+        kind, said = errors[5]
+        assert kind == "PeerError"
+        assert text.format(rank=rank) in said
+        assert errors[:5] == [None] * 5
+        assert all((error is None) == goes_on for error in errors[6:])

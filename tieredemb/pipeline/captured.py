@@ -36,8 +36,7 @@ class StepFunction(Generic[R]):
     """A user's function of a batch, and what it has shown on a first one: the `modules` that it looks up in, on one
     `device`, of which tensors (`lookups`), and whether it `trains` any. `buffers`: a template of those it runs on ·
     `eager_steps`: how many run on buffers before a capture · `number`: among those that ranks do together ·
-    `gains_ahead`: whether going ahead of its batch hides
-    anything."""
+    `gains_ahead`: whether going ahead of its batch hides anything."""
 
     number = 0  # of one that no ranks agree on
 

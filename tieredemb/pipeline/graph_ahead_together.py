@@ -59,7 +59,8 @@ class StepAheadTogether(StepAhead[R]):
                 mine = self._prepare(batch, following, calls, next_calls)
             except Exception as error:
                 failed = error
-            way = self._agreement.agree(mine, failed, step=self._step.number, updates=bool(mine & REPLAYS))
+            updates = self._step.trains and bool(mine & REPLAYS)
+            way = self._agreement.agree(mine, failed, step=self._step.number, updates=updates)
             if not all(self._agreement.are_as_now(turn.made_last[0]) for turn in turns):
                 way &= ~CAPTURES  # no graph is to find other memory than it knows: a step plans to such eagerly
             unplanned = self._align(way, lookups)

@@ -77,7 +77,7 @@ class StepTogether(Generic[R]):
                 mine *= self._fits(batch)
         except Exception as error:
             failed = error
-        return self._agreement.agree(mine, failed, step=step.number, updates=bool(mine & REPLAYS))
+        return self._agreement.agree(mine, failed, step=step.number, updates=step.trains and bool(mine & REPLAYS))
 
     def _fits(self, batch: Any) -> bool:
         """Whether a graph takes as many ids, which are looked at beside the step before where hosts have them."""

@@ -24,7 +24,7 @@ from tieredemb.step.agreement import UNKNOWN_IDS, Agreement
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.planned_forwards import identity
 
-STEP_BITS, MOST_BITS = 8, 16  # of a flag: behind them stand which step it is, and how many rows a rank has asked for
+WAY_BITS, STEP_BITS = 8, 8  # of a flag: what a rank could do, and which step; behind it how many rows it has asked for
 
 
 class Captures(Agreement):
@@ -87,11 +87,12 @@ class Captures(Agreement):
         return self._steps
 
     def agree(self, mine: int, error: Exception | None = None, *, step: int = 0, updates: bool = False) -> int:
-        context, bits = self._context, (1 << STEP_BITS) - 1
-        flag = mine | (step & bits) << STEP_BITS | context.most_rows << MOST_BITS
+        context = self._context
+        assert mine >> WAY_BITS == 0
+        flag = mine | (step & ((1 << STEP_BITS) - 1)) << WAY_BITS | context.most_rows << (WAY_BITS + STEP_BITS)
         flags: list[int] = context.announce(Phase.STEP, flag=flag, error=error, updates=updates).flags.tolist()
-        context.know_rows(max(flags) >> MOST_BITS)
-        steps = [each >> STEP_BITS & bits for each in flags]
+        context.know_rows(max(flags) >> (WAY_BITS + STEP_BITS))
+        steps = [each >> WAY_BITS & ((1 << STEP_BITS) - 1) for each in flags]
         if len(set(steps)) > 1:
             told = ", ".join(f"rank {rank} number {number}" for rank, number in enumerate(steps))
             raise PeerError(
@@ -99,7 +100,7 @@ class Captures(Agreement):
                 f"in which each first ran: {told}. Each rank has to run as many of each in the same order; an "
                 f"evaluation, too, takes as many batches on each"
             )
-        return functools.reduce(operator.and_, flags) & bits
+        return functools.reduce(operator.and_, flags) & ((1 << WAY_BITS) - 1)
 
     @contextlib.contextmanager
     def capturing(self, given: Sequence[Given], *, planned: Sequence[Given] = ()) -> Iterator[None]:

@@ -72,6 +72,11 @@ class ShardedContext:
         for shard in self.shards:
             shard.context.check_trainable()
 
+    def check_options_now(self) -> None:
+        """Raises `ConfigError` where the tables' optimizer has options that no update takes."""
+        for shard in self.shards:
+            shard.context.check_trainable().check_options_now()
+
     def fits(self, most: int) -> bool:
         """Whether a batch of this rank, which asks another for `most` ids in a part, fits an exchange of one size."""
         if self.max_ids is None or most <= self.max_ids:
@@ -176,7 +181,7 @@ class ShardedContext:
         optimizer = self.shards[0].engine.optimizer
         if optimizer is None:
             return NO_COURSE
-        return Course(optimizer.went_by, optimizer.goes_by if updates else 0, optimizer.course)
+        return Course(optimizer.steps_code, optimizer.options_code if updates else 0, optimizer.course)
 
     @contextlib.contextmanager
     def telling(self, phase: Phase) -> Iterator[None]:

@@ -201,7 +201,10 @@ class Exchange:
                 f"first batch has no samples, as it learns from that where the ids are; name them with ids_of"
             )
         if len({before for *_, before, _ in told}) > 1 or len({each for *_, each in told if each}) > 1:
-            other = _other(self.every(course.told())) or "what updates the rows differs between the ranks"
+            words: dict[str, str] = {}
+            with contextlib.suppress(Exception):  # of a GPU, say, for which others are not to wait
+                words = course.told()
+            other = _other(self.every(words)) or "what updates the rows differs between the ranks"
             raise self._broken_by(
                 f"{other}; each rank has to take the same steps, by the same options: a scheduler that goes by a loss "
                 f"or a metric has to be given that of all ranks, and none may leave a step out. Rows of a table are "

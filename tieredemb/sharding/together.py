@@ -159,7 +159,13 @@ class Together(Ranks):
             call.release()
 
     def end_accumulate(self, error: Exception | None = None) -> None:
-        self._announce(Phase.UPDATE, error)
+        updates = error is None and self._context.optimizer is not None
+        try:
+            if updates:
+                self._context.check_options_now()
+        except Exception as failed:
+            error, updates = failed, False
+        self._context.announce(Phase.UPDATE, error=error, updates=updates)
 
     def _announce(self, phase: Phase, error: Exception | None = None) -> None:
         """All are about to do that, or this rank has met an `error`, which all then raise."""

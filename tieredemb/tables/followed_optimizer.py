@@ -20,7 +20,7 @@ import torch
 from tieredemb.config import OptimizerConfig, is_whole, plain
 from tieredemb.errors import ConfigError, StorageError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters_after, named_numbers, rows_of
-from tieredemb.tables.course import code_of, course_of
+from tieredemb.tables.course import Coded, steps_code
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.followers import Followers, Meaning, followers_of
 from tieredemb.tables.group import DeviceGroup, Group
@@ -93,9 +93,7 @@ class FollowedOptimizer:
         self._loading: dict[int, LoadedState] | None = None
         self._steps = 0  # taken, and at the last of which the group meant:
         self._last: Meaning | None = None
-        self._coded: Meaning | None = None  # of which this is the code:
-        self._code = 0
-        self.goes_by = 0  # see `RowOptimizer`
+        self._coded = Coded()
         self.on_device = DeviceOptions(self._tables)
         for stand_in in self.stand_ins:
             stand_in.gradients = weakref.ref(self)
@@ -386,20 +384,23 @@ class FollowedOptimizer:
             return
         there.tell(asdict(config))
         there.told_of = config
-        self.goes_by = code_of(asdict(config))
 
     @property
-    def went_by(self) -> int:
+    def options_code(self) -> int:
         """See `RowOptimizer`."""
-        if self._last is not None and self._last is not self._coded:
-            self._code, self._coded = code_of(asdict(self._last.config)), self._last
-        return course_of(self._steps, self._code)
+        return self._coded.of(asdict(self.now()))
+
+    @property
+    def steps_code(self) -> int:
+        """See `RowOptimizer`."""
+        return 0 if self._last is None else steps_code(self._steps, self._coded.of(dict(self._last.items)))
 
     def course(self) -> dict[str, str]:
         """See `RowOptimizer`."""
         kind = type(self.optimizer).__name__
         return {
             f"the number of steps of the {kind} that the tables follow": str(self._steps),
+            f"what the {kind} that the tables follow meant at its last step": repr(self._last and self._last.config),
             f"what the {kind} that the tables follow means": repr(self._checked and self._checked.config),
         }
 
@@ -449,10 +450,10 @@ class FollowedOptimizer:
     def step(self, others: Sequence[FollowedOptimizer]) -> None:
         """See `Follower`."""
         assert self.pending is not None
-        if not _is_captured(self._tables.config.device):  # in a capture nothing runs
-            for each in (self, *others):  # whose options were checked a moment ago
-                each._steps, each._last = each._steps + 1, each._checked
         self.pending.apply([each.pending for each in others])
+        if not _is_captured(self._tables.config.device):  # in a capture nothing runs
+            for each in (self, *others):
+                each._steps, each._last = each._steps + 1, each._checked
 
     def _beside(self) -> list[FollowedOptimizer]:
         """Those of other tables that share their cache with these."""

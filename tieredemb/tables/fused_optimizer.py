@@ -12,7 +12,7 @@ import torch
 from tieredemb.config import OptimizerConfig, check_finite, is_number
 from tieredemb.errors import ConfigError, InvalidInputError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters
-from tieredemb.tables.course import code_of
+from tieredemb.tables.course import Coded
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.param_groups import options_in
@@ -44,7 +44,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     is_there = True  # see `RowOptimizer`
     _good: dict[str, Any] | None = None  # its own options when they were last checked
-    goes_by = went_by = 0  # see `RowOptimizer`
+    steps_code = 0  # see `RowOptimizer`
 
     def __init__(self, tables: TableSet, config: OptimizerConfig) -> None:
         device = tables.config.device
@@ -55,6 +55,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._scaler: torch.amp.GradScaler | None = None
         self.found_inf: bool | torch.Tensor = False
         self.on_device = DeviceOptions(tables)
+        self._coded = Coded()
 
     @property
     def config(self) -> OptimizerConfig:
@@ -127,10 +128,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Tells the GPU of the param group as it is now. Every eager step does; after a scheduler has changed `lr`,
         call it before replaying a captured step. Does not synchronise; on the CPU there is nobody to tell. Raises
         `ConfigError` for a learning rate that is negative or no number."""
-        options, said = self.options(), self.on_device.said
-        self.on_device.tell(options)
-        if self.on_device.said is not said:
-            self.goes_by = code_of(self._own(options))
+        self.on_device.tell(self.options())
+
+    @property
+    def options_code(self) -> int:
+        """See `RowOptimizer`."""
+        return self._coded.of(self._own(self.options()))
 
     def course(self) -> dict[str, str]:
         """See `RowOptimizer`."""
@@ -223,7 +226,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.check_options(options)
             # a list, which may change in place, equals no tuple
             self._good = {name: tuple(each) if isinstance(each, list) else each for name, each in options.items()}
-            self.goes_by = code_of(self._own(options))
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Takes over the options that this optimizer knows, and what schedulers keep beside them."""
@@ -238,4 +240,4 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.on_device = DeviceOptions(self._tables)
+        self.on_device, self._coded = DeviceOptions(self._tables), Coded()

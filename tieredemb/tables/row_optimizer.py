@@ -39,14 +39,13 @@ class RowOptimizer(Protocol):
         """What is equal of optimizers that give tables of equal rows, at equal steps, equal numbers."""
 
     @property
-    def goes_by(self) -> int:
-        """What is equal where the options were when they were last checked for an update of a fused one, or when a GPU
-        was last told of them. Of 32 bits."""
+    def options_code(self) -> int:
+        """Equal on ranks whose options are equal now: of 32 bits."""
 
     @property
-    def went_by(self) -> int:
-        """What is equal where a torch optimizer has taken as many steps, and had equal options at the last one; 0 of a
-        fused one, whose steps all ranks take together. Of 63 bits."""
+    def steps_code(self) -> int:
+        """Equal on ranks whose torch optimizers have taken as many steps, and had equal options at the last one: of 63
+        bits. 0 of a fused one, whose steps come with backwards."""
 
     def course(self) -> dict[str, str]:
         """What both are of, in words, by name."""
