@@ -199,7 +199,7 @@ def check_events(world, run, events, told):
 
 def drifts(rank, size, kind, ahead):
     """Captured steps, from number 20 of which rank 1 has another learning rate: the one in which that is told, what is,
-    and how many graphs there are by then."""
+    and how many graphs there were before."""
     tables = tables_of(**TABLES)
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("every other", tables), capacity=0.5, max_ids=LONGEST,
@@ -221,14 +221,14 @@ def drifts(rank, size, kind, ahead):
         optimizer.step()
         return out.detach()
 
-    train, found = te.graph_step(step, max_ids=LONGEST), (-1, "")
+    train, found, graphs = te.graph_step(step, max_ids=LONGEST), (-1, ""), 0
     try:
         for number, batch in enumerate(te.prefetch(batches, model) if ahead else batches):
             optimizer.param_groups[0]["lr"] = 0.2 if (rank == 1 and number >= 20) else 0.1 / (1 + number % 2)
+            graphs = len(graphs_of(train))
             train(batch)
     except te.errors.PeerError as error:
         found = number, str(error)
-    graphs = len(graphs_of(train))
     model.close()
     return *found, graphs
 
