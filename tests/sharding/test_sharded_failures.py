@@ -15,7 +15,8 @@ import tieredemb as te
 from tieredemb.errors import StorageFullError
 from tieredemb.sharding import exchange
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
-from tieredemb.sharding.exchange import Exchange, Phase
+from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.header import Phase
 from tieredemb.sharding.layout import RowWise
 from tieredemb.sharding.request import Request
 

@@ -14,7 +14,8 @@ import tieredemb as te
 from tieredemb.errors import StorageFullError
 from tieredemb.pipeline.pace import SharedPace
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
-from tieredemb.sharding.exchange import Exchange, Phase
+from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.header import Phase
 from tieredemb.sharding.layout import RowWise
 from tieredemb.sharding.request import Request
 

@@ -22,7 +22,8 @@ from tieredemb.kernels.ranges import ranged
 from tieredemb.sharding.asked import AskedPart
 from tieredemb.sharding.bags import Bags, Bound, Most, most_in
 from tieredemb.sharding.context import ShardedContext, check_update
-from tieredemb.sharding.exchange import Header, Phase, Sending
+from tieredemb.sharding.exchange import Sending
+from tieredemb.sharding.header import Header, Phase
 from tieredemb.sharding.padded_request import PaddedPart, PaddedRequest
 from tieredemb.sharding.request import Request
 from tieredemb.sharding.stream_use import StreamUse

@@ -17,7 +17,7 @@ import torch
 from tieredemb.errors import PeerError, UnsupportedError
 from tieredemb.sharding.bags import Bags, CountingFinder
 from tieredemb.sharding.context import ShardedContext
-from tieredemb.sharding.exchange import Phase
+from tieredemb.sharding.header import Phase
 from tieredemb.sharding.lasting_call import LastingCall
 from tieredemb.sharding.symmetric import PartRooms, Room, SymmetricMemory
 from tieredemb.step.agreement import UNKNOWN_IDS, Agreement

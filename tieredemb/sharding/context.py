@@ -16,7 +16,8 @@ import torch
 
 from tieredemb.errors import PeerError
 from tieredemb.sharding.bags import Finder
-from tieredemb.sharding.exchange import NO_COURSE, Course, Exchange, Header, Phase
+from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.header import NO_COURSE, Course, Header, Phase
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.shard import Shard

@@ -11,7 +11,6 @@ is noticed before NCCL would wait for it. Rows go from GPU to GPU by NCCL, or, i
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import socket
 import tempfile
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from tieredemb import errors
 from tieredemb.errors import ConfigError, PeerError, TieredEmbError
 from tieredemb.kernels.collectives import end_waits, is_over
+from tieredemb.sharding.header import NO_COURSE, WORDS, Course, Header, Phase
 from tieredemb.sharding.messages import Messages
 
 if TYPE_CHECKING:
@@ -36,50 +36,6 @@ if TYPE_CHECKING:
 
 
 FEW = 4  # ranks that send each other headers one by one
-WORDS = 6  # of a header, before its counts: see `Exchange.header`, of which the last is the flag
-
-
-class Phase(enum.IntEnum):
-    """What a rank is about to do."""
-
-    PLAN = 0
-    FORWARD = 1
-    ROWS = 2
-    BACKWARD = 3
-    STEP = 4
-    UPDATE = 5
-    READ = 6
-    WRITE = 7
-    READ_STATE = 8
-    WRITE_STATE = 9
-    SAVE = 10
-    LOAD = 11
-    FOLLOW = 12
-    NORM = 13
-    WHOLE = 14  # whichever of these
-
-    @property
-    def told(self) -> str:
-        return _TOLD[self]
-
-
-_TOLD = {
-    Phase.PLAN: "plans a batch ahead",
-    Phase.FORWARD: "looks up a batch",
-    Phase.ROWS: "sends rows of a batch",
-    Phase.BACKWARD: "updates rows in a backward",
-    Phase.STEP: "begins a captured step",
-    Phase.UPDATE: "ends an accumulate()",
-    Phase.READ: "reads whole tables, as state_dict() does",
-    Phase.WRITE: "sets whole tables, as load_state_dict() does",
-    Phase.READ_STATE: "reads the optimizer's state, as its state_dict() does",
-    Phase.WRITE_STATE: "sets the optimizer's state, as its load_state_dict() does",
-    Phase.SAVE: "saves a checkpoint",
-    Phase.LOAD: "loads a checkpoint",
-    Phase.FOLLOW: "follows an optimizer",
-    Phase.NORM: "reads the norm of a gradient",
-    Phase.WHOLE: "reads or writes whole tables",
-}
 
 
 class Place(NamedTuple):
@@ -89,25 +45,6 @@ class Place(NamedTuple):
     host: str
     gpu: str
     shares: str
-
-
-class Course(NamedTuple):
-    """What updates of rows go by, which is to be equal on all ranks: `before`, up to a header, and `next`, at the one
-    that it announces, of ranks where that is not 0; and what `told` says of it in words, by name."""
-
-    before: int
-    next: int
-    told: Callable[[], dict[str, str]]
-
-
-NO_COURSE = Course(0, 0, dict)
-
-
-class Header(NamedTuple):
-    """What each rank has announced: `counts`, int64 (W, K), what each sends to this one · `flags`, int64 (W,)."""
-
-    counts: torch.Tensor
-    flags: Array
 
 
 class Sending(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import InvalidInputError
 from tieredemb.sharding.agreed import agreed
-from tieredemb.sharding.exchange import Phase
+from tieredemb.sharding.header import Phase
 from tieredemb.sharding.states import RowStates, refuse_names
 from tieredemb.tables.followed_optimizer import FollowedOptimizer, GroupChoice
 from tieredemb.tables.followers import followers_of

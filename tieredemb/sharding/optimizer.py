@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tieredemb.errors import ConfigError, InvalidInputError
-from tieredemb.sharding.exchange import Phase
+from tieredemb.sharding.header import Phase
 from tieredemb.sharding.states import RowStates, refuse_names
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.param_groups import options_in

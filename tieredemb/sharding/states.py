@@ -16,7 +16,8 @@ from tieredemb.config import OptimizerConfig
 from tieredemb.errors import InvalidInputError, UnsupportedError
 from tieredemb.lookup.history import History
 from tieredemb.sharding.agreed import Announce, Change, agreed, change_together
-from tieredemb.sharding.exchange import Exchange, Phase
+from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.header import Phase
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.shard import Shard
 from tieredemb.sharding.whole_rows import dealt_rows, gather_rows, gathered_rows

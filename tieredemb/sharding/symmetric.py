@@ -24,7 +24,7 @@ from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.spread import RowSpread
 from tieredemb.kernels.streams import capture_lock, on_device
 from tieredemb.sharding.context import ShardedContext
-from tieredemb.sharding.exchange import Phase
+from tieredemb.sharding.header import Phase
 
 ALIGNED, WORD = 512, 8  # bytes: where room of each kind begins, and what ranks know each other's memory by
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"

@@ -16,8 +16,8 @@ from tieredemb.sharding.agreed import Change, agreed, change_together
 from tieredemb.sharding.call import ShardedCall, forward_flag
 from tieredemb.sharding.checkpoint import ShardedRows
 from tieredemb.sharding.context import ShardedContext
-from tieredemb.sharding.exchange import Phase
 from tieredemb.sharding.following import Following
+from tieredemb.sharding.header import Phase
 from tieredemb.sharding.lasting_call import LastingCall, LastingMemory
 from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held
