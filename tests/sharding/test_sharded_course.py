@@ -10,7 +10,7 @@ from sharding.test_sharded_failures import QUICK, told
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
-from tieredemb.tables.course import CODE_BITS, Coded, steps_code
+from tieredemb.tables.course import CODE_BITS, Coded, are_alike, steps_code
 
 TABLES = tables_of(widths=(4, 8))  # two caches
 KINDS = ["fused", "followed"]
@@ -58,10 +58,20 @@ def drifts(rank, size, kind, how):
 @pytest.mark.parametrize(
     ("kind", "how", "first", "text"),
     [
-        ("fused", "rate", 2, "what updates the rows differs between the ranks: Adagrad of {'lr': 0.1,"),
-        ("fused", "plateau", 3, "what updates the rows differs between the ranks: Adagrad of {'lr': 0.1,"),
-        ("followed", "rate", 3, "what the Adagrad that the tables follow meant at its last step differs between"),
-        ("followed", "plateau", 4, "what the Adagrad that the tables follow meant at its last step differs between"),
+        ("fused", "rate", 2, "lr of the Adagrad that updates the rows differs between the ranks: 0.1 on rank 0, "),
+        ("fused", "plateau", 3, "lr of the Adagrad that updates the rows differs between the ranks: 0.1 on rank 0, "),
+        (
+            "followed",
+            "rate",
+            3,
+            "lr of the Adagrad that the tables follow at its last step differs between the ranks: 0.1",
+        ),
+        (
+            "followed",
+            "plateau",
+            4,
+            "lr of the Adagrad that the tables follow at its last step differs between the ranks: 0.1",
+        ),
         ("followed", "skip", 3, "steps of the Adagrad that the tables follow differs between the ranks: 3 on rank 0,"),
     ],
 )
@@ -93,11 +103,20 @@ def code_of(**options):
 
 def test_codes_know_values_however_they_are_written():
     assert code_of(lr=1, betas=[0.9, 0.99]) == code_of(betas=(0.9, 0.99), lr=1.0)
-    assert code_of(lr=0.1) == code_of(lr=0.1 + 1e-12)  # another machine's rounding
     others = [code_of(lr=1.0), code_of(lr=True), code_of(lr=1.00001), code_of(eps=1.0), code_of()]
     assert len(set(others)) == len(others)
-    assert 0 <= steps_code(2**40 - 1, 2**CODE_BITS - 1) < 2**63
-    assert len({steps_code(steps, code) for steps in range(3) for code in range(3)}) == 9
+    assert 0 <= steps_code(2**40 - 1, 2**40 - 1, 2**CODE_BITS - 1) < 2**63
+    every = {steps_code(steps, calls, code) for steps in range(3) for calls in range(3) for code in range(3)}
+    assert len(every) == 27
+
+
+def test_what_is_rounded_is_alike():
+    assert are_alike((0.9, [1, 0.1]), [0.9, (1.0, float(torch.tensor(0.1)))])
+    assert not are_alike(0.1, 0.10001)
+    assert not are_alike((0.9,), (0.9, 0.99))
+    assert not are_alike(1.0, True)
+    assert not are_alike(1.0, None)
+    assert are_alike("max", "max")
 
 
 def test_a_code_is_found_anew_where_options_have_changed_in_place():
@@ -106,6 +125,72 @@ def test_a_code_is_found_anew_where_options_have_changed_in_place():
     betas[0] = 0.8
     assert coded.of({"betas": betas}) not in (0, first)
     assert coded.of({"betas": (0.9, 0.99)}) == first
+
+
+def rounds(rank, size, kind):
+    """Steps with a learning rate that rank 1 has in float32 alone."""
+    model, optimizer = model_of(kind)
+    for number in range(40):
+        rate = 0.1 * 0.97**number
+        optimizer.param_groups[0]["lr"] = float(torch.tensor(rate)) if rank == 1 else rate
+        step_with(model, optimizer, rank, number)
+        optimizer.step()
+    return [Coded().of({"lr": float(torch.tensor(0.1 * 0.97**number))}) for number in range(40)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_round_otherwise_go_on(worlds, kind):
+    codes = worlds(2).run(rounds, kind)[0]
+    assert codes != [
+        Coded().of({"lr": 0.1 * 0.97**number}) for number in range(40)
+    ]  # some are on both sides of an edge
+
+
+def loses_gradients(rank, size, how):
+    """Steps of two micro-batches, of which rank 1 once drops a gradient; in which step what is told."""
+    model, optimizer = model_of("followed")
+    lost = (1, 0) if how == "between" else (1, 1)
+    for number in range(4):
+        optimizer.zero_grad()
+        for part in range(2):
+            ids, offsets, _, upstream = batch_of(TABLES, 2 * number + part, rank, samples=seven)
+            try:
+                model(ids, offsets).backward(upstream)
+            except te.errors.PeerError as error:
+                return number, part, str(error)
+            if rank == 1 and (number, part) == lost:
+                optimizer.zero_grad(set_to_none=how == "between")
+        optimizer.step()
+    return None
+
+
+@pytest.mark.parametrize(("how", "left"), [("between", 3), ("zeros", 2)])
+def test_a_rank_that_loses_a_gradient_is_told_of(worlds, how, left):
+    for number, part, text in worlds(2).run(loses_gradients, how):
+        assert (number, part) == (2, 0)
+        assert f"have applied differs between the ranks: 4 on rank 0, {left} on rank 1" in text
+
+
+def scales(rank, size, how):
+    """A backward with a scaler that has another scale on rank 1, or is off there, or attached on rank 0 alone."""
+    model, optimizer = model_of("fused")
+    other = rank == 1
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=8.0 if other and how == "scale" else 4.0, enabled=how != "off" or not other
+    )
+    if how != "attached" or not other:
+        optimizer.attach_grad_scaler(scaler)
+    return told(step_with, model, optimizer, rank, 0)
+
+
+@pytest.mark.parametrize(("how", "found"), [("scale", "8.0"), ("off", "none"), ("attached", "none")])
+def test_a_scaler_is_that_of_all_ranks(worlds, how, found):
+    for name, text in worlds(2).run(scales, how):
+        assert name == "PeerError"
+        assert (
+            f"the scale of the attached GradScaler differs between the ranks: 4.0 on rank 0, {found} on rank 1" in text
+        )
+    assert worlds(2).run(scales, "alike") == [None] * 2
 
 
 def fails_to_apply(rank, size):
@@ -148,7 +233,7 @@ def accumulates(rank, size, rate):
 def test_what_is_accumulated_is_applied_by_equal_options(worlds):
     for found, then in worlds(2).run(accumulates, 0.3):
         assert found[0] == "PeerError"
-        assert "what updates the rows differs between the ranks: Adagrad of {'lr': 0.1," in found[1]
+        assert "lr of the Adagrad that updates the rows differs between the ranks: 0.1 on rank 0, " in found[1]
         assert then[0] == "PeerError"
     for found, then in worlds(2).run(accumulates, -1.0):
         assert found[0] == "ConfigError"

@@ -260,7 +260,7 @@ def test_ranks_do_the_same_whatever_one_of_them_meets(worlds, rank, event, numbe
 @pytest.mark.parametrize(
     ("event", "text", "goes_on"),
     [
-        ("rate", "what updates the rows differs between the ranks: Adagrad of ", False),
+        ("rate", "lr of the Adagrad that updates the rows differs between the ranks: ", False),
         ("another step", "rank {rank} number 2", True),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -175,6 +177,20 @@ def test_checkpoint_of_other_tables_is_refused_before_anything_changes(device, t
         with pytest.raises(CheckpointError):
             other.load_checkpoint(str(tmp_path))
         assert equal(other.state_dict()["weight"], before)
+
+
+def test_a_load_that_was_refused_keeps_no_module_alive(device, tmp_path):
+    make().save_checkpoint(tmp_path)
+
+    def refused():
+        bag = make(te.SGD(lr=0.1))
+        with pytest.raises(CheckpointError):
+            bag.load_checkpoint(tmp_path)
+        return weakref.ref(bag)
+
+    bag = refused()
+    gc.collect()
+    assert bag() is None
 
 
 def test_load_checkpoint_waits_for_batches_in_flight(device, tmp_path):

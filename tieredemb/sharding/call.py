@@ -563,5 +563,5 @@ def _check_alike(flags: Array) -> None:
         raise PeerError(
             f"ranks {training} look up a batch that they train on, and the others one without gradients, as in an "
             f"evaluation; each rank has to make as many lookups of each kind, in the same order. One whose evaluation "
-            f"has fewer batches takes some without samples: no ids, and offsets of a single 0"
+            f"has fewer batches takes some without samples: no ids, and offsets of a single 0. Nothing was changed"
         )

@@ -173,16 +173,18 @@ class ShardedContext:
         which all then raise. `updates`: an update follows, whose options are known. See `Exchange.header`."""
         self.number += 1
         counts = self.no_counts if counts is None else counts
+        course = self._course(updates, waits=phase is not Phase.STEP)  # no replay waits for the one before
         return self.exchange.header(
-            phase, self.number, counts, flag=flag, error=error, meanwhile=meanwhile, course=self._course(updates)
+            phase, self.number, counts, flag=flag, error=error, meanwhile=meanwhile, course=course
         )
 
-    def _course(self, updates: bool) -> Course:
+    def _course(self, updates: bool, *, waits: bool) -> Course:
         """What updates of rows here go by, of whatever width."""
         optimizer = self.shards[0].engine.optimizer
         if optimizer is None:
             return NO_COURSE
-        return Course(optimizer.steps_code, optimizer.options_code if updates else 0, optimizer.course)
+        code = optimizer.options_code(waits=waits) if updates else 0
+        return Course(optimizer.steps_code, code, optimizer.course)
 
     @contextlib.contextmanager
     def telling(self, phase: Phase) -> Iterator[None]:

@@ -30,6 +30,7 @@ from tieredemb.errors import ConfigError, PeerError, TieredEmbError
 from tieredemb.kernels.collectives import end_waits, is_over
 from tieredemb.sharding.header import NO_COURSE, WORDS, Course, Header, Phase
 from tieredemb.sharding.messages import Messages
+from tieredemb.tables.course import are_alike
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -131,17 +132,23 @@ class Exchange:
             said = ", ".join(
                 f"rank {rank} {Phase(at).told} (its call {number})" for rank, (at, number, *_) in enumerate(told)
             )
+            planning = (
+                ". A loader that ends before those of others does this, and so does a prefetch() whose first batch has "
+                "no samples, as it learns from that where the ids are; name them with ids_of"
+            )
             raise self._broken_by(
                 f"the ranks do different things: {said}; each rank has to look up, and to run backward through, as "
-                f"many batches in the same order, to plan them ahead alike, and to read and write whole tables where "
-                f"the others do. A loader that ends before those of others does this, and so does a prefetch() whose "
-                f"first batch has no samples, as it learns from that where the ids are; name them with ids_of"
+                f"many batches in the same order, to plan them ahead alike, and between the same ones to read and "
+                f"write whole tables, or a norm of their gradients{planning * (Phase.PLAN in {at for at, *_ in told})}"
             )
         if len({before for *_, before, _ in told}) > 1 or len({each for *_, each in told if each}) > 1:
-            words: dict[str, str] = {}
+            mine: dict[str, object] = {}
             with contextlib.suppress(Exception):  # of a GPU, say, for which others are not to wait
-                words = course.told()
-            other = _other(self.every(words)) or "what updates the rows differs between the ranks"
+                mine = course.told()
+            found = self.every(mine)
+            other = _other(found) if all(found) else "what updates the rows differs between the ranks"
+            if not other:  # but for what is rounded
+                return
             raise self._broken_by(
                 f"{other}; each rank has to take the same steps, by the same options: a scheduler that goes by a loss "
                 f"or a metric has to be given that of all ranks, and none may leave a step out. Rows of a table are "
@@ -381,11 +388,11 @@ class Exchange:
         return found
 
 
-def _other(found: Sequence[Mapping[str, str]]) -> str:
+def _other(found: Sequence[Mapping[str, object]]) -> str:
     """What one rank says otherwise than rank 0, of what each says by name."""
     for rank, theirs in enumerate(found):
         for name, value in found[0].items():
-            if theirs.get(name) != value:
+            if not are_alike(theirs.get(name), value):
                 return f"{name} differs between the ranks: {value} on rank 0, {theirs.get(name)} on rank {rank}"
     return ""
 

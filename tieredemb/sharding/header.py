@@ -60,11 +60,11 @@ _TOLD = {
 
 class Course(NamedTuple):
     """What updates of rows go by, which is to be equal on all ranks: `before`, up to a header, and `next`, at the one
-    that it announces, of ranks where that is not 0; and what `told` says of it in words, by name."""
+    that it announces, of ranks where that is not 0; and what that is of, `told`, by name."""
 
     before: int
     next: int
-    told: Callable[[], dict[str, str]]
+    told: Callable[[], dict[str, object]]
 
 
 NO_COURSE = Course(0, 0, dict)

@@ -64,6 +64,11 @@ class PendingGradients:
         return bool(self._calls)
 
     @property
+    def count(self) -> int:
+        """How many calls are."""
+        return len(self._calls)
+
+    @property
     def is_there(self) -> bool:
         """Whether the tables have a gradient, if of zeros."""
         return self._left or bool(self._calls)

@@ -1,17 +1,17 @@
 """What updates of tables go by, in few bits: ranks that hold parts of the same tables compare it, as rows that go by
-other options, or take other steps, are none of the others' model."""
+other options, or take other steps, are none of the others' model. Where bits differ they compare the values."""
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from tieredemb.config import is_number
 
-CODE_BITS = 32
-MOST_STEPS = (1 << 31) - 1
-DIGITS = 7  # machines may round what a scheduler computes in other ways
+CODE_BITS, CALL_BITS, STEP_BITS = 32, 15, 16
+DIGITS, TOLERANCE = 6, 1e-6  # of numbers, as one rank may have from another in float32 what that has in float64
 
 
 class Coded:
@@ -22,20 +22,27 @@ class Coded:
         self._code = 0
 
     def of(self, options: Mapping[str, Any]) -> int:
-        """What options have in common that are equal up to `DIGITS` digits: of `CODE_BITS` bits, and hardly ever 0."""
+        """What options have in common that are equal to `DIGITS` digits: of `CODE_BITS` bits, and hardly ever 0."""
         if options != self._options:
             self._code = zlib.crc32(repr(sorted((name, _plain(value)) for name, value in options.items())).encode())
             # a list, which may change in place, equals no tuple
-            self._options = {
-                name: tuple(value) if isinstance(value, list) else value for name, value in options.items()
-            }
+            self._options = {name: tuple(each) if isinstance(each, list) else each for name, each in options.items()}
         return self._code
 
 
-def steps_code(steps: int, code: int) -> int:
-    """What numbers of steps have in common that are equal, and of which the last went by options of equal `code`: of 63
-    bits, not negative."""
-    return (steps & MOST_STEPS) << CODE_BITS | code
+def steps_code(steps: int, calls: int, code: int) -> int:
+    """What is in common of so many steps, that have applied so many calls, and of which the last went by options of
+    that `code`: of 63 bits, not negative."""
+    return ((steps % (1 << STEP_BITS)) << CALL_BITS | calls % (1 << CALL_BITS)) << CODE_BITS | code
+
+
+def are_alike(one: object, other: object) -> bool:
+    """Whether two values are equal, numbers up to a relative `TOLERANCE`, and pairs of these."""
+    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+        return len(one) == len(other) and all(map(are_alike, one, other))
+    if is_number(one) and is_number(other):
+        return math.isclose(float(one), float(other), rel_tol=TOLERANCE)  # type: ignore[arg-type]
+    return type(one) is type(other) and one == other
 
 
 def _plain(value: Any) -> Any:

@@ -48,6 +48,10 @@ class Pending(Gradients, Protocol):
         """Whether anything was."""
 
     @property
+    def count(self) -> int:
+        """How many calls."""
+
+    @property
     def is_there(self) -> bool:
         """Whether the tables have a gradient, as parameters have one from a backward until it is set to None: then a
         step is one of theirs, too."""
@@ -91,7 +95,7 @@ class FollowedOptimizer:
         self._place: tuple[int, list[int]] | None = None  # group and positions of the stand-ins, where they were last
         self._checked: Meaning | None = None  # what the param group meant when it was found to fit the rows
         self._loading: dict[int, LoadedState] | None = None
-        self._steps = 0  # taken, and at the last of which the group meant:
+        self._steps = self._calls = 0  # taken, and applied by them; at the last of them the group meant:
         self._last: Meaning | None = None
         self._coded = Coded()
         self.on_device = DeviceOptions(self._tables)
@@ -385,24 +389,25 @@ class FollowedOptimizer:
         there.tell(asdict(config))
         there.told_of = config
 
-    @property
-    def options_code(self) -> int:
-        """See `RowOptimizer`."""
+    def options_code(self, *, waits: bool) -> int:
+        """See `RowOptimizer`. A learning rate on a GPU is in none."""
         return self._coded.of(asdict(self.now()))
 
     @property
     def steps_code(self) -> int:
         """See `RowOptimizer`."""
-        return 0 if self._last is None else steps_code(self._steps, self._coded.of(dict(self._last.items)))
+        return 0 if self._last is None else steps_code(self._steps, self._calls, self._coded.of(dict(self._last.items)))
 
-    def course(self) -> dict[str, str]:
+    def course(self) -> dict[str, object]:
         """See `RowOptimizer`."""
-        kind = type(self.optimizer).__name__
-        return {
-            f"the number of steps of the {kind} that the tables follow": str(self._steps),
-            f"what the {kind} that the tables follow meant at its last step": repr(self._last and self._last.config),
-            f"what the {kind} that the tables follow means": repr(self._checked and self._checked.config),
+        it = f"the {type(self.optimizer).__name__} that the tables follow"
+        found: dict[str, object] = {
+            f"the number of steps of {it}": self._steps,
+            f"the number of lookups whose gradients the steps of {it} have applied": self._calls,
         }
+        for meaning, when in ((self._last, "at its last step"), (self._checked, "now")):
+            found |= {f"{name} of {it} {when}": value for name, value in (() if meaning is None else meaning.items)}
+        return found
 
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
         """See `RowOptimizer.options_on`."""
@@ -450,10 +455,11 @@ class FollowedOptimizer:
     def step(self, others: Sequence[FollowedOptimizer]) -> None:
         """See `Follower`."""
         assert self.pending is not None
+        counts = [0 if each.pending is None else each.pending.count for each in (self, *others)]
         self.pending.apply([each.pending for each in others])
         if not _is_captured(self._tables.config.device):  # in a capture nothing runs
-            for each in (self, *others):
-                each._steps, each._last = each._steps + 1, each._checked
+            for each, count in zip((self, *others), counts, strict=True):
+                each._steps, each._calls, each._last = each._steps + 1, each._calls + count, each._checked
 
     def _beside(self) -> list[FollowedOptimizer]:
         """Those of other tables that share their cache with these."""

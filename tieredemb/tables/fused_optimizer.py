@@ -130,14 +130,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         `ConfigError` for a learning rate that is negative or no number."""
         self.on_device.tell(self.options())
 
-    @property
-    def options_code(self) -> int:
+    def options_code(self, *, waits: bool) -> int:
         """See `RowOptimizer`."""
-        return self._coded.of(self._own(self.options()))
+        return self._coded.of(self._own(self.options()) | self._scaled(waits=waits))
 
-    def course(self) -> dict[str, str]:
+    def course(self) -> dict[str, object]:
         """See `RowOptimizer`."""
-        return {"what updates the rows": f"{type(self._config).__name__} of {self._own(self.options())}"}
+        kind, own = type(self._config).__name__, self._own(self.options())
+        return {f"{name} of the {kind} that updates the rows": value for name, value in own.items()} | self._scaled()
+
+    def _scaled(self, *, waits: bool = True) -> dict[str, object]:
+        """What an attached scaler does, as long as it is enabled. `waits`: for the GPU that has the scale."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return {"the scale of the attached GradScaler": "none"}
+        return {"the scale of the attached GradScaler": self._scaler.get_scale() if waits else "some"}
 
     def _own(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What of a param group an update goes by, without what schedulers and users keep beside."""

@@ -38,17 +38,17 @@ class RowOptimizer(Protocol):
     def alike(self) -> Hashable:
         """What is equal of optimizers that give tables of equal rows, at equal steps, equal numbers."""
 
-    @property
-    def options_code(self) -> int:
-        """Equal on ranks whose options are equal now: of 32 bits."""
+    def options_code(self, *, waits: bool) -> int:
+        """Equal on ranks whose options are equal now: of 32 bits. `waits`: of what lies on a GPU, too, for which it
+        waits."""
 
     @property
     def steps_code(self) -> int:
-        """Equal on ranks whose torch optimizers have taken as many steps, and had equal options at the last one: of 63
-        bits. 0 of a fused one, whose steps come with backwards."""
+        """Equal on ranks whose torch optimizers have taken as many steps, of as many lookups, and had equal options at
+        the last one: of 63 bits. 0 of a fused one, whose steps come with backwards."""
 
-    def course(self) -> dict[str, str]:
-        """What both are of, in words, by name."""
+    def course(self) -> dict[str, object]:
+        """What both are of, by name. May wait for a GPU."""
 
     def options_on(self, group: DeviceGroup) -> torch.Tensor:
         """On a GPU: what it knows of the options, float64 (`MOST_NUMBERS`,). Does not synchronise."""

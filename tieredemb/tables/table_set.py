@@ -429,6 +429,9 @@ class TableSet:
             except BaseException as error:
                 for group in self.groups:
                     group.cache.changes.note(error)
+                if not change.has_begun:  # nothing is to be settled, and an entry keeps what its call holds alive
+                    for group, entry in zip(self.groups, entries, strict=True):
+                        group.cache.changes.end(entry)
                 raise
             for group, entry in zip(self.groups, entries, strict=True):
                 group.cache.changes.end(entry)
