@@ -352,8 +352,9 @@ def check_killed(run, *how):
             assert "start all of them again from the last checkpoint" in text
             assert 16 <= number <= 19  # a prefetch loop is told before it hands the next batch out
             assert seconds < 30
-        for rank in left:
+        for rank in left:  # all of them, as NCCL's communicators end together
             broken.pipes[rank].close()
+        for rank in left:
             broken.processes[rank].join(60)
             assert broken.processes[rank].exitcode == 0
     finally:
