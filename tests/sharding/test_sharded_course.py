@@ -10,7 +10,7 @@ from sharding.test_sharded_failures import QUICK, told
 
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
-from tieredemb.tables.course import CODE_BITS, Coded, are_alike, steps_code
+from tieredemb.tables.fingerprint import OPTION_BITS, Fingerprint, are_alike, steps_fingerprint
 
 TABLES = tables_of(widths=(4, 8))  # two caches
 KINDS = ["fused", "followed"]
@@ -97,16 +97,22 @@ def test_ranks_whose_options_change_alike_are_told_nothing(worlds, kind):
         assert others == [None] * 4
 
 
-def code_of(**options):
-    return Coded().of(options)
+def fingerprint_of(**options):
+    return Fingerprint().of(options)
 
 
 def test_codes_know_values_however_they_are_written():
-    assert code_of(lr=1, betas=[0.9, 0.99]) == code_of(betas=(0.9, 0.99), lr=1.0)
-    others = [code_of(lr=1.0), code_of(lr=True), code_of(lr=1.00001), code_of(eps=1.0), code_of()]
+    assert fingerprint_of(lr=1, betas=[0.9, 0.99]) == fingerprint_of(betas=(0.9, 0.99), lr=1.0)
+    others = [
+        fingerprint_of(lr=1.0),
+        fingerprint_of(lr=True),
+        fingerprint_of(lr=1.00001),
+        fingerprint_of(eps=1.0),
+        fingerprint_of(),
+    ]
     assert len(set(others)) == len(others)
-    assert 0 <= steps_code(2**40 - 1, 2**40 - 1, 2**CODE_BITS - 1) < 2**63
-    every = {steps_code(steps, calls, code) for steps in range(3) for calls in range(3) for code in range(3)}
+    assert 0 <= steps_fingerprint(2**40 - 1, 2**40 - 1, 2**OPTION_BITS - 1) < 2**63
+    every = {steps_fingerprint(steps, calls, code) for steps in range(3) for calls in range(3) for code in range(3)}
     assert len(every) == 27
 
 
@@ -120,7 +126,7 @@ def test_what_is_rounded_is_alike():
 
 
 def test_a_code_is_found_anew_where_options_have_changed_in_place():
-    coded, betas = Coded(), [0.9, 0.99]
+    coded, betas = Fingerprint(), [0.9, 0.99]
     first = coded.of({"betas": betas})
     betas[0] = 0.8
     assert coded.of({"betas": betas}) not in (0, first)
@@ -135,14 +141,14 @@ def rounds(rank, size, kind):
         optimizer.param_groups[0]["lr"] = float(torch.tensor(rate)) if rank == 1 else rate
         step_with(model, optimizer, rank, number)
         optimizer.step()
-    return [Coded().of({"lr": float(torch.tensor(0.1 * 0.97**number))}) for number in range(40)]
+    return [Fingerprint().of({"lr": float(torch.tensor(0.1 * 0.97**number))}) for number in range(40)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_round_otherwise_go_on(worlds, kind):
     codes = worlds(2).run(rounds, kind)[0]
     assert codes != [
-        Coded().of({"lr": 0.1 * 0.97**number}) for number in range(40)
+        Fingerprint().of({"lr": 0.1 * 0.97**number}) for number in range(40)
     ]  # some are on both sides of an edge
 
 

@@ -4,6 +4,7 @@ function, whatever one of them meets. Graphs are stood in for, and ranks meet on
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import warnings
 
@@ -94,6 +95,7 @@ class Step:
 
 def runs(rank, size, events):
     """What a rank does in each step, and what it is told; `events`: of step and rank, something that happens there."""
+    gc.collect()  # a collection that others have left would end its group meanwhile, and graphs with it
     sharding = sharding_of("both", TABLES)
     model = ShardedTieredEmbeddingBagCollection(
         TABLES, sharding=sharding, capacity=0.5, optimizer=te.Adagrad(lr=0.1), max_ids=40

@@ -170,7 +170,8 @@ class ShardedContext:
         updates: bool = False,
     ) -> Header:
         """All ranks are to do something, of which by default no `counts` are told, or this one has met an `error`,
-        which all then raise. `updates`: an update follows, whose options are known. See `Exchange.header`."""
+        which all then raise. `updates`: an update follows, whose options are known. Waits for a GPU that has
+        the scale of a `GradScaler`, before an eager one. See `Exchange.header`."""
         self.number += 1
         counts = self.no_counts if counts is None else counts
         course = self._course(updates, waits=phase is not Phase.STEP)  # no replay waits for the one before
@@ -183,8 +184,8 @@ class ShardedContext:
         optimizer = self.shards[0].engine.optimizer
         if optimizer is None:
             return NO_COURSE
-        code = optimizer.options_code(waits=waits) if updates else 0
-        return Course(optimizer.steps_code, code, optimizer.course)
+        coming = optimizer.options_fingerprint(waits=waits) if updates else 0
+        return Course(optimizer.steps_fingerprint, coming, optimizer.course)
 
     @contextlib.contextmanager
     def telling(self, phase: Phase) -> Iterator[None]:

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from tieredemb import errors
 from tieredemb.errors import ConfigError, PeerError, TieredEmbError
 from tieredemb.kernels.collectives import end_waits, is_over
-from tieredemb.sharding.header import NO_COURSE, WORDS, Course, Header, Phase
+from tieredemb.sharding.header import NO_COURSE, WORDS, Course, Header, Phase, Said
 from tieredemb.sharding.messages import Messages
-from tieredemb.tables.course import are_alike
+from tieredemb.tables.fingerprint import are_alike
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -117,31 +117,31 @@ class Exchange:
                 meanwhile()
             with self._answered(phase):
                 theirs = self._received()
-        told: list[list[int]] = theirs[:, :5].tolist()
-        if any(each != told[self.rank] for each in told):
-            self._check_told(told, error, course)
-        elif told[0][2]:
-            self._raise(error)
+        told: list[list[int]] = theirs[:, : WORDS - 1].tolist()
+        if error is not None or any(each != told[self.rank] for each in told):
+            self._check_told([Said(*each) for each in told], error, course)
         return Header(theirs[:, WORDS:], theirs[:, WORDS - 1].numpy())
 
-    def _check_told(self, told: Sequence[Sequence[int]], error: BaseException | None, course: Course) -> None:
+    def _check_told(self, told: Sequence[Said], error: BaseException | None, course: Course) -> None:
         """Raises what one rank has met, or that they do different things. All of them ask."""
-        if any(failed for _, _, failed, _, _ in told):
+        if any(each.failed for each in told):
             self._raise(error)
-        if any(each[:2] != told[0][:2] for each in told):
+        if len({(each.phase, each.number) for each in told}) > 1:
             said = ", ".join(
-                f"rank {rank} {Phase(at).told} (its call {number})" for rank, (at, number, *_) in enumerate(told)
+                f"rank {rank} {Phase(each.phase).told} (its call {each.number})" for rank, each in enumerate(told)
             )
-            planning = (
-                ". A loader that ends before those of others does this, and so does a prefetch() whose first batch has "
-                "no samples, as it learns from that where the ids are; name them with ids_of"
-            )
+            planning = ""
+            if any(each.phase == Phase.PLAN for each in told):
+                planning = (
+                    ". A loader that ends before those of others does this, and so does a prefetch() whose first batch "
+                    "has no samples, as it learns from that where the ids are; name them with ids_of"
+                )
             raise self._broken_by(
                 f"the ranks do different things: {said}; each rank has to look up, and to run backward through, as "
                 f"many batches in the same order, to plan them ahead alike, and between the same ones to read and "
-                f"write whole tables, or a norm of their gradients{planning * (Phase.PLAN in {at for at, *_ in told})}"
+                f"write whole tables, or a norm of their gradients{planning}"
             )
-        if len({before for *_, before, _ in told}) > 1 or len({each for *_, each in told if each}) > 1:
+        if len({each.before for each in told}) > 1 or len({each.next for each in told if each.next}) > 1:
             mine: dict[str, object] = {}
             with contextlib.suppress(Exception):  # of a GPU, say, for which others are not to wait
                 mine = course.told()
@@ -197,10 +197,9 @@ class Exchange:
     def _unanswered(self, phase: Phase) -> PeerError:
         """The error of a wait that another rank did not end; nothing is exchanged any more."""
         return self._broken_by(
-            f"rank {self.rank} {phase.told}, and another rank did not: it has ended, was interrupted "
-            f"where ranks send each other something, or did nothing within {self.timeout.total_seconds():g} s "
-            f"(timeout=). Each rank has to take part; start all of them again from "
-            f"the last checkpoint"
+            f"rank {self.rank} {phase.told}, and another rank did not: it has ended, was interrupted where "
+            f"ranks send each other something, or did nothing within {self.timeout.total_seconds():g} s (timeout=). "
+            f"Each rank has to take part; start all of them again from the last checkpoint"
         )
 
     def _broken_by(self, reason: str) -> PeerError:

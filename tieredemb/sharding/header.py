@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-WORDS = 6  # before the counts: phase, number, whether it failed, a course's two, and the flag; see `Exchange.header`
+WORDS = 6  # before the counts: those of `Said`, and the flag
 
 
 class Phase(enum.IntEnum):
@@ -59,8 +59,8 @@ _TOLD = {
 
 
 class Course(NamedTuple):
-    """What updates of rows go by, which is to be equal on all ranks: `before`, up to a header, and `next`, at the one
-    that it announces, of ranks where that is not 0; and what that is of, `told`, by name."""
+    """Fingerprints of what updates of rows go by, to be equal on all ranks: `before`, of those so far; `next`, of the
+    one that a header announces, or 0. `told`: what they are of, by name."""
 
     before: int
     next: int
@@ -68,6 +68,17 @@ class Course(NamedTuple):
 
 
 NO_COURSE = Course(0, 0, dict)
+
+
+class Said(NamedTuple):
+    """The words of one rank that have to be those of all: what it is about to do, as which of its calls, whether it has
+    met an error, and on which `Course` it is."""
+
+    phase: int
+    number: int
+    failed: int
+    before: int
+    next: int
 
 
 class Header(NamedTuple):

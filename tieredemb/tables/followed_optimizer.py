@@ -20,8 +20,8 @@ import torch
 from tieredemb.config import OptimizerConfig, is_whole, plain
 from tieredemb.errors import ConfigError, StorageError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters_after, named_numbers, rows_of
-from tieredemb.tables.course import Coded, steps_code
 from tieredemb.tables.device_options import DeviceOptions
+from tieredemb.tables.fingerprint import Fingerprint, steps_fingerprint
 from tieredemb.tables.followers import Followers, Meaning, followers_of
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.layout import lay_out
@@ -97,7 +97,7 @@ class FollowedOptimizer:
         self._loading: dict[int, LoadedState] | None = None
         self._steps = self._calls = 0  # taken, and applied by them; at the last of them the group meant:
         self._last: Meaning | None = None
-        self._coded = Coded()
+        self._fingerprint = Fingerprint()
         self.on_device = DeviceOptions(self._tables)
         for stand_in in self.stand_ins:
             stand_in.gradients = weakref.ref(self)
@@ -389,14 +389,16 @@ class FollowedOptimizer:
         there.tell(asdict(config))
         there.told_of = config
 
-    def options_code(self, *, waits: bool) -> int:
+    def options_fingerprint(self, *, waits: bool) -> int:
         """See `RowOptimizer`. A learning rate on a GPU is in none."""
-        return self._coded.of(asdict(self.now()))
+        return self._fingerprint.of(asdict(self.now()))
 
     @property
-    def steps_code(self) -> int:
+    def steps_fingerprint(self) -> int:
         """See `RowOptimizer`."""
-        return 0 if self._last is None else steps_code(self._steps, self._calls, self._coded.of(dict(self._last.items)))
+        if self._last is None:
+            return 0
+        return steps_fingerprint(self._steps, self._calls, self._fingerprint.of(dict(self._last.items)))
 
     def course(self) -> dict[str, object]:
         """See `RowOptimizer`."""

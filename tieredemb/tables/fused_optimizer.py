@@ -12,8 +12,8 @@ import torch
 from tieredemb.config import OptimizerConfig, check_finite, is_number
 from tieredemb.errors import ConfigError, InvalidInputError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters
-from tieredemb.tables.course import Coded
 from tieredemb.tables.device_options import DeviceOptions
+from tieredemb.tables.fingerprint import Fingerprint
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.param_groups import options_in
 from tieredemb.tables.row_state import (
@@ -44,7 +44,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     is_there = True  # see `RowOptimizer`
     _good: dict[str, Any] | None = None  # its own options when they were last checked
-    steps_code = 0  # see `RowOptimizer`
+    steps_fingerprint = 0  # see `RowOptimizer`
 
     def __init__(self, tables: TableSet, config: OptimizerConfig) -> None:
         device = tables.config.device
@@ -55,7 +55,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._scaler: torch.amp.GradScaler | None = None
         self.found_inf: bool | torch.Tensor = False
         self.on_device = DeviceOptions(tables)
-        self._coded = Coded()
+        self._fingerprint = Fingerprint()
 
     @property
     def config(self) -> OptimizerConfig:
@@ -130,9 +130,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         `ConfigError` for a learning rate that is negative or no number."""
         self.on_device.tell(self.options())
 
-    def options_code(self, *, waits: bool) -> int:
+    def options_fingerprint(self, *, waits: bool) -> int:
         """See `RowOptimizer`."""
-        return self._coded.of(self._own(self.options()) | self._scaled(waits=waits))
+        return self._fingerprint.of(self._own(self.options()) | self._scaled(waits=waits))
 
     def course(self) -> dict[str, object]:
         """See `RowOptimizer`."""
@@ -246,4 +246,4 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.on_device, self._coded = DeviceOptions(self._tables), Coded()
+        self.on_device, self._fingerprint = DeviceOptions(self._tables), Fingerprint()

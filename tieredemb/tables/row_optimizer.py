@@ -38,12 +38,12 @@ class RowOptimizer(Protocol):
     def alike(self) -> Hashable:
         """What is equal of optimizers that give tables of equal rows, at equal steps, equal numbers."""
 
-    def options_code(self, *, waits: bool) -> int:
+    def options_fingerprint(self, *, waits: bool) -> int:
         """Equal on ranks whose options are equal now: of 32 bits. `waits`: of what lies on a GPU, too, for which it
         waits."""
 
     @property
-    def steps_code(self) -> int:
+    def steps_fingerprint(self) -> int:
         """Equal on ranks whose torch optimizers have taken as many steps, of as many lookups, and had equal options at
         the last one: of 63 bits. 0 of a fused one, whose steps come with backwards."""
 

@@ -1,5 +1,5 @@
-"""What updates of tables go by, in few bits: ranks that hold parts of the same tables compare it, as rows that go by
-other options, or take other steps, are none of the others' model. Where bits differ they compare the values."""
+"""Fingerprints of what updates of tables go by: ranks that hold parts of the same tables compare it, as rows that go by
+other options, or take other steps, are none of the others' model. Where fingerprints differ they compare the values."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 
 from tieredemb.config import is_number
 
-CODE_BITS, CALL_BITS, STEP_BITS = 32, 15, 16
+OPTION_BITS, CALL_BITS, STEP_BITS = 32, 15, 16
 DIGITS, TOLERANCE = 6, 1e-6  # of numbers, as one rank may have from another in float32 what that has in float64
 
 
-class Coded:
-    """The code of options, which is found anew where they have changed."""
+class Fingerprint:
+    """Of options: found anew where they have changed."""
 
     def __init__(self) -> None:
         self._options: dict[str, Any] | None = None
-        self._code = 0
+        self._bits = 0
 
     def of(self, options: Mapping[str, Any]) -> int:
-        """What options have in common that are equal to `DIGITS` digits: of `CODE_BITS` bits, and hardly ever 0."""
+        """The same of options that are equal to `DIGITS` digits. Of `OPTION_BITS` bits, and hardly ever 0."""
         if options != self._options:
-            self._code = zlib.crc32(repr(sorted((name, _plain(value)) for name, value in options.items())).encode())
+            self._bits = zlib.crc32(repr(sorted((name, _plain(value)) for name, value in options.items())).encode())
             # a list, which may change in place, equals no tuple
             self._options = {name: tuple(each) if isinstance(each, list) else each for name, each in options.items()}
-        return self._code
+        return self._bits
 
 
-def steps_code(steps: int, calls: int, code: int) -> int:
-    """What is in common of so many steps, that have applied so many calls, and of which the last went by options of
-    that `code`: of 63 bits, not negative."""
-    return ((steps % (1 << STEP_BITS)) << CALL_BITS | calls % (1 << CALL_BITS)) << CODE_BITS | code
+def steps_fingerprint(steps: int, calls: int, options: int) -> int:
+    """Of so many steps, which have applied so many calls; `options`: the fingerprint of those of the last. Of 63 bits,
+    not negative."""
+    return ((steps % (1 << STEP_BITS)) << CALL_BITS | calls % (1 << CALL_BITS)) << OPTION_BITS | options
 
 
 def are_alike(one: object, other: object) -> bool:
