@@ -21,7 +21,7 @@ from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
 RANKS = min(4, max(2, torch.cuda.device_count()))
 LONGEST = 200 * RANKS
-SLEEP = 200_000_000  # cycles of a GPU, a tenth of a second
+SLEEP, LONG_SLEEP = 200_000_000, 10_000_000_000  # cycles of a GPU: a tenth of a second, and five
 TABLES = {"widths": (4, 8), "modes": ("sum", "mean", "max"), "rows": (1, 3, 17, 40, 25, 9, 31), "padding": (None, 0, 2)}
 
 
@@ -283,16 +283,18 @@ def test_a_rank_that_replays_a_lookup_where_others_train_is_told_of(world):
         assert others == [2, True]
 
 
-def dies(rank, size, ahead, amid, captured=True):
+def dies(rank, size, ahead, amid, captured=True, alike=False):
     """Rank 1 is killed once it has launched a step. Where it dies `amid` that, its GPU is still between forward and
     backward, and does not come to the exchanges of gradients, of dense layers and of rows, in which the others wait;
-    those are told so, and then wait for nothing."""
+    those are told so, and then wait for nothing. `alike`: whether the batches are of one form, which eager steps
+    record; else they wait for the GPU before ranks tell each other anything."""
     tables = tables_of(**TABLES)
     model = ShardedTieredEmbeddingBagCollection(
         tables, sharding=sharding_of("rows", tables), capacity=0.5, optimizer=te.Adagrad(lr=0.1), max_ids=LONGEST
     )
-    drawn = [batch_of(tables, number, rank, samples=seven) for number in range(30)]
+    drawn = [batch_of(tables, 0 if alike else number, rank, samples=seven) for number in range(30)]
     batches = [(ids.cuda(), offsets.cuda(), upstream) for ids, offsets, _, upstream in drawn]
+    sleep = SLEEP
     with torch.cuda.stream(torch.cuda.Stream()):
         top = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(drawn[0][3].shape[1], 1))
 
@@ -300,7 +302,7 @@ def dies(rank, size, ahead, amid, captured=True):
         ids, offsets, upstream = batch
         out = model(ids, offsets)
         if amid and rank == 1:
-            torch.cuda._sleep(SLEEP)
+            torch.cuda._sleep(sleep)
         if amid:
             top(out).square().mean().backward()
         else:
@@ -312,6 +314,8 @@ def dies(rank, size, ahead, amid, captured=True):
     try:
         for number, batch in enumerate(te.prefetch(batches, model) if ahead else batches):
             started = time.monotonic()
+            if number == 16 and not captured:  # which is launched more slowly
+                sleep = LONG_SLEEP
             train(batch)
             if rank == 1 and number == 16:
                 time.sleep(0.02 * amid)
@@ -331,9 +335,10 @@ def test_a_rank_that_is_killed_is_noticed(amid, ahead):
     check_killed(dies, ahead, amid)
 
 
+@pytest.mark.parametrize("alike", [False, True], ids=["of any size", "of one size"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
-def test_a_rank_that_is_killed_amid_an_eager_step_is_noticed(ahead):
-    check_killed(dies, ahead, True, False)
+def test_a_rank_that_is_killed_amid_an_eager_step_is_noticed(ahead, alike):
+    check_killed(dies, ahead, True, False, alike)
 
 
 def check_killed(run, *how):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed._symmetric_memory
 
-from tieredemb.errors import PeerError
 from tieredemb.sharding import exchange, symmetric
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.exchange import Place
@@ -183,19 +181,6 @@ def test_memory_that_is_not_the_other_ranks_is_not_written_to(gpus, monkeypatch,
     assert (found is not None) == (others == 7)
     if found:
         assert found[ROOMS[0]].to.begins.tolist() == [own.data_ptr() + 64, theirs.data_ptr() + 64]
-
-
-def test_a_wait_that_another_rank_does_not_end_is_told_of(monkeypatch):
-    ended = []
-    monkeypatch.setattr(exchange, "end_waits", ended.append)
-    its = exchange.Exchange.__new__(exchange.Exchange)  # of no process group
-    its.rank, its.timeout, its.failures, its._broken, its._device = 0, timedelta(seconds=0.05), 0, "", "a GPU"
-    its.wait_for(SimpleNamespace(query=lambda: True))
-    assert not its.is_broken
-    with pytest.raises(PeerError, match="rank 0 begins a captured step, and another rank did not"):
-        its.wait_for(SimpleNamespace(query=lambda: False))
-    assert its.is_broken
-    assert ended == ["a GPU"]
 
 
 def test_without_rows_that_are_dealt_out_ranks_tell_each_other_nothing(gpus):

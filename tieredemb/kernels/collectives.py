@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ import torch.distributed as dist
 
 P = ParamSpec("P")
 R = TypeVar("R")
-PATIENCE, POLL = 10.0, 2e-5  # seconds: how long a replay is waited for, and how often it is asked
+PATIENCE, POLL = 10.0, 2e-5  # seconds: how long a GPU is waited for, and how often it is asked
+AT_ONCE = 100  # times that it is asked before, as a sleep takes longer than most waits
 LAST = 5.0  # seconds: how long what a GPU does is waited for once ranks exchange nothing any more
 
 
@@ -41,10 +43,11 @@ def is_over(replayed: torch.cuda.Event, patience: float | None = None) -> bool:
     `PATIENCE`: it may wait for a rank that has gone, of which the others learn as soon as hosts tell each other
     anything."""
     deadline = monotonic() + (PATIENCE if patience is None else patience)
+    naps = itertools.chain(itertools.repeat(0.0, AT_ONCE), itertools.repeat(POLL))
     while not replayed.query():  # type: ignore[no-untyped-call]
         if monotonic() > deadline:
             return False
-        sleep(POLL)
+        sleep(next(naps))  # other threads go on, in any case
     return True
 
 

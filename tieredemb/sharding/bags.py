@@ -119,16 +119,20 @@ class Bags(Protocol):
         """All that it holds on a GPU."""
 
 
-Finder = Callable[[Batch], Sequence[Bags]]  # of all parts; raises `InvalidInputError` and `IdOutOfRangeError`
+Wait = Callable[[], object]  # for what the current stream of a GPU has launched
+Finder = Callable[[Batch, Wait], Sequence[Bags]]  # see `CountingFinder`
 
 
 class CountingFinder(Protocol):
-    """A finder that looks at a batch before it is looked up in a graph, which can wait for nothing."""
+    """Finds the bags of all parts; and looks at a batch before it is looked up in a graph, which can wait for
+    nothing."""
 
-    def __call__(self, batch: Batch) -> Sequence[Bags]: ...
+    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> Sequence[Bags]:
+        """The bags of a batch. Raises `InvalidInputError` and `IdOutOfRangeError`. Waits for the current stream, by
+        `wait` before it reads what a GPU has found."""
 
-    def count(self, batch: Batch) -> int:
-        """The most ids that a rank is asked for in one part. Raises as the call. Waits for the current stream."""
+    def count(self, batch: Batch, wait: Wait = lambda: None) -> int:
+        """The most ids that a rank is asked for in one part. Raises and waits as the call."""
 
     def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:
         """The bags of a batch, whose `counts` the host need not know, and words, int64 on its device, that tell `most`

@@ -134,7 +134,7 @@ class ShardedCall:
                 self._fits, self._is_later = True, asks.may_look_later()
                 self._asks_for = asks.before(self._recorded.samples)
                 return () if self._is_later else self._looked_at()
-            found = self.context.find(batch)
+            found = self.context.bags_of(batch)
             if self.context.max_ids is not None or asks is not None:
                 self._asks_for = self._most(found)
                 self._fits = self.context.max_ids is not None and self.fits(self._asks_for)
@@ -316,6 +316,8 @@ class ShardedCall:
         try:
             self._follow()
             self._rooms = self._made_rooms()
+            if context.stages_rows:
+                context.wait_for_stream()
             of_shards = zip(
                 context.shards, self._requests, self._by_shard(of_ids), self._by_shard(self._rooms), strict=True
             )
@@ -404,7 +406,7 @@ class ShardedCall:
         self._planned, self._calls = [], []
         assert self._given is not None
         try:
-            self._bags = self.context.find(self._given)
+            self._bags = self.context.bags_of(self._given)
         except Exception as error:
             self.context.announce(Phase.FORWARD, error=error)
             raise
@@ -482,7 +484,7 @@ class ShardedCall:
         of the rows here would."""
         exchange, context = self.context.exchange, self.context
         self._follow(grad)
-        is_infinite = context.is_scaled and not bool(torch.isfinite(grad).all())
+        is_infinite = context.is_scaled and self._is_infinite(grad)
         sending = list[list[Sending | torch.Tensor]]()
         for bags, part, room in zip(self._bags, self._parts, self._rooms, strict=True):
             rows: torch.Tensor | None = None
@@ -497,6 +499,11 @@ class ShardedCall:
             check_update(call)
         is_settled = all(request.keeps_gradients for request in self._requests)
         return ReadyGradients(sending, is_infinite, is_settled and all(len(its) == 1 for its in sending))
+
+    def _is_infinite(self, grad: torch.Tensor) -> bool:
+        is_finite = torch.isfinite(grad).all()
+        self.context.wait_for_stream()
+        return not bool(is_finite)
 
     def gradients(self, ready: ReadyGradients, *, is_infinite: bool) -> list[tuple[Call, torch.Tensor]]:
         """Of each shard the call of the rows that this rank owns, and the gradient of its output: what the others had

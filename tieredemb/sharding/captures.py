@@ -69,7 +69,7 @@ class Captures(Agreement):
     def _count(self, given: Given) -> int:
         device = self._context.device
         moved = [part.to(device, non_blocking=True) if isinstance(part, torch.Tensor) else part for part in given]
-        return self._finder.count(self._make_batch(*moved))
+        return self._finder.count(self._make_batch(*moved), self._context.wait_for_stream)
 
     def room(self) -> torch.Tensor:
         """On the CPU, for words that a graph will tell."""

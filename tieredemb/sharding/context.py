@@ -15,12 +15,14 @@ import numpy as np
 import torch
 
 from tieredemb.errors import PeerError
-from tieredemb.sharding.bags import Finder
+from tieredemb.kernels.streams import current_stream
+from tieredemb.sharding.bags import Bags, Finder
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.header import NO_COURSE, Course, Header, Phase
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.optimizer import ShardedOptimizer
 from tieredemb.sharding.shard import Shard
+from tieredemb.step.batch import Batch
 from tieredemb.step.call import BackwardPass, Call
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 
@@ -174,7 +176,10 @@ class ShardedContext:
         the scale of a `GradScaler`, before an eager one. See `Exchange.header`."""
         self.number += 1
         counts = self.no_counts if counts is None else counts
-        course = self._course(updates, waits=phase is not Phase.STEP)  # no replay waits for the one before
+        waits = phase is not Phase.STEP  # no replay waits for the one before
+        if updates and waits and self.is_scaled:
+            self.wait_for_stream()
+        course = self._course(updates, waits=waits)
         return self.exchange.header(
             phase, self.number, counts, flag=flag, error=error, meanwhile=meanwhile, course=course
         )
@@ -186,6 +191,27 @@ class ShardedContext:
             return NO_COURSE
         coming = optimizer.options_fingerprint(waits=waits) if updates else 0
         return Course(optimizer.steps_fingerprint, coming, optimizer.course)
+
+    def wait_for(self, done: torch.cuda.Event) -> None:
+        """Waits for a GPU before the ranks tell each other anything; see `Exchange.wait_for`."""
+        self.exchange.wait_for(done, self.no_counts)
+
+    def wait_for_stream(self) -> None:
+        """The same for all that the current stream has launched by now: before this rank reads what comes of it. On a
+        CPU there is nothing to do."""
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(current_stream(self.device.index))
+            self.wait_for(done)
+
+    def bags_of(self, batch: Batch) -> Sequence[Bags]:
+        """What `find` finds. Waits for the current stream."""
+        return self.find(batch, self.wait_for_stream)
+
+    @property
+    def stages_rows(self) -> bool:
+        """Whether lookups wait for the GPU, as rows come through host memory."""
+        return any(not group.cache.cold.device_readable for each in self.shards for group in each.engine.tables.groups)
 
     @contextlib.contextmanager
     def telling(self, phase: Phase) -> Iterator[None]:

@@ -19,6 +19,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from tieredemb import errors
 from tieredemb.errors import ConfigError, PeerError, TieredEmbError
-from tieredemb.kernels.collectives import end_waits, is_over
+from tieredemb.kernels.collectives import PATIENCE, end_waits, is_over
 from tieredemb.sharding.header import NO_COURSE, WORDS, Course, Header, Phase, Said
 from tieredemb.sharding.messages import Messages
 from tieredemb.tables.fingerprint import are_alike
@@ -108,19 +109,50 @@ class Exchange:
         sends to each. K is the same in every call. Raises on every rank alike where one has met an `error`, or does
         something else, or is on another `course`. `meanwhile`: what this rank does before it waits for the others, who
         take it for done: a rank that fails in it leaves the group. Does not wait for a GPU."""
-        self._check()
-        self._say([phase, number, error is not None, course.before, course.next, flag], counts)
+        self._check(error)
+        words = [phase, number, error is not None, course.before, course.next, flag]
+        while True:
+            theirs = self._told(phase, words, counts, meanwhile)
+            told: list[list[int]] = theirs[:, : WORDS - 1].tolist()
+            if error is None and all(each == told[self.rank] for each in told):
+                break
+            if all(each[0] != Phase.BUSY for each in told):
+                self._check_told([Said(*each) for each in told], error, course)
+                break
+            meanwhile = None
+        return Header(theirs[:, WORDS:], theirs[:, WORDS - 1].numpy())
+
+    def wait_for(self, done: torch.cuda.Event, counts: Array) -> None:
+        """Waits for a GPU, before a header of as many `counts`. It may wait for a rank that has gone: so while it is
+        busy for long all ranks tell each other now and then that they are there, those that have something to announce
+        by that. Raises `PeerError` where one has gone, or where it takes longer than ranks wait for each other, which
+        leaves the group then."""
+        deadline = monotonic() + self.timeout.total_seconds()
+        while not is_over(done, min(PATIENCE, self.timeout.total_seconds())):
+            self._check()
+            if monotonic() > deadline:
+                error = self._broken_by(
+                    f"the GPU of rank {self.rank} was still busy after {self.timeout.total_seconds():g} s (timeout=), "
+                    f"with what it is to do before the ranks tell each other anything: it may wait for an exchange of "
+                    f"your own, or of DistributedDataParallel, in which another rank takes no part. Start all of them "
+                    f"again from the last checkpoint"
+                )
+                _give_up(self._held)
+                raise error
+            self._told(Phase.BUSY, [Phase.BUSY, 0, 0, 0, 0, 0], counts)
+
+    def _told(
+        self, phase: Phase, words: Sequence[int], counts: Array, meanwhile: Callable[[], object] | None = None
+    ) -> torch.Tensor:
+        """Tells all ranks; returns what they tell, int64 (W, words + K). Waits for all of them."""
+        self._say(words, counts)
         with self.agreed():
             with self._answered(phase):
                 self._send()
             if meanwhile is not None:
                 meanwhile()
             with self._answered(phase):
-                theirs = self._received()
-        told: list[list[int]] = theirs[:, : WORDS - 1].tolist()
-        if error is not None or any(each != told[self.rank] for each in told):
-            self._check_told([Said(*each) for each in told], error, course)
-        return Header(theirs[:, WORDS:], theirs[:, WORDS - 1].numpy())
+                return self._received()
 
     def _check_told(self, told: Sequence[Said], error: BaseException | None, course: Course) -> None:
         """Raises what one rank has met, or that they do different things. All of them ask."""
@@ -211,8 +243,11 @@ class Exchange:
             end_waits(self._device)
         return PeerError(reason)
 
-    def _check(self) -> None:
+    def _check(self, error: BaseException | None = None) -> None:
+        """Raises `PeerError` where nothing is exchanged any more, an `error` which has said so by itself."""
         if self._broken:
+            if isinstance(error, PeerError):
+                raise error
             raise PeerError(f"nothing is exchanged any more since an earlier call: {self._broken}")
         if not self._is_there():
             self._broken = (
@@ -294,11 +329,6 @@ class Exchange:
             return [came]
         parts = torch.split(came, [its[rank] for rank in range(self.size) for its in received])  # type: ignore[no-untyped-call]
         return [torch.cat(parts[k :: len(received)]) for k in range(len(received))]
-
-    def wait_for(self, came: torch.cuda.Event) -> None:
-        """Waits for what GPUs exchange. Raises `PeerError` where a rank does not take part in time."""
-        if not is_over(came, self.timeout.total_seconds()):
-            raise self._unanswered(Phase.STEP)
 
     @property
     def is_broken(self) -> bool:

@@ -38,7 +38,7 @@ from tieredemb.lookup.device_bags import (
 )
 from tieredemb.lookup.device_lookup import UNALIGNED, DeviceLookup
 from tieredemb.sharding import device_padding
-from tieredemb.sharding.bags import Most, Part, most_in
+from tieredemb.sharding.bags import Most, Part, Wait, most_in
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.padding import Padding, each_asked, message
 from tieredemb.step.batch import Batch
@@ -426,14 +426,14 @@ class GpuFinder:
         self._rows = [table.num_embeddings for _, table in of]
         self._ranks = layout.size
 
-    def __call__(self, batch: Batch) -> Sequence[GpuBags]:
-        """Waits for the current stream."""
+    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> Sequence[GpuBags]:
         if torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "a lookup of several ranks waits for the GPU, to learn how many rows each is asked for, which a CUDA "
                 "graph cannot hold: let graph_step capture the step, of a collection that has max_ids="
             )
         found, words = self._launch(batch, GpuPart.find)
+        wait()
         self.tell(found, words[words_of("Fault") :].cpu())
         return found
 
@@ -461,8 +461,10 @@ class GpuFinder:
         words = words_of("Report") + self._ranks * sum(self._columns)
         return torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=True)
 
-    def count(self, batch: Batch) -> int:
-        return self.most(self._launch(batch, GpuPart.count)[1][words_of("Fault") :].cpu()).ids
+    def count(self, batch: Batch, wait: Wait = lambda: None) -> int:
+        _, words = self._launch(batch, GpuPart.count)
+        wait()
+        return self.most(words[words_of("Fault") :].cpu()).ids
 
     def _launch(self, batch: Batch, launch: Callable[..., T]) -> tuple[list[T], torch.Tensor]:
         """What `launch` does of each part, and the words that it writes: a fault, its report, and counts."""

@@ -33,6 +33,7 @@ class Phase(enum.IntEnum):
     FOLLOW = 12
     NORM = 13
     WHOLE = 14  # whichever of these
+    BUSY = 15  # nothing yet: all others announce again what they have
 
     @property
     def told(self) -> str:
@@ -55,6 +56,7 @@ _TOLD = {
     Phase.FOLLOW: "follows an optimizer",
     Phase.NORM: "reads the norm of a gradient",
     Phase.WHOLE: "reads or writes whole tables",
+    Phase.BUSY: "asks who is there, as its GPU has been busy for long",
 }
 
 

@@ -13,7 +13,7 @@ from tieredemb.kernels.row_format import carrier_view
 from tieredemb.lookup.bags import EqualBags, KeySpace
 from tieredemb.lookup.bags_cpu import checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
-from tieredemb.sharding.bags import Bags, Most, Part
+from tieredemb.sharding.bags import Bags, Most, Part, Wait
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.owners_cpu import find_owners
 from tieredemb.sharding.padding import Padding, each_asked, message
@@ -37,7 +37,7 @@ class HostFinder:
     def __init__(self, layout: Layout, parts: Sequence[Part]) -> None:
         self._layout, self._parts = layout, parts
 
-    def __call__(self, batch: Batch) -> Sequence[Bags]:
+    def __call__(self, batch: Batch, wait: Wait = lambda: None) -> Sequence[Bags]:
         edges = edges_of(batch)
         return [
             HostWholeBags(part, self._layout.size, batch, edges)
@@ -46,7 +46,7 @@ class HostFinder:
             for part in self._parts
         ]
 
-    def count(self, batch: Batch) -> int:
+    def count(self, batch: Batch, wait: Wait = lambda: None) -> int:
         return max(n for bags in self(batch) for n in bags.ids)
 
     def unchecked(self, batch: Batch, *, finds_firsts: bool) -> tuple[Sequence[Bags], torch.Tensor]:

@@ -155,7 +155,7 @@ class RecordedAsks:
         if context.max_ids is None and all(part.is_whole for each in context.shards for part in each.parts):
             return False  # recorded plans of the sizes that they need pool bags at once
         # plans are made on the stream that asks, but where rows pass through the host
-        return all(group.cache.cold.device_readable for each in context.shards for group in each.engine.tables.groups)
+        return not context.stages_rows
 
 
 def _put(into: OrderedDict[K, V], key: K, value: V) -> None:
@@ -178,7 +178,7 @@ class RecordedAsk:
         cache = context.shards[0].engine.tables.groups[0].cache
         assert isinstance(cache, DeviceCache)
         self.samples, self.bound = list(samples), bound
-        self._device, self._finder, self._exchange = device, finder, exchange
+        self._device, self._finder, self._exchange, self._wait_for = device, finder, exchange, context.wait_for
         self._by: weakref.ref[ShardedCall] | None = None
         self._used = torch.cuda.Event()  # type: ignore[no-untyped-call]  # comes once the last use is over
         self._told, self._has_told = finder.room(), torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -252,7 +252,7 @@ class RecordedAsk:
 
     def look(self) -> Most:
         """What the bags ask for. Raises what is wrong with them. Waits until they were found."""
-        self._has_told.synchronize()
+        self._wait_for(self._has_told)
         return self._finder.most(self._told)
 
     def tell(self, bags: Sequence[Bags]) -> None:

@@ -97,7 +97,7 @@ class SymmetricMemory:
             self.barrier()  # NCCL makes what a collective needs when it is first called: not in a capture
             met = torch.cuda.Event()  # type: ignore[no-untyped-call]
             met.record()
-            self._exchange.wait_for(met)
+            self._context.wait_for(met)
         self._made |= made
         return True
 

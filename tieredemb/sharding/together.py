@@ -185,6 +185,7 @@ class Together(Ranks):
         exchange, layout = self._context.exchange, self._context.layout
         failed: Exception | None = None
         try:
+            self._context.wait_for_stream()
             shard = next(each for each in self.held if table in each.tables)
             mine = shard.engine.tables.weight(shard.tables.index(table))[: layout.part(table, exchange.rank).own_rows]
             weight = None

@@ -1,0 +1,168 @@
+"""A rank whose GPU is busy for long, before the ranks tell each other anything, finds out that another has gone; those
+that are all there go on. What a GPU does is played here; `test_sharded_gpus.py` has some that wait for a killed rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+from devices import equal
+from sharding.ranks import batch_of, calls_of, one_process, seven, step_of, tables_of
+from sharding.worlds import World
+
+import tieredemb as te
+from tieredemb.sharding import exchange
+from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
+from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.header import Phase
+from tieredemb.sharding.layout import RowWise
+
+TABLES, RANKS, STEPS = tables_of(), 3, 4
+KEYWORDS = {"capacity": 0.5, "optimizer": te.Adagrad(lr=0.1)}
+QUICK, LONG = timedelta(seconds=3), timedelta(seconds=100)
+
+
+class Busy:
+    """What a GPU does, and is asked for `times` times before it is done."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def query(self):
+        self.times -= 1
+        return self.times < 0
+
+
+def model_of(times, *, few=4, patience=0.02, timeout=LONG):
+    """A model whose rank waits before it reads what its ids are, and whole tables; other settings of `exchange`."""
+    exchange.PATIENCE, exchange.FEW = patience, few
+    model = ShardedTieredEmbeddingBagCollection(TABLES, sharding=RowWise(), average=False, timeout=timeout, **KEYWORDS)
+    context = model._ranks._context
+    find, waits = context.find, lambda: context.wait_for(Busy(times))
+
+    def found(batch, wait):
+        wait()
+        return find(batch, wait)
+
+    context.find, context.wait_for_stream = found, waits
+    return model
+
+
+def restore():
+    exchange.PATIENCE, exchange.FEW = 10.0, 4
+
+
+def trains(rank, size, who, few):
+    """Steps and whole tables, where the GPUs of ranks `who` are busy; how often this rank has said so."""
+    times = 1500 if rank in who else 0
+    with calls_of(Exchange, "_told") as calls:
+        model = model_of(times, few=few)
+        outputs = [
+            step_of(model, batch_of(TABLES, step, rank, samples=seven), weighted=False)[0] for step in range(STEPS)
+        ]
+        weights, state = dict(model.state_dict()), model.fused_optimizer.state_dict()
+        model.close()
+    restore()
+    return outputs, weights, len(state["state"]), sum(call[1] == Phase.BUSY for call in calls)
+
+
+@pytest.mark.parametrize("few", [1, 4])
+@pytest.mark.parametrize("who", [(0,), (2,), (0, 1, 2)], ids=str)
+def test_ranks_that_are_busy_for_long_train_the_same_bits(worlds, who, few):
+    outputs, weights = one_process(RANKS, TABLES, STEPS, seven, False, KEYWORDS)
+    found = worlds(RANKS).run(trains, who, few)
+    for rank, (its, *_, said) in enumerate(found):
+        assert all(equal(one, other) for one, (other, _) in zip(its, outputs[rank], strict=True))
+        assert (said > 0) == (rank in who)
+    assert found[0][1].keys() == weights.keys()
+    assert all(equal(found[0][1][name], weights[name]) for name in weights)
+    assert found[0][2] > 0
+
+
+def meets(rank, size):
+    """Rank 1 has a wrong id, which the others hear of while rank 0 is busy; then all go on."""
+    model = model_of(1500 if rank == 0 else 0)
+    ids, offsets, *_ = batch_of(TABLES, 0, rank, samples=seven)
+    errors = []
+    for wrong in (True, False):
+        given = ids.clone()
+        if wrong and rank == 1:
+            given[0] = 10**6
+        try:
+            model(given, offsets)
+            errors.append("")
+        except te.errors.IdOutOfRangeError as error:
+            errors.append(str(error))
+    model.close()
+    restore()
+    return errors
+
+
+def test_what_a_rank_meets_one_that_is_busy_hears_of(worlds):
+    for first, second in worlds(RANKS).run(meets):
+        assert first.startswith("rank 1: ")
+        assert second == ""
+
+
+def waits_too_long(rank, size):
+    """What rank 0 waits for never ends."""
+    model = model_of(10**9 if rank == 0 else 0, timeout=QUICK)
+    ids, offsets, *_ = batch_of(TABLES, 0, rank, samples=seven)
+    started, text = time.monotonic(), ""
+    try:
+        model(ids, offsets)
+    except te.errors.PeerError as error:
+        text = str(error)
+    seconds = time.monotonic() - started
+    model.close()
+    restore()
+    return text, seconds
+
+
+def test_a_rank_that_is_busy_for_longer_than_others_wait_leaves_them(worlds):
+    found = worlds(RANKS).run(waits_too_long)
+    assert "the GPU of rank 0 was still busy after 3 s (timeout=)" in found[0][0]
+    for rank, (text, seconds) in enumerate(found):
+        assert "start all of them again from the last checkpoint" in text.replace("Start", "start")
+        assert seconds < 2.5 * QUICK.total_seconds(), rank
+
+
+def is_left(rank, size, where):
+    """Rank 1 is killed where the others look up a batch, or read whole tables, and all they wait for is a GPU; what
+    those are told, and when."""
+    model = model_of(0)
+    for step in range(2):
+        step_of(model, batch_of(TABLES, step, rank, samples=seven), weighted=False)
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    context = model._ranks._context
+    context.wait_for_stream = lambda: context.wait_for(Busy(10**9))
+    ids, offsets, *_ = batch_of(TABLES, 2, rank, samples=seven)
+    started, text = time.monotonic(), ""
+    try:
+        model(ids, offsets) if where == "lookup" else model.state_dict()
+    except te.errors.PeerError as error:
+        text = str(error)
+    return text, time.monotonic() - started
+
+
+@pytest.mark.parametrize("where", ["lookup", "tables"])
+def test_a_rank_that_is_busy_finds_out_that_another_was_killed(where):
+    world = World(RANKS)
+    try:
+        for pipe in world.pipes:
+            pipe.send((is_left, (where,)))
+        for rank in (0, 2):
+            assert world.pipes[rank].poll(30)
+            kind, value = world.pipes[rank].recv()
+            assert kind == "returned", value
+            text, seconds = value
+            assert "as its GPU has been busy for long, and another rank did not" in text
+            assert seconds < 5
+    finally:
+        world.close()
