@@ -14,7 +14,7 @@ from examples.dlrm import locality, report, synthetic
 from examples.dlrm.config import DTYPES, CacheConfig, CheckpointConfig, ModelConfig, TrainConfig
 from examples.dlrm.criteo import CriteoFile, Log, LogError
 from examples.dlrm.optional import require
-from examples.dlrm.processes import Processes, are_several, started
+from examples.dlrm.processes import Processes, on_this_host, started
 from examples.dlrm.profile import StepProfile
 from examples.dlrm.trainer import Trainer
 from tieredemb import LFU, LRU, File, HostMemory, Pmem, UnifiedMemory
@@ -124,12 +124,17 @@ def _storage(tier: str, path: Path | None) -> Storage:
 
 
 def _device(wanted: str) -> str:
-    """The GPU if it is wanted and usable. One that `auto` cannot use is said; one asked for in vain is an error. For
-    several processes `auto` takes the CPU."""
-    if wanted == "cpu" or (wanted == "auto" and (are_several() or not torch.cuda.is_available())):
+    """The GPU if it is wanted and usable, of several processes one for each. One that `auto` cannot use is said; one
+    asked for in vain is an error."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return "cpu"
     try:
         check_device(torch.device("cuda"))
+        if torch.cuda.device_count() < on_this_host():
+            raise ConfigError(
+                f"{on_this_host()} processes need a GPU each, and here are {torch.cuda.device_count()}; start as many "
+                f"as there are GPUs (torchrun --nproc-per-node), or pass --device cpu"
+            )
     except TieredEmbError as error:
         if wanted == "cuda":
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +40,8 @@ def tiered_tables(config: TrainConfig, processes: Processes) -> Collection:
     ]
     kind: Callable[..., Collection] = TieredEmbeddingBagCollection
     if processes.size > 1:
-        kind = ShardedTieredEmbeddingBagCollection
+        max_ids = _most_ids(config.batch_size, processes.size) if config.captures else None
+        kind = partial(ShardedTieredEmbeddingBagCollection, max_ids=max_ids)
     return kind(
         tables=tables,
         capacity=config.cache.capacity,
@@ -52,6 +54,12 @@ def tiered_tables(config: TrainConfig, processes: Processes) -> Collection:
         output_dtype=torch.float32,
         device=config.device,
     )
+
+
+def _most_ids(batch_size: int, processes: int) -> int:
+    """A bound of the ids that a process asks another for, one a table and sample: twice the mean, as the most frequent
+    id of a table is asked of one process."""
+    return -(-batch_size // processes) * min(len(TABLES), -(-2 * len(TABLES) // processes))
 
 
 def reference_optimizer(config: TrainConfig, embeddings: nn.Module) -> torch.optim.Optimizer:

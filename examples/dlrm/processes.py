@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,11 +34,13 @@ class Processes:
         start, stop = (number * len(rows) // self.size for number in (self.rank, self.rank + 1))
         return Rows(rows.labels[start:stop], rows.integers[start:stop], rows.categories[start:stop])
 
-    def train_together(self, model: nn.Module) -> nn.Module:
-        """The model, of which every process has the same dense layers after each step."""
+    def train_together(self, model: nn.Module, *, captured: bool) -> nn.Module:
+        """The model, of which every process has the same dense layers after each step. `captured`: in a CUDA graph."""
         if self.size == 1:
             return model
-        together = nn.parallel.DistributedDataParallel(model)
+        # which torch ties to the stream that is current now: the default one is in no graph
+        with torch.cuda.stream(torch.cuda.Stream()) if captured else nullcontext():
+            together = nn.parallel.DistributedDataParallel(model)
         together.register_comm_hook(None, _in_order)  # type: ignore[no-untyped-call]
         return together
 
@@ -81,9 +83,9 @@ def _in_order(_, bucket):  # type: ignore[no-untyped-def] # torch takes annotati
     return dist.all_gather(found, mine, async_op=True).get_future().then(mean)
 
 
-def are_several() -> bool:
-    """Whether torchrun has started more than this process."""
-    return dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1
+def on_this_host() -> int:
+    """How many processes there are here: those that torchrun has started, or this one alone."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
 @contextmanager

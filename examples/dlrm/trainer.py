@@ -73,7 +73,7 @@ class Trainer:
         self.collection = tiered_tables(config, self.processes)
         try:
             self.model = self._model().to(config.device)
-            self._together = self.processes.train_together(self.model)
+            self._together = self.processes.train_together(self.model, captured=config.captures)
             self.dense_layers = self.model.dense_layers()
             self.optimizers: list[torch.optim.Optimizer] = [
                 torch.optim.Adagrad(self.dense_layers.parameters(), lr=config.dense_lr)

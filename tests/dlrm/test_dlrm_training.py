@@ -23,6 +23,7 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[2]))  # the examples are no part of the installed package
 
 import tieredemb
+from examples.dlrm import __main__ as command
 from examples.dlrm import checkpoint, profile, report, trainer
 from examples.dlrm.__main__ import main
 from examples.dlrm.config import DTYPES, CacheConfig, CheckpointConfig, ModelConfig, TrainConfig
@@ -604,6 +605,22 @@ def test_command_says_why_it_leaves_a_gpu_unused(
     assert "training on the CPU: the GPU path needs CuPy" in shown.err
     assert "pip install 'tieredemb[cuda" in shown.err
     assert "on the CPU, tier host" in shown.out
+
+
+def test_processes_without_a_gpu_each_are_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(command, "check_device", lambda device: None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert command._device("auto") == command._device("cuda") == "cuda"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert command._device("auto") == "cpu"
+    assert "training on the CPU: 3 processes need a GPU each, and here are 2" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"3 processes need a GPU each.*--nproc-per-node.*--device cpu"):
+        command._device("cuda")
 
 
 def test_configs_refuse_nonsense() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,9 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[2]))  # the examples are no part of the installed package
+
+from sharding.ranks import calls_of
+from sharding.worlds import World, on_cpu
 
 from examples.dlrm.config import CheckpointConfig, ModelConfig, TrainConfig
 from examples.dlrm.processes import Processes
@@ -102,6 +106,38 @@ def test_a_run_that_ended_goes_on_in_any_number_of_processes(worlds, tmp_path, f
     (check_same if later == first else check_close)(found, whole)
 
 
+@pytest.fixture(scope="module")
+def gpus():
+    """Two processes with a GPU each."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"2 processes need a GPU each, here are {torch.cuda.device_count()}")
+    started = World(2, "cuda")
+    yield started
+    started.close()
+
+
+def trains_on_a_gpu(rank, size, config):
+    """As `trains`, where what is made without a device lies on the CPU; and how many steps were replays."""
+    torch.set_default_device("cpu")
+    with calls_of(torch.cuda.CUDAGraph, "replay") as replays:
+        found = trains(rank, size, config)
+    torch.set_default_device("cuda")
+    return found, len(replays)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["steps", "graphs"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_several_gpus_train_what_one_does(gpus, prefetch, graph):
+    config = replace(config_of(prefetch), device="cuda", epochs=2)
+    expected = on_cpu(trains(0, 1, config))
+    (first, replays), (second, others) = gpus.run(trains_on_a_gpu, replace(config, graph=graph))
+    check_close(first, expected)
+    for name in ("losses", "labels", "probabilities", "lookups", "dense"):
+        check_same({name: second[name]}, {name: first[name]})
+    assert replays == others
+    assert (replays > 3) == graph
+
+
 def run_torchrun(*options):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
@@ -115,6 +151,15 @@ def test_torchrun_starts_it_and_one_process_talks():
     assert done.returncode == 0, done.stderr
     assert "on the CPU in 2 processes" in done.stdout
     assert done.stdout.count("test AUC") == done.stdout.count("hit rate, all") == 1
+
+
+def test_torchrun_gives_each_process_a_gpu():
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"2 processes need a GPU each, here are {torch.cuda.device_count()}")
+    done = run_torchrun("--prefetch", "1", "--graph")
+    assert done.returncode == 0, done.stderr
+    assert re.search("on NVIDIA .* in 2 processes, .* a CUDA graph a step", done.stdout)
+    assert done.stdout.count("test AUC") == 1
 
 
 def test_what_several_processes_cannot_do_is_said():
