@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 import warnings
 
@@ -107,6 +108,17 @@ def test_gpus_replay_bags_of_any_length(world, shape, ahead):
 @pytest.mark.parametrize("keywords", [{"max_norm": 0.5}, {"dtype": torch.bfloat16, "rounding": "stochastic"}], ids=str)
 def test_gpus_replay_other_options(world, keywords, ahead):
     compare(world, ahead=ahead, steps=20, **keywords)
+
+
+def captured_on_files(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords):
+    with tempfile.TemporaryDirectory() as directory:
+        keywords = {**keywords, "storage": te.File(f"{directory}/rows")}
+        return captured_run(rank, size, tables, sharding, steps, distinct, shape, ahead, keywords)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])
+def test_gpus_replay_steps_over_files_whose_rows_are_all_resident(world, ahead):
+    compare(world, run=captured_on_files, capacity=1.0, ahead=ahead, steps=20)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["at once", "ahead"])

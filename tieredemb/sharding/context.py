@@ -198,8 +198,8 @@ class ShardedContext:
 
     def wait_for_stream(self) -> None:
         """The same for all that the current stream has launched by now: before this rank reads what comes of it. On a
-        CPU there is nothing to do."""
-        if self.device.type == "cuda":
+        CPU, and in a capture, there is nothing to do."""
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(current_stream(self.device.index))
             self.wait_for(done)
