@@ -49,7 +49,7 @@ def runs_short(rank, size, where):
             exchange.room = short(Exchange.room)
 
         if fails and where == "pooled":
-            context.find = lambda given: [unpooled(bags) for bags in find(given)]
+            context.find = lambda *given: [unpooled(bags) for bags in find(*given)]
 
         def run(ids=ids, offsets=offsets, upstream=upstream, fails=fails):
             out = model(ids, offsets)
