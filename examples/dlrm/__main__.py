@@ -128,17 +128,20 @@ def _device(wanted: str) -> str:
     asked for in vain is an error."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return "cpu"
+    number, processes = on_this_host()
     try:
         check_device(torch.device("cuda"))
-        if torch.cuda.device_count() < on_this_host():
+        gpus = torch.cuda.device_count()
+        if gpus < (processes if wanted == "auto" else number + 1):
             raise ConfigError(
-                f"{on_this_host()} processes need a GPU each, and here are {torch.cuda.device_count()}; start as many "
-                f"as there are GPUs (torchrun --nproc-per-node), or pass --device cpu"
+                f"{processes} processes need a GPU each, and here are {gpus}; start as many as there are GPUs "
+                f"(torchrun --nproc-per-node), or pass --device cpu"
             )
     except TieredEmbError as error:
         if wanted == "cuda":
             raise
-        print(f"training on the CPU: {error}", file=sys.stderr)
+        if number == 0:
+            print(f"training on the CPU: {error}", file=sys.stderr)
         return "cpu"
     return "cuda"
 

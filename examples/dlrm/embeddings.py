@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -40,8 +41,7 @@ def tiered_tables(config: TrainConfig, processes: Processes) -> Collection:
     ]
     kind: Callable[..., Collection] = TieredEmbeddingBagCollection
     if processes.size > 1:
-        max_ids = _most_ids(config.batch_size, processes.size) if config.captures else None
-        kind = partial(ShardedTieredEmbeddingBagCollection, max_ids=max_ids)
+        kind = partial(ShardedTieredEmbeddingBagCollection, max_ids=max_ids(config, processes))
     return kind(
         tables=tables,
         capacity=config.cache.capacity,
@@ -56,10 +56,16 @@ def tiered_tables(config: TrainConfig, processes: Processes) -> Collection:
     )
 
 
-def _most_ids(batch_size: int, processes: int) -> int:
-    """A bound of the ids that a process asks another for, one a table and sample: twice the mean, as the most frequent
-    id of a table is asked of one process."""
-    return -(-batch_size // processes) * min(len(TABLES), -(-2 * len(TABLES) // processes))
+def max_ids(config: TrainConfig, processes: Processes) -> int | None:
+    """Of several processes whose steps are captured, a bound of the ids that one asks another for in a batch, one a
+    table and sample: twice the mean and some more, as all samples may ask for one id of a table, and one process may
+    hold it whole. None where there need be none."""
+    if not config.captures or processes.size == 1:
+        return None
+    samples = -(-config.batch_size // processes.size)
+    mean = samples * len(TABLES) / processes.size
+    whole = samples * -(-len(TABLES) // processes.size)
+    return min(samples * len(TABLES), max(whole, math.ceil(2 * mean + 4 * math.sqrt(mean) + 8)))
 
 
 def reference_optimizer(config: TrainConfig, embeddings: nn.Module) -> torch.optim.Optimizer:

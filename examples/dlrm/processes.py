@@ -38,8 +38,7 @@ class Processes:
         """The model, of which every process has the same dense layers after each step. `captured`: in a CUDA graph."""
         if self.size == 1:
             return model
-        # which torch ties to the stream that is current now: the default one is in no graph
-        with torch.cuda.stream(torch.cuda.Stream()) if captured else nullcontext():
+        with _another_stream() if captured else nullcontext():
             together = nn.parallel.DistributedDataParallel(model)
         together.register_comm_hook(None, _in_order)  # type: ignore[no-untyped-call]
         return together
@@ -83,9 +82,22 @@ def _in_order(_, bucket):  # type: ignore[no-untyped-def] # torch takes annotati
     return dist.all_gather(found, mine, async_op=True).get_future().then(mean)
 
 
-def on_this_host() -> int:
-    """How many processes there are here: those that torchrun has started, or this one alone."""
-    return int(os.environ["LOCAL_WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+@contextmanager
+def _another_stream() -> Iterator[None]:
+    """Than the default one, which is in no graph: torch ties what `DistributedDataParallel` makes to the stream that is
+    current then."""
+    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
+
+
+def on_this_host() -> tuple[int, int]:
+    """The number of this process here, and how many there are: those that torchrun has started, or this one alone."""
+    if not dist.is_torchelastic_launched():
+        return 0, 1
+    return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 @contextmanager
@@ -95,7 +107,7 @@ def started(device: str) -> Iterator[Processes]:
         yield Processes()
         return
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(on_this_host()[0])
     dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
     try:
         yield Processes(dist.get_rank(), dist.get_world_size())

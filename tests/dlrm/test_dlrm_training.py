@@ -614,11 +614,13 @@ def test_processes_without_a_gpu_each_are_told_so(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(command, "check_device", lambda device: None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert command._device("auto") == command._device("cuda") == "cuda"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert command._device("auto") == "cpu"
     assert "training on the CPU: 3 processes need a GPU each, and here are 2" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ConfigError, match=r"3 processes need a GPU each.*--nproc-per-node.*--device cpu"):
         command._device("cuda")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import itertools
+import select
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ import torch.distributed as dist
 P = ParamSpec("P")
 R = TypeVar("R")
 PATIENCE, POLL = 10.0, 2e-5  # seconds: how long a GPU is waited for, and how often it is asked
-AT_ONCE = 100  # times that it is asked before, as a sleep takes longer than most waits
+QUICK = 5e-4  # seconds: how long it is asked all the time before, as even the shortest sleep takes a tenth of that
 LAST = 5.0  # seconds: how long what a GPU does is waited for once ranks exchange nothing any more
 
 
@@ -42,12 +42,15 @@ def is_over(replayed: torch.cuda.Event, patience: float | None = None) -> bool:
     """Waits for a replay, or another collective. False where that does not end within `patience` seconds, by default
     `PATIENCE`: it may wait for a rank that has gone, of which the others learn as soon as hosts tell each other
     anything."""
-    deadline = monotonic() + (PATIENCE if patience is None else patience)
-    naps = itertools.chain(itertools.repeat(0.0, AT_ONCE), itertools.repeat(POLL))
+    begin, patience = monotonic(), PATIENCE if patience is None else patience
     while not replayed.query():  # type: ignore[no-untyped-call]
-        if monotonic() > deadline:
+        waited = monotonic() - begin
+        if waited > patience:
             return False
-        sleep(next(naps))  # other threads go on, in any case
+        if waited < QUICK:
+            select.select((), (), (), 0)  # which lets other threads go on
+        else:
+            sleep(POLL)
     return True
 
 

@@ -14,6 +14,7 @@ from tieredemb.pipeline.batches import Path, map_tensors, tensors_of
 from tieredemb.step.planned_forwards import identity
 
 MANY = 4  # tensors that one launch copies in less time than as many
+SMALL = 1 << 16  # bytes of pageable memory that CUDA copies without waiting
 
 
 class Buffers:
@@ -153,6 +154,15 @@ class Buffers:
             copy_on_device(target, tensor)
         else:
             target.copy_(tensor.detach(), non_blocking=True)
+
+
+def waits_to_load(batch: Any) -> bool:
+    """Whether to copy a batch to a GPU is to wait for the current stream, as CUDA does for memory of the host that is
+    not pinned, unless it is little (CUDA's notes on API synchronization behavior)."""
+    return any(
+        tensor.device.type == "cpu" and tensor.nbytes > SMALL and not tensor.is_pinned()
+        for _, tensor in tensors_of(batch)
+    )
 
 
 def _lengths(forwards: list[Forward]) -> set[tuple[Any, ...]]:

@@ -13,6 +13,7 @@ import torch
 from tieredemb.kernels.collectives import hold, is_over
 from tieredemb.kernels.streams import on_device, on_stream
 from tieredemb.pipeline.batches import tensors_of
+from tieredemb.pipeline.buffers import waits_to_load
 from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.uncapturable import explain
 from tieredemb.step.agreement import Agreement
@@ -68,6 +69,8 @@ class StepTogether(Generic[R]):
         failed: Exception | None = None
         try:
             fresh = self._may_replay()  # which puts the buffers behind the last call, too
+            if waits_to_load(batch):
+                self._agreement.wait_for_stream()
             self._buffers.load(batch)
             if fresh and not step.accumulates():
                 mine = REPLAYS * (self._graph is not None) | CAPTURES * (self._left <= 0)

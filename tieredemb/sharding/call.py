@@ -317,7 +317,7 @@ class ShardedCall:
             self._follow()
             self._rooms = self._made_rooms()
             if context.stages_rows:
-                context.wait_for_stream()
+                context.wait_for_stream(self._use.event)
             of_shards = zip(
                 context.shards, self._requests, self._by_shard(of_ids), self._by_shard(self._rooms), strict=True
             )

@@ -63,6 +63,9 @@ class Captures(Agreement):
     def offer(self, *, ahead: bool) -> None:
         self._context.offers_ahead = ahead
 
+    def wait_for_stream(self) -> None:
+        self._context.wait_for_stream()
+
     def takes(self, given: Sequence[Given]) -> bool:
         return self._context.fits(max(map(self._count, given), default=0))
 

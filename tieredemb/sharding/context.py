@@ -196,12 +196,13 @@ class ShardedContext:
         """Waits for a GPU before the ranks tell each other anything; see `Exchange.wait_for`."""
         self.exchange.wait_for(done, self.no_counts)
 
-    def wait_for_stream(self) -> None:
-        """The same for all that the current stream has launched by now: before this rank reads what comes of it. On a
-        CPU, and in a capture, there is nothing to do."""
+    def wait_for_stream(self, done: torch.cuda.Event | None = None) -> None:
+        """The same for all that the current stream has launched by now, or for `done`: before this rank reads what
+        comes of it. On a CPU, and in a capture, there is nothing to do."""
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(current_stream(self.device.index))
+            if done is None:
+                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                done.record(current_stream(self.device.index))
             self.wait_for(done)
 
     def bags_of(self, batch: Batch) -> Sequence[Bags]:

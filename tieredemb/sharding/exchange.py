@@ -111,15 +111,16 @@ class Exchange:
         take it for done: a rank that fails in it leaves the group. Does not wait for a GPU."""
         self._check(error)
         words = [phase, number, error is not None, course.before, course.next, flag]
-        while True:
-            theirs = self._told(phase, words, counts, meanwhile)
-            told: list[list[int]] = theirs[:, : WORDS - 1].tolist()
-            if error is None and all(each == told[self.rank] for each in told):
-                break
-            if all(each[0] != Phase.BUSY for each in told):
-                self._check_told([Said(*each) for each in told], error, course)
-                break
-            meanwhile = None
+        with self.agreed():
+            while True:
+                theirs = self._told(phase, words, counts, meanwhile)
+                told: list[list[int]] = theirs[:, : WORDS - 1].tolist()
+                is_alike = error is None and all(each == told[self.rank] for each in told)
+                if is_alike or all(each[0] != Phase.BUSY for each in told):
+                    break
+                meanwhile = None
+        if not is_alike:
+            self._check_told([Said(*each) for each in told], error, course)
         return Header(theirs[:, WORDS:], theirs[:, WORDS - 1].numpy())
 
     def wait_for(self, done: torch.cuda.Event, counts: Array) -> None:
@@ -127,32 +128,33 @@ class Exchange:
         busy for long all ranks tell each other now and then that they are there, those that have something to announce
         by that. Raises `PeerError` where one has gone, or where it takes longer than ranks wait for each other, which
         leaves the group then."""
-        deadline = monotonic() + self.timeout.total_seconds()
-        while not is_over(done, min(PATIENCE, self.timeout.total_seconds())):
+        timeout = self.timeout.total_seconds()
+        deadline = monotonic() + timeout
+        while not is_over(done, min(PATIENCE, timeout / 4)):
             self._check()
             if monotonic() > deadline:
                 error = self._broken_by(
-                    f"the GPU of rank {self.rank} was still busy after {self.timeout.total_seconds():g} s (timeout=), "
+                    f"the GPU of rank {self.rank} was still busy after {timeout:g} s (timeout=), "
                     f"with what it is to do before the ranks tell each other anything: it may wait for an exchange of "
                     f"your own, or of DistributedDataParallel, in which another rank takes no part. Start all of them "
                     f"again from the last checkpoint"
                 )
                 _give_up(self._held)
                 raise error
-            self._told(Phase.BUSY, [Phase.BUSY, 0, 0, 0, 0, 0], counts)
+            with self.agreed():
+                self._told(Phase.BUSY, [Phase.BUSY, 0, 0, 0, 0, 0], counts)
 
     def _told(
         self, phase: Phase, words: Sequence[int], counts: Array, meanwhile: Callable[[], object] | None = None
     ) -> torch.Tensor:
         """Tells all ranks; returns what they tell, int64 (W, words + K). Waits for all of them."""
         self._say(words, counts)
-        with self.agreed():
-            with self._answered(phase):
-                self._send()
-            if meanwhile is not None:
-                meanwhile()
-            with self._answered(phase):
-                return self._received()
+        with self._answered(phase):
+            self._send()
+        if meanwhile is not None:
+            meanwhile()
+        with self._answered(phase):
+            return self._received()
 
     def _check_told(self, told: Sequence[Said], error: BaseException | None, course: Course) -> None:
         """Raises what one rank has met, or that they do different things. All of them ask."""

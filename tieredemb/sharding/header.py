@@ -56,7 +56,7 @@ _TOLD = {
     Phase.FOLLOW: "follows an optimizer",
     Phase.NORM: "reads the norm of a gradient",
     Phase.WHOLE: "reads or writes whole tables",
-    Phase.BUSY: "asks who is there, as its GPU has been busy for long",
+    Phase.BUSY: "tells that it is there, as its GPU has been busy for long",
 }
 
 

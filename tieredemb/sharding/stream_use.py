@@ -26,6 +26,11 @@ class StreamUse:
             self._made = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._made.record(current_stream(self._index))
 
+    @property
+    def event(self) -> torch.cuda.Event | None:
+        """That for which they wait, if there is any."""
+        return self._made
+
     def arrive(self) -> None:
         """The current stream waits for that, and with it all that comes."""
         if self._index is not None and self._made is not None:

@@ -254,6 +254,7 @@ class Together(Ranks):
         self._rows(Phase.SAVE).save(directory, extra)
 
     def load(self, directory: str | os.PathLike[str], *, recover: bool) -> dict[str, Any]:
+        self._context.wait_for_stream()
         self._planned.drop_all()
         extra: dict[str, Any] = self._rows(Phase.LOAD).load(directory, recover=recover)
         return extra

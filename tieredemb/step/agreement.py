@@ -38,6 +38,11 @@ class Agreement(abc.ABC):
         """This rank would plan `ahead`, or not."""
 
     @abc.abstractmethod
+    def wait_for_stream(self) -> None:
+        """Waits for the current stream, before this rank agrees to anything. Raises `PeerError` where that waits for a
+        rank that has gone."""
+
+    @abc.abstractmethod
     def takes(self, given: Sequence[Given]) -> bool:
         """Whether a graph takes as many ids as those of lookups that are to come, `given`. Raises what is wrong with
         them. On a GPU they are looked at on the current stream, for which the host waits."""
