@@ -77,7 +77,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     of more is exchanged in the sizes that it needs, to the same bits, and a warning says how many there are. None: all
     are, but for eager batches of few sizes on GPUs, for each of which the ranks find a bound · `device`: of this rank;
     "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all on GPUs · `timeout`: how long
-    a rank waits for another, by default as long as torch does.
+    a rank waits for another, and before that for its own GPU; by default as long as torch does.
     The other keywords are those of `TieredEmbeddingBagCollection`. `capacity`, `storage`, `device`, `check_ids` and
     `timeout` may differ between the ranks, and so may the machines; the others are equal on all of them. To construct
     it is a collective, which raises `ConfigError` where they are not.
