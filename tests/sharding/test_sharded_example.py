@@ -130,7 +130,7 @@ def trains_on_a_gpu(rank, size, config):
 @pytest.mark.parametrize("graph", [False, True], ids=["steps", "graphs"])
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_several_gpus_train_what_one_does(gpus, prefetch, graph):
-    config = replace(config_of(prefetch), device="cuda", epochs=2)
+    config = replace(config_of(prefetch), device="cuda", batch_size=24, epochs=2)  # a capture takes some 16 steps
     expected = on_cpu(trains(0, 1, config))
     (first, replays), (second, others) = gpus.run(trains_on_a_gpu, replace(config, graph=graph))
     if graph and prefetch:  # plans that are given up before the capture, and the next epoch, are counted too

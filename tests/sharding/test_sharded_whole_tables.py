@@ -15,6 +15,8 @@ from sharding.test_sharded_training import compare
 import tieredemb as te
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.exchange import Exchange
+from tieredemb.sharding.layout import Layout, TableWise
+from tieredemb.sharding.shard import own_tables
 
 MIXED = tables_of(modes=("sum", "mean", "max"), widths=(4, 8), rows=(1, 3, 17, 40, 25, 9, 31), padding=(None, 0, 2))
 SHARED = [
@@ -341,3 +343,15 @@ def test_a_table_of_one_rank_is_no_part_of_another(worlds):
     """All tables on rank 1: rank 0 owns nothing, and both train."""
     tables = tables_of(modes=("sum", "max"))
     compare(worlds(2), tables, "one rank", uneven, optimizer=te.Adagrad(lr=0.1), capacity=0.5, shape="long")
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [("auto", ["auto", "auto"]), ("resident", ["resident", "auto"]), ("cached", ["cached", "cached"])],
+)
+def test_of_a_table_that_another_rank_holds_nothing_has_to_stay(given, made):
+    table = te.TableConfig(name="a", num_embeddings=9, embedding_dim=4, placement=given)
+    layout = Layout((table,), 2, TableWise(rank=0))
+    own = [own_tables(layout, [0], rank)[0] for rank in range(2)]
+    assert [each.num_embeddings for each in own] == [9, 1]
+    assert [each.placement for each in own] == made

@@ -27,7 +27,7 @@ from tieredemb.tables.torch_kinds import Optimizer
 
 def own_tables(layout: Layout, tables: Sequence[int], rank: int) -> tuple[TableConfig, ...]:
     """What a rank holds of `tables`: of those that are dealt out rows that are looked up one by one. A table needs a
-    row, so of one that others hold there is one that nobody asks for."""
+    row, so of one that others hold there is one that nobody asks for, and which has to stay nowhere."""
     made = []
     for t in tables:
         table, part = layout.tables[t], layout.part(t, rank)
@@ -37,7 +37,9 @@ def own_tables(layout: Layout, tables: Sequence[int], rank: int) -> tuple[TableC
             padding = position if rest == 0 and 0 <= position < part.own_rows else None
         mode = table.mode if layout.owner[t] == rank else "sum"
         own = replace(table, num_embeddings=max(1, part.own_rows), mode=mode, padding_idx=padding)
-        made.append(own if part.own_rows else replace(own, init=Normal(), placement="cached"))
+        if not part.own_rows:
+            own = replace(own, init=Normal(), placement="cached" if table.placement == "cached" else "auto")
+        made.append(own)
     return tuple(made)
 
 
