@@ -4,6 +4,7 @@ that are all there go on. What a GPU does is played here; `test_sharded_gpus.py`
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 from devices import equal
 from sharding.ranks import batch_of, calls_of, one_process, seven, step_of, tables_of
+from sharding.test_sharded_failures import LONG, QUICK, told
 from sharding.worlds import World
 
 import tieredemb as te
@@ -25,7 +27,6 @@ from tieredemb.sharding.layout import RowWise
 
 TABLES, RANKS, STEPS = tables_of(), 3, 4
 KEYWORDS = {"capacity": 0.5, "optimizer": te.Adagrad(lr=0.1)}
-QUICK, LONG = timedelta(seconds=3), timedelta(seconds=100)
 
 
 class Busy:
@@ -39,39 +40,36 @@ class Busy:
         return self.times < 0
 
 
-def model_of(times, *, few=4, patience=0.02, timeout=LONG):
+@contextlib.contextmanager
+def busy_model(times, *, few=4, patience=0.02, timeout=LONG):
     """A model whose rank waits before it reads what its ids are, and whole tables; other settings of `exchange`."""
-    exchange.PATIENCE, exchange.FEW = patience, few
-    model = ShardedTieredEmbeddingBagCollection(TABLES, sharding=RowWise(), average=False, timeout=timeout, **KEYWORDS)
-    context = model._ranks._context
-    find = context.find
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "PATIENCE", patience)
+        patch.setattr(exchange, "FEW", few)
+        model = ShardedTieredEmbeddingBagCollection(
+            TABLES, sharding=RowWise(), average=False, timeout=timeout, **KEYWORDS
+        )
+        context = model._ranks._context
+        find = context.find
 
-    def waits(done=None):
-        context.wait_for(Busy(times))
+        def waits(done=None):
+            context.wait_for(Busy(times))
 
-    def found(batch, wait):
-        wait()
-        return find(batch, wait)
+        def found(batch, wait):
+            wait()
+            return find(batch, wait)
 
-    context.find, context.wait_for_stream = found, waits
-    return model
-
-
-def restore():
-    exchange.PATIENCE, exchange.FEW = 10.0, 4
+        context.find, context.wait_for_stream = found, waits
+        yield model
+        model.close()
 
 
 def trains(rank, size, who, few):
     """Steps and whole tables, where the GPUs of ranks `who` are busy; how often this rank has said so."""
-    times = 1500 if rank in who else 0
-    with calls_of(Exchange, "_told") as calls:
-        model = model_of(times, few=few)
-        outputs = [
-            step_of(model, batch_of(TABLES, step, rank, samples=seven), weighted=False)[0] for step in range(STEPS)
-        ]
+    with calls_of(Exchange, "_tell") as calls, busy_model(1500 if rank in who else 0, few=few) as model:
+        batches = [batch_of(TABLES, step, rank, samples=seven) for step in range(STEPS)]
+        outputs = [step_of(model, batch, weighted=False)[0] for batch in batches]
         weights, state = dict(model.state_dict()), model.fused_optimizer.state_dict()
-        model.close()
-    restore()
     return outputs, weights, len(state["state"]), sum(call[1] == Phase.BUSY for call in calls)
 
 
@@ -90,49 +88,34 @@ def test_ranks_that_are_busy_for_long_train_the_same_bits(worlds, who, few):
 
 def meets(rank, size):
     """Rank 1 has a wrong id, which the others hear of while rank 0 is busy; then all go on."""
-    model = model_of(1500 if rank == 0 else 0)
     ids, offsets, *_ = batch_of(TABLES, 0, rank, samples=seven)
-    errors = []
-    for wrong in (True, False):
-        given = ids.clone()
-        if wrong and rank == 1:
-            given[0] = 10**6
-        try:
-            model(given, offsets)
-            errors.append("")
-        except te.errors.IdOutOfRangeError as error:
-            errors.append(str(error))
-    model.close()
-    restore()
-    return errors
+    wrong = ids.clone()
+    wrong[0] = 10**6 if rank == 1 else wrong[0]
+    with busy_model(1500 if rank == 0 else 0) as model:
+        return told(model, wrong, offsets), told(model, ids, offsets)
 
 
 def test_what_a_rank_meets_one_that_is_busy_hears_of(worlds):
-    for first, second in worlds(RANKS).run(meets):
-        assert first.startswith("rank 1: ")
-        assert second == ""
+    for (kind, text), then in worlds(RANKS).run(meets):
+        assert kind == "IdOutOfRangeError"
+        assert text.startswith("rank 1: ")
+        assert then is None
 
 
 def waits_too_long(rank, size, patience):
     """What rank 0 waits for never ends."""
-    model = model_of(10**9 if rank == 0 else 0, timeout=QUICK, patience=patience)
     ids, offsets, *_ = batch_of(TABLES, 0, rank, samples=seven)
-    started, text = time.monotonic(), ""
-    try:
-        model(ids, offsets)
-    except te.errors.PeerError as error:
-        text = str(error)
-    seconds = time.monotonic() - started
-    model.close()
-    restore()
-    return text, seconds
+    with busy_model(10**9 if rank == 0 else 0, timeout=QUICK, patience=patience) as model:
+        started = time.monotonic()
+        return told(model, ids, offsets), time.monotonic() - started
 
 
 @pytest.mark.parametrize("patience", [0.02, 10.0])
 def test_a_rank_that_is_busy_for_longer_than_others_wait_leaves_them(worlds, patience):
     found = worlds(RANKS).run(waits_too_long, patience)
-    assert found[0][0].startswith("the GPU of rank 0 was still busy after 3 s (timeout=)")
-    for rank, (text, seconds) in enumerate(found):
+    assert found[0][0][1].startswith("the GPU of rank 0 was still busy after 3 s (timeout=)")
+    for rank, ((kind, text), seconds) in enumerate(found):
+        assert kind == "PeerError"
         assert "start all of them again from the last checkpoint" in text.replace("Start", "start")
         assert seconds < 1.6 * QUICK.total_seconds(), rank
 
@@ -140,21 +123,18 @@ def test_a_rank_that_is_busy_for_longer_than_others_wait_leaves_them(worlds, pat
 def is_left(rank, size, where):
     """Rank 1 is killed where the others look up a batch, or read whole tables, and all they wait for is a GPU; what
     those are told, and when."""
-    model = model_of(0)
-    for step in range(2):
-        step_of(model, batch_of(TABLES, step, rank, samples=seven), weighted=False)
-    if rank == 1:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-    context = model._ranks._context
-    context.wait_for_stream = lambda done=None: context.wait_for(Busy(10**9))
-    ids, offsets, *_ = batch_of(TABLES, 2, rank, samples=seven)
-    started, text = time.monotonic(), ""
-    try:
-        model(ids, offsets) if where == "lookup" else model.state_dict()
-    except te.errors.PeerError as error:
-        text = str(error)
-    return text, time.monotonic() - started
+    with busy_model(0) as model:
+        for step in range(2):
+            step_of(model, batch_of(TABLES, step, rank, samples=seven), weighted=False)
+        if rank == 1:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        context = model._ranks._context
+        context.wait_for_stream = lambda done=None: context.wait_for(Busy(10**9))
+        ids, offsets, *_ = batch_of(TABLES, 2, rank, samples=seven)
+        started = time.monotonic()
+        found = told(model, ids, offsets) if where == "lookup" else told(model.state_dict)
+        return found, time.monotonic() - started
 
 
 @pytest.mark.parametrize("where", ["lookup", "tables"])
@@ -167,7 +147,8 @@ def test_a_rank_that_is_busy_finds_out_that_another_was_killed(where):
             assert world.pipes[rank].poll(30)
             kind, value = world.pipes[rank].recv()
             assert kind == "returned", value
-            text, seconds = value
+            (name, text), seconds = value
+            assert name == "PeerError"
             assert text.startswith(
                 f"rank {rank} tells that it is there, as its GPU has been busy for long, and another"
             )
@@ -178,13 +159,11 @@ def test_a_rank_that_is_busy_finds_out_that_another_was_killed(where):
 
 def announces(rank, size):
     """A header of which rank 0's comes late: how often the others do what they do meanwhile."""
-    model = model_of(1500 if rank == 0 else 0)
-    context, done = model._ranks._context, []
-    with calls_of(Exchange, "_told") as calls:
+    done = []
+    with calls_of(Exchange, "_tell") as calls, busy_model(1500 if rank == 0 else 0) as model:
+        context = model._ranks._context
         context.wait_for_stream()
         context.exchange.header(Phase.FORWARD, 1, context.no_counts, meanwhile=lambda: done.append(None))
-    model.close()
-    restore()
     return len(done), len(calls)
 
 
@@ -196,15 +175,13 @@ def test_what_a_rank_does_meanwhile_it_does_once(worlds):
 
 def waits_of(rank, size, scaled):
     """How often this rank waits for its GPU in a step."""
-    model = model_of(0)
-    if scaled:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        scaler.scale(torch.ones(1))
-        model.fused_optimizer.attach_grad_scaler(scaler)
-    with calls_of(ShardedContext, "wait_for") as calls:
-        step_of(model, batch_of(TABLES, 0, rank, samples=seven), weighted=False)
-    model.close()
-    restore()
+    with busy_model(0) as model:
+        if scaled:
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+            scaler.scale(torch.ones(1))
+            model.fused_optimizer.attach_grad_scaler(scaler)
+        with calls_of(ShardedContext, "wait_for") as calls:
+            step_of(model, batch_of(TABLES, 0, rank, samples=seven), weighted=False)
     return len(calls)
 
 
@@ -212,3 +189,18 @@ def waits_of(rank, size, scaled):
 def test_what_the_host_reads_of_a_gpu_it_waits_for_so(worlds, scaled, waits):
     """Before it reads what the ids are, and rows come through it; and whether a gradient is finite, and the scale."""
     assert worlds(2).run(waits_of, scaled) == [waits, waits]
+
+
+def test_a_wait_that_is_given_up_ends_what_the_gpu_does(monkeypatch):
+    ended = []
+    monkeypatch.setattr(exchange, "end_waits", ended.append)
+    its = Exchange.__new__(Exchange)  # of no process group
+    its.rank, its.timeout, its.failures, its._broken, its._device = 0, timedelta(seconds=0.05), 0, "", "a GPU"
+    its._held = []
+    its._check, its._tell = lambda: None, lambda *given: None
+    its.wait_for(Busy(0), None)
+    assert not its.is_broken
+    with pytest.raises(te.errors.PeerError, match="the GPU of rank 0 was still busy"):
+        its.wait_for(Busy(10**9), None)
+    assert its.is_broken
+    assert ended == ["a GPU"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from devices import equal
@@ -101,7 +103,7 @@ def fingerprint_of(**options):
     return Fingerprint().of(options)
 
 
-def test_codes_know_values_however_they_are_written():
+def test_fingerprints_know_values_however_they_are_written():
     assert fingerprint_of(lr=1, betas=[0.9, 0.99]) == fingerprint_of(betas=(0.9, 0.99), lr=1.0)
     others = [
         fingerprint_of(lr=1.0),
@@ -112,7 +114,7 @@ def test_codes_know_values_however_they_are_written():
     ]
     assert len(set(others)) == len(others)
     assert 0 <= steps_fingerprint(2**40 - 1, 2**40 - 1, 2**OPTION_BITS - 1) < 2**63
-    every = {steps_fingerprint(steps, calls, code) for steps in range(3) for calls in range(3) for code in range(3)}
+    every = {steps_fingerprint(*each) for each in itertools.product(range(3), repeat=3)}
     assert len(every) == 27
 
 
@@ -125,12 +127,12 @@ def test_what_is_rounded_is_alike():
     assert are_alike("max", "max")
 
 
-def test_a_code_is_found_anew_where_options_have_changed_in_place():
-    coded, betas = Fingerprint(), [0.9, 0.99]
-    first = coded.of({"betas": betas})
+def test_a_fingerprint_is_found_anew_where_options_have_changed_in_place():
+    fingerprint, betas = Fingerprint(), [0.9, 0.99]
+    first = fingerprint.of({"betas": betas})
     betas[0] = 0.8
-    assert coded.of({"betas": betas}) not in (0, first)
-    assert coded.of({"betas": (0.9, 0.99)}) == first
+    assert fingerprint.of({"betas": betas}) not in (0, first)
+    assert fingerprint.of({"betas": (0.9, 0.99)}) == first
 
 
 def rounds(rank, size, kind):
@@ -141,15 +143,14 @@ def rounds(rank, size, kind):
         optimizer.param_groups[0]["lr"] = float(torch.tensor(rate)) if rank == 1 else rate
         step_with(model, optimizer, rank, number)
         optimizer.step()
-    return [Fingerprint().of({"lr": float(torch.tensor(0.1 * 0.97**number))}) for number in range(40)]
+    return [fingerprint_of(lr=float(torch.tensor(0.1 * 0.97**number))) for number in range(40)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_that_round_otherwise_go_on(worlds, kind):
-    codes = worlds(2).run(rounds, kind)[0]
-    assert codes != [
-        Fingerprint().of({"lr": 0.1 * 0.97**number}) for number in range(40)
-    ]  # some are on both sides of an edge
+    rounded = worlds(2).run(rounds, kind)[0]
+    exact = [fingerprint_of(lr=0.1 * 0.97**number) for number in range(40)]
+    assert rounded != exact  # some lie on both sides of an edge
 
 
 def loses_gradients(rank, size, how):

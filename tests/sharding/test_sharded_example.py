@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # the examples are no part of t
 from sharding.ranks import calls_of
 from sharding.worlds import World, on_cpu
 
-from examples.dlrm import trainer
+from examples.dlrm import trainer as training
 from examples.dlrm.config import CheckpointConfig, ModelConfig, TrainConfig
 from examples.dlrm.embeddings import max_ids
 from examples.dlrm.model import TABLES, to_batch
@@ -33,8 +33,8 @@ SMALL = TrainConfig(
 )
 LOG = GeneratedLog(rows=1_240)  # 20 batches of 48 and one of 1 to train: some processes have no row of it
 TRAINED = 961
-FEW_POINTS = 5  # an epoch: a step behind each, where the counters are read, is none that is captured or replayed
-CLOSE = {"rtol": 1e-4, "atol": 1e-6}  # 21 steps of fp32 sums in another order
+FEW_POINTS = 5  # an epoch: a step that comes right behind the reading of counters is not captured
+CLOSE = {"rtol": 1e-4, "atol": 1e-6}  # some steps of fp32 sums in another order
 
 
 def config_of(prefetch=0):
@@ -123,18 +123,18 @@ def gpus():
 def trains_on_a_gpu(rank, size, config):
     """As `trains`, where what is made without a device lies on the CPU; and how many steps were replays."""
     torch.set_default_device("cpu")
-    before, trainer.POINTS = trainer.POINTS, FEW_POINTS
+    before, training.POINTS = training.POINTS, FEW_POINTS
     with calls_of(torch.cuda.CUDAGraph, "replay") as replays:
         found = trains(rank, size, config)
     torch.set_default_device("cuda")
-    trainer.POINTS = before
+    training.POINTS = before
     return found, len(replays)
 
 
 @pytest.mark.parametrize("graph", [False, True], ids=["steps", "graphs"])
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_several_gpus_train_what_one_does(gpus, prefetch, graph, monkeypatch):
-    monkeypatch.setattr(trainer, "POINTS", FEW_POINTS)
+    monkeypatch.setattr(training, "POINTS", FEW_POINTS)
     config = replace(config_of(prefetch), device="cuda", batch_size=24, epochs=2)  # a capture takes some 16 steps
     expected = on_cpu(trains(0, 1, config))
     (first, replays), (second, others) = gpus.run(trains_on_a_gpu, replace(config, graph=graph))

@@ -19,6 +19,7 @@ from tieredemb.kernels import collectives
 from tieredemb.pipeline import graph_together
 from tieredemb.pipeline.graph_together import StepTogether
 from tieredemb.pipeline.lookups import LookupSpec
+from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 
 STEPS, TABLES = 14, tables_of()
@@ -106,6 +107,7 @@ def runs(rank, size, events):
     patches.setattr(torch.cuda, "Stream", lambda *given, **named: None)
     patches.setattr(torch.cuda, "Event", lambda: Event(1))
     patches.setattr(graph_together, "on_stream", lambda stream: contextlib.nullcontext())
+    patches.setattr(Captures, "wait_for_stream", lambda agreement: step.did.append("wait"))
     together, errors = StepTogether(step, model.agreement), []
     try:
         with warnings.catch_warnings():
@@ -118,6 +120,8 @@ def runs(rank, size, events):
                     batch = ids, torch.arange(7 * 4 + 1) * 6, None, batch[3]
                 if event == "too long":
                     batch = torch.zeros(300, dtype=torch.int64), *batch[1:]
+                if event == "pageable":
+                    batch = *batch[:2], torch.zeros(1 << 15), batch[3]
                 if event == "id":
                     batch = batch[0] + 50, *batch[1:]
                 # a scheduler's, which comes back to what it was
@@ -230,6 +234,12 @@ def test_without_new_threads_graphs_are_freed_all_the_same(held, monkeypatch):
 
 
 USUAL = [("eager",)] * 2 + [("capture", "replay")] + [("replay",)] * (STEPS - 3)
+
+
+def test_a_batch_whose_copy_waits_for_the_gpu_is_copied_once_that_is_waited_for(worlds):
+    for here, (did, errors) in enumerate(worlds(3).run(runs, {(4, 1): "pageable"})):
+        assert errors == [None] * STEPS
+        assert did == [*USUAL[:4], ("wait", "replay") if here == 1 else ("replay",), *USUAL[5:]]
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -349,7 +349,7 @@ def test_a_table_of_one_rank_is_no_part_of_another(worlds):
     ("given", "made"),
     [("auto", ["auto", "auto"]), ("resident", ["resident", "auto"]), ("cached", ["cached", "cached"])],
 )
-def test_of_a_table_that_another_rank_holds_nothing_has_to_stay(given, made):
+def test_a_table_that_another_rank_holds_need_not_be_resident(given, made):
     table = te.TableConfig(name="a", num_embeddings=9, embedding_dim=4, placement=given)
     layout = Layout((table,), 2, TableWise(rank=0))
     own = [own_tables(layout, [0], rank)[0] for rank in range(2)]

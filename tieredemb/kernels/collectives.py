@@ -38,12 +38,12 @@ class Holder(Protocol):
         """Gives them up, those too that a GPU is running: it ends them first. Called again, it does nothing."""
 
 
-def is_over(replayed: torch.cuda.Event, patience: float | None = None) -> bool:
-    """Waits for a replay, or another collective. False where that does not end within `patience` seconds, by default
+def is_over(done: torch.cuda.Event, patience: float | None = None) -> bool:
+    """Waits for a replay, or whatever a GPU does. False where that does not end within `patience` seconds, by default
     `PATIENCE`: it may wait for a rank that has gone, of which the others learn as soon as hosts tell each other
     anything."""
     begin, patience = monotonic(), PATIENCE if patience is None else patience
-    while not replayed.query():  # type: ignore[no-untyped-call]
+    while not done.query():  # type: ignore[no-untyped-call]
         waited = monotonic() - begin
         if waited > patience:
             return False

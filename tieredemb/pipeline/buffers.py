@@ -14,7 +14,7 @@ from tieredemb.pipeline.batches import Path, map_tensors, tensors_of
 from tieredemb.step.planned_forwards import identity
 
 MANY = 4  # tensors that one launch copies in less time than as many
-SMALL = 1 << 16  # bytes of pageable memory that CUDA copies without waiting
+SMALL = 1 << 16  # bytes of pageable memory that CUDA copies to a GPU without waiting
 
 
 class Buffers:
@@ -157,8 +157,8 @@ class Buffers:
 
 
 def waits_to_load(batch: Any) -> bool:
-    """Whether to copy a batch to a GPU is to wait for the current stream, as CUDA does for memory of the host that is
-    not pinned, unless it is little (CUDA's notes on API synchronization behavior)."""
+    """Whether to copy a batch to a GPU is to wait for the current stream, as it may be for pageable memory of the host
+    beyond 64 KiB (CUDA C++ Programming Guide, "Concurrent Execution between Host and Device")."""
     return any(
         tensor.device.type == "cpu" and tensor.nbytes > SMALL and not tensor.is_pinned()
         for _, tensor in tensors_of(batch)

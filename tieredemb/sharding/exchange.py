@@ -112,14 +112,10 @@ class Exchange:
         self._check(error)
         words = [phase, number, error is not None, course.before, course.next, flag]
         with self.agreed():
-            while True:
-                theirs = self._told(phase, words, counts, meanwhile)
-                told: list[list[int]] = theirs[:, : WORDS - 1].tolist()
-                is_alike = error is None and all(each == told[self.rank] for each in told)
-                if is_alike or all(each[0] != Phase.BUSY for each in told):
-                    break
-                meanwhile = None
-        if not is_alike:
+            told, theirs = self._tell(phase, words, counts, meanwhile)
+            while any(each[0] == Phase.BUSY for each in told):
+                told, theirs = self._tell(phase, words, counts)
+        if error is not None or any(each != told[self.rank] for each in told):
             self._check_told([Said(*each) for each in told], error, course)
         return Header(theirs[:, WORDS:], theirs[:, WORDS - 1].numpy())
 
@@ -142,19 +138,21 @@ class Exchange:
                 _give_up(self._held)
                 raise error
             with self.agreed():
-                self._told(Phase.BUSY, [Phase.BUSY, 0, 0, 0, 0, 0], counts)
+                self._tell(Phase.BUSY, [Phase.BUSY, 0, 0, 0, 0, 0], counts)
 
-    def _told(
+    def _tell(
         self, phase: Phase, words: Sequence[int], counts: Array, meanwhile: Callable[[], object] | None = None
-    ) -> torch.Tensor:
-        """Tells all ranks; returns what they tell, int64 (W, words + K). Waits for all of them."""
+    ) -> tuple[list[list[int]], torch.Tensor]:
+        """Tells all ranks; returns what they tell: of each the words of `Said`, and all of it, int64 (W, words + K).
+        Waits for them."""
         self._say(words, counts)
         with self._answered(phase):
             self._send()
         if meanwhile is not None:
             meanwhile()
         with self._answered(phase):
-            return self._received()
+            theirs = self._received()
+        return theirs[:, : WORDS - 1].tolist(), theirs
 
     def _check_told(self, told: Sequence[Said], error: BaseException | None, course: Course) -> None:
         """Raises what one rank has met, or that they do different things. All of them ask."""

@@ -27,7 +27,7 @@ from tieredemb.tables.torch_kinds import Optimizer
 
 def own_tables(layout: Layout, tables: Sequence[int], rank: int) -> tuple[TableConfig, ...]:
     """What a rank holds of `tables`: of those that are dealt out rows that are looked up one by one. A table needs a
-    row, so of one that others hold there is one that nobody asks for, and which has to stay nowhere."""
+    row, so of one that others hold there is one that nobody asks for, and which need not be resident."""
     made = []
     for t in tables:
         table, part = layout.tables[t], layout.part(t, rank)
