@@ -112,9 +112,9 @@ class Exchange:
         self._check(error)
         words = [phase, number, error is not None, course.before, course.next, flag]
         with self.agreed():
-            told, theirs = self._tell(phase, words, counts, meanwhile)
+            told, theirs = self._tell_all(phase, words, counts, meanwhile)
             while any(each[0] == Phase.BUSY for each in told):
-                told, theirs = self._tell(phase, words, counts)
+                told, theirs = self._tell_all(phase, words, counts)
         if error is not None or any(each != told[self.rank] for each in told):
             self._check_told([Said(*each) for each in told], error, course)
         return Header(theirs[:, WORDS:], theirs[:, WORDS - 1].numpy())
@@ -138,9 +138,9 @@ class Exchange:
                 _give_up(self._held)
                 raise error
             with self.agreed():
-                self._tell(Phase.BUSY, [Phase.BUSY, 0, 0, 0, 0, 0], counts)
+                self._tell_all(Phase.BUSY, [Phase.BUSY, 0, 0, 0, 0, 0], counts)
 
-    def _tell(
+    def _tell_all(
         self, phase: Phase, words: Sequence[int], counts: Array, meanwhile: Callable[[], object] | None = None
     ) -> tuple[list[list[int]], torch.Tensor]:
         """Tells all ranks; returns what they tell: of each the words of `Said`, and all of it, int64 (W, words + K).
