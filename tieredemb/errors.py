@@ -82,6 +82,10 @@ class StorageFormatError(StorageError):
     """A file is foreign, truncated, damaged, newer than this library, or of another shape."""
 
 
+class StorageExistsError(StorageError, FileExistsError):
+    """Rows that were given would be written over those of a file. The message names the two ways on."""
+
+
 class StorageLockedError(StorageError):
     """Another process (its pid is in the message) holds the file."""
 

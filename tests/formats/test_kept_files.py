@@ -52,6 +52,7 @@ def check_collection(model, expected):
     check(collection_rows(model), expected["now"])
     train_collection(model, STEPS, LATER_STEPS)
     check(collection_rows(model), expected["later"], later=True)
+    model.close()
 
 
 @pytest.mark.parametrize("name", [name for name in ONE_PROCESS if name not in ("converted", "unclean")])
@@ -68,6 +69,7 @@ def test_kept_row_files_open_again_after_they_were_used(kept, name):
     model.close()
     model = collection(name, te.File(kept / name / "rows"))
     check(collection_rows(model), expected["later"], later=True)
+    model.close()
 
 
 @pytest.mark.parametrize("name", [name for name in ONE_PROCESS if name != "converted"])

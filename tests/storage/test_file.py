@@ -31,9 +31,9 @@ from tieredemb.errors import (
     UncleanFileError,
 )
 from tieredemb.storage.base import Metadata, RowLayout
-from tieredemb.storage.file import header as file_header
 from tieredemb.storage.file import pages as file_pages
 from tieredemb.storage.file import rows as file_rows
+from tieredemb.storage.file import slots as file_header
 from tieredemb.storage.file.tier import File
 from tieredemb.storage.system import system
 
@@ -148,9 +148,11 @@ def test_reset_works_where_holes_cannot_be_punched(closed, monkeypatch):
 
 
 def test_key_spaces_of_one_collection_get_files_of_their_own(path):
+    members = ("", "width 32", "width/32", "width%2F32")
     with contextlib.ExitStack() as stack:
-        for name in ("", "width 32", "width/32", "width%2F32"):
-            stack.callback(open_file(path, name=name).close)
+        opener = stack.enter_context(File(path).opening(members))
+        for name in members:
+            stack.callback(opener.open(LAYOUT, name=name, identity={}).close)
     names = sorted(entry.name for entry in path.parent.iterdir())
     assert names == ["rows.bin", "rows.bin.width%2032", "rows.bin.width%252F32", "rows.bin.width%2F32"]
 

@@ -11,7 +11,7 @@ from nasty_json import changed, text_of, wrong_values
 
 from tieredemb.errors import ConfigError, StorageFormatError, UncleanFileError
 from tieredemb.storage.base import Metadata, RowLayout
-from tieredemb.storage.file.header import REGION_BYTES
+from tieredemb.storage.file.slots import REGION_BYTES
 from tieredemb.storage.file.tier import File
 
 LAYOUT = RowLayout(rows=5, width=2, state_width=1)
@@ -77,7 +77,9 @@ def test_header_wrong_in_any_place_is_refused(closed):
         except UncleanFileError:
             assert (path, new) == (("clean",), False)
         else:
-            assert path[0] in ("metadata", "pid"), (path, new)
+            if path == ("filled",):
+                assert cold.is_new, "rows of a file that was never filled count for nothing"
+            assert path[0] in ("metadata", "pid", "filled", "membership"), (path, new)
             numbers = (cold.metadata.batch, *cold.metadata.steps)
             assert all(type(number) is int and 0 <= number <= 2**62 for number in numbers), (path, new)
             loaded.add(path)
@@ -88,6 +90,8 @@ def test_header_wrong_in_any_place_is_refused(closed):
     assert loaded == {("metadata", name) for name in ("batch", "steps", "policy")} | {
         ("metadata", "steps", 0),
         ("pid",),
+        ("filled",),
+        ("membership", "generation"),
     }
 
 
@@ -121,7 +125,7 @@ def test_refusal_names_what_is_wrong_and_what_to_do(closed, path, new, message):
         (b"[" * 10_000 + b"]" * 10_000, "nested more than 100 deep"),
         (b"9" * 5000, "digits"),
         (b'{"clean":true,"clean":true}', "'clean' occurs twice"),
-        (b'{"pid":NaN}', "lacks clean, identity, layout, metadata"),
+        (b'{"pid":NaN}', "lacks clean, filled, history, identity, layout, membership, metadata"),
     ],
 )
 def test_header_that_is_no_json_of_ours_is_refused(closed, payload, message):

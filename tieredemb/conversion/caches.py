@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -19,7 +20,6 @@ from tieredemb.modules.base import TieredModule
 from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag, check_scaling
 from tieredemb.storage.base import Storage
-from tieredemb.storage.file.tier import File
 from tieredemb.tables.config import TableSetConfig, table_set_config
 from tieredemb.tables.group import row_layout, slot_bytes
 from tieredemb.tables.pool import Member, Pool
@@ -53,17 +53,25 @@ def make_twins(
     twins: dict[str, TieredModule] = {}
     opened: list[TableSet] = []
     try:
-        for (config, members), part in zip(sets, parts, strict=True):
-            config = replace(config, capacity=part)
-            together = Pool(config) if config.apart else TableSet(config)
-            opened.append(together)
-            for number, each in enumerate(members):
-                way = assigned[each.name]
-                tables = Member(together, number, way.config) if isinstance(together, Pool) else together
-                twins[each.name] = _twin(each, tables, way)
+        with contextlib.ExitStack() as opening:
+            rows = None
+            if settings.storage is not None and sets:
+                names = [config.label for config, _ in sets]
+                given = "the weights of the model"
+                rows = opening.enter_context(settings.storage.opening(names, given=given, fills=True))
+            for (config, members), part in zip(sets, parts, strict=True):
+                config = replace(config, capacity=part)
+                shared = Pool(config, rows=rows) if config.apart else TableSet(config, rows=rows)
+                opened.append(shared)
+                for number, each in enumerate(members):
+                    way = assigned[each.name]
+                    tables = Member(shared, number, way.config) if isinstance(shared, Pool) else shared
+                    twins[each.name] = _twin(each, tables, way)
+        for shared in opened:
+            shared.filled()
     except BaseException:
-        for together in opened:
-            together.close()
+        for shared in opened:
+            shared.close()
         raise
     return {each.name: twins[each.name] for each in found}
 
@@ -85,7 +93,8 @@ def _sets(
             tuple(_table(each, settings, is_alone=len(members) == 1) for each in members),
             capacity=1.0,
             policy=settings.policy,
-            storage=_storage(settings.storage, members, is_only=len(by_kind) == 1),
+            storage=settings.storage,
+            label=_label(members, is_only=len(by_kind) == 1),
             optimizer=None,
             seed=settings.seed,
             dtype=settings.dtype or weight.dtype,
@@ -99,11 +108,10 @@ def _sets(
     return sets
 
 
-def _storage(storage: Storage | None, members: list[Found], *, is_only: bool) -> Storage | None:
-    """A file is of one set: its path, and where there are several sets the name of the first table."""
-    if not isinstance(storage, File) or (is_only and len(members) > 1) or not members[0].name:
-        return storage
-    return replace(storage, path=f"{storage.path}.{members[0].name}")
+def _label(members: list[Found], *, is_only: bool) -> str:
+    """What a file of these tables is called behind the path of all: nothing where there is one for several tables, else
+    the name of the first."""
+    return "" if is_only and len(members) > 1 else members[0].name
 
 
 def _table(found: Found, settings: Settings, *, is_alone: bool) -> TableConfig:
@@ -145,6 +153,7 @@ def _twin(found: Found, tables: TableSet, assigned: Assigned) -> TieredModule:
         twin = TieredEmbeddingBag.over(tables, assigned.given, options, **kept)
     else:
         twin = TieredEmbedding.over(tables, assigned.given, options, **kept)
-    tables.set_weights({0: module.weight.detach()})
+    if tables.is_new(0):
+        tables.set_weights({0: module.weight.detach()})
     twin.train(module.training)
     return twin

@@ -21,8 +21,6 @@ A row whose state is zeros, as before its first gradient, moves by nothing but d
 
 from __future__ import annotations
 
-import io
-import zipfile
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -48,7 +46,7 @@ class CopiedRows(NamedTuple):
 
 class History:
     """The steps of the tables of one key space, from 1; `steps`: how many were taken · `base`: the earliest that a row
-    may stand at.
+    may stand at · `count_of_numbers`: N below.
 
     Arrays by step less `base`, with room for more than were taken: `rates`, float32 (·), and `numbers`, float32
     (·, N), what rows that missed the step replay it by · `sums`, float32 (·, `SUMS`): total, mean point and moments of
@@ -59,7 +57,7 @@ class History:
 
     def __init__(self, recipe: type[OptimizerConfig], numbers: int) -> None:
         self.recipe = recipe
-        self._numbers = numbers
+        self.count_of_numbers = numbers
         self.steps = self.base = 0
         self.replayed = 0  # steps that rows were made to take one by one
         self.first = [0, 0]  # the first step whose sum grows: after even steps, and after odd ones
@@ -68,7 +66,7 @@ class History:
 
     def _make(self, room: int) -> None:
         self.rates = np.zeros(room, np.float32)
-        self.numbers = np.zeros((room, self._numbers), np.float32)
+        self.numbers = np.zeros((room, self.count_of_numbers), np.float32)
         self.sums = np.zeros((room, SUMS), np.float32)
         self.sums[:, SUM_IS_SERIES] = 1.0
         self.ends = np.zeros(room, np.int32)
@@ -129,41 +127,6 @@ class History:
         arrays = {name: array[:taken] for name, array in other.arrays().items()}
         self.load(arrays, other.windows, base=other.base, steps=other.steps, first=other.first)
 
-    def to_bytes(self) -> bytes:
-        """All of it, as a file holds it: an uncompressed archive of numpy's."""
-        taken, data = self.steps - self.base + 1, io.BytesIO()
-        parts: dict[str, Any] = {name: array[:taken] for name, array in self.arrays().items()}
-        parts |= {"windows": self.windows, "counted": np.array([self.base, self.steps, *self.first], np.int64)}
-        np.savez(data, **parts)
-        return data.getvalue()
-
-    def parsed(self, data: bytes) -> History:
-        """The history of this optimizer that `to_bytes` made `data` of. Raises `ValueError` for what is none."""
-        found = History(self.recipe, self._numbers)
-        try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-                parts = {name: archive[name] for name in (*self.arrays(), "windows", "counted")}
-        except (KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
-            raise ValueError(f"it cannot be read ({error})") from error
-        windows, counted = parts.pop("windows"), parts.pop("counted")
-        if counted.dtype != np.int64 or counted.shape != (4,) or not 0 <= counted[0] <= counted[1] < 2**31:
-            raise ValueError("it does not say which steps it is of")
-        base, steps, *first = counted.tolist()
-        taken = steps - base + 1
-        for name, array in [*self.arrays().items(), ("windows", self.windows)]:
-            given = windows if name == "windows" else parts[name]
-            shape = array.shape if name == "windows" else (taken, *array.shape[1:])
-            if given.dtype != array.dtype or given.shape != shape:
-                raise ValueError(f"its {name} are {given.dtype} of shape {given.shape}, not {array.dtype} of {shape}")
-        if (
-            not all(0 <= each <= taken for each in first)
-            or (parts["ends"] >= taken).any()
-            or (parts["ends"] < -1).any()
-        ):
-            raise ValueError("it names steps that were not taken")
-        found.load(parts, windows, base=base, steps=steps, first=first)
-        return found
-
     def past(self) -> tuple[Array | int, ...]:
         """What a kernel is given of it."""
         return self.steps, self.base, self.rates, self.numbers, self.sums, self.ends, self.logs, self.coupled
@@ -174,41 +137,6 @@ class History:
 
     def size_bytes(self) -> int:
         return self.windows.nbytes + sum(array.nbytes for array in self.arrays().values())
-
-
-class Histories:
-    """What belongs to one cold storage: one history that all of its tables share, as they take steps together, or one
-    for each. `of`: them."""
-
-    def __init__(self, of: Sequence[History]) -> None:
-        self.of = tuple(of)
-
-    def to_bytes(self) -> bytes:
-        """All of them, as a file holds them: one as it is, several as an archive of such."""
-        if len(self.of) == 1:
-            return self.of[0].to_bytes()
-        data = io.BytesIO()
-        parts: dict[str, Any] = {str(i): np.frombuffer(each.to_bytes(), np.uint8) for i, each in enumerate(self.of)}
-        np.savez(data, **parts)
-        return data.getvalue()
-
-    def parsed(self, data: bytes) -> Histories:
-        """As many of this optimizer, of which `to_bytes` made `data`. Raises `ValueError` for what is none."""
-        if len(self.of) == 1:
-            return Histories([self.of[0].parsed(data)])
-        try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as archive:
-                if set(archive.files) != {str(i) for i in range(len(self.of))}:
-                    raise ValueError(f"it is not of {len(self.of)} tables that take steps by themselves")
-                parts = [archive[str(i)] for i in range(len(self.of))]
-        except (KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
-            raise ValueError(f"it cannot be read ({error})") from error
-        return Histories([each.parsed(part.tobytes()) for each, part in zip(self.of, parts, strict=True)])
-
-    def take(self, other: Histories) -> None:
-        """Takes over all that those of the same optimizer and tables know."""
-        for each, theirs in zip(self.of, other.of, strict=True):
-            each.take(theirs)
 
 
 assert len(StepTerms._fields) == TERMS

@@ -17,7 +17,8 @@ import torch
 
 from tieredemb.config import OptimizerConfig, StepTerms
 from tieredemb.errors import ConfigError
-from tieredemb.lookup.history import Histories, History
+from tieredemb.lookup.histories import Histories
+from tieredemb.lookup.history import History
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping

@@ -249,6 +249,20 @@ class TieredModule(LookupModule):
         """Bytes of every allocation, by width and purpose."""
         return self.tables.memory_report()
 
+    def row_files(self) -> dict[str, Any] | None:
+        """The files of `File(path)` that hold the rows: `identity` (str) and `generation` (int) of their set, and
+        `files`, the paths. None where rows end with the process. Does not synchronise.
+
+        The generation grows by one with each session that uses rows, however many steps it takes. What is saved beside
+        the tables, as the dense layers are, notes both, and is compared with them when the files are opened again: they
+        belong together where identity and generation are equal.
+
+        >>> TieredEmbeddingBag(1000, 4).row_files() is None
+        True
+        """
+        found = self.tables.row_set
+        return None if found is None else found._asdict()
+
     def flush(self) -> None:
         """Writes all hot rows back: afterwards cold storage alone holds the truth. As all calls below, of all tables
         that share a cache with these."""

@@ -77,9 +77,8 @@ class TieredEmbedding(OneTable):
             scale_grad_by_freq=scale_grad_by_freq,
             padding_is_dropped=False,
         )
-        self._start(TableSet(config), optimizer, options, sparse=sparse)
-        if _weight is not None:
-            self.tables.set_weights({0: _weight})
+        tables = TableSet(config, weights=None if _weight is None else {0: _weight})
+        self._start(tables, optimizer, options, sparse=sparse)
         self.requires_grad_(not _freeze)
 
     @classmethod

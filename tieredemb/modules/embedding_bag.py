@@ -105,9 +105,8 @@ class TieredEmbeddingBag(OneTable):
             device=device, check_ids=check_ids, rounding=rounding, output_dtype=output_dtype,
         )  # fmt: skip
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
-        self._start(TableSet(config), optimizer, options, sparse=sparse, include_last_offset=include_last_offset)
-        if _weight is not None:
-            self.tables.set_weights({0: _weight})
+        tables = TableSet(config, weights=None if _weight is None else {0: _weight})
+        self._start(tables, optimizer, options, sparse=sparse, include_last_offset=include_last_offset)
 
     def _start(
         self,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from tieredemb.config import TablePart
-from tieredemb.errors import CheckpointError
+from tieredemb.errors import CheckpointError, shown
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.sharding.agreed import Announce, agreed
 from tieredemb.sharding.exchange import Exchange
@@ -183,6 +183,7 @@ class ShardedRows:
                 return changes, held.enter_context(opened)
 
             changes, found = self._agreed(open)
+            self._agreed(lambda: self._check_same(directory, found))
 
             def restore() -> None:
                 for change in changes:
@@ -194,6 +195,20 @@ class ShardedRows:
 
             self._agreed(restore)
             return found.extra["extra"]
+
+    def _check_same(self, directory: str | os.PathLike[str], found: checkpoint.Opened) -> None:
+        """Raises `CheckpointError` on all ranks where they are about to load different checkpoints."""
+        all_found = self.exchange.every(
+            (found.identity, os.path.abspath(os.fspath(directory)), shown(found.extra["extra"]))
+        )
+        if len({identity for identity, _, _ in all_found}) > 1:
+            which = "; ".join(
+                f"rank {rank} loads {identity} in {path!r}, whose extra is {extra}"
+                for rank, (identity, path, extra) in enumerate(all_found)
+            )
+            raise CheckpointError(
+                f"the ranks load different checkpoints: {which}. Nothing was changed; give all ranks the same one"
+            )
 
     def _agreed(self, action: Callable[[], R]) -> R:
         return agreed(self.announce, action)

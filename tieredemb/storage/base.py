@@ -10,10 +10,11 @@ rows beside other work keeps to the contract of `ColdRows`.
 from __future__ import annotations
 
 import abc
+import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -65,8 +66,39 @@ class RowLayout(RowFormat):
         return self.rows * (self.state_width + 1) * STATE_DTYPE.itemsize
 
 
+Gather = Callable[[Any], list[Any]]
+"""Returns what each process that opens storage beside this one has passed, in the order of the processes."""
+
+
+def alone(own: Any) -> list[Any]:
+    """The `Gather` of a process that opens storage by itself."""
+    return [own]
+
+
+class RowOpener(Protocol):
+    """Opens key spaces, once each."""
+
+    def open(self, layout: RowLayout, *, name: str, identity: dict[str, Any]) -> ColdRows:
+        """See `Storage.open`."""
+
+
 class Storage(abc.ABC):
     """Config of a tier: frozen, picklable, opened once for each key space."""
+
+    @contextlib.contextmanager
+    def opening(
+        self, names: Sequence[str], *, given: str = "", fills: bool = False, gather: Gather = alone
+    ) -> Iterator[RowOpener]:
+        """What opens the key spaces `names` of one module or conversion, inside the context: all that such a tier
+        holds at that place are checked, as one, before any is changed.
+
+        `given`: what would be written over their rows, in words for a message, "" if nothing would: a tier that holds
+        rows already refuses then · `fills`: whether the caller writes all rows of new key spaces, and calls `filled()`
+        on each before it uses them: what was not filled is made anew the next time · `gather`: exchanges what each
+        process has found, where several open key spaces at once. Raises `StorageError`.
+        """
+        gather(None)
+        yield self
 
     @abc.abstractmethod
     def open(self, layout: RowLayout, *, name: str, identity: dict[str, Any]) -> ColdRows:
@@ -82,12 +114,11 @@ class Storage(abc.ABC):
 class Metadata:
     """What a key space has to remember beside its rows: `batch`, the time that scores are relative to, which is the
     number of batches that have aged them; `steps`, the optimizer's step count for each table; `policy`, the unit of the
-    scores; `history`, the checksum of the history that lies beside a row file, 0 where there is none."""
+    scores."""
 
     batch: int = 0
     steps: list[int] = field(default_factory=list)
     policy: str = ""
-    history: int = 0
 
     def cleared(self) -> Metadata:
         """That of as many tables at the start."""
@@ -96,6 +127,7 @@ class Metadata:
     @classmethod
     def from_json(cls, value: Any, name: str) -> Metadata:
         """The metadata that a file says it has at `name`. Raises `ValueError` for what is none."""
+        # 0.1.0 kept here the checksum of a history that lay beside a row file
         fields = fields_of(value, name, ("batch", "steps", "policy"), optional=("history",))
         policy = text_of(fields["policy"], f"{name}.policy")
         if not _POLICY.fullmatch(policy):
@@ -107,13 +139,20 @@ class Metadata:
                 for i, step in enumerate(list_of(fields["steps"], f"{name}.steps"))
             ],
             policy=policy,
-            history=integer_of(fields.get("history", 0), f"{name}.history", high=2**32 - 1),
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As a file says it. Without a history it is what libraries that know of none read."""
-        fields = {"batch": int(self.batch), "steps": [int(step) for step in self.steps], "policy": self.policy}
-        return fields | ({"history": self.history} if self.history else {})
+        """As a file says it."""
+        return {"batch": int(self.batch), "steps": [int(step) for step in self.steps], "policy": self.policy}
+
+
+class RowSet(NamedTuple):
+    """Files that were opened as one: their identity, 32 hexadecimal digits, how many sessions have used their rows,
+    and the paths of those that this process has open."""
+
+    identity: str
+    generation: int
+    files: list[str]
 
 
 class HotArrays(Protocol):
@@ -147,7 +186,8 @@ class ColdRows(abc.ABC):
     is_new: bool = True  # whether it was made now, and holds no row of an earlier owner
     released: bool = False  # whether `close` has begun to give the rows up: nothing but `close` may be called then
     history: Any = None  # what an optimizer that moves every row keeps of its steps: `lookup.history.Histories`
-    saved_history: bytes | None = None  # what it was when the storage was closed, as `Histories.to_bytes` wrote it
+    saved_history: Any = None  # what it was when the storage was closed, as `lookup.histories.Stored`
+    was_recovered: bool = False  # whether its last owner did not close it
     device_readable: bool = False  # whether GPU kernels read and write `weight` and `state` at the arrays' addresses
 
     def __init__(self, layout: RowLayout, weight: np.ndarray[Any, Any], state: np.ndarray[Any, Any]) -> None:
@@ -168,6 +208,14 @@ class ColdRows(abc.ABC):
     def begin_changes(self) -> None:  # noqa: B027 - memory has nobody to tell
         """To be called before rows are used, here or in a hot cache, other than by the calls below, which do so
         themselves: what outlives the process is known then to be older than what this process has."""
+
+    def filled(self) -> None:  # noqa: B027 - memory is never found half filled
+        """All rows that the owner begins with were written; see `Storage.opening`. Durable when it returns."""
+
+    @property
+    def row_set(self) -> RowSet | None:
+        """The files that the rows are in; None where they end with the process."""
+        return None
 
     def copy_range(
         self, start: int, stop: int, weight: np.ndarray[Any, Any], state: np.ndarray[Any, Any]

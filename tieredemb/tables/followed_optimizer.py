@@ -149,7 +149,26 @@ class FollowedOptimizer:
             self._check_leaving(config)
         if rows_of(self._tables.whole.config.optimizer) != rows_of(config):
             self._check_alone(config)
+        if old is not None:
+            self._check_kept(optimizer, old)
         return old, index, config
+
+    def _check_kept(self, optimizer: torch.optim.Optimizer, old: list[torch.Tensor]) -> None:
+        """Raises `ConfigError` where the optimizer has state of the params `old` that is of other steps than the tables
+        have taken, whose rows and state a file has kept."""
+        for table, param in enumerate(old):
+            entry = optimizer.state.get(param, {})
+            if self._tables.is_new(table) or not entry:
+                continue
+            taken, given = steps_of(self._tables, table), entry.get("step")
+            if taken if given is None else int(given) in (0, taken):  # torch's Adagrad begins with state of step 0
+                continue
+            name = self._tables.config.tables[table].name
+            raise ConfigError(
+                f"the file of table {name!r} has kept its rows after {taken} steps, and the optimizer has state of "
+                f"{'its first steps' if given is None else f'{int(given)} steps'}: load the optimizer that was saved "
+                f"with the file, pass one without state, or discard the file with File(path, fresh=True)"
+            )
 
     def _check_alone(self, config: OptimizerConfig) -> None:
         """Raises `ConfigError` where tables that share their cache, whose rows are to be laid out for `config`, follow
@@ -261,10 +280,12 @@ class FollowedOptimizer:
         return asked or 0
 
     def _take_over(self, optimizer: torch.optim.Optimizer, old: list[torch.Tensor] | None) -> None:
-        """The state that the optimizer has of the params `old` becomes the tables'."""
+        """The state that the optimizer has of the params `old` becomes the tables', but where a file has kept that."""
         assert self.config is not None
         states: dict[int, LoadedState] = {}
         for table, param in enumerate(old or ()):
+            if not self._tables.is_new(table):
+                continue
             entry = optimizer.state.get(param, {})
             states[table] = loaded_state(self._tables, self.config, table, entry)
         if any(state.step for state in states.values()):  # else they are those of new tables, which need not be written

@@ -20,11 +20,12 @@ from tieredemb.config import Capacity, TableConfig, slots_for
 from tieredemb.errors import ConfigError, StorageError, StorageFormatError
 from tieredemb.kernels.kept_numbers import KeptNumbers
 from tieredemb.lookup.bags import KeySpace
-from tieredemb.lookup.history import CopiedRows, Histories, History
+from tieredemb.lookup.histories import Histories
+from tieredemb.lookup.history import CopiedRows, History
 from tieredemb.lookup.optimizer import new_histories, state_start, state_width
 from tieredemb.lookup.rounding import draws_of
 from tieredemb.stats import CacheStats
-from tieredemb.storage.base import ColdRows, RowLayout, Storage
+from tieredemb.storage.base import ColdRows, RowLayout, RowOpener
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.unified import UnifiedMemory
 from tieredemb.tables.config import TableSetConfig
@@ -45,8 +46,14 @@ class Group(abc.ABC):
     cache: Cache
 
     def __init__(
-        self, config: TableSetConfig, space: KeySpace, capacity: Capacity, name: str, cold: ColdRows | None = None
+        self,
+        config: TableSetConfig,
+        space: KeySpace,
+        capacity: Capacity,
+        name: str,
+        rows: RowOpener | ColdRows,
     ) -> None:
+        """`rows`: what opens them, or those of a group whose place this one takes."""
         self.config = config
         self.space = space
         self.capacity = capacity
@@ -59,16 +66,15 @@ class Group(abc.ABC):
         self.slots = slots_for(capacity, rows=layout.rows, slot_bytes=slot_bytes(layout, config.device))
         self.resident = resident_tables(tables, self.slots, config.device)
         self.identity = identity_of(config, tables)
-        opened = cold is None
-        if cold is None:
-            cold = self._storage().open(layout, name=name, identity=self.identity)
+        opened = not isinstance(rows, ColdRows)
+        cold = rows if isinstance(rows, ColdRows) else self._opened(rows, layout)
         try:
             _check_steps(cold, len(tables))
             if cold.history is None:
                 cold.history = new_histories(config.optimizer, len(tables) if config.apart else 1)
-                if cold.history is not None and cold.saved_history is not None:
+                if cold.history is not None and (cold.saved_history is not None or any(cold.metadata.steps)):
                     cold.history.take(parsed_histories(cold))
-                    counted = [each.steps for each in cold.history.of]  # an unclean file's header may be older
+                    counted = [each.steps for each in cold.history.of]  # those of a file that was recovered
                     cold.metadata.steps = counted if config.apart else counted * len(tables)
             self.is_dense = cold.history is not None
             parts = [config.part(int(t)) for t in space.tables]
@@ -88,11 +94,10 @@ class Group(abc.ABC):
                 cold.close()
             raise
 
-    def _storage(self) -> Storage:
-        storage = self.config.storage
-        if isinstance(storage, UnifiedMemory) and len(self.resident) == len(self.space):
-            return replace(storage, pretouch=False)  # rows that are all resident reach it at a flush alone
-        return storage
+    def _opened(self, rows: RowOpener, layout: RowLayout) -> ColdRows:
+        if isinstance(rows, UnifiedMemory) and len(self.resident) == len(self.space):
+            rows = replace(rows, pretouch=False)  # rows that are all resident reach it at a flush alone
+        return rows.open(layout, name=self.name, identity=self.identity)
 
     @abc.abstractmethod
     def _make_cache(self, cold: ColdRows) -> None:
@@ -326,13 +331,15 @@ class Group(abc.ABC):
 
 def parsed_histories(cold: ColdRows) -> Histories:
     """What a storage was closed with. Raises `StorageFormatError`."""
-    assert cold.saved_history is not None
+    steps = None if cold.was_recovered else cold.metadata.steps  # what was recovered may be of different flushes
     try:
-        parsed: Histories = cold.history.parsed(cold.saved_history)
+        if cold.saved_history is None:
+            raise ValueError("it is missing")
+        parsed: Histories = cold.history.parsed(cold.saved_history, steps)
     except ValueError as error:
         raise StorageFormatError(
-            f"the history of steps beside the {cold.kind} tier is not one that this library writes: {error}; restore "
-            f"it, or open the file with File(path, fresh=True) and load a checkpoint"
+            f"the history of steps in the {cold.kind} tier is not one that this library writes: {error}; restore the "
+            f"file, or open it with File(path, fresh=True) and load a checkpoint"
         ) from error
     return parsed
 
@@ -379,10 +386,10 @@ class DeviceGroup(Group):
     cache: DeviceCache
 
     def __init__(
-        self, config: TableSetConfig, space: KeySpace, capacity: Capacity, name: str, cold: ColdRows | None = None
+        self, config: TableSetConfig, space: KeySpace, capacity: Capacity, name: str, rows: RowOpener | ColdRows
     ) -> None:
         with torch.cuda.device(config.device):
-            super().__init__(config, space, capacity, name, cold)
+            super().__init__(config, space, capacity, name, rows)
 
     def _make_cache(self, cold: ColdRows) -> None:
         from tieredemb.cache.device.cache import DeviceCache
@@ -503,16 +510,17 @@ class DeviceGroup(Group):
             self.device_history.adopt(self.kept)
 
 
-def make_group(config: TableSetConfig, space: KeySpace, capacity: Capacity, name: str) -> Group:
-    """The group of a key space on the device of its tables."""
-    return (DeviceGroup if config.device.type == "cuda" else HostGroup)(config, space, capacity, name)
+def make_group(
+    config: TableSetConfig, space: KeySpace, capacity: Capacity, name: str, rows: RowOpener | ColdRows
+) -> Group:
+    """The group of a key space on the device of its tables. `rows`: what opens them, or those of another group."""
+    return (DeviceGroup if config.device.type == "cuda" else HostGroup)(config, space, capacity, name, rows)
 
 
 def move_group(group: Group, config: TableSetConfig) -> Group:
     """A group over the same cold rows on the device of `config`. The old one was flushed, and is to be given
     up once all groups have moved."""
-    kind = DeviceGroup if config.device.type == "cuda" else HostGroup
-    return kind(config, group.space, group.capacity, group.name, group.cache.cold)
+    return make_group(config, group.space, group.capacity, group.name, group.cache.cold)
 
 
 def slot_bytes(layout: RowLayout, device: torch.device) -> int:

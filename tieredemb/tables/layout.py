@@ -38,7 +38,7 @@ def lay_out(tables: TableSet, optimizer: OptimizerConfig) -> None:
         with contextlib.ExitStack() as undo:
             groups: list[Group] = []
             for group in before:
-                groups.append(make_group(config, group.space, group.capacity, group.name))
+                groups.append(make_group(config, group.space, group.capacity, group.name, config.storage))
                 undo.callback(groups[-1].cache.abandon)
                 _copy_rows(group, groups[-1])
             place = Place(config, groups, counted)

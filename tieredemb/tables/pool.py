@@ -22,6 +22,7 @@ from tieredemb.config import OptimizerConfig
 from tieredemb.errors import UnsupportedError
 from tieredemb.lookup.optimizer import rows_of
 from tieredemb.stats import CacheStats
+from tieredemb.storage.base import RowOpener
 from tieredemb.storage.unified import UnifiedMemory
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.step_time import StepTime
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 class Pool(TableSet):
     """The tables of `config`, which is `apart`, all of one width. `members`: the tables that somebody has."""
 
-    def __init__(self, config: TableSetConfig) -> None:
+    def __init__(self, config: TableSetConfig, *, rows: RowOpener | None = None) -> None:
         assert config.apart
-        super().__init__(config)
+        super().__init__(config, rows=rows)
         self.members: weakref.WeakSet[Member] = weakref.WeakSet()
         self.times = StepTime()
         self.contexts: dict[object, Any] = {}  # what lookups in several tables as one keep

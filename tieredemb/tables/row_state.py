@@ -11,6 +11,7 @@ import torch
 
 from tieredemb.config import OptimizerConfig, TablePart
 from tieredemb.errors import InvalidInputError
+from tieredemb.lookup.histories import Histories, StoredBytes
 from tieredemb.tables.table_set import LaggingRows, LoadedState, TableSet
 
 LAGGING = "lagging"  # of an entry: what torch's optimizers have not
@@ -53,7 +54,7 @@ def lagging_rows(tables: TableSet, table: int) -> dict[str, Any]:
     parts = {"rows": found.rows, "weight": found.weight.view(np.uint8), "state": found.state.view(np.int32)}
     parts["step"] = np.array(steps_of(tables, table), np.int64)  # torch's SGD counts none
     if found.history is not None:
-        parts["history"] = np.frombuffer(bytearray(found.history.to_bytes()), np.uint8)
+        parts["history"] = np.frombuffer(bytearray(Histories([found.history]).to_bytes()), np.uint8)
     return {LAGGING: {name: torch.from_numpy(part) for name, part in parts.items()}}
 
 
@@ -79,7 +80,8 @@ def _loaded_lagging(tables: TableSet, table: int, entry: Mapping[str, Any], part
     history = None
     if isinstance(given.get("history"), torch.Tensor):
         try:
-            history = group.history.parsed(given["history"].cpu().numpy().tobytes())
+            stored = StoredBytes(given["history"].cpu().numpy().tobytes())
+            (history,) = Histories([group.history]).parsed(stored).of
         except ValueError as error:
             raise InvalidInputError(f"{LAGGING!r} of table {of.name!r} has no history of steps: {error}") from error
     own = (rows >= part.first) & ((rows - part.first) % part.step == 0)

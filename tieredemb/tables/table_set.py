@@ -23,6 +23,7 @@ from tieredemb.lookup.bags import KeySpace, feature_name
 from tieredemb.lookup.history import History
 from tieredemb.progress import progress
 from tieredemb.stats import CacheStats
+from tieredemb.storage.base import RowOpener, RowSet
 from tieredemb.storage.host import ask_for_huge_pages
 from tieredemb.tables.collected import when_collected
 from tieredemb.tables.config import TableSetConfig
@@ -133,9 +134,13 @@ class Placed:
 
 
 class TableSet:
-    """Opens the tables of `config`. Closes (flushes) them when it is collected or the process exits. `placed`: where
-    they are `now`, for who asks in each step · `step_time`: where others are looked up in the same steps, when these
-    begin."""
+    """Opens the tables of `config`, by `rows` if that is given, else by the storage of the config. Closes (flushes)
+    them when it is collected or the process exits.
+
+    `weights`: of the tables by their numbers, (rows, D) each, which are written unless the storage has rows already and
+    keeps them; what `rows` opens is filled by the caller · `placed`: where they are `now`, for who asks in each step ·
+    `step_time`: where others are looked up in the same steps, when these begin.
+    """
 
     step_time: StepTime | None = None
 
@@ -144,7 +149,13 @@ class TableSet:
         """Who looks up in some of the tables: each has `tables`, and their `optimizer`."""
         return weakref.WeakSet()
 
-    def __init__(self, config: TableSetConfig) -> None:
+    def __init__(
+        self,
+        config: TableSetConfig,
+        *,
+        rows: RowOpener | None = None,
+        weights: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
         functions = {t: table.init for t, table in enumerate(config.tables) if callable(table.init)}
         if functions:
             config = replace(config, tables=without_functions(config.tables))
@@ -160,36 +171,64 @@ class TableSet:
         members = [[t for t, table in enumerate(config.tables) if table.embedding_dim == width] for width in widths]
         spaces = [KeySpace(config.tables, each, list(self.columns)) for each in members]
         sharers = [Sharer(s.rows, slot_bytes(row_layout(config, 1, s.width), config.device)) for s in spaces]
-        for width, space, capacity in zip(widths, spaces, shares(config.capacity, sharers), strict=True):
-            try:
-                name = config.label + (f"width{width}" if len(widths) > 1 else "")
-                self.placed.now.add(make_group(config, space, capacity, name))
-            except BaseException:
-                self.placed.discard()
-                self._finalizer.detach()
-                raise
-        if functions:
-            self._initialise(functions)
-
-    def _initialise(self, functions: Mapping[int, InitFunction]) -> None:
-        """Fills the rows of tables that nobody has filled before. What fails leaves a file marked unclean."""
+        names = [config.label + (f"width{width}" if len(widths) > 1 else "") for width in widths]
+        fills = bool(functions or weights)
         try:
-            new = [table for table in functions if self.locate(table)[0].cache.cold.is_new]
-            with self.changing("the init of a table") as change:
-                for table in new:
-                    self._reserve(table)
-                change.has_begun = True
-                for table in new:
-                    group, _, first = self.locate(table)
-                    config = self.config
-                    own = config.tables[table], functions[table], config.seed, config.part(table)
-                    for start, rows in rows_of_part(*own):
-                        group.import_weights(first + start, encoded(rows, group.cache.cold.layout.format))
+            with contextlib.ExitStack() as opening:
+                if rows is None:
+                    given = "what was given as its weights" if weights else ""
+                    rows = opening.enter_context(config.storage.opening(names, given=given, fills=fills))
+                for name, space, capacity in zip(names, spaces, shares(config.capacity, sharers), strict=True):
+                    self.placed.now.add(make_group(config, space, capacity, name, rows))
+        except BaseException:
+            self.placed.discard()
+            self._finalizer.detach()
+            raise
+        if fills:
+            self._fill(functions, weights or {})
+
+    def _fill(self, functions: Mapping[int, InitFunction], weights: Mapping[int, torch.Tensor]) -> None:
+        """Writes the rows that tables begin with, those that no earlier owner has left. What fails leaves a file that
+        counts for nothing."""
+        try:
+            self._initialise({table: function for table, function in functions.items() if self.is_new(table)})
+            if new := {table: weight for table, weight in weights.items() if self.is_new(table)}:
+                self.set_weights(new)
+            self.filled()
         except BaseException:
             for group in self.groups:
                 group.cache.close()
             self._finalizer.detach()
             raise
+
+    def _initialise(self, functions: Mapping[int, InitFunction]) -> None:
+        """Fills the rows of tables by the functions that were given for them."""
+        if not functions:
+            return
+        with self.changing("the init of a table") as change:
+            for table in functions:
+                self._reserve(table)
+            change.has_begun = True
+            for table, function in functions.items():
+                group, _, first = self.locate(table)
+                own = self.config.tables[table], function, self.config.seed, self.config.part(table)
+                for start, rows in rows_of_part(*own):
+                    group.import_weights(first + start, encoded(rows, group.cache.cold.layout.format))
+
+    def is_new(self, table: int) -> bool:
+        """Whether the rows of a table are none that an earlier owner has left."""
+        return self.locate(table)[0].cache.cold.is_new
+
+    def filled(self) -> None:
+        """All rows that the tables begin with were written; see `Storage.opening`."""
+        for group in self.groups:
+            if group.cache.cold.is_new:
+                group.cache.cold.filled()
+
+    @property
+    def row_set(self) -> RowSet | None:
+        """The files that the rows are in, which were opened as one; None where they end with the process."""
+        return self.groups[0].cache.cold.row_set
 
     @property
     def whole(self) -> TableSet:

@@ -4,7 +4,7 @@ verified.
 A directory holds `manifest.json` and the row files that it names (`rows-<token>-<n>.bin`). A save writes row
 files of new names, syncs them, reads them back from the disk, and then replaces the manifest: that rename is
 the moment at which the new checkpoint exists. Killed before, the old one loads; killed after, the new one. What
-no manifest names is deleted by the next save. A load opens all row files before it reads them, so that a save
+no manifest names is deleted by the next save. A load opens all files before it reads them, so that a save
 may delete them under it.
 """
 
@@ -17,6 +17,7 @@ import itertools
 import os
 import secrets
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from tieredemb.storage.base import ColdRows, RowLayout
 from tieredemb.storage.checkpoint.files import (
     Array,
     HeldRows,
+    HistoryFile,
     RowFiles,
     is_in_memory,
     place_of,
@@ -124,12 +126,13 @@ def write_spaces(
                 rows.verify()
         history, data = "", b""
         if cold.history is not None:
-            history, data = f"history-{token}-{number * MOST_FILES + count}.npz", cold.history.to_bytes()
+            history, data = f"history-{token}-{number * MOST_FILES + count}.bin", cold.history.to_bytes()
             written.append(history)
             _write_whole(os.path.join(path, history), data)
         entries[name if part is None else part_name(name, number)] = Space(
             history=history,
             history_bytes=len(data),
+            history_crc32=zlib.crc32(data) if history else None,
             files=files,
             layout=layout_fields(layout),
             identity=dict(identities[name]),
@@ -172,21 +175,19 @@ def _write_whole(path: str, data: bytes) -> None:
         system.close(fd)
 
 
-def _history_of(path: str, entry: Space, cold: ColdRows) -> Any:
-    """What the optimizer of a checkpoint's rows remembers of its steps, or None. Raises `CheckpointError`."""
+def _history_of(path: str, manifest: Manifest, name: str, files: Mapping[str, HistoryFile], cold: ColdRows) -> Any:
+    """What the optimizer of the rows of a space remembers of its steps, or None. Raises `CheckpointError`."""
     if cold.history is None:
         return None
-    if not entry.history:
+    first, *others = manifest.of(name)
+    entry = manifest.spaces[first]
+    if first not in files:
         raise CheckpointError(f"the checkpoint in {path!r} lacks the optimizer's steps; use another checkpoint")
-    fd = system.open(os.path.join(path, entry.history), os.O_RDONLY)
     try:
-        data = pread_all(fd, entry.history_bytes + 1, 0)
-    finally:
-        system.close(fd)
-    try:
-        if len(data) != entry.history_bytes:
-            raise ValueError(f"it has other than {entry.history_bytes} bytes")
-        return cold.history.parsed(data)
+        for other in others:
+            if manifest.spaces[other].metadata.steps != entry.metadata.steps:
+                raise ValueError(f"its entries {first!r} and {other!r} have taken different steps")
+        return cold.history.parsed(files[first], entry.metadata.steps)
     except ValueError as error:
         raise CheckpointError(
             f"{entry.history!r} in {path!r} is damaged: {error}; use another checkpoint, nothing was changed"
@@ -194,8 +195,9 @@ def _history_of(path: str, entry: Space, cold: ColdRows) -> Any:
 
 
 class Opened:
-    """A checkpoint that was verified, whose row files are open: a save that replaces it meanwhile takes nothing away.
-    `extra`: what was saved beside the rows · `histories`: what optimizers remember of their steps, by space."""
+    """A checkpoint that was verified, whose files are open: a save that replaces it meanwhile takes nothing away.
+    `extra`: what was saved beside the rows · `identity`: tells it from all others · `histories`: what optimizers
+    remember of their steps, by space."""
 
     def __init__(
         self,
@@ -208,7 +210,7 @@ class Opened:
     ) -> None:
         self._parts = parts
         self._histories = histories
-        self.extra = manifest.extra
+        self.extra, self.identity = manifest.extra, manifest.identity
         self._path, self._manifest, self._files, self._spaces = path, manifest, files, spaces
 
     def restore(self) -> None:
@@ -280,7 +282,7 @@ def opened(
     path = os.path.abspath(os.fspath(directory))
     with contextlib.ExitStack() as stack:
         with checkpoint_errors(path, "loading"):
-            manifest, files = _open_files(path, stack)
+            manifest, files, of_histories = _open_files(path, stack)
             _compare(path, manifest, spaces, identities, parts)
             check_extra(manifest.extra)
             if manifest.broken and not recover:
@@ -289,17 +291,15 @@ def opened(
                     f"{manifest.broken}. Use an earlier checkpoint, or take the rows as they are with "
                     "load_checkpoint(directory, recover=True); nothing was changed"
                 )
-            histories = {
-                name: _history_of(path, manifest.spaces[manifest.of(name)[0]], cold) for name, cold in spaces.items()
-            }
+            histories = {name: _history_of(path, manifest, name, of_histories, cold) for name, cold in spaces.items()}
             for each in files.values():
                 each.verify()
         yield Opened(path, manifest, files, spaces, histories, parts)
 
 
-def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[str, RowFiles]]:
-    """The manifest, and the row files that it names: a save may replace both in between, and another try finds the new
-    ones."""
+def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[str, RowFiles], dict[str, HistoryFile]]:
+    """The manifest, and the files of rows and of histories that it names, by its entries: a save may replace all of
+    them in between, and another try finds the new ones."""
     try:
         system.stat(path)
     except FileNotFoundError as error:
@@ -307,11 +307,15 @@ def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[
     manifest = read_manifest(path)
     while True:
         try:
-            return manifest, {
-                name: stack.enter_context(RowFiles(path, entry.files, entry.chunks, entry.row_layout))
-                for name, entry in manifest.spaces.items()
-            }
+            rows, histories = {}, {}
+            for name, entry in manifest.spaces.items():
+                rows[name] = stack.enter_context(RowFiles(path, entry.files, entry.chunks, entry.row_layout))
+                if entry.history:
+                    file = HistoryFile(os.path.join(path, entry.history), entry.history_bytes, entry.history_crc32)
+                    histories[name] = stack.enter_context(file)
+            return manifest, rows, histories
         except FileNotFoundError as error:
+            stack.close()
             again = read_manifest(path)
             if again == manifest:
                 raise CheckpointError(

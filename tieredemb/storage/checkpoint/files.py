@@ -24,7 +24,7 @@ from tieredemb.kernels.chunks import each
 from tieredemb.progress import progress
 from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout
 from tieredemb.storage.checkpoint.parts import KeyPart
-from tieredemb.storage.file.io import Descriptor, pread_into, pwrite_all
+from tieredemb.storage.file.io import Descriptor, pread_all, pread_into, pwrite_all
 from tieredemb.storage.system import system
 
 Array = np.ndarray[Any, Any]
@@ -303,6 +303,42 @@ class RowFiles:
 
         with progress(title, sum(self._sizes)) as advance:
             each(work, range(len(self._chunks)), advance, threads or memories.threads)
+
+
+class HistoryFile:
+    """The open file of what an optimizer remembers of its steps, as `lookup.histories.Stored` describes it. Raises
+    `OSError`, and `CheckpointError` for a file of another size."""
+
+    def __init__(self, path: str, size_bytes: int, crc32: int | None) -> None:
+        self.size_bytes = size_bytes
+        self._crc32 = crc32
+        self._file = _opened(path)
+        found = system.fstat(self._file.fd).st_size
+        if found != size_bytes:
+            self._file.close()
+            raise CheckpointError(
+                f"{path!r} has {found} bytes and the manifest says {size_bytes}; use another checkpoint"
+            )
+
+    def __enter__(self) -> HistoryFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def read(self, start: int, count: int) -> bytes:
+        """Those `count` bytes from `start` on, fewer at the end."""
+        return pread_all(self._file.fd, min(count, self.size_bytes - start), start)
+
+    def verify(self) -> None:
+        """Raises `ValueError` where the bytes are not those that were written."""
+        if self._crc32 is None:
+            return
+        crc = 0
+        for start in range(0, self.size_bytes, _CHUNK_BYTES):
+            crc = zlib.crc32(self.read(start, _CHUNK_BYTES), crc)
+        if crc != self._crc32:
+            raise ValueError("its checksum differs")
 
 
 def _opened(path: str) -> Descriptor:

@@ -7,6 +7,7 @@ change, not that this library wrote it.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -26,19 +27,21 @@ from tieredemb.storage.system import system
 
 MANIFEST = "manifest.json"
 FORMAT = "tieredemb checkpoint"
-VERSION = 3  # 1, which older libraries read, where every key space has one row file; 2 where there are no parts
+VERSION = 4  # with histories of fixed fields; 3, which older libraries read, without; 2 without parts; 1 where every
+# key space has one row file, too
 # 64 times what is written, and little memory: a file of holes may be of any size
 _MOST_CHUNK_BYTES = 1 << 30
 _MOST_HISTORY_BYTES = 1 << 40
 _ROW_FILE = re.compile(r"rows-[0-9a-f]{16}-[0-9]+\.bin")
-_HISTORY_FILE = re.compile(r"history-[0-9a-f]{16}-[0-9]+\.npz")
+_HISTORY_FILE = re.compile(r"history-[0-9a-f]{16}-[0-9]+\.(?:bin|npz)")
 _PENDING = re.compile(re.escape(MANIFEST) + r"\.[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
     """One key space: its row files, what `load` compares with the model, and where its optimizer remembers steps the
-    file of those, of `history_bytes` bytes."""
+    file of those, of `history_bytes` bytes with the checksum `history_crc32`; that is None in files of 0.1.0, which
+    check themselves."""
 
     files: tuple[str, ...]
     layout: dict[str, Any]
@@ -47,6 +50,7 @@ class Space:
     chunks: list[Chunk]
     history: str = ""
     history_bytes: int = 0
+    history_crc32: int | None = None
 
     @property
     def row_layout(self) -> RowLayout:
@@ -62,6 +66,11 @@ class Manifest:
     extra: dict[str, Any]
     broken: str = ""
 
+    @property
+    def identity(self) -> str:
+        """Tells checkpoints apart: no other save makes the same manifest, as it names files of its own."""
+        return hashlib.sha256(_text(_fields(self)).encode()).hexdigest()[:16]
+
     def of(self, space: str) -> list[str]:
         """The entries of a key space: one, or those of the processes that had a part of it each."""
         return [name for name in self.spaces if space_of(name) == space]
@@ -76,19 +85,10 @@ def is_leftover(name: str, manifest: Manifest) -> bool:
 
 def write_manifest(path: str, manifest: Manifest) -> None:
     """Writes a new file, durably, and reads it back. Raises `CheckpointError` where a load would refuse it."""
-    fields = dataclasses.asdict(manifest)
-    for space, entry in manifest.spaces.items():
-        fields["spaces"][space]["metadata"] = entry.metadata.to_json()
-        if not entry.history:  # a library that knows of none reads it
-            del fields["spaces"][space]["history"], fields["spaces"][space]["history_bytes"]
-        if len(entry.files) == 1:
-            del fields["spaces"][space]["files"]
-            fields["spaces"][space]["file"] = entry.files[0]
-    if not manifest.broken:
-        del fields["broken"]  # a library that does not know it reads all checkpoints that are to be trusted
-    body = _text(fields)
+    body = _text(_fields(manifest))
     version = 1 if all(len(entry.files) == 1 for entry in manifest.spaces.values()) else 2
-    version = VERSION if is_parted(manifest.spaces) else version
+    version = 3 if is_parted(manifest.spaces) else version
+    version = VERSION if any(entry.history for entry in manifest.spaces.values()) else version
     head = {"format": FORMAT, "version": version, "crc32": zlib.crc32(body.encode())}
     data = f'{_text(head)[:-1]},"body":{body}}}\n'.encode()
     fd = system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -100,6 +100,23 @@ def write_manifest(path: str, manifest: Manifest) -> None:
     if _content(path) != data:
         raise CheckpointError(f"{path!r} reads back other than it was written; check the disk")
     _parsed(path, data)
+
+
+def _fields(manifest: Manifest) -> dict[str, Any]:
+    """What a manifest's JSON holds. A library that knows nothing of a field reads what does not need it."""
+    fields = dataclasses.asdict(manifest)
+    for space, entry in manifest.spaces.items():
+        its = fields["spaces"][space]
+        its["metadata"] = entry.metadata.to_json()
+        for name in ("history", "history_bytes", "history_crc32"):
+            if not entry.history:
+                del its[name]
+        if len(entry.files) == 1:
+            del its["files"]
+            its["file"] = entry.files[0]
+    if not manifest.broken:
+        del fields["broken"]
+    return fields
 
 
 def read_manifest(directory: str) -> Manifest:
@@ -159,13 +176,17 @@ def _manifest(body: Any) -> Manifest:
 def _space(value: Any, name: str) -> Space:
     several = isinstance(value, dict) and "files" in value
     required = ("files" if several else "file", "layout", "identity", "metadata", "chunks")
-    fields = fields_of(value, name, required, optional=("history", "history_bytes"))
+    fields = fields_of(value, name, required, optional=("history", "history_bytes", "history_crc32"))
     files = _files(list_of(fields["files"], f"{name}.files") if several else [fields["file"]], f"{name}.file")
     history = text_of(fields.get("history", ""), f"{name}.history")
     if history and not _HISTORY_FILE.fullmatch(history):
         raise ValueError(f"{name}.history is {shown(history)} and must be the name of a file of steps")
+    crc32 = fields.get("history_crc32")
+    if history.endswith(".bin") or crc32 is not None:
+        crc32 = integer_of(crc32, f"{name}.history_crc32", high=2**32 - 1)
     return Space(
         history=history,
+        history_crc32=crc32,
         history_bytes=integer_of(fields.get("history_bytes", 0), f"{name}.history_bytes", high=_MOST_HISTORY_BYTES),
         files=files,
         layout=fields["layout"],

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 
 from tieredemb.errors import ForkedError, StorageError
-from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout
-from tieredemb.storage.file.header import REGION_BYTES, Header, HeaderSlots, plain_metadata
-from tieredemb.storage.file.history import write_history
-from tieredemb.storage.file.io import FULL, Descriptor, pread_into, storage_errors
+from tieredemb.storage.base import STATE_DTYPE, ColdRows, RowLayout, RowSet
+from tieredemb.storage.file.extents import extent_for, write_extent
+from tieredemb.storage.file.header import Header, plain_metadata
+from tieredemb.storage.file.io import FULL, Descriptor, pread_all, pread_into, pwrite_all, storage_errors
 from tieredemb.storage.file.lock import FileLock
 from tieredemb.storage.file.pages import PageMap
+from tieredemb.storage.file.row_set import OpenSet
+from tieredemb.storage.file.slots import REGION_BYTES, HeaderSlots
 from tieredemb.storage.system import system
 
 _READ_BYTES = 1 << 24  # of states at once, which are read whole where scores alone are wanted
@@ -58,17 +60,19 @@ class FileRows(ColdRows):
         mapping: mmap.mmap,
         slots: HeaderSlots,
         header: Header,
+        row_set: OpenSet,
     ) -> None:
-        """Takes over `lock` and `file`. The file is locked, of the right size and mapped."""
+        """Takes over `lock` and `file`. The file is locked, of the right size and mapped, and one of `row_set`."""
         self.path = path
         self._pid, self._closed = os.getpid(), False
         self._lock, self._file, self._map, self._slots, self._header = lock, file, mapping, slots, header
-        self._is_marked = not header.clean  # unclean, durably
+        self._set, self._member = row_set, "" if header.membership is None else header.membership.member
+        self.is_marked = False  # unclean in this session, durably
         self._synced = plain_metadata(header.metadata)  # as the file has it
         self._writes_again = False  # a flush has failed, or was interrupted
         self._failure = ""  # of the disk, as long as rows that it may have lost were not saved elsewhere
         self._is_kept = False  # whether all rows were saved elsewhere since the last change
-        weight_at, self._state_at, _ = regions(layout, slots.region_bytes)
+        weight_at, self._state_at, self._rows_end = regions(layout, slots.region_bytes)
         self._weight_bytes = self._view(weight_at, layout.weight_bytes)
         self._state_bytes = self._view(self._state_at, layout.state_bytes)
         super().__init__(
@@ -77,6 +81,7 @@ class FileRows(ColdRows):
             self._state_bytes.view(STATE_DTYPE).reshape(layout.rows, layout.state_width + 1),
         )
         self.metadata = plain_metadata(header.metadata)
+        row_set.files.add(self)
         width_bytes = layout.columns * layout.carrier.itemsize
         self._weight_pages = PageMap(file.fd, weight_at, layout.weight_bytes, width_bytes)
         self._state_pages = PageMap(file.fd, self._state_at, layout.state_bytes, layout.row_bytes - width_bytes)
@@ -101,12 +106,37 @@ class FileRows(ColdRows):
 
     def _mark(self) -> None:
         self._check_usable()
-        if self._is_marked:
-            return
+        if not self.is_marked:
+            self._set.begin()
+
+    def mark(self) -> None:
+        """Writes the mark, and the generation of the set, durably. For the set, whose files are marked at once."""
+        self._check_usable()
         with storage_errors(self.path, "marking"):
             for _ in range(2):  # both copies: damage to one must not bring an older "clean" back
-                self._slots.write(replace(self._header, metadata=self._synced, clean=False))
-        self._is_marked = True
+                self._write_header(metadata=self._synced, clean=False)
+        self.is_marked = True
+
+    def _write_header(self, **changes: Any) -> None:
+        """Writes the header with these `changes`, durably."""
+        with self._set.lock:
+            header = replace(self._header, membership=self._set.membership(self._member), **changes)
+            self._slots.write(header)
+            self._header = header
+
+    def filled(self) -> None:
+        """See `ColdRows`. Rows before the mark, so that no power cut leaves the mark without them."""
+        if not self._header.filled:
+            self._check_usable()
+            with storage_errors(self.path, "flushing"):
+                system.msync(self._map)
+                self._write_header(filled=True)
+
+    @property
+    def row_set(self) -> RowSet:
+        """See `ColdRows`."""
+        files = sorted(each.path for each in self._set.files)
+        return RowSet(self._set.identity, self._set.generation, files)
 
     def reserve(self, keys: np.ndarray[Any, Any]) -> None:
         """Takes disk space for the pages of the rows. Raises `StorageFullError`; no row was changed then."""
@@ -192,10 +222,28 @@ class FileRows(ColdRows):
         """Punches the rows out of the file, whose space returns to the filesystem; the arrays stay valid."""
         self.begin_changes()
         with storage_errors(self.path, "discarding the rows of"):
-            _punch(self._map, self._file.fd, self._slots.region_bytes)
+            self._punch()
         self._weight_pages.clear()
         self._state_pages.clear()
         self.metadata = self.metadata.cleared()
+
+    def _punch(self) -> None:
+        """Zeros all rows and frees their blocks."""
+        start, stop, fd = self._slots.region_bytes, self._rows_end, self._file.fd
+        if start == stop:
+            return
+        try:
+            system.madvise(self._map, mmap.MADV_REMOVE, start, stop - start)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            size = system.fstat(fd).st_size
+            behind = pread_all(fd, size - stop, stop)
+            try:  # the caller serialises: nobody reads the mapping between these two lines
+                system.ftruncate(fd, start)
+            finally:
+                system.ftruncate(fd, size)
+                pwrite_all(fd, behind, stop)
 
     def flush(self) -> None:
         """Rows, then metadata, to the disk; returns when they are durable. The file stays marked unclean: the
@@ -203,7 +251,7 @@ class FileRows(ColdRows):
         disk has failed it is refused until the rows were `kept`."""
         self._check_usable()
         self._check_linked()
-        self._sync(clean=not self._is_marked)
+        self._sync(clean=self._header.clean and not self.is_marked)
 
     def seal(self) -> None:
         """`flush`, and marks the file clean. Nothing is left to be done where the file was deleted and its rows were
@@ -236,17 +284,29 @@ class FileRows(ColdRows):
             self._writes_again = True
             try:
                 system.msync(self._map)
-                if self.history is not None:
-                    metadata.history = write_history(self.path, self.history.to_bytes())
-                self._is_marked &= not clean  # before it is so: later changes mark it again
+                changes = self._with_history()
+                self.is_marked &= not clean  # before it is so: later changes mark it again
                 # the mark comes after the rows: if it is what fails, the rows are durable
-                self._slots.write(replace(self._header, metadata=metadata, clean=clean))
+                self._write_header(metadata=metadata, clean=clean, **changes)
             except OSError as error:
                 if error.errno is not None and error.errno not in FULL:
                     self._failure = self._explain(error)
                     raise StorageError(self._failure) from error
                 raise
         self._writes_again, self._synced = False, metadata
+
+    def _with_history(self) -> dict[str, Any]:
+        """What a header says of the history of steps, which is durable then."""
+        if self.history is None:
+            return {}
+        data, before = self.history.to_bytes(), self._header.history
+        extent = extent_for(data, self._rows_end, before)
+        if extent == before:
+            return {}
+        self._mark()
+        size_bytes = max(extent.stop, before.stop if before else 0)
+        write_extent(self._file.fd, data, extent, size_bytes)
+        return {"history": extent, "size_bytes": size_bytes}
 
     def _explain(self, error: OSError) -> str:
         rows = merged([*self._weight_pages.row_ranges(), *self._state_pages.row_ranges()], self.layout.rows)
@@ -266,6 +326,7 @@ class FileRows(ColdRows):
         self.__dict__.pop("_map", None)  # unmapped when nobody holds the arrays any more
         self._file.close()
         self._lock.release()
+        self._set.files.discard(self)
         self._closed = True
 
     def _is_gone(self) -> bool:
@@ -287,22 +348,6 @@ class FileRows(ColdRows):
             "header": self._slots.region_bytes,
         }
         return regions | {"pages": self._weight_pages.bits.nbytes + self._state_pages.bits.nbytes}
-
-
-def _punch(region: mmap.mmap, fd: int, start: int) -> None:
-    """Zeros the mapped file from `start` on and frees its blocks."""
-    size = len(region)
-    if start == size:
-        return
-    try:
-        system.madvise(region, mmap.MADV_REMOVE, start, size - start)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        try:  # the caller serialises: nobody reads the mapping between these two lines
-            system.ftruncate(fd, start)
-        finally:
-            system.ftruncate(fd, size)
 
 
 def merged(ranges: list[tuple[int, int]], rows: int) -> str:

@@ -1,12 +1,11 @@
-"""Cold rows in one sparse, memory-mapped file: larger than memory, and still there after the process.
+"""Cold rows in sparse, memory-mapped files: larger than memory, and still there after the process.
 
-    header (two slots, file_header.py) | weights | states and scores        each region starts at a multiple
-    of 64 KiB
+    header (two slots, slots.py) | weights | states and scores | history of steps (extents.py)
 
-Opening maps the file and touches no row, so a billion rows open at once and cost only the pages of the rows
-used. From its first use on the file is marked unclean, durably: rows of the hot cache are newer than the file,
-and a crash leaves rows of different batches in it. Opening alone marks nothing, so that one that fails leaves
-a clean file clean.
+Each region starts at a multiple of 64 KiB. Opening maps the file and touches no row, so a billion rows open at once and
+cost only the pages of the rows used. From its first use on the file is marked unclean, durably: rows of the hot cache
+are newer than the file, and a crash leaves rows of different batches in it. Opening alone marks nothing, so that one
+that fails leaves a clean file clean. The files of one module or conversion are one set (row_set.py).
 """
 
 from __future__ import annotations
@@ -14,33 +13,31 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
-import urllib.parse
+import secrets
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
-from tieredemb.errors import (
-    ConfigError,
-    StorageError,
-    StorageFormatError,
-    StorageLockedError,
-    UncleanFileError,
-)
-from tieredemb.storage.base import Metadata, RowLayout, Storage
-from tieredemb.storage.file.header import (
-    Header,
-    HeaderSlots,
-    difference,
-    is_own,
-    is_unfinished,
-    jsonable,
-    layout_fields,
-)
-from tieredemb.storage.file.history import read_history
+from tieredemb.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
+from tieredemb.storage.base import Gather, Metadata, RowLayout, Storage, alone
+from tieredemb.storage.file.beside import read_beside, remove_beside
+from tieredemb.storage.file.extents import StoredExtent, extent_for, write_extent
+from tieredemb.storage.file.header import Header, Membership, difference, jsonable, layout_fields
 from tieredemb.storage.file.io import Descriptor, fsync_directory, storage_errors
 from tieredemb.storage.file.lock import FileLock
+from tieredemb.storage.file.row_set import (
+    Claim,
+    OpenSet,
+    Surveyed,
+    check_set,
+    claim,
+    locked,
+    others_at,
+    path_of,
+)
 from tieredemb.storage.file.rows import FileRows, map_rows, regions
+from tieredemb.storage.file.slots import HeaderSlots
 from tieredemb.storage.system import system
 
 
@@ -48,62 +45,193 @@ from tieredemb.storage.system import system
 class File(Storage):
     """Rows live in the file `path`, which is created when it is missing.
 
-    A file that its last owner did not close (a crash, a kill) is refused, unless `recover=True` takes its
-    rows as they are (some may be older than others: their last updates were in the lost cache, and metadata
-    is that of the last flush) or `fresh=True` discards its rows, for example to load a checkpoint. `fresh`
-    discards any row file of tieredemb at that path, every time it is opened; it never touches a foreign file.
-    In a collection of several widths each has a file of its own, `path` plus a suffix.
+    A module or conversion whose tables need several files (a collection of several widths, a model of several caches,
+    ranks) has one for each, `path` plus a suffix. They are one set: it opens whole, or is refused where a file is
+    missing, left over, renamed or of another day.
 
-    A full disk is an error, not a signal, as far as the filesystem keeps what `posix_fallocate` promises;
-    copy-on-write filesystems (btrfs, snapshots) do not.
+    Where the rows of a file and rows that are given meet (a converted model's weights, `from_pretrained`, `_weight`),
+    `keep=True` takes the rows, optimizer state, steps and scores of the file and does not write those that are given;
+    where there is no file yet, it writes them. `fresh=True` discards the rows of the file, every time it is opened, for
+    example to load a checkpoint; it never touches a foreign file. With neither, a file that exists is refused then.
+
+    A file that its last owner did not close (a crash, a kill) is refused, unless `recover=True` takes its rows as they
+    are (some may be older than others: their last updates were in the lost cache, and metadata is that of the last
+    flush) or `fresh=True` discards them.
+
+    A full disk is an error, not a signal, as far as the filesystem keeps what `posix_fallocate` promises; copy-on-write
+    filesystems (btrfs, snapshots) do not.
     """
 
     path: str | os.PathLike[str]
     recover: bool = field(default=False, kw_only=True)
     fresh: bool = field(default=False, kw_only=True)
+    keep: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         path = os.fspath(self.path) if isinstance(self.path, (str, os.PathLike)) else None
         if not isinstance(path, str) or not path or "\0" in path:
             raise ConfigError(f"path of File must be a non-empty path, got {self.path!r}")
-        for name in ("recover", "fresh"):
+        for name in ("recover", "fresh", "keep"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} of File must be True or False, got {getattr(self, name)!r}")
-        if self.recover and self.fresh:
-            raise ConfigError("recover=True keeps the rows of File and fresh=True discards them; give one of the two")
+        for name in ("recover", "keep"):
+            if self.fresh and getattr(self, name):
+                raise ConfigError(
+                    f"{name}=True keeps the rows of File and fresh=True discards them; give one of the two"
+                )
         object.__setattr__(self, "path", path)
 
     def open(self, layout: RowLayout, *, name: str, identity: dict[str, Any]) -> FileRows:
-        """Opens or creates the file and takes it for this process.
+        """Opens or creates the one file of a set and takes it for this process; see `opening`."""
+        with self.opening([name]) as opener:
+            return opener.open(layout, name=name, identity=identity)
 
-        Raises `StorageFormatError` (foreign, newer, truncated, damaged, another layout or identity),
-        `StorageLockedError` (someone holds it), `UncleanFileError`, `StorageError` (the system refuses).
+    @contextlib.contextmanager
+    def opening(
+        self, names: Sequence[str], *, given: str = "", fills: bool = False, gather: Gather = alone
+    ) -> Iterator[FileOpener]:
+        """See `Storage.opening`.
+
+        Raises `StorageFormatError` (foreign, newer, truncated, damaged, another layout or identity, files that do not
+        belong together), `StorageExistsError`, `StorageLockedError` (someone holds a file), `UncleanFileError`,
+        `StorageError` (the system refuses).
         """
-        suffix = "." + urllib.parse.quote(name, safe="") if name else ""
-        path = os.path.abspath(os.fspath(self.path) + suffix)
-        identity = jsonable(identity, "identity")
+        base, claims = os.path.realpath(os.fspath(self.path)), dict[str, Claim]()
+        try:
+            with storage_errors(base, "opening"):
+                row_set = self._checked_set(base, claims, names, given, gather)
+            yield FileOpener(base, claims, row_set, fills)
+        finally:
+            for each in claims.values():  # those that were not opened
+                each.lock.release()
+
+    def _checked_set(
+        self, base: str, claims: dict[str, Claim], names: Sequence[str], given: str, gather: Gather
+    ) -> OpenSet:
+        """Takes the files that there are, into `claims`, and compares them with each other and with those of all
+        processes."""
+        for name in names:
+            found = claim(os.path.realpath(path_of(base, name)), fresh=self.fresh)
+            if found is not None:
+                claims[name] = found
+        headers = {name: each.header for name, each in claims.items() if each.header is not None}
+        others = others_at(base, names)
+        own = Surveyed(base, tuple(names), headers, () if self.fresh else others, secrets.token_hex(16))
+        surveys = [each for each in gather(own) if isinstance(each, Surveyed)]
+        row_set = check_set(surveys, recover=self.recover, keep=self.keep, given=given)
+        if self.fresh:
+            _discard(base, [each for each in others if each not in row_set.members])
+        return row_set
+
+
+def _discard(base: str, members: Sequence[str]) -> None:
+    """Removes files of an earlier set. Raises `StorageLockedError`."""
+    for member in members:
+        found = claim(path_of(base, member), fresh=True)
+        if found is not None:
+            try:
+                system.unlink(found.path)
+            finally:
+                found.lock.release()
+
+
+@dataclass(frozen=True)
+class FileOpener:
+    """Opens the files of a set that was checked. `claims`: those that exist, until they are opened · `fills`: whether
+    the rows of new files are written before anything else is done with them."""
+
+    base: str
+    claims: dict[str, Claim]
+    row_set: OpenSet
+    fills: bool
+
+    def open(self, layout: RowLayout, *, name: str, identity: dict[str, Any]) -> FileRows:
+        """See `RowOpener`."""
+        path, identity = os.path.realpath(path_of(self.base, name)), jsonable(identity, "identity")
         with contextlib.ExitStack() as stack, storage_errors(path, "opening"):
-            lock, created = _lock(path)
-            stack.callback(lock.release)
-            if created:
+            if name not in self.claims:
+                lock = _created(path)
                 stack.push(_RemovedOnError(path))
+                found = Claim(path, lock, None)
+            else:
+                found = self.claims.pop(name)
+            stack.callback(found.lock.release)
             file = Descriptor(system.open(path, os.O_RDWR))  # a second one: the mapping must not hold the lock
             stack.callback(file.close)
-            if not os.path.samestat(system.fstat(lock.fd), system.fstat(file.fd)):
+            if not os.path.samestat(system.fstat(found.lock.fd), system.fstat(file.fd)):
                 raise StorageError(f"{path!r} was replaced while it was being opened; try again")
-            is_new = system.fstat(file.fd).st_size == 0 or is_unfinished(file.fd) or (self.fresh and is_own(file.fd))
-            if is_new:
-                slots, header = _create(path, file.fd, layout, identity)
+            if found.header is None:
+                membership = self.row_set.membership(name)
+                slots, header = _create(path, file.fd, layout, identity, membership, filled=not self.fills)
             else:
-                slots, header = _accept(path, file.fd, layout, identity, recover=self.recover)
+                slots, header = _accept(path, file.fd, layout, identity)
+                header = replace(header, membership=self.row_set.membership(name), pid=os.getpid())
             mapping = map_rows(file.fd, regions(layout, slots.region_bytes)[-1])
             slots.write(header)  # who has the file
             fsync_directory(os.path.dirname(path))
-            rows = FileRows(path, layout, lock, file, mapping, slots, header)
-            rows.is_new = is_new
-            rows.saved_history = read_history(path, header.metadata.history, recover=self.recover)
+            rows = FileRows(path, layout, found.lock, file, mapping, slots, header, self.row_set)
+            rows.is_new, rows.was_recovered = found.header is None, not header.clean
+            if header.history is not None:
+                rows.saved_history = StoredExtent(file.fd, header.history)
+                if header.beside:
+                    remove_beside(path, header.history.crc32)
             stack.pop_all()
         return rows
+
+
+def _create(
+    path: str, fd: int, layout: RowLayout, identity: dict[str, Any], membership: Membership, *, filled: bool
+) -> tuple[HeaderSlots, Header]:
+    header = Header(
+        layout_fields(layout), identity, Metadata(), clean=True, pid=os.getpid(), membership=membership, filled=filled
+    )
+    system.ftruncate(fd, 0)
+    slots = HeaderSlots.create(path, fd, header)
+    end = regions(layout, slots.region_bytes)[-1]
+    try:
+        system.ftruncate(fd, end)
+    except OSError as error:
+        if error.errno not in (errno.EFBIG, errno.EINVAL):
+            raise
+        raise StorageError(
+            f"the filesystem of {path!r} allows no file of {end / 2**40:.2f} TiB; use one that does (xfs)"
+        ) from error
+    return slots, replace(header, size_bytes=end)
+
+
+def _accept(path: str, fd: int, layout: RowLayout, identity: dict[str, Any]) -> tuple[HeaderSlots, Header]:
+    """Reads the header and compares everything that it says with what is there."""
+    slots, header = HeaderSlots.load(path, fd)
+    found = difference(header.layout, layout_fields(layout), "layout")
+    found = found or difference(header.identity, identity, "identity")
+    if found:
+        raise StorageFormatError(
+            f"{path!r} holds the rows of another model: {found}; give another path, or discard its rows with "
+            "File(path, fresh=True)"
+        )
+    end = regions(layout, slots.region_bytes)[-1]
+    _check_size(path, fd, header, end)
+    if header.membership is None:  # of 0.1.0
+        header = replace(header, size_bytes=end)
+        if header.beside:
+            data = read_beside(path, header.beside, recover=not header.clean)
+            extent = extent_for(data, end, None)
+            write_extent(fd, data, extent, extent.stop)
+            header = replace(header, history=extent, size_bytes=extent.stop)
+    return slots, header
+
+
+def _check_size(path: str, fd: int, header: Header, end: int) -> None:
+    """Raises `StorageFormatError` where the file has not the size that its header gives, or an extent lies in its rows.
+    A flush that was cut off may have left an unclean file larger."""
+    size, expected = system.fstat(fd).st_size, header.size_bytes or end
+    extent = header.history
+    is_apart = expected >= end and (extent is None or (end <= extent.start and extent.stop <= expected))
+    if not is_apart or size < expected or (size > expected and header.clean):
+        raise StorageFormatError(
+            f"{path!r} has {size} bytes and its header says {expected}: it was truncated or appended to; restore "
+            "it, or open it with File(path, fresh=True) and load a checkpoint"
+        )
 
 
 class _RemovedOnError:
@@ -121,73 +249,12 @@ class _RemovedOnError:
                 system.unlink(self._path)
 
 
-def _lock(path: str) -> tuple[FileLock, bool]:
-    """Opens and locks the file; True when this call created it."""
+def _created(path: str) -> FileLock:
+    """Creates and locks a file that was not there."""
     try:
-        file, created = Descriptor(system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)), True
-    except FileExistsError:
-        file, created = Descriptor(system.open(path, os.O_RDWR | os.O_NONBLOCK)), False
-    if not stat.S_ISREG(system.fstat(file.fd).st_mode):
-        file.close()
-        raise StorageFormatError(f"{path!r} is no regular file; give the path of a file")
-    try:
-        return FileLock(file), created
-    except BlockingIOError as error:
+        file = Descriptor(system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+    except FileExistsError as error:
         raise StorageLockedError(
-            f"{path!r} is held by {_owner(path)}; close it there first (one cache owns a file at a time)"
+            f"{path!r} was created by another process while it was being opened; try again"
         ) from error
-
-
-def _owner(path: str) -> str:
-    """Who holds the file, as its header says: the owner writes its pid after it has the lock."""
-    with contextlib.suppress(OSError):
-        fd = system.open(path, os.O_RDONLY)
-        try:
-            pid = HeaderSlots.load(path, fd)[1].pid
-        finally:
-            system.close(fd)
-        return f"this process (pid {pid})" if pid == os.getpid() else f"process {pid}"
-    return "another process, which is creating it"
-
-
-def _create(path: str, fd: int, layout: RowLayout, identity: dict[str, Any]) -> tuple[HeaderSlots, Header]:
-    header = Header(layout_fields(layout), identity, Metadata(), clean=True, pid=os.getpid())
-    system.ftruncate(fd, 0)
-    slots = HeaderSlots.create(path, fd, header)
-    end = regions(layout, slots.region_bytes)[-1]
-    try:
-        system.ftruncate(fd, end)
-    except OSError as error:
-        if error.errno not in (errno.EFBIG, errno.EINVAL):
-            raise
-        raise StorageError(
-            f"the filesystem of {path!r} allows no file of {end / 2**40:.2f} TiB; use one that does (xfs)"
-        ) from error
-    return slots, header
-
-
-def _accept(
-    path: str, fd: int, layout: RowLayout, identity: dict[str, Any], *, recover: bool
-) -> tuple[HeaderSlots, Header]:
-    """Reads the header and compares everything that it says with what is there."""
-    slots, header = HeaderSlots.load(path, fd)
-    found = difference(header.layout, layout_fields(layout), "layout")
-    found = found or difference(header.identity, identity, "identity")
-    if found:
-        raise StorageFormatError(
-            f"{path!r} holds the rows of another model: {found}; give another path, or discard its rows with "
-            "File(path, fresh=True)"
-        )
-    size, end = system.fstat(fd).st_size, regions(layout, slots.region_bytes)[-1]
-    if size != end:
-        raise StorageFormatError(
-            f"{path!r} has {size} bytes and its header says {end}: it was truncated or appended to; restore "
-            "it, or open it with File(path, fresh=True) and load a checkpoint"
-        )
-    if not header.clean and not recover:
-        raise UncleanFileError(
-            f"{path!r} was not closed by its last owner (pid {header.pid}), so the last updates of "
-            "some rows are missing; take the rows as they are with File(path, recover=True), or discard them with "
-            "File(path, fresh=True) and load a checkpoint"
-        )
-    return slots, replace(header, pid=os.getpid())
+    return locked(path, file)
