@@ -30,10 +30,19 @@ from tieredemb.storage.checkpoint.manifest import Manifest, Space
 from tieredemb.storage.file.header import jsonable
 from tieredemb.storage.file.io import fsync_directory
 from tieredemb.storage.system import system
-from tieredemb.tables.checkpoint import check_directory, check_replaceable, spaces_of, write_back
+from tieredemb.tables.checkpoint import (
+    check_directory,
+    check_replaceable,
+    move_unused,
+    spaces_of,
+    takes_of,
+    warn_of_left,
+    write_back,
+)
 from tieredemb.tables.checkpoint_notes import check_noted, note, set_noted
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.group import identity_of
+from tieredemb.tables.weights_alone import OF_OPTIMIZER
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -179,6 +188,8 @@ class ShardedRows:
                     check_extra=functools.partial(check_noted, optimizer, {}),
                     recover=recover,
                     parts={name: part for shard in self.shards for name, part in self._parts(shard).items()},
+                    takes=self._takes(),
+                    ignored=OF_OPTIMIZER,
                 )
                 return changes, held.enter_context(opened)
 
@@ -191,10 +202,19 @@ class ShardedRows:
                 found.restore()
                 for shard in self.shards:
                     shard.engine.tables.adopt()
+                move_unused(found)
                 set_noted(optimizer, found.extra, {})
 
             self._agreed(restore)
-            return found.extra["extra"]
+        warn_of_left(found, stacklevel=5)
+        return found.extra["extra"]
+
+    def _takes(self) -> checkpoint.Takes | None:
+        """See `takes_of`."""
+        by_space = {name: takes_of(each.engine.tables) for each in self.shards for name in self._parts(each)}
+        if None in by_space.values():
+            return None
+        return lambda name, *of_space: by_space[name](name, *of_space)  # type: ignore[misc]
 
     def _check_same(self, directory: str | os.PathLike[str], found: checkpoint.Opened) -> None:
         """Raises `CheckpointError` on all ranks where they are about to load different checkpoints."""

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
-from tieredemb.errors import ConfigError, StorageError
+from tieredemb.errors import CheckpointError, ConfigError, StorageError
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.checkpoint import directory as checkpoint
 from tieredemb.storage.checkpoint.files import HeldRows
+from tieredemb.storage.checkpoint.manifest import Space
 from tieredemb.tables.checkpoint_notes import check_noted, note, set_noted
 from tieredemb.tables.group import Group
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
+from tieredemb.tables.weights_alone import OF_OPTIMIZER, WeightsAlone
 
 
 def save(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.PathLike[str], extra: Any) -> None:
@@ -54,13 +58,55 @@ def load(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.P
             identities=_identities(tables),
             check_extra=functools.partial(check_noted, optimizer, _optimizers(tables)),
             recover=recover,
+            takes=takes_of(tables),
+            ignored=OF_OPTIMIZER,
         )
         with opened as found:
             change.has_begun = True
             found.restore()
         tables.adopt()
+        move_unused(found)
         set_noted(optimizer, found.extra, _optimizers(tables))
-        return found.extra["extra"]
+    warn_of_left(found, stacklevel=4)
+    return found.extra["extra"]
+
+
+def takes_of(tables: TableSet) -> checkpoint.Takes | None:
+    """How tables without an optimizer take the rows of a checkpoint, see `WeightsAlone`; None of others."""
+    if tables.config.optimizer is not None:
+        return None
+    groups = dict(_named(tables))
+
+    def takes(name: str, extra: Mapping[str, Any], entry: Space, stored: Any) -> WeightsAlone | None:
+        if not entry.row_layout.state_width and entry.identity.get("optimizer") is None:
+            if extra["param_group"] is not None:
+                raise CheckpointError(
+                    "the checkpoint's manifest holds what no save writes: extra.param_group is given, and its rows "
+                    "have no optimizer, as this model has no optimizer; use another checkpoint. Nothing was changed"
+                )
+            return None
+        return WeightsAlone(groups[name], extra, entry, stored)
+
+    return takes
+
+
+def move_unused(found: checkpoint.Opened) -> None:
+    """Writes rows that were never used, and that an optimizer has moved all the same."""
+    for each in found.taken.values():
+        assert isinstance(each, WeightsAlone)
+        each.move_unused()
+
+
+def warn_of_left(found: checkpoint.Opened, *, stacklevel: int) -> None:
+    """Warns of the state that was left, where tables without an optimizer were loaded. `stacklevel`: of the caller's
+    caller."""
+    for each in list(found.taken.values())[:1]:
+        assert isinstance(each, WeightsAlone)
+        warnings.warn(
+            f"loaded the weights and scores of a checkpoint that was saved with {type(each.optimizer).__name__} after "
+            f"{max(each.steps)} steps; its optimizer state and steps were left, as these tables have no optimizer",
+            stacklevel=stacklevel,
+        )
 
 
 def check_replaceable(tables: TableSet) -> None:

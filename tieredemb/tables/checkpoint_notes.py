@@ -52,7 +52,7 @@ def check_noted(optimizer: RowOptimizer | None, others: Mapping[str, RowOptimize
         if optimizer is not None:
             optimizer.check_options(object_of(fields["param_group"], "extra.param_group"))
         elif fields["param_group"] is not None:
-            raise ValueError("extra.param_group is given, and this model has no optimizer")
+            object_of(fields["param_group"], "extra.param_group")
     except ValueError as error:
         raise CheckpointError(
             f"the checkpoint's manifest holds what no save writes: {error}; use another checkpoint. Nothing was changed"

@@ -16,7 +16,7 @@ import torch
 from tieredemb.cache.base import Cache
 from tieredemb.cache.changes import Part
 from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
-from tieredemb.config import Capacity, TableConfig, slots_for
+from tieredemb.config import Capacity, OptimizerConfig, TableConfig, slots_for
 from tieredemb.errors import ConfigError, StorageError, StorageFormatError
 from tieredemb.kernels.kept_numbers import KeptNumbers
 from tieredemb.lookup.bags import KeySpace
@@ -151,7 +151,8 @@ class Group(abc.ABC):
         """The same, whatever has become of the cache."""
         return self.cache.counted(self.client)
 
-    def _initial(self) -> InitialRows:
+    def initial(self, optimizer: OptimizerConfig | None) -> InitialRows:
+        """What generates the rows of its tables, with the state that `optimizer` starts with."""
         space, config = self.space, self.config
         tables = [(config.tables[t], config.part(int(t))) for t in space.tables]
         return InitialRows(
@@ -167,8 +168,8 @@ class Group(abc.ABC):
                 for start, (table, part) in zip(space.start[:-1], tables, strict=True)
             ],
             seed=self.config.seed,
-            state_value=state_start(self.config.optimizer),
-            has_last_step=self.config.optimizer is not None and self.config.optimizer.is_dense,
+            state_value=state_start(optimizer),
+            has_last_step=optimizer is not None and optimizer.is_dense,
             device=self.config.device,
         )
 
@@ -223,14 +224,15 @@ class Group(abc.ABC):
         if self.kept is not None:
             self.kept.restart(self.steps[0])
 
-    def rounding(self, keys: Array, *, ahead: int = 0) -> Any:
+    def rounding(self, keys: Array, *, ahead: int = 0, steps: Sequence[int] | None = None) -> Any:
         """How a CPU's kernels round weights into rows of these `keys`, int64 (C,), when tables have taken so many
-        steps more (rounding_cpu.py)."""
+        steps more than `steps`, by default those that they have taken (rounding_cpu.py)."""
         from tieredemb.kernels.rounding_cpu import NEAREST
 
         if self.draws is None:
             return NEAREST
-        return self.draws.on_host(keys, np.array(self.cache.cold.metadata.steps, np.int64) + ahead)
+        taken = self.cache.cold.metadata.steps if steps is None else steps
+        return self.draws.on_host(keys, np.array(taken, np.int64) + ahead)
 
     def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
         """As that of the cache, but rows of a dense optimizer as they are at the steps that were taken."""
@@ -363,7 +365,8 @@ class HostGroup(Group):
         from tieredemb.cache.host.cache import HostCache
 
         self.cache = HostCache(
-            cold, slots=self.slots, policy=self.config.policy, initial=self._initial(), resident=self._ranges(),
+            cold, slots=self.slots, policy=self.config.policy, initial=self.initial(self.config.optimizer),
+            resident=self._ranges(),
             clients=self._client_keys(),
         )  # fmt: skip
 
@@ -396,7 +399,7 @@ class DeviceGroup(Group):
 
         config = self.config
         self.cache = DeviceCache(
-            cold, slots=self.slots, policy=config.policy, initial=self._initial(), device=config.device,
+            cold, slots=self.slots, policy=config.policy, initial=self.initial(config.optimizer), device=config.device,
             resident=self._ranges(), clients=self._client_keys(),
         )  # fmt: skip
 

@@ -18,9 +18,9 @@ import os
 import secrets
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError
 from tieredemb.storage.base import ColdRows, RowLayout
@@ -194,10 +194,23 @@ def _history_of(path: str, manifest: Manifest, name: str, files: Mapping[str, Hi
         ) from error
 
 
+class Taken(Protocol):
+    """What a model takes of rows that are laid out otherwise than its own."""
+
+    def taken(self, keys: Array, weight: Array, state: Array) -> tuple[Array, Array]:
+        """Of rows as they were saved, keys int64 (K,), weight (K, D) and state uint32 (K, S + 1), those of the model,
+        weights in the same dtype."""
+
+
+Takes = Callable[[str, Mapping[str, Any], Space, HistoryFile | None], Taken | None]
+"""What a model takes of a key space, given its name, the checkpoint's `extra`, what it says of the space, and the
+history of steps; None: all of it, as it lies."""
+
+
 class Opened:
     """A checkpoint that was verified, whose files are open: a save that replaces it meanwhile takes nothing away.
     `extra`: what was saved beside the rows · `identity`: tells it from all others · `histories`: what optimizers
-    remember of their steps, by space."""
+    remember of their steps, by space · `taken`: what is taken of the spaces of which not all is."""
 
     def __init__(
         self,
@@ -206,10 +219,12 @@ class Opened:
         files: Mapping[str, RowFiles],
         spaces: Spaces,
         histories: Mapping[str, Any],
+        taken: Mapping[str, Taken],
         parts: Parts | None,
     ) -> None:
         self._parts = parts
         self._histories = histories
+        self.taken = taken
         self.extra, self.identity = manifest.extra, manifest.identity
         self._path, self._manifest, self._files, self._spaces = path, manifest, files, spaces
 
@@ -224,9 +239,11 @@ class Opened:
                 part = None if self._parts is None else self._parts[name]
                 entries = {each: self._manifest.spaces[each] for each in self._manifest.of(name)}
                 for each, entry in entries.items():
-                    _put_rows(self._files[each], entry.row_layout, cold, part)
+                    _put_rows(self._files[each], entry.row_layout, cold, part, self.taken.get(name))
                 latest = max(entries.values(), key=lambda entry: entry.metadata.batch)
                 cold.metadata = plain_metadata(latest.metadata)
+                if name in self.taken:
+                    cold.metadata.steps = []  # those of an optimizer that the model has not
                 if self._histories[name] is not None:
                     cold.history.take(self._histories[name])
         except CheckpointError as error:
@@ -240,8 +257,9 @@ class Opened:
             ) from error
 
 
-def _put_rows(files: RowFiles, layout: RowLayout, cold: ColdRows, part: KeyPart | None) -> None:
-    """Puts all rows of `files`, of `layout`, in their places in `cold`; those of a `part`, if that is one."""
+def _put_rows(files: RowFiles, layout: RowLayout, cold: ColdRows, part: KeyPart | None, takes: Taken | None) -> None:
+    """Puts all rows of `files`, of `layout`, in their places in `cold`; those of a `part`, if that is one, and what is
+    taken of them."""
     from tieredemb.kernels.row_encoding_cpu import in_encoding  # not before it is needed, as it imports numba
 
     reserving = threading.Lock()
@@ -253,13 +271,16 @@ def _put_rows(files: RowFiles, layout: RowLayout, cold: ColdRows, part: KeyPart 
             weight, state = weight[chosen], state[chosen]
             if len(keys) == 0:
                 return
+        if takes is not None:
+            weight, state = takes.taken(keys, weight, state)
         with reserving:
             cold.reserve(keys)
         place = place_of(keys)
         cold.weight[place] = weight if is_same else in_encoding(weight, layout.format, cold.layout.format)
         cold.state[place] = state
 
-    files.read("loading rows", put, threads=None if is_same else 1)  # encoding takes all threads itself
+    is_one_threaded = is_same and takes is None  # the others take all threads themselves
+    files.read("loading rows", put, threads=None if is_one_threaded else 1)
 
 
 @contextlib.contextmanager
@@ -271,19 +292,22 @@ def opened(
     check_extra: Callable[[dict[str, Any]], None] = lambda extra: None,
     recover: bool = False,
     parts: Parts | None = None,
+    takes: Takes | None = None,
+    ignored: Collection[str] = (),
 ) -> Iterator[Opened]:
     """The checkpoint in `directory`, verified, to be restored into `spaces` inside the context. Weights of another
     dtype are rounded to nearest; optimizer state has one dtype.
 
     `identities` as in `save`; without them they are not compared. `check_extra` is given the `extra`, and raises for
     one that it does not want. `recover`: take rows that the saving cache did not trust. `parts`: what of each space
-    this process holds. Changes nothing, and waits for nobody. Raises `CheckpointError`.
+    this process holds. `takes`: what the model takes of spaces that may have other state, and so differ in `ignored`,
+    fields of their identities. Changes nothing, and waits for nobody. Raises `CheckpointError`.
     """
     path = os.path.abspath(os.fspath(directory))
     with contextlib.ExitStack() as stack:
         with checkpoint_errors(path, "loading"):
             manifest, files, of_histories = _open_files(path, stack)
-            _compare(path, manifest, spaces, identities, parts)
+            _compare(path, manifest, spaces, identities, parts, None if takes is None else frozenset(ignored))
             check_extra(manifest.extra)
             if manifest.broken and not recover:
                 raise CheckpointError(
@@ -292,9 +316,21 @@ def opened(
                     "load_checkpoint(directory, recover=True); nothing was changed"
                 )
             histories = {name: _history_of(path, manifest, name, of_histories, cold) for name, cold in spaces.items()}
+            taken = {} if takes is None else _taken(takes, manifest, spaces, of_histories)
             for each in files.values():
                 each.verify()
-        yield Opened(path, manifest, files, spaces, histories, parts)
+        yield Opened(path, manifest, files, spaces, histories, taken, parts)
+
+
+def _taken(takes: Takes, manifest: Manifest, spaces: Spaces, histories: Mapping[str, HistoryFile]) -> dict[str, Taken]:
+    """What a model takes of the spaces of which it does not take all."""
+    taken = {}
+    for name in spaces:
+        first = manifest.of(name)[0]
+        found = takes(name, manifest.extra, manifest.spaces[first], histories.get(first))
+        if found is not None:
+            taken[name] = found
+    return taken
 
 
 def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[str, RowFiles], dict[str, HistoryFile]]:
@@ -324,8 +360,16 @@ def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[
             manifest = again
 
 
-def _compare(path: str, manifest: Manifest, spaces: Spaces, identities: Identities | None, parts: Parts | None) -> None:
-    """Raises `CheckpointError` that names the first thing in which the checkpoint is another model's."""
+def _compare(
+    path: str,
+    manifest: Manifest,
+    spaces: Spaces,
+    identities: Identities | None,
+    parts: Parts | None,
+    ignored: Collection[str] | None,
+) -> None:
+    """Raises `CheckpointError` that names the first thing in which the checkpoint is another model's. `ignored`: where
+    spaces may have other state, the fields of identities that are not compared."""
     found_spaces = {space_of(name) for name in manifest.spaces}
     if found_spaces != set(spaces):
         raise CheckpointError(
@@ -337,10 +381,16 @@ def _compare(path: str, manifest: Manifest, spaces: Spaces, identities: Identiti
         cold = spaces[name]
         layout = cold.layout if parts is None else replace(cold.layout, rows=parts[name].rows)
         wanted = layout_fields(layout) | {"dtype": entry.layout["dtype"]}  # rows of another one are rounded
+        if ignored is not None:
+            wanted["state_width"] = entry.layout["state_width"]
         found = difference(entry.layout, wanted, "layout", stored_in="the checkpoint")
         if not found and identities is not None:
             identity = jsonable(dict(identities.get(name, {})), f"identity of {name!r}")
-            found = difference(entry.identity, identity, "identity", stored_in="the checkpoint")
+            stored, identity = (
+                {key: value for key, value in each.items() if key not in (ignored or ())}
+                for each in (entry.identity, identity)
+            )
+            found = difference(stored, identity, "identity", stored_in="the checkpoint")
         steps, tables = len(entry.metadata.steps), len(cold.metadata.steps)
         if not found and tables and steps != tables:
             found = f"metadata.steps has {steps} numbers in the checkpoint and this model {tables} tables"
