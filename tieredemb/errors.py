@@ -18,7 +18,7 @@ def shown(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # a huge integer inside of it, or it is nested too deeply
+    except Exception:  # a huge integer inside of it, nested too deeply, a tensor that torch cannot print
         return f"a {type(value).__name__} that cannot be written out"
     return text if len(text) <= _SHOWN_LETTERS else f"{text[:_SHOWN_LETTERS]}…"
 

@@ -74,7 +74,7 @@ def test_its_own_options_are_checked_again_once_they_change(betas):
     with pytest.raises(ConfigError, match="betas"):
         optimizer.check_options_now()
     group["betas"], group["lr"] = betas, -1.0
-    with pytest.raises(ConfigError, match="lr"):
+    with pytest.raises(ConfigError, match="learning rate"):
         optimizer.check_options_now()
 
 

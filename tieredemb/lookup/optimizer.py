@@ -9,14 +9,14 @@ Adagrad follows FBGEMM.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from tieredemb.config import OptimizerConfig, StepTerms
-from tieredemb.errors import ConfigError
+from tieredemb.errors import ConfigError, shown
 from tieredemb.lookup.histories import Histories
 from tieredemb.lookup.history import History
 
@@ -100,12 +100,15 @@ class Hyperparameters:
     terms: StepTerms | None = None
 
 
-def check_rate(lr: float | torch.Tensor) -> float:
+def check_rate(lr: object) -> float:
     """The learning rate as a number. Raises `ConfigError` if it is negative or none."""
-    rate = float(lr)
-    if not np.isfinite(rate) or rate < 0:
+    try:
+        rate = math.nan if isinstance(lr, str) else float(lr)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        rate = math.nan
+    if not math.isfinite(rate) or rate < 0:
         raise ConfigError(
-            f"the learning rate is {rate!r}; it must be a finite number of 0 or more: check the scheduler. "
+            f"the learning rate is {shown(lr)}; it must be a finite number of 0 or more: check the scheduler. "
             f"Nothing was updated"
         )
     return rate

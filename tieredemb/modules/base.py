@@ -346,7 +346,7 @@ class TieredModule(LookupModule):
         weights, problems = given_weights(state_dict, keys, tables, unexpected_keys)
         error_msgs += problems
         missing_keys += [key for key in keys if state_dict.get(key) is None]
-        if weights:
+        if weights and not problems:  # all tables of a module, or none
             self.tables.set_weights(weights)
 
     # --- what nn.Module would do to parameters ------------------------------------------------------------------------

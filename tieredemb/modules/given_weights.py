@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from tieredemb.config import TableConfig
+from tieredemb.errors import InvalidInputError
+from tieredemb.tables.given_tensors import dense_numbers
 
 
 def given_weights(
@@ -21,13 +23,15 @@ def given_weights(
         shape = table.num_embeddings, table.embedding_dim
         if key in unexpected_keys:
             unexpected_keys.remove(key)
-        weight = state_dict.get(key)
-        if weight is None:
+        if state_dict.get(key) is None:
             continue
-        if not isinstance(weight, torch.Tensor) or weight.layout is not torch.strided or weight.is_meta:
-            problems.append(f"{key} must be a dense tensor with content, got {type(weight).__name__}")
-        elif tuple(weight.shape) != shape:
-            problems.append(f"{key} has shape {tuple(weight.shape)}, the table has {shape}")
-        else:
+        try:
+            weight = dense_numbers(key, state_dict[key])
+        except InvalidInputError as error:
+            problems.append(str(error))
+            continue
+        if tuple(weight.shape) == shape:
             weights[number] = weight
+        else:
+            problems.append(f"{key} has shape {tuple(weight.shape)}, the table has {shape}")
     return weights, problems

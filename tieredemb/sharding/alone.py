@@ -72,7 +72,7 @@ class Alone(Ranks):
         return self._all.engine.tables.weight(table)
 
     def set_weights(self, weights: Mapping[int, torch.Tensor], problems: Sequence[str]) -> tuple[set[int], list[str]]:
-        if weights:
+        if weights and not problems:
             self._all.engine.tables.set_weights(weights)
         return set(weights), []
 

@@ -19,6 +19,7 @@ from tieredemb.sharding.header import Phase
 from tieredemb.sharding.states import RowStates, refuse_names
 from tieredemb.tables.followed_optimizer import FollowedOptimizer, GroupChoice
 from tieredemb.tables.followers import followers_of
+from tieredemb.tables.given_states import checked_entry, groups_of, state_of
 from tieredemb.tables.table_set import LoadedState
 from tieredemb.tables.torch_kinds import as_numbers, config_of, kind_of
 
@@ -160,11 +161,13 @@ class Following:
         if not self._in_state_dict or self._optimizer is None:
             return None
         entries: dict[int, Any] = {}
-        state, config = dict(state_dict["state"]), self._config()
+        state: dict[Any, Any] = {}
+        config = self._config()
 
         def given() -> dict[int, Any]:
             assert self._optimizer is not None
-            groups, saved = self._optimizer.param_groups, state_dict["param_groups"]
+            groups, saved = self._optimizer.param_groups, groups_of(state_dict)
+            state.update(state_of(state_dict))
             sizes, its = ([len(each["params"]) for each in found] for found in (groups, saved))
             if sizes != its:
                 raise InvalidInputError(
@@ -175,7 +178,8 @@ class Following:
             for table, (g, at) in self._places(groups).items():
                 for _, followed in self._followed():
                     followed.check_rows(config_of(type(self._optimizer), as_numbers(saved[g])))
-                entries[table] = state.pop(saved[g]["params"][at], {})
+                entry = state.pop(saved[g]["params"][at], {})
+                entries[table] = checked_entry(entry, f"table {self._states.layout.tables[table].name!r}")
             return entries
 
         loaded = self._states.taken(config, state_dict, given)

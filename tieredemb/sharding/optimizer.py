@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.errors import ConfigError
 from tieredemb.sharding.header import Phase
 from tieredemb.sharding.states import RowStates, refuse_names
 from tieredemb.tables.fused_optimizer import FusedOptimizer
+from tieredemb.tables.given_states import only_group
 from tieredemb.tables.param_groups import options_in
 
 
@@ -69,14 +70,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` has returned, of this collection or of one in one process, or what torch's
         optimizer of the same name did for these tables: given on all ranks, or the state on rank 0 alone and the param
-        group on all of them. A collective. Raises `InvalidInputError` on all ranks before anything changes."""
-        states = self._states()
+        group on all of them. A collective. Raises `InvalidInputError` or `ConfigError` on all ranks before anything
+        changes."""
+        states, first, options = self._states(), self._of_widths[0], {}
 
         def given() -> dict[int, Mapping[str, Any]]:
-            groups = state_dict.get("param_groups", [])
-            if len(groups) != 1 or len(groups[0]["params"]) != len(states.tables):
-                raise InvalidInputError(f"the state dict must have one param group of {len(states.tables)} tables")
-            return {t: state_dict["state"].get(key, {}) for t, key in enumerate(groups[0]["params"])}
+            entries, group = only_group(state_dict, len(states.tables))
+            options.update(first.loadable_options(group))
+            return dict(enumerate(entries))
 
-        loaded = states.taken(self._of_widths[0].config, state_dict, given)
-        states.set(loaded, lambda: self._of_widths[0].set_options(state_dict["param_groups"][0]))
+        loaded = states.taken(first.config, state_dict, given)
+        states.set(loaded, lambda: first.set_options(options))

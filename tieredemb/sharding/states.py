@@ -25,6 +25,7 @@ from tieredemb.tables.row_state import (
     ELSEWHERE,
     LAGGING,
     check_is_here,
+    check_lagging,
     check_together,
     lagging_rows,
     loaded_state,
@@ -162,8 +163,14 @@ class RowStates:
         for table in sorted(sent):
             loaded[table] = self._sent(config, table, entries.get(table, {}))
         self._check_steps(loaded)
-        self._agreed(lambda: check_together(config, loaded))
+        self._agreed(lambda: self._check(config, loaded))
         return loaded
+
+    def _check(self, config: OptimizerConfig, loaded: Mapping[int, LoadedState]) -> None:
+        """Raises `InvalidInputError` where the parts of what is loaded do not fit each other."""
+        check_together(config, loaded)
+        for shard in self.shards:
+            check_lagging(shard.engine.tables, {n: loaded[t] for n, t in enumerate(shard.tables) if t in loaded})
 
     def _ranks_of(self, entries: Mapping[int, Entry]) -> dict[int, list[int]]:
         """The ranks that were given something for each table."""

@@ -23,10 +23,12 @@ from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters_after, n
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.fingerprint import Fingerprint, steps_fingerprint
 from tieredemb.tables.followers import Followers, Meaning, followers_of
+from tieredemb.tables.given_states import MAX_STEPS, checked_entry, groups_of, loaded_steps, state_of
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.layout import lay_out
 from tieredemb.tables.row_state import (
     check_is_here,
+    check_lagging,
     check_together,
     lagging_rows,
     loaded_state,
@@ -114,13 +116,15 @@ class FollowedOptimizer:
     ) -> None:
         """See `TieredModule.follow`."""
         old, index, config = self.check_follow(optimizer, group=group, instead_of=instead_of)
+        states = self._states_of(optimizer, old, config)
         if self.optimizer is not None and self.optimizer is not optimizer:
             self._leave()
         if rows_of(self._tables.whole.config.optimizer) != rows_of(config):
             lay_out(self._tables, config)
             self.on_device = DeviceOptions(self._tables)
         self.config = config
-        self._take_over(optimizer, old)
+        if any(state.step for state in states.values()):  # else they are those of new tables, which need not be written
+            self._tables.set_states(states, lambda: None)
         self._put(optimizer, index, old)
         for stand_in in self.stand_ins:
             stand_in.follows()
@@ -157,16 +161,18 @@ class FollowedOptimizer:
         """Raises `ConfigError` where the optimizer has state of the params `old` that is of other steps than the tables
         have taken, whose rows and state a file has kept."""
         for table, param in enumerate(old):
-            entry = optimizer.state.get(param, {})
+            name = self._tables.config.tables[table].name
+            entry = checked_entry(optimizer.state.get(param, {}), f"table {name!r}")
             if self._tables.is_new(table) or not entry:
                 continue
-            taken, given = steps_of(self._tables, table), entry.get("step")
-            if taken if given is None else int(given) in (0, taken):  # torch's Adagrad begins with state of step 0
+            taken, given = steps_of(self._tables, table), None
+            if "step" in entry:
+                given = loaded_steps(entry["step"], name, most=MAX_STEPS)
+            if taken if given is None else given in (0, taken):  # torch's Adagrad begins with state of step 0
                 continue
-            name = self._tables.config.tables[table].name
             raise ConfigError(
                 f"the file of table {name!r} has kept its rows after {taken} steps, and the optimizer has state of "
-                f"{'its first steps' if given is None else f'{int(given)} steps'}: load the optimizer that was saved "
+                f"{'its first steps' if given is None else f'{given} steps'}: load the optimizer that was saved "
                 f"with the file, pass one without state, or discard the file with File(path, fresh=True)"
             )
 
@@ -279,18 +285,20 @@ class FollowedOptimizer:
             )
         return asked or 0
 
-    def _take_over(self, optimizer: torch.optim.Optimizer, old: list[torch.Tensor] | None) -> None:
-        """The state that the optimizer has of the params `old` becomes the tables', but where a file has kept that."""
-        assert self.config is not None
+    def _states_of(
+        self, optimizer: torch.optim.Optimizer, old: list[torch.Tensor] | None, config: OptimizerConfig
+    ) -> dict[int, LoadedState]:
+        """The state that the optimizer has of the params `old`, which becomes that of tables with rows for `config`,
+        but where a file has kept that. Raises `InvalidInputError`."""
         states: dict[int, LoadedState] = {}
         for table, param in enumerate(old or ()):
             if not self._tables.is_new(table):
                 continue
-            entry = optimizer.state.get(param, {})
-            states[table] = loaded_state(self._tables, self.config, table, entry)
-        if any(state.step for state in states.values()):  # else they are those of new tables, which need not be written
-            check_together(self.config, states)
-            self._tables.set_states(states, lambda: None)
+            whose = f"table {self._tables.config.tables[table].name!r}"
+            entry = checked_entry(optimizer.state.get(param, {}), whose)
+            states[table] = loaded_state(self._tables, config, table, entry)
+        check_together(config, states)
+        return states
 
     def _put(self, optimizer: torch.optim.Optimizer, index: int, old: list[torch.Tensor] | None) -> None:
         group = optimizer.param_groups[index]
@@ -554,18 +562,20 @@ class FollowedOptimizer:
         self._loading = None
         assert self.optimizer is not None
         assert self.config is not None
-        groups, saved = self.optimizer.param_groups, state_dict["param_groups"]
+        groups, saved = self.optimizer.param_groups, groups_of(state_dict)
         if [len(each["params"]) for each in groups] != [len(each["params"]) for each in saved]:
             return None  # torch refuses it
-        state, loading, entries = dict(state_dict["state"]), {}, []
+        state, loading, entries = dict(state_of(state_dict)), {}, []
         for table, g, at in self.numbered(groups):
             self.check_rows(config_of(type(self.optimizer), as_numbers(saved[g])))
-            entries.append(entry := state.pop(saved[g]["params"][at], {}))
+            name = self._tables.config.tables[table].name
+            entries.append(entry := checked_entry(state.pop(saved[g]["params"][at], {}), f"table {name!r}"))
             if self.in_state_dict and (self.config.tensors or self.config.is_dense):
                 loading[table] = loaded_state(self._tables, self.config, table, entry)
         if self.in_state_dict:
             check_is_here(state_dict, entries)
         check_together(self.config, loading)
+        check_lagging(self._tables, loading)
         self._loading = loading
         return {**state_dict, "state": state}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -10,14 +11,16 @@ import numpy as np
 import torch
 
 from tieredemb.config import OptimizerConfig, check_finite, is_number
-from tieredemb.errors import ConfigError, InvalidInputError, shown
-from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters
+from tieredemb.errors import ConfigError, shown
+from tieredemb.lookup.optimizer import Hyperparameters, check_rate, hyperparameters, named_numbers
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.fingerprint import Fingerprint
+from tieredemb.tables.given_states import only_group
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.param_groups import options_in
 from tieredemb.tables.row_state import (
     check_is_here,
+    check_lagging,
     check_together,
     lagging_rows,
     loaded_state,
@@ -25,6 +28,7 @@ from tieredemb.tables.row_state import (
     steps_of,
 )
 from tieredemb.tables.table_set import LoadedState, TableSet
+from tieredemb.tables.torch_kinds import as_numbers
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
@@ -103,7 +107,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if self.found_inf:
                 return None
         steps = np.array(group.cache.cold.metadata.steps[group.own], np.int64) + 1
-        return hyperparameters(self._config, self.param_groups[0], steps, scale)
+        return hyperparameters(self._config, self._checked_options(), steps, scale)
 
     def scaling(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """On a GPU: whether `grads` are not finite, and what they were scaled by, both float32 (); None without an
@@ -127,8 +131,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def upload(self) -> None:
         """Tells the GPU of the param group as it is now. Every eager step does; after a scheduler has changed `lr`,
         call it before replaying a captured step. Does not synchronise; on the CPU there is nobody to tell. Raises
-        `ConfigError` for a learning rate that is negative or no number."""
-        self.on_device.tell(self.options())
+        `ConfigError` for a learning rate that is negative or no number, and for other options that are not allowed."""
+        self.on_device.tell(self._checked_options())
 
     def options_fingerprint(self, *, waits: bool) -> int:
         """See `RowOptimizer`."""
@@ -188,24 +192,29 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned, or what torch's optimizer of the same name did for these tables.
 
-        Raises `InvalidInputError` before anything changes.
+        Raises `InvalidInputError`, and `ConfigError` for options that are not allowed, before anything changes.
         """
-        tables = self._tables.config.tables
-        groups = state_dict.get("param_groups", [])
-        if len(groups) != 1 or len(groups[0]["params"]) != len(tables):
-            raise InvalidInputError(f"the state dict must have one param group of {len(tables)} tables")
-        entries = [state_dict["state"].get(key, {}) for key in groups[0]["params"]]
+        entries, group = only_group(state_dict, len(self._tables.config.tables))
+        options = self.loadable_options(group)
         check_is_here(state_dict, entries)
         loaded: dict[int, LoadedState] = {}
         for table, entry in enumerate(entries):
             loaded[table] = loaded_state(self._tables, self._config, table, entry)
         check_together(self._config, loaded)
-        self._tables.set_states(loaded, lambda: self.set_options(groups[0]))
+        check_lagging(self._tables, loaded)
+        self._tables.set_states(loaded, lambda: self.set_options(options))
+
+    def loadable_options(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """What is to be taken over of a param group in a state dict, copied; what it lacks stays as it is. Raises
+        `ConfigError` for values that are not allowed. Changes nothing."""
+        known = {*self.options(), "initial_lr"}
+        given = {name: value for name, value in options_in(group).items() if name in known}
+        self.check_options(self.options() | as_numbers(given))
+        return copy.deepcopy(given)
 
     def options(self) -> dict[str, Any]:
         """lr, eps, … as the param group holds them, without its params; tensors as numbers."""
-        options = options_in(self.param_groups[0])
-        return {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+        return as_numbers(options_in(self.param_groups[0]))
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raises `ConfigError` unless `options` holds what this optimizer works with, in values that its config
@@ -218,7 +227,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         own = self._own(options)
         # as JSON keeps a pair
         own |= {name: tuple(value) for name, value in own.items() if isinstance(value, list)}
-        replace(self._config, **own)
+        self._config.numbers(named_numbers(type(self._config), asdict(replace(self._config, **own))))
         if "initial_lr" in options:
             check_finite("initial_lr of the param group", options["initial_lr"], low=0.0)
         for name, value in self.options().items():
@@ -226,12 +235,17 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise ConfigError(f"{name} of the param group must be a number, got {shown(options[name])}")
 
     def check_options_now(self) -> None:
-        """See `RowOptimizer`. What they were last time is not checked again, as every step asks."""
+        """See `RowOptimizer`."""
+        self._checked_options()
+
+    def _checked_options(self) -> dict[str, Any]:
+        """The options as they are now, checked. What they were last time is not checked again, as every step asks."""
         options = self.options()
         if options != self._good:
+            check_rate(options.get("lr"))
             self.check_options(options)
-            # a list, which may change in place, equals no tuple
-            self._good = {name: tuple(each) if isinstance(each, list) else each for name, each in options.items()}
+            self._good = options
+        return options
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Takes over the options that this optimizer knows, and what schedulers keep beside them."""

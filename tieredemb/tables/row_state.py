@@ -3,7 +3,7 @@ of larger ones, entries that are loaded are of the whole, and what is taken of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ import torch
 from tieredemb.config import OptimizerConfig, TablePart
 from tieredemb.errors import InvalidInputError
 from tieredemb.lookup.histories import Histories, StoredBytes
+from tieredemb.tables.given_states import MAX_DENSE_STEPS, MAX_STEPS, loaded_steps
+from tieredemb.tables.given_tensors import dense_numbers
 from tieredemb.tables.table_set import LaggingRows, LoadedState, TableSet
 
 LAGGING = "lagging"  # of an entry: what torch's optimizers have not
@@ -69,21 +71,25 @@ def _loaded_lagging(tables: TableSet, table: int, entry: Mapping[str, Any], part
     if any(not isinstance(given.get(name), torch.Tensor) or given[name].dtype != kind for name, kind in kinds.items()):
         return None
     layout, of = group.cache.cold.layout, tables.config.tables[table]
-    rows, weight, state = (given[name].detach().cpu().contiguous().numpy() for name in kinds)
-    shapes = [(len(rows),), (len(rows), layout.columns * layout.carrier.itemsize), (len(rows), layout.state_width)]
-    is_ordered = len(rows) == 0 or (rows[0] >= 0 and rows[-1] < part.rows and (np.diff(rows) > 0).all())
-    if [each.shape for each in (rows, weight, state)] != shapes or not is_ordered:
+    whose = f"{LAGGING!r} of table {of.name!r}"
+    rows, weight, state = (
+        dense_numbers(f"{name!r} in {whose}", given[name]).cpu().contiguous().numpy() for name in kinds
+    )
+    count = rows.size
+    shapes = [(count,), (count, layout.columns * layout.carrier.itemsize), (count, layout.state_width)]
+    fits = [each.shape for each in (rows, weight, state)] == shapes
+    if not fits or (count and (rows[0] < 0 or rows[-1] >= part.rows or (rows[:-1] >= rows[1:]).any())):
         raise InvalidInputError(
-            f"{LAGGING!r} of table {of.name!r} does not fit its rows; load a state dict of this very model, or leave "
-            f"the key out: rows then go on from the current step"
+            f"{whose} does not fit its rows; load a state dict of this very model, or leave the key out: rows then go "
+            f"on from the current step"
         )
     history = None
     if isinstance(given.get("history"), torch.Tensor):
         try:
-            stored = StoredBytes(given["history"].cpu().numpy().tobytes())
+            stored = StoredBytes(dense_numbers(f"'history' in {whose}", given["history"]).cpu().numpy().tobytes())
             (history,) = Histories([group.history]).parsed(stored).of
         except ValueError as error:
-            raise InvalidInputError(f"{LAGGING!r} of table {of.name!r} has no history of steps: {error}") from error
+            raise InvalidInputError(f"{whose} has no history of steps: {error}") from error
     own = (rows >= part.first) & ((rows - part.first) % part.step == 0)
     if not own.all():
         rows, weight, state = rows[own], weight[own], state[own]
@@ -96,29 +102,39 @@ def loaded_state(
     """Steps and state, float32 (rows, S) or None without any, that an entry of a state dict holds for a table; what a
     new table has where it holds none, as torch's optimizers keep none before their first step. `part`: which of the
     whole table's rows, by default those that `tables` have. Raises `InvalidInputError`."""
-    part = part or tables.config.part(table)
+    part, name = part or tables.config.part(table), tables.config.tables[table].name
     shapes = _shapes(tables, config, table)
-    held = not shapes.keys().isdisjoint(entry)
+    held = any(entry.get(each) is not None for each in shapes)
     lagging = entry.get(LAGGING)
-    counted = lagging.get("step", held) if isinstance(lagging, Mapping) else held
-    step = int(entry.get("step", counted))
+    counted = lagging.get("step", int(held)) if isinstance(lagging, Mapping) else int(held)
+    most = MAX_DENSE_STEPS if config.is_dense else MAX_STEPS
+    step = loaded_steps(entry.get("step", counted), name, most=most)
+    if isinstance(lagging, Mapping) and "step" in lagging:
+        exact = loaded_steps(lagging["step"], name, most=most)
+        step = (
+            exact if np.float32(exact) == np.float32(step) else step
+        )  # torch keeps steps in float32, from 2²⁴ on rounded
     if not held and not shapes and not config.is_dense:
         return LoadedState(step, None)
-    new = torch.full((1, 1), config.state_start, device="cpu")
+    new = torch.full((1, 1), config.state_start, dtype=torch.float32, device="cpu")
     width = sum(width for _, width in shapes.values())
-    if not held:
+    if not held or part.own_rows == 0:  # a table has a row, if one that nobody asks for
         words = new.expand((max(1, part.own_rows), width))
-        return LoadedState(step, words, _loaded_lagging(tables, table, entry, part))
-    for name, wanted in shapes.items():
-        value = entry.get(name)
-        shape_given = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-        if shape_given != wanted:
-            table_name = tables.config.tables[table].name
-            raise InvalidInputError(f"{name!r} of table {table_name!r} must have shape {wanted}, got {shape_given}")
-    words = torch.cat([entry[name][part.first :: part.step].to(torch.float32) for name in shapes], dim=1)
-    if part.own_rows == 0:  # a table has a row, if one that nobody asks for
-        words = new.expand((1, width))
+    if held:
+        given = [dense_numbers(f"{each!r} of table {name!r}", entry.get(each), shape) for each, shape in shapes.items()]
+        if part.own_rows:
+            words = _rows_of(given, part, width)
     return LoadedState(step, words, _loaded_lagging(tables, table, entry, part))
+
+
+def _rows_of(given: Sequence[torch.Tensor], part: TablePart, width: int) -> torch.Tensor:
+    """A part's rows of whole state tensors, side by side: float32 (K, S) on the CPU."""
+    words = torch.empty((part.own_rows, width), dtype=torch.float32, device="cpu")
+    at = 0
+    for whole in given:
+        words[:, at : at + whole.shape[1]] = whole[part.first :: part.step]
+        at += whole.shape[1]
+    return words
 
 
 def check_together(config: OptimizerConfig, states: Mapping[int, LoadedState]) -> None:
@@ -129,6 +145,24 @@ def check_together(config: OptimizerConfig, states: Mapping[int, LoadedState]) -
             f"the tables have taken different numbers of steps ({', '.join(map(str, sorted(steps)))}), and those "
             f"of one module take steps together; give each number a module of its own"
         )
+
+
+def check_lagging(tables: TableSet, states: Mapping[int, LoadedState]) -> None:
+    """Raises `InvalidInputError` where rows that lag behind stand at a step that the history beside them does not
+    have."""
+    for group in tables.groups:
+        lagging = {t: states[t].lagging for t in map(int, group.space.tables) if t in states}
+        history = next((each.history for each in lagging.values() if each and each.history), None)
+        for table, rows in lagging.items():
+            if history is None or rows is None or not len(rows.rows):
+                continue
+            steps = rows.state[:, -1].view(np.int32)
+            if steps.min() < history.base or steps.max() > history.steps:
+                raise InvalidInputError(
+                    f"{LAGGING!r} of table {tables.config.tables[table].name!r} has rows at steps {steps.min()} to "
+                    f"{steps.max()}, and the history beside it knows those from {history.base} to {history.steps}; "
+                    f"load a state dict of this very model, or leave the key out: rows then go on from the current step"
+                )
 
 
 def _shapes(tables: TableSet, config: OptimizerConfig, table: int) -> dict[str, tuple[int, int]]:

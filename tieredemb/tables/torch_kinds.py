@@ -145,8 +145,9 @@ def as_numbers(group: Mapping[str, Any], *, waits: bool = True) -> dict[str, Any
 def _number(name: str, value: Any, waits: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    if value.numel() != 1:
-        raise ConfigError(f"{name} of the param group must be one number, got a tensor of shape {tuple(value.shape)}")
+    if value.is_meta or value.layout is not torch.strided or value.is_nested or value.numel() != 1:
+        what = "nested" if value.is_nested else f"{value.layout} on {value.device} of shape {tuple(value.shape)}"
+        raise ConfigError(f"{name} of the param group must be one number, got a tensor ({what})")
     if waits or value.device.type == "cpu":
         return value.item()
     if name == "lr":

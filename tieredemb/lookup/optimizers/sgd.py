@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from tieredemb.config import OptimizerConfig, StateTensor, StepTerms, check_finite, used_decay
 from tieredemb.errors import ConfigError, shown
 
@@ -32,7 +34,7 @@ class SGD(OptimizerConfig):
         for name in ("momentum", "dampening", "weight_decay", "weight_decay_on_use"):
             check_finite(name, getattr(self, name), low=0.0)
         used_decay(asdict(self))
-        if self.nesterov not in (True, False):
+        if not isinstance(self.nesterov, bool | int | np.bool_) or self.nesterov not in (True, False):
             raise ConfigError(f"nesterov must be True or False, got {shown(self.nesterov)}")
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ConfigError(
