@@ -8,6 +8,7 @@ from devices import assert_close, equal, randint
 from torch import nn
 
 import tieredemb as te
+from tieredemb.errors import ConfigError
 
 
 class Model(nn.Module):
@@ -83,3 +84,31 @@ def test_every_setting_goes_along(device):
             assert getattr(twin, name) == getattr(module, name), name
         assert (twin.options.max_norm, twin.options.norm_type) == (2.0, 1.0)
         assert twin.options.scale_grad_by_freq == module.scale_grad_by_freq
+
+
+@pytest.mark.parametrize("has_all", [True, False], ids=["all parameters", "those that require a gradient"])
+@pytest.mark.parametrize("frozen", [(True,), (True, True), (True, False)], ids=len)
+def test_frozen_embeddings_are_converted_with_the_usual_optimizer(device, frozen, has_all):
+    model = nn.ModuleList(nn.EmbeddingBag(50, 8, mode="sum").requires_grad_(not each) for each in frozen)
+    model.append(nn.Linear(8, 1))
+    optimizer = torch.optim.Adam((each for each in model.parameters() if has_all or each.requires_grad), lr=0.1)
+    count = len(optimizer.param_groups[0]["params"])
+    te.replace_embedding_bags(model, capacity=0.1, optimizer=optimizer)
+    *tables, top = model
+    before = [table.weight.detach().clone() for table in tables]
+    top(sum(table(torch.tensor([[1, 2]])) for table in tables)).sum().backward()
+    optimizer.step()
+    assert len(optimizer.param_groups[0]["params"]) == count
+    for table, rows, is_frozen in zip(tables, before, frozen, strict=True):
+        assert isinstance(table, te.TieredEmbeddingBag)
+        assert table.is_trainable is not is_frozen
+        assert torch.equal(table.weight.detach(), rows) is is_frozen
+
+
+def test_optimizer_without_the_weights_that_train_is_refused(device):
+    model = nn.ModuleList([nn.EmbeddingBag(50, 8), nn.EmbeddingBag(50, 8).requires_grad_(False), nn.Linear(8, 1)])
+    with pytest.raises(ConfigError, match="none of the 1 embeddings' weights that require a gradient"):
+        te.replace_embedding_bags(model, optimizer=torch.optim.Adam(model[2].parameters()))
+    with pytest.raises(ConfigError, match="holds no optimizer"):
+        te.replace_embedding_bags(model, optimizer=[])
+    assert not any(isinstance(each, te.TieredEmbeddingBag) for each in model)

@@ -37,11 +37,13 @@ def assign(found: Sequence[Found], optimizer: Optimizers) -> dict[str, Assigned]
         trained, frozen = Assigned(given, config, None, True), Assigned(None, None, None, False)
         return {each.name: trained if each.module.weight.requires_grad else frozen for each in found}
     assigned = {each.name: _by_weight(each, optimizers) for each in found}
-    if found and all(each.follows is None for each in assigned.values()):
+    trained = [each for each in found if each.module.weight.requires_grad]  # frozen ones need no optimizer
+    if trained and all(each.follows is None for each in assigned.values()):
         raise ConfigError(
-            f"none of the {len(found)} embeddings' weights is among the params of the optimizer, so it trains none of "
-            f"them; build it over model.parameters() before the model is converted, or pass a class such as "
-            f"torch.optim.Adam and let each table follow(optimizer) later"
+            f"none of the {len(trained)} embeddings' weights that require a gradient is among the params of the "
+            f"optimizer, so it trains none of them; build it over model.parameters() before the model is converted, or "
+            f"pass a class such as torch.optim.Adam and let each table follow(optimizer) later; to serve them as they "
+            f"are, freeze them by requires_grad_(False) before"
         )
     return assigned
 
@@ -52,6 +54,8 @@ def _torch_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer] | No
         return [unwrapped(optimizer)]
     if not isinstance(optimizer, Sequence) or isinstance(optimizer, str):
         return None
+    if not optimizer:
+        raise ConfigError("optimizer=[] holds no optimizer; pass those that train the model, or leave optimizer out")
     for each in optimizer:
         if not isinstance(each, torch.optim.Optimizer):
             raise ConfigError(f"several optimizers must all be torch.optim.Optimizer instances, got {shown(each)}")

@@ -58,7 +58,7 @@ def replace_embedding_bags(
     An embedding that a twin could not stand for stays as it is, and a warning says why: a subclass with behaviour of
     its own, hooks, weights tied to those of another module. Warned of, too, is who still holds an old weight, as what
     it does to that no longer happens. Raises `ConfigError` and `UnsupportedError` before anything is replaced, where
-    the optimizer has an option that tables lack, for one, or has none of the weights.
+    the optimizer has an option that tables lack, for one, or has none of the weights that require a gradient.
 
     >>> model = nn.Sequential(nn.EmbeddingBag(1000, 4, mode="sum"), nn.Linear(4, 1))
     >>> optimizer = torch.optim.Adam(model.parameters(), weight_decay=1e-5)
