@@ -7,13 +7,14 @@ optimizers with their recipes in `lookup/optimizers/`.
 from __future__ import annotations
 
 import abc
+import functools
 import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from inspect import isabstract
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -85,6 +86,45 @@ def check_whole(name: str, value: int, *, low: int, high: int) -> None:
         raise kind(f"{name} must be an integer of at least {low} and at most {high}, got {shown(value)}")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raises `ConfigTypeError` unless `value` is True or False, or 1 or 0."""
+    if not isinstance(value, bool | int | np.bool_) or value not in (True, False):
+        raise ConfigTypeError(f"{name} must be True or False, got {shown(value)}")
+
+
+def check_one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Raises `ConfigError` unless `value` is one of the words `allowed`."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
+
+
+C = TypeVar("C")
+
+
+def by_name(config: type[C]) -> type[C]:
+    """A class decorator of configs, whose fields are keywords: what is given by position, as torch's optimizers are
+    given params, raises `ConfigTypeError`, which says how to write it."""
+    make: Any = config.__init__
+    names = [field.name for field in fields(config) if field.init]  # type: ignore[arg-type]
+
+    @functools.wraps(make)
+    def init(self: C, *args: Any, **keywords: Any) -> None:
+        if args:
+            raise ConfigTypeError(_written_by_name(config, names, args))
+        make(self, **keywords)
+
+    config.__init__ = init  # type: ignore[assignment]
+    return config
+
+
+def _written_by_name(config: type, names: Sequence[str], args: Sequence[object]) -> str:
+    """What to write where a config was given `args` by position."""
+    name, values = config.__name__, [shown(each) if isinstance(each, int | float | str) else "…" for each in args]
+    given = ", ".join(f"{field}={value}" for field, value in zip(names, values, strict=False))
+    params = ", and no params: it updates the tables that it is given to" if issubclass(config, OptimizerConfig) else ""
+    return f"{name} takes its arguments by name, as in {name}({given}); it has {', '.join(names) or 'none'}{params}"
+
+
 def _as_floats(config: object, *names: str) -> None:
     """1 and 1.0 are one config: a file remembers its tables in words."""
     for name in names:
@@ -94,6 +134,7 @@ def _as_floats(config: object, *names: str) -> None:
 # --- initial values -------------------------------------------------------------------------------------------------
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class Normal:
     """Rows start as independent normal values, as `torch.nn.EmbeddingBag`'s do."""
@@ -108,6 +149,7 @@ class Normal:
         _as_floats(self, "mean", "std")
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class Uniform:
     """Rows start as independent uniform values between low and high; DLRM takes ±1/√num_embeddings."""
@@ -140,6 +182,7 @@ def _is_function(value: object) -> bool:
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class TableConfig:
     """One embedding table of a collection.
@@ -171,12 +214,8 @@ class TableConfig:
             raise ConfigError(f"a table's name must be a non-empty string, got {shown(self.name)}")
         check_whole(f"num_embeddings of table {self.name!r}", self.num_embeddings, low=1, high=MAX_ROWS)
         check_whole(f"embedding_dim of table {self.name!r}", self.embedding_dim, low=1, high=MAX_WIDTH)
-        if self.mode not in MODES:
-            raise ConfigError(f"mode of table {self.name!r} must be one of {', '.join(MODES)}, got {shown(self.mode)}")
-        if self.placement not in PLACEMENTS:
-            raise ConfigError(
-                f"placement of table {self.name!r} must be one of {', '.join(PLACEMENTS)}, got {shown(self.placement)}"
-            )
+        check_one_of(f"mode of table {self.name!r}", self.mode, MODES)
+        check_one_of(f"placement of table {self.name!r}", self.placement, PLACEMENTS)
         if not isinstance(self.init, (Normal, Uniform, Written)) and not _is_function(self.init):
             raise ConfigError(
                 f"init of table {self.name!r} must be Normal(…), Uniform(…) or a function of rows and a generator, got "
@@ -245,6 +284,7 @@ def features_of(tables: Sequence[TableConfig]) -> list[Feature]:
 # --- policies -------------------------------------------------------------------------------------------------------
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class LFU:
     """Keeps the rows that were used in most batches, a use losing half its weight every `half_life_batches`.
@@ -267,8 +307,10 @@ class LFU:
                 f"half_life_batches of {shown(half_life)} is not told apart from math.inf; pass math.inf, or at most "
                 f"{2**26}"
             )
+        check_flag("remember_evicted", self.remember_evicted)
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class LRU:
     """Keeps the rows that were used last."""

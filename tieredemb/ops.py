@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tieredemb.config import MODES, Mode
-from tieredemb.errors import InvalidInputError
+from tieredemb.errors import InputTypeError, InvalidInputError
 from tieredemb.kernels import check_device
 from tieredemb.kernels.constants import DROPPED
 from tieredemb.kernels.row_format import CARRIERS, RowFormat
@@ -59,6 +59,13 @@ def pooled_lookup(
     >>> weight.grad[:, 0].tolist()
     [1.0, 0.0, 0.0, 2.0]
     """
+    for name, value in (("weight", weight), ("homes", homes), ("offsets", offsets)):
+        if not isinstance(value, Tensor):
+            raise InputTypeError(f"{name} must be a tensor, got {type(value).__name__}")
+    if per_sample_weights is not None and not isinstance(per_sample_weights, Tensor):
+        raise InputTypeError(f"per_sample_weights must be a tensor, got {type(per_sample_weights).__name__}")
+    if not isinstance(mode, str):
+        raise InvalidInputError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     out: Tensor = torch.ops.tieredemb.pooled_lookup(weight, homes, offsets, per_sample_weights, mode)
     return out
 

@@ -34,8 +34,8 @@ def assign(found: Sequence[Found], optimizer: Optimizers) -> dict[str, Assigned]
     optimizers = _torch_optimizers(optimizer)
     if optimizers is None:
         config, given = row_config(optimizer), cast("Optimizer", optimizer)
-        trained, frozen = Assigned(given, config, None, True), Assigned(None, None, None, False)
-        return {each.name: trained if each.module.weight.requires_grad else frozen for each in found}
+        trains, frozen = Assigned(given, config, None, True), Assigned(None, None, None, False)
+        return {each.name: trains if each.module.weight.requires_grad else frozen for each in found}
     assigned = {each.name: _by_weight(each, optimizers) for each in found}
     trained = [each for each in found if each.module.weight.requires_grad]  # frozen ones need no optimizer
     if trained and all(each.follows is None for each in assigned.values()):

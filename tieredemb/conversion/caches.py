@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from torch import nn
 from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, Placement, Policy, TableConfig
 from tieredemb.conversion.assignment import Assigned
 from tieredemb.conversion.found import Found
+from tieredemb.errors import ConfigTypeError, shown
+from tieredemb.kernels.row_format import Encoding
 from tieredemb.lookup.optimizer import rows_of
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
@@ -20,11 +22,19 @@ from tieredemb.modules.base import TieredModule
 from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag, check_scaling
 from tieredemb.storage.base import Storage
-from tieredemb.tables.config import TableSetConfig, table_set_config
+from tieredemb.tables.config import TableSetConfig, as_device, table_set_config
 from tieredemb.tables.group import row_layout, slot_bytes
 from tieredemb.tables.pool import Member, Pool
 from tieredemb.tables.shares import Sharer, shares
 from tieredemb.tables.table_set import TableSet
+
+
+class Place(NamedTuple):
+    """Where rows are put, and what they are read as. `output_dtype`: what the model goes on with."""
+
+    device: torch.device
+    dtype: torch.dtype | Encoding
+    output_dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +51,14 @@ class Settings:
     check_ids: CheckIds = "deferred"
     rounding: Rounding = "nearest"
     output_dtype: torch.dtype | None = None
+
+    def place(self, weight: torch.Tensor) -> Place:
+        """Where the rows of a weight are put. Raises `ConfigError`."""
+        dtype, outputs = (weight.dtype if each is None else each for each in (self.dtype, self.output_dtype))
+        for name, each in (("dtype", dtype), ("output_dtype", outputs)):
+            if not isinstance(each, torch.dtype | Encoding):
+                raise ConfigTypeError(f"{name} must be a torch.dtype, as torch.float32, got {shown(each)}")
+        return Place(weight.device if self.device is None else as_device(self.device), dtype, outputs)
 
 
 def make_twins(
@@ -83,8 +101,7 @@ def _sets(
     by_kind: dict[object, list[Found]] = {}
     for each in found:
         weight, rows = each.module.weight, rows_of(assigned[each.name].config)
-        dtypes = settings.dtype or weight.dtype, settings.output_dtype or weight.dtype
-        kind = (weight.shape[1], settings.device or weight.device, dtypes, rows)
+        kind = (weight.shape[1], settings.place(weight), rows)
         by_kind.setdefault(kind, []).append(each)
     sets = []
     for members in by_kind.values():
@@ -97,11 +114,11 @@ def _sets(
             label=_label(members, is_only=len(by_kind) == 1),
             optimizer=None,
             seed=settings.seed,
-            dtype=settings.dtype or weight.dtype,
-            device=settings.device or weight.device,
+            dtype=settings.place(weight).dtype,
+            device=settings.place(weight).device,
             check_ids=settings.check_ids,
             rounding=settings.rounding,
-            output_dtype=settings.output_dtype or weight.dtype,  # which the model goes on with
+            output_dtype=settings.place(weight).output_dtype,
         )
         config = replace(config, optimizer=assigned[members[0].name].config, apart=len(members) > 1)
         sets.append((config, members))

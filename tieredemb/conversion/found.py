@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from tieredemb.errors import ConfigError, shown
@@ -83,7 +84,7 @@ def choose(found: list[Found], include: Choice, exclude: Choice) -> list[Found]:
     one that is included by its name and cannot have a twin."""
     wanted = _matches("include", found, include) if include is not None else {each.name for each in found}
     unwanted = _matches("exclude", found, exclude) if exclude is not None else set()
-    named = {include} if isinstance(include, str) else set() if include is None or callable(include) else set(include)
+    named = set() if include is None or callable(include) else {include} if isinstance(include, str) else set(include)
     for each in found:
         if each.reason and each.name in named and each.name not in unwanted:
             raise ConfigError(f"{each.shown} {each.reason}, which a tiered twin would lose; replace it by hand")
@@ -91,9 +92,13 @@ def choose(found: list[Found], include: Choice, exclude: Choice) -> list[Found]:
 
 
 def _matches(keyword: str, found: list[Found], choice: Choice) -> set[str]:
+    if isinstance(choice, type | torch.Tensor) or not (callable(choice) or isinstance(choice, Iterable)):
+        raise ConfigError(
+            f"{keyword} takes names, patterns such as 'user*', or a function of name and module; got {shown(choice)}"
+        )
     if callable(choice):
         return {each.name for each in found if choice(each.name, each.module)}
-    patterns = [choice] if isinstance(choice, str) else list(choice or ())
+    patterns = [choice] if isinstance(choice, str) else list(choice)
     matched: set[str] = set()
     for pattern in patterns:
         if not isinstance(pattern, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from tieredemb.config import FLOAT32_MAX, check_finite, is_number, keep_plain
+from tieredemb.config import FLOAT32_MAX, check_finite, check_flag, is_number, keep_plain
 from tieredemb.errors import ConfigError, shown
 
 
@@ -22,6 +22,7 @@ class LookupOptions:
 
     def __post_init__(self) -> None:
         keep_plain(self)
+        check_flag("scale_grad_by_freq", self.scale_grad_by_freq)
         if self.max_norm is not None:
             check_finite("max_norm, where it is not None,", self.max_norm, low=0.0)
         if not (is_number(self.norm_type) and (self.norm_type == math.inf or 0 < self.norm_type <= FLOAT32_MAX)):

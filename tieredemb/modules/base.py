@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tieredemb.config import OptimizerConfig
+from tieredemb.config import OptimizerConfig, check_flag
 from tieredemb.errors import ConfigError, UnsupportedError
+from tieredemb.kernels import check_device
 from tieredemb.kernels.inference import no_inference
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
@@ -234,7 +235,8 @@ class TieredModule(LookupModule):
         """Freezes the tables (False): outputs need no gradient and rows stay; or thaws them. Call it on this module:
         that of a model around it reaches parameters alone, and the tables are none, unless they follow a torch
         optimizer."""
-        super().requires_grad_(requires_grad)
+        check_flag("requires_grad", requires_grad)
+        super().requires_grad_(bool(requires_grad))
         self._frozen = not requires_grad and not self._stand_ins  # which say it themselves
         self._hook = self._make_hook()
         return self
@@ -352,7 +354,7 @@ class TieredModule(LookupModule):
     # --- what nn.Module would do to parameters ------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TieredModule:
-        probe = fn(torch.zeros(1, dtype=torch.float32, device=self.tables.config.device))
+        probe = moved(fn, torch.zeros(1, dtype=torch.float32, device=self.tables.config.device))
         if probe.dtype != torch.float32:
             allowed = ", ".join(map(str, CARRIERS))
             raise UnsupportedError(
@@ -404,6 +406,20 @@ class TieredModule(LookupModule):
         for name in [name for name, each in self._parameters.items() if isinstance(each, StandIn)]:
             del self._parameters[name]  # the tables have others now, which may have other names
         self._connect()
+
+
+def moved(fn: Callable[[torch.Tensor], torch.Tensor], probe: torch.Tensor) -> torch.Tensor:
+    """What `fn`, which is to be applied to a module, makes of a tensor. Raises `UnsupportedError` where it moves that
+    to a GPU and torch has none."""
+    try:
+        return fn(probe)
+    except (AssertionError, RuntimeError) as error:
+        if not torch.cuda.is_available() and ("CUDA" in str(error) or "NVIDIA" in str(error)):
+            try:
+                check_device(torch.device("cuda"))
+            except UnsupportedError as known:
+                raise known from error
+        raise
 
 
 def _moved_together(module: TieredModule) -> list[TieredModule]:

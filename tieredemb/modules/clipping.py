@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from tieredemb.config import is_number, plain
-from tieredemb.errors import ConfigError, InvalidInputError, shown
+from tieredemb.config import check_flag, is_number, plain
+from tieredemb.errors import ConfigError, InputTypeError, InvalidInputError, shown
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.stand_in import StandIn
@@ -28,7 +28,7 @@ def clip_grad_norm_(
     `norm_type` of 2. Does not synchronise, unless `error_if_nonfinite`.
 
     Raises `ConfigError` for tables that are updated in backward, whose gradients are gone, and `InvalidInputError` for
-    a `norm_type` of 0 or less.
+    a `norm_type` of 0 or less, and what is no number or no parameter.
 
     >>> bag = TieredEmbeddingBag(1000, 4, mode="sum", optimizer=torch.optim.SGD)
     >>> optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
@@ -37,16 +37,17 @@ def clip_grad_norm_(
     >>> tieredemb.clip_grad_norm_(bag, 1.0, norm_type=1)
     tensor(8.)
     """
-    if isinstance(norm_type, str):  # torch takes "inf"
-        norm_type = float(norm_type)
-    norm_type = plain(norm_type)
-    if not is_number(norm_type) or not norm_type > 0:
-        raise InvalidInputError(f"norm_type must be a number above 0, or math.inf, got {shown(norm_type)}")
-    norm_type = float(norm_type)
+    norm_type = _number("norm_type", norm_type)
+    if not norm_type > 0:
+        raise InvalidInputError(f"norm_type must be a number above 0, or math.inf, got {norm_type}")
+    max_norm = _number("max_norm", max_norm)
+    check_flag("error_if_nonfinite", error_if_nonfinite)
+    if foreach is not None:
+        check_flag("foreach", foreach)
     if isinstance(parameters, nn.Module):
         _check_clippable(parameters)
         parameters = _parameters_of(parameters)
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    params = _given(parameters)
     with torch.no_grad():
         dense = [each.grad for each in params if not isinstance(each, StandIn) and each.grad is not None]
         norms = [torch.nn.utils.get_total_norm(dense, norm_type, False, foreach)] if dense else []
@@ -62,6 +63,29 @@ def clip_grad_norm_(
             )
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, total, foreach)
     return total
+
+
+def _number(name: str, value: object) -> float:
+    """A norm as torch takes it: a number, a tensor of one, or a number in words, as "inf"."""
+    try:
+        number = float(value) if isinstance(value, str) else plain(value)
+        if isinstance(number, torch.Tensor) and number.dtype != torch.bool:
+            number = float(number)
+        if is_number(number):
+            return float(number)
+    except (ValueError, TypeError, RuntimeError, OverflowError):
+        pass
+    raise InvalidInputError(f"{name} must be a number, or math.inf, got {shown(value)}")
+
+
+def _given(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    params = list(parameters) if isinstance(parameters, Iterable) and not isinstance(parameters, type) else [None]
+    if odd := [each for each in params if not isinstance(each, torch.Tensor)]:
+        given = parameters if odd[0] is None else odd[0]
+        raise InputTypeError(f"parameters must be a model, or an iterable of its parameters, got {shown(given)}")
+    return params  # type: ignore[return-value]
 
 
 def _stand_ins(module: LookupModule) -> list[StandIn]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast, overload
 
 import torch
 
-from tieredemb.config import Capacity, CheckIds, Policy, TableConfig, features_of
-from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.config import Capacity, CheckIds, Policy, TableConfig, check_flag, features_of
+from tieredemb.errors import ConfigError, ConfigTypeError, InvalidInputError, shown
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
@@ -32,11 +32,24 @@ from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
 
 
-def check_collection(tables: Sequence[object], *, scale_grad_by_freq: bool) -> None:
-    """Raises `ConfigError` for `tables` that are none, or none that can be pooled so."""
+def given_tables(tables: object) -> tuple[TableConfig, ...]:
+    """The tables of a collection, as they were given. Raises `ConfigError` for what holds none."""
+    if not isinstance(tables, Iterable) or isinstance(tables, str | type):
+        raise ConfigTypeError(f"tables must be a list of TableConfig instances, got {shown(tables)}")
+    try:
+        found = tuple(tables)
+    except TypeError as error:  # a tensor of no dimension
+        raise ConfigTypeError(f"tables must be a list of TableConfig instances, got {shown(tables)}") from error
+    if odd := [table for table in found if not isinstance(table, TableConfig)]:
+        raise ConfigError(f"tables must hold TableConfig instances, got {shown(odd[0])}")
+    return found
+
+
+def check_collection(tables: Sequence[TableConfig], *, scale_grad_by_freq: bool, is_weighted: bool) -> None:
+    """Raises `ConfigError` for options that are none, and for `tables` that cannot be pooled so."""
+    check_flag("scale_grad_by_freq", scale_grad_by_freq)
+    check_flag("is_weighted", is_weighted)
     for table in tables:
-        if not isinstance(table, TableConfig):
-            raise ConfigError(f"tables must hold TableConfig instances, got {table!r}")
         if scale_grad_by_freq and table.mode == "max":
             raise ConfigError(f"scale_grad_by_freq is not supported with mode='max' of table {table.name!r}")
 
@@ -158,8 +171,8 @@ class TieredEmbeddingBagCollection(PooledInputs, KeyedModule):
         output_dtype: torch.dtype | None = None,
         is_weighted: bool = False,
     ) -> None:
-        tables = tuple(tables)
-        check_collection(tables, scale_grad_by_freq=scale_grad_by_freq)
+        tables = given_tables(tables)
+        check_collection(tables, scale_grad_by_freq=scale_grad_by_freq, is_weighted=is_weighted)
         config = table_set_config(
             tables, capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
             device=device, check_ids=check_ids, rounding=rounding, output_dtype=output_dtype,

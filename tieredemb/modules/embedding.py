@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from tieredemb.config import Capacity, CheckIds, Init, Normal, Placement, Policy, TableConfig
+from tieredemb.config import Capacity, CheckIds, Init, Normal, Placement, Policy, TableConfig, check_flag
 from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
 from tieredemb.modules.inputs import as_ids
 from tieredemb.modules.one_table import OneTable
-from tieredemb.modules.pretrained import check_rows, pretrained_arguments
+from tieredemb.modules.pretrained import given_rows, pretrained_arguments
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
 from tieredemb.storage.base import Storage
@@ -65,8 +65,10 @@ class TieredEmbedding(OneTable):
             init=Normal() if init is None else init,
             placement=placement,
         )
-        check_rows(_weight, table)
-        dtype = dtype or (None if _weight is None else _weight.dtype)
+        check_flag("sparse", sparse)
+        check_flag("_freeze", _freeze)
+        weight = given_rows(_weight, table)
+        dtype = weight.dtype if dtype is None and weight is not None else dtype
         config = table_set_config(
             (table,), capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
             device=device, check_ids=check_ids, rounding=rounding, output_dtype=output_dtype,
@@ -77,7 +79,7 @@ class TieredEmbedding(OneTable):
             scale_grad_by_freq=scale_grad_by_freq,
             padding_is_dropped=False,
         )
-        tables = TableSet(config, weights=None if _weight is None else {0: _weight})
+        tables = TableSet(config, weights=None if weight is None else {0: weight})
         self._start(tables, optimizer, options, sparse=sparse)
         self.requires_grad_(not _freeze)
 

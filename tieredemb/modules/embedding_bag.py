@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, Placement, Policy, TableConfig
+from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, Placement, Policy, TableConfig, check_flag
 from tieredemb.errors import ConfigError, InvalidInputError, UnsupportedInputError
 from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
 from tieredemb.modules.inputs import as_ids, as_offsets, check_weights, widened
 from tieredemb.modules.one_table import OneTable
-from tieredemb.modules.pretrained import check_rows, pretrained_arguments
+from tieredemb.modules.pretrained import given_rows, pretrained_arguments
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import untraced
 from tieredemb.storage.base import Storage
@@ -24,6 +24,7 @@ from tieredemb.tables.torch_kinds import Optimizer
 
 def check_scaling(mode: Mode, scale_grad_by_freq: bool) -> None:
     """Raises `ConfigError` for what has no meaning together."""
+    check_flag("scale_grad_by_freq", scale_grad_by_freq)
     if scale_grad_by_freq and mode == "max":
         raise ConfigError("scale_grad_by_freq is not supported with mode='max'; use 'sum' or 'mean'")
 
@@ -98,14 +99,16 @@ class TieredEmbeddingBag(OneTable):
             placement=placement,
         )
         check_scaling(mode, scale_grad_by_freq)
-        check_rows(_weight, table)
-        dtype = dtype or (None if _weight is None else _weight.dtype)
+        check_flag("sparse", sparse)
+        check_flag("include_last_offset", include_last_offset)
+        weight = given_rows(_weight, table)
+        dtype = weight.dtype if dtype is None and weight is not None else dtype
         config = table_set_config(
             (table,), capacity=capacity, policy=policy, storage=storage, optimizer=optimizer, seed=seed, dtype=dtype,
             device=device, check_ids=check_ids, rounding=rounding, output_dtype=output_dtype,
         )  # fmt: skip
         options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
-        tables = TableSet(config, weights=None if _weight is None else {0: _weight})
+        tables = TableSet(config, weights=None if weight is None else {0: weight})
         self._start(tables, optimizer, options, sparse=sparse, include_last_offset=include_last_offset)
 
     def _start(

@@ -8,11 +8,12 @@ from typing import Any, overload
 
 import torch
 
-from tieredemb.config import Capacity, CheckIds, Policy, TableConfig, features_of
+from tieredemb.config import Capacity, CheckIds, Policy, TableConfig, check_flag, features_of
 from tieredemb.errors import ConfigError, InvalidInputError
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
+from tieredemb.modules.collection import given_tables
 from tieredemb.modules.inputs import as_ids, as_offsets
 from tieredemb.modules.keyed import (
     JaggedTensor,
@@ -65,10 +66,9 @@ class TieredEmbeddingCollection(KeyedModule):
         output_dtype: torch.dtype | None = None,
         need_indices: bool = False,
     ) -> None:
-        tables = tuple(tables)
+        tables = given_tables(tables)
+        check_flag("need_indices", need_indices)
         for table in tables:
-            if not isinstance(table, TableConfig):
-                raise ConfigError(f"tables must hold TableConfig instances, got {table!r}")
             if table.mode != "sum":
                 raise ConfigError(
                     f"table {table.name!r} has mode={table.mode!r}, and this collection pools nothing; leave mode out, "

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from tieredemb.config import TableConfig
-from tieredemb.errors import ConfigError, ConfigTypeError
+from tieredemb.config import TableConfig, check_flag
+from tieredemb.errors import ConfigError, ConfigTypeError, InvalidInputError
+from tieredemb.tables.given_tensors import dense_numbers
 
 
 def pretrained_arguments(
@@ -16,8 +17,8 @@ def pretrained_arguments(
 ) -> dict[str, Any]:
     """Constructor arguments for the rows `embeddings` (num_embeddings, embedding_dim): `args` are the values of the
     first `names`. Raises `ConfigError`."""
-    if not isinstance(embeddings, torch.Tensor):
-        raise ConfigTypeError(f"embeddings must be a tensor, got {type(embeddings).__name__}; use torch.as_tensor")
+    embeddings = _rows("embeddings", embeddings)
+    check_flag("freeze", freeze)
     if embeddings.dim() != 2:
         raise ConfigError(f"embeddings must have two dimensions, got shape {tuple(embeddings.shape)}")
     if freeze and keywords.get("optimizer") is not None:
@@ -29,8 +30,21 @@ def pretrained_arguments(
     return given | dict(zip(names, args, strict=False)) | dict(keywords)
 
 
-def check_rows(weight: torch.Tensor | None, table: TableConfig) -> None:
-    """Raises `ConfigError` unless `weight`, where given, has the table's shape."""
-    shape = (table.num_embeddings, table.embedding_dim)
-    if weight is not None and tuple(weight.shape) != shape:
+def given_rows(weight: torch.Tensor | None, table: TableConfig) -> torch.Tensor | None:
+    """`weight`, where given, without its gradient. Raises `ConfigError` unless it can be read as rows of the table's
+    shape."""
+    if weight is None:
+        return None
+    shape, weight = (table.num_embeddings, table.embedding_dim), _rows("_weight", weight)
+    if tuple(weight.shape) != shape:
         raise ConfigError(f"_weight has shape {tuple(weight.shape)}, the arguments say {shape}")
+    return weight
+
+
+def _rows(name: str, value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise ConfigTypeError(f"{name} must be a tensor, got {type(value).__name__}; use torch.as_tensor")
+    try:
+        return dense_numbers(name, value)
+    except InvalidInputError as error:
+        raise ConfigError(str(error)) from error

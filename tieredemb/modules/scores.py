@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tieredemb.errors import BackwardError, ConfigError, InputTypeError, InvalidInputError, UnsupportedError
+from tieredemb.errors import BackwardError, ConfigError, InputTypeError, InvalidInputError, UnsupportedError, shown
 from tieredemb.modules.base import TieredModule
 from tieredemb.step.call import untraced
 from tieredemb.tables.table_set import TableSet
@@ -62,8 +62,8 @@ def _number(module: TieredModule, table: str | None) -> int:
     names = [config.name for config in module.table_configs]
     if table is None and len(names) == 1:
         return 0
-    if table not in names:
-        given = "which is missing" if table is None else f"got {table!r}"
+    if not isinstance(table, str) or table not in names:
+        given = "which is missing" if table is None else f"got {shown(table)}"
         raise ConfigError(f"table must be one of {', '.join(map(repr, names))}, {given}")
     return names.index(table)
 

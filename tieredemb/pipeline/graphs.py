@@ -33,8 +33,8 @@ class GraphStep(Generic[R]):
     """A step that runs as a CUDA graph; see `graph_step`."""
 
     def __init__(self, step: Callable[[Any], R], example_batch: Any = None, *, max_ids: int | None = None) -> None:
-        if not callable(step):
-            raise InvalidInputError(f"step must be a function of a batch, got {step!r}")
+        if not callable(step) or isinstance(step, type):
+            raise InvalidInputError(f"step must be a function of a batch, got {shown(step)}")
         max_ids = plain(max_ids)
         if max_ids is not None and not (is_whole(max_ids) and 0 <= max_ids <= MAX_IDS):
             raise InvalidInputError(f"max_ids must be a number of ids, 0 … {MAX_IDS}, got {shown(max_ids)}")

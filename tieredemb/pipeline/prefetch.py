@@ -41,8 +41,10 @@ class Prefetch(Generic[B]):
             raise ConfigError(f"depth must be a number of batches, 0 or more, got {shown(depth)}")
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        if ids_of is not None and not callable(ids_of):
-            raise ConfigError(f"ids_of must be a function of a batch, got {ids_of!r}")
+        if ids_of is not None and (not callable(ids_of) or isinstance(ids_of, type)):
+            raise ConfigError(f"ids_of must be a function of a batch, got {shown(ids_of)}")
+        if isinstance(loader, type) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            raise ConfigError(f"loader must be an iterable of batches, as a DataLoader, got {shown(loader)}")
         self.loader = loader
         self.depth = depth
         self.modules = {name: part for name, part in model.named_modules() if isinstance(part, LookupModule)}

@@ -17,6 +17,7 @@ from tieredemb.config import (
     CheckIds,
     Policy,
     TableConfig,
+    check_flag,
     features_of,
     is_whole,
     plain,
@@ -27,7 +28,8 @@ from tieredemb.kernels.inference import no_inference
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
-from tieredemb.modules.collection import PooledInputs, check_collection
+from tieredemb.modules.base import moved
+from tieredemb.modules.collection import PooledInputs, check_collection, given_tables
 from tieredemb.modules.forwards import LISTENERS, tell
 from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
@@ -116,8 +118,9 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         given: dict[str, str] = {}
         held: list[Held] = []
         try:
-            self.table_configs = tuple(tables)
-            check_collection(self.table_configs, scale_grad_by_freq=scale_grad_by_freq)
+            self.table_configs = given_tables(tables)
+            check_collection(self.table_configs, scale_grad_by_freq=scale_grad_by_freq, is_weighted=is_weighted)
+            check_flag("average", average)
             self.is_weighted = is_weighted
             max_ids = checked_max_ids(max_ids, exchange.size)
             settings: dict[str, Any] = {
@@ -407,7 +410,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         device = self.tables.config.device
-        probe = fn(torch.zeros(1, device=device))
+        probe = moved(fn, torch.zeros(1, device=device))
         is_shared = probe.device.type == "cpu" and probe.is_shared()  # type: ignore[no-untyped-call]
         if probe.dtype != torch.float32 or probe.device != device or is_shared:
             raise UnsupportedError(

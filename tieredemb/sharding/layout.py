@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tieredemb.config import TableConfig, TablePart, is_whole, keep_plain
+from tieredemb.config import TableConfig, TablePart, by_name, is_whole, keep_plain
 from tieredemb.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class RowWise:
     row for each different id of a rank's batch, and its backward a gradient for each occurrence."""
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class TableWise:
     """A table is held whole by one `rank`: by default by the one whose tables have fewest lookups. That pools its bags:

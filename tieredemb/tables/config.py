@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from tieredemb.config import (
     TableConfig,
     TablePart,
     as_capacity,
+    check_one_of,
     is_whole,
     keep_plain,
 )
-from tieredemb.errors import ConfigError, shown
+from tieredemb.errors import ConfigError, ConfigTypeError, shown
 from tieredemb.kernels import check_device
 from tieredemb.kernels.row_format import CARRIERS, Encoding, encoding_of
 from tieredemb.lookup.rounding import ROUNDINGS, Rounding
@@ -70,12 +72,12 @@ class TableSetConfig:
         check_device(self.device)
         keep_plain(self)
         object.__setattr__(self, "capacity", as_capacity(self.capacity))
+        _check_dtype(self.dtype)
         _check_rounding(self.rounding, self.dtype)
-        if self.outputs is not None and self.outputs not in CARRIERS:
+        if self.outputs is not None and not (isinstance(self.outputs, torch.dtype) and self.outputs in CARRIERS):
             allowed = ", ".join(map(str, CARRIERS))
             raise ConfigError(f"output_dtype must be one of {allowed}, got {shown(self.outputs)}")
-        if self.check_ids not in CHECKS:
-            raise ConfigError(f"check_ids must be one of {', '.join(CHECKS)}, got {shown(self.check_ids)}")
+        check_one_of("check_ids", self.check_ids, CHECKS)
         if not self.tables:
             raise ConfigError("tables is empty; give at least one TableConfig")
         names = [table.name for table in self.tables]
@@ -86,16 +88,30 @@ class TableSetConfig:
         if not is_whole(self.seed) or not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed must be an integer in [0, 2^64), got {shown(self.seed)}")
         if not isinstance(self.storage, Storage):
+            is_path = isinstance(self.storage, str | os.PathLike)
             raise ConfigError(
                 f"storage must be UnifiedMemory(), HostMemory(), File(path) or Pmem(directory), got "
-                f"{shown(self.storage)}; pass an instance"
+                f"{shown(self.storage)}; pass an instance{', as File of that path' if is_path else ''}"
             )
+
+
+def as_device(device: torch.device | str) -> torch.device:
+    """A device as it was given. Raises `ConfigError` for what torch knows no device by."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"device must be 'cpu', 'cuda', 'cuda:N' or a torch.device, got {shown(device)}") from error
+
+
+def _check_dtype(dtype: torch.dtype | Encoding) -> None:
+    """Raises `ConfigError` unless it is one; of which there are rows, `encoding_of` knows."""
+    if not isinstance(dtype, torch.dtype | Encoding):
+        raise ConfigTypeError(f"dtype must be a torch.dtype, as torch.float32, got {shown(dtype)}")
 
 
 def _check_rounding(rounding: Rounding, dtype: torch.dtype | Encoding) -> None:
     """Raises `ConfigError` unless rows of `dtype` can be rounded so."""
-    if rounding not in ROUNDINGS:
-        raise ConfigError(f"rounding must be one of {', '.join(ROUNDINGS)}, got {shown(rounding)}")
+    check_one_of("rounding", rounding, ROUNDINGS)
     encoding = encoding_of(dtype)
     if rounding == "stochastic" and (not encoding.is_direct or encoding.dtype.itemsize != 2):
         raise ConfigError(
@@ -136,8 +152,8 @@ def table_set_config(
 ) -> TableSetConfig:
     """Fills in the defaults: `LFU()`, torch's default dtype and device, `HostMemory()`, on a GPU `UnifiedMemory()`."""
     if policy is not None and not isinstance(policy, (LFU, LRU)):
-        raise ConfigError(f"policy must be LFU(…) or LRU(), got {shown(policy)}")
-    place = torch.get_default_device() if device is None else torch.device(device)
+        raise ConfigError(f"policy must be LFU(…) or LRU(), got {shown(policy)}; pass an instance")
+    place = torch.get_default_device() if device is None else as_device(device)
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     if storage is None:
@@ -149,7 +165,7 @@ def table_set_config(
         storage=storage,
         optimizer=row_config(optimizer),
         seed=seed,
-        dtype=dtype or torch.get_default_dtype(),
+        dtype=torch.get_default_dtype() if dtype is None else dtype,
         device=place,
         check_ids=check_ids,
         rounding=rounding,

@@ -9,7 +9,7 @@ Stand-ins know the tables weakly: an optimizer keeps none alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from operator import is_
 from types import FrameType
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tieredemb.config import OptimizerConfig, is_whole, plain
+from tieredemb.config import OptimizerConfig, check_flag, is_whole, plain
 from tieredemb.errors import ConfigError, StorageError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters_after, named_numbers, rows_of
 from tieredemb.tables.device_options import DeviceOptions
@@ -115,6 +115,7 @@ class FollowedOptimizer:
         in_state_dict: bool = True,
     ) -> None:
         """See `TieredModule.follow`."""
+        check_flag("in_state_dict", in_state_dict)
         old, index, config = self.check_follow(optimizer, group=group, instead_of=instead_of)
         states = self._states_of(optimizer, old, config)
         if self.optimizer is not None and self.optimizer is not optimizer:
@@ -229,7 +230,11 @@ class FollowedOptimizer:
         """The params that the stand-ins take the places of, checked."""
         if instead_of is None:
             return None
+        if not isinstance(instead_of, Iterable) or isinstance(instead_of, str | type | torch.Tensor):
+            raise ConfigError(f"instead_of must be a list of params, one a table, got {shown(instead_of)}")
         old, tables = list(instead_of), self._tables.config.tables
+        if odd := [each for each in old if not isinstance(each, torch.Tensor)]:
+            raise ConfigError(f"instead_of must hold params of the optimizer, got {shown(odd[0])}")
         if len(old) != len(tables):
             raise ConfigError(f"instead_of has {len(old)} params for {len(tables)} tables; give one a table, in order")
         for param, table in zip(old, tables, strict=True):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from operator import is_
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.fingerprint import Fingerprint
 from tieredemb.tables.given_states import only_group
 from tieredemb.tables.group import DeviceGroup, Group
-from tieredemb.tables.param_groups import options_in
+from tieredemb.tables.param_groups import is_plain, options_in
 from tieredemb.tables.row_state import (
     check_is_here,
     check_lagging,
@@ -47,7 +49,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     is_there = True  # see `RowOptimizer`
-    _good: dict[str, Any] | None = None  # its own options when they were last checked
+    _good: Mapping[str, Any] = MappingProxyType({})  # its own options when they were last checked,
+    _seen: Sequence[object] = ()  # and what the param group held for them
     steps_fingerprint = 0  # see `RowOptimizer`
 
     def __init__(self, tables: TableSet, config: OptimizerConfig) -> None:
@@ -209,12 +212,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         `ConfigError` for values that are not allowed. Changes nothing."""
         known = {*self.options(), "initial_lr"}
         given = {name: value for name, value in options_in(group).items() if name in known}
-        self.check_options(self.options() | as_numbers(given))
+        self.check_options(self.options() | given | as_numbers(self._own(given)))
         return copy.deepcopy(given)
 
     def options(self) -> dict[str, Any]:
-        """lr, eps, … as the param group holds them, without its params; tensors as numbers."""
-        return as_numbers(options_in(self.param_groups[0]))
+        """lr, eps, … as the param group holds them, without its params; tensors as numbers, where they are one."""
+        options = options_in(self.param_groups[0])
+        for name, value in options.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
+                options[name] = value.item()
+        return options | as_numbers(self._own(options))
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raises `ConfigError` unless `options` holds what this optimizer works with, in values that its config
@@ -238,14 +245,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         """See `RowOptimizer`."""
         self._checked_options()
 
-    def _checked_options(self) -> dict[str, Any]:
-        """The options as they are now, checked. What they were last time is not checked again, as every step asks."""
-        options = self.options()
-        if options != self._good:
-            check_rate(options.get("lr"))
-            self.check_options(options)
-            self._good = options
-        return options
+    def _checked_options(self) -> Mapping[str, Any]:
+        """What an update goes by, as it is now, checked. What it was last time is not checked again, at each step."""
+        group = self.param_groups[0]
+        values = [group.get(name) for name in self._good]
+        if values and all(map(is_, values, self._seen)):
+            return self._good
+        own = as_numbers(self._own(group))
+        check_rate(own.get("lr"))
+        self.check_options(own)
+        self._seen = [*self._own(group).values()]
+        self._good = own if is_plain(self._seen) else {}  # a tensor or a list may change in place
+        return own
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Takes over the options that this optimizer knows, and what schedulers keep beside them."""

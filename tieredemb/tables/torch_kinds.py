@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 
 from tieredemb.config import OptimizerConfig
@@ -88,9 +89,11 @@ def row_config(optimizer: object) -> OptimizerConfig | None:
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         return default_config(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
+        of_ours = isinstance(optimizer, type) and issubclass(optimizer, OptimizerConfig)
+        instance = f": pass an instance, as {optimizer.__name__}(lr=0.01)" if of_ours else ""  # type: ignore[attr-defined]
         raise ConfigError(
             f"optimizer must be one of tieredemb's {', '.join(OptimizerConfig.known())}, applied in backward, or a "
-            f"torch optimizer to follow ({known()}) or its class; got {shown(optimizer)}"
+            f"torch optimizer to follow ({known()}) or its class; got {shown(optimizer)}{instance}"
         )
     kind_of(type(optimizer))
     if len(optimizer.param_groups) > 1:
@@ -143,6 +146,8 @@ def as_numbers(group: Mapping[str, Any], *, waits: bool = True) -> dict[str, Any
 
 
 def _number(name: str, value: Any, waits: bool) -> Any:
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value) if value.dtype.kind in "biufc" else None
     if not isinstance(value, torch.Tensor):
         return value
     if value.is_meta or value.layout is not torch.strided or value.is_nested or value.numel() != 1:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from tieredemb.config import Array, OptimizerConfig, StateTensor, StepTerms, check_finite, used_decay
+from tieredemb.config import Array, OptimizerConfig, StateTensor, StepTerms, by_name, check_finite, used_decay
 from tieredemb.errors import ConfigError
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class Adagrad(OptimizerConfig):
     """`torch.optim.Adagrad`: state D words a row (sum of squared gradients).

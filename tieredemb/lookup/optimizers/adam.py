@@ -10,7 +10,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from tieredemb.config import Array, OptimizerConfig, StateTensor, StepTerms, check_betas, check_finite, used_decay
+from tieredemb.config import (
+    Array,
+    OptimizerConfig,
+    StateTensor,
+    StepTerms,
+    by_name,
+    check_betas,
+    check_finite,
+    used_decay,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +76,7 @@ class _OfMoments(OptimizerConfig):
         )
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class Adam(_OfMoments):
     """`torch.optim.Adam`: every row moves in every step, those outside the batch when they are next used.
@@ -97,6 +107,7 @@ class Adam(_OfMoments):
         return hyper["weight_decay"], 1.0
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class AdamW(_OfMoments):
     """`torch.optim.AdamW`: `Adam` whose `weight_decay` is taken off the weights, w ← (1 - lr · weight_decay) · w, and

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tieredemb.config import OptimizerConfig, StateTensor, check_finite
+from tieredemb.config import OptimizerConfig, StateTensor, by_name, check_finite
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class RowWiseAdagrad(OptimizerConfig):
     """Adagrad with one accumulator a row, the mean of the squared gradients over the row (as FBGEMM's): 1 word."""

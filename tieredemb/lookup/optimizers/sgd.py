@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
-from tieredemb.config import OptimizerConfig, StateTensor, StepTerms, check_finite, used_decay
+from tieredemb.config import OptimizerConfig, StateTensor, StepTerms, by_name, check_finite, check_flag, used_decay
 from tieredemb.errors import ConfigError, shown
 
 _BUFFER = (StateTensor("momentum_buffer"),)
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class SGD(OptimizerConfig):
     """`torch.optim.SGD`. With `momentum` or `weight_decay` every row moves in every step, those outside the batch when
@@ -33,9 +32,8 @@ class SGD(OptimizerConfig):
         super().__post_init__()
         for name in ("momentum", "dampening", "weight_decay", "weight_decay_on_use"):
             check_finite(name, getattr(self, name), low=0.0)
+        check_flag("nesterov", self.nesterov)
         used_decay(asdict(self))
-        if not isinstance(self.nesterov, bool | int | np.bool_) or self.nesterov not in (True, False):
-            raise ConfigError(f"nesterov must be True or False, got {shown(self.nesterov)}")
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ConfigError(
                 f"nesterov needs a momentum above 0 and a dampening of 0, got {shown(self.momentum)} and "

@@ -8,9 +8,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from tieredemb.config import Array, OptimizerConfig, StateTensor, check_betas, check_finite
+from tieredemb.config import Array, OptimizerConfig, StateTensor, by_name, check_betas, check_finite
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class SparseAdam(OptimizerConfig):
     """`torch.optim.SparseAdam`: only rows in the batch move; one step counter a table; state 2 D words a row."""

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tieredemb.config import OptimizerConfig, StateTensor, check_betas, check_finite
+from tieredemb.config import OptimizerConfig, StateTensor, by_name, check_betas, check_finite
 
 
+@by_name
 @dataclass(frozen=True, kw_only=True)
 class SparseLion(OptimizerConfig):
     """Lion: w moves by lr against the sign of an interpolated momentum, and by lr · weight_decay · w. Only rows in the
