@@ -11,6 +11,8 @@ import traceback
 from datetime import timedelta
 
 START = multiprocessing.get_context("spawn")
+FORKED = multiprocessing.get_context("forkserver")  # of worlds of a test each: their processes start in a moment
+FORKED.set_forkserver_preload(["sharding.ranks", "tieredemb.cache.host.cache", "numba.np.arraymath"])
 WAIT_S = {"cpu": 30, "cuda": 120}  # on a GPU the first ones wait for compilers
 
 
@@ -52,16 +54,16 @@ def serve(rank, size, meeting, pipe, device):
 
 
 class World:
-    """`size` processes, each a rank, whose default device is `device`."""
+    """`size` processes, each a rank, whose default device is `device`; `start`: how they start."""
 
-    def __init__(self, size, device="cpu"):
+    def __init__(self, size, device="cpu", start=START):
         self.size, self.device = size, device
         self._meeting = tempfile.TemporaryDirectory(prefix="tieredemb-world-")
         meeting = os.path.join(self._meeting.name, "store")
         self.pipes, self.processes = [], []
         for rank in range(size):
-            ours, theirs = START.Pipe()
-            process = START.Process(target=serve, args=(rank, size, meeting, theirs, device), daemon=True)
+            ours, theirs = start.Pipe()
+            process = start.Process(target=serve, args=(rank, size, meeting, theirs, device), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

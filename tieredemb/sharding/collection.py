@@ -79,10 +79,11 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     of more is exchanged in the sizes that it needs, to the same bits, and a warning says how many there are. None: all
     are, but for eager batches of few sizes on GPUs, for each of which the ranks find a bound · `device`: of this rank;
     "cuda" is the current one (`torch.cuda.set_device`), and all ranks are on CPUs, or all on GPUs · `timeout`: how long
-    a rank waits for another, and before that for its own GPU; by default as long as torch does.
+    a rank waits for another, already while it constructs the collection, and before that for its own GPU; by default as
+    long as torch does.
     The other keywords are those of `TieredEmbeddingBagCollection`. `capacity`, `storage`, `device`, `check_ids` and
     `timeout` may differ between the ranks, and so may the machines; the others are equal on all of them. To construct
-    it is a collective, which raises `ConfigError` where they are not.
+    it is a collective, which raises `ConfigError` where they are not, and `PeerError` where a rank has ended.
 
     GPUs send each other rows by NCCL where the `group` has it, as "nccl" and "cpu:gloo,cuda:nccl" do; what ranks tell
     each other goes by gloo in any case, between hosts. In a group of gloo alone rows pass through host memory. An
@@ -149,15 +150,16 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             self._ranks = self._among(exchange, held, config, exchange.size if average else 1, max_ids)
         except Exception as error:
             failed = error
+        except BaseException as error:
+            _abandon(exchange, held, error)
+            raise
         try:
-            exchange.agree(failed, given)
+            exchange.end_construction(failed, given)
             exchange.check_device(config.device)
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._ranks.follow(optimizer, group=None, in_state_dict=True)
-        except BaseException:
-            for each in held:
-                each.engine.tables.close()
-            exchange.close()
+        except BaseException as error:
+            _abandon(exchange, held, error)
             raise
         self._know_features()
         self._frozen = False
@@ -439,6 +441,14 @@ def checked_max_ids(max_ids: Any, ranks: int) -> int | None:
             f"None, got {shown(max_ids)}"
         )
     return max_ids  # type: ignore[no-any-return]
+
+
+def _abandon(exchange: Exchange, held: Sequence[Held], error: BaseException) -> None:
+    """Leaves the other ranks, and closes what a construction that has met an `error` has opened."""
+    with contextlib.ExitStack() as all_of_them:  # from the last to the first, whatever fails
+        for each in held:
+            all_of_them.callback(each.engine.tables.close)
+        all_of_them.callback(exchange.leave, error)
 
 
 def is_alone(exchange: Exchange) -> bool:

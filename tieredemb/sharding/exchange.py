@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 
 from tieredemb import errors
-from tieredemb.errors import ConfigError, PeerError, TieredEmbError
+from tieredemb.errors import ConfigError, PeerError, TieredEmbError, shown
 from tieredemb.kernels.collectives import PATIENCE, end_waits, is_over
+from tieredemb.sharding.construction import Connections, Construction, Stage, named
 from tieredemb.sharding.header import NO_COURSE, WORDS, Course, Header, Phase, Said
 from tieredemb.sharding.messages import Messages
 from tieredemb.tables.fingerprint import are_alike
@@ -74,14 +75,16 @@ class Exchange:
         if dist.get_rank() not in ranks:
             raise ConfigError(f"rank {dist.get_rank()} is none of the group's, which are {ranks}")
         self.has_nccl = "cuda:nccl" in dist.get_backend_config(group)
-        self.timeout = timeout or dist.default_pg_timeout
-        self._held: list[Any] = [_own_group(group, ranks, self.timeout, _backend(group))]
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
+        self.ranks = ranks
+        problem = _problem_of(timeout)
+        self.timeout = dist.default_pg_timeout if timeout is None or problem else timeout
+        self._construction: Construction | None = Construction(group, ranks, self.rank, self.timeout)
+        self._held: list[Any] = [self._construction.connect(problem)]
         if not self.has_nccl:  # NCCL's is given up together, by close()
             weakref.finalize(self, _give_up, self._held)
         self._broken = ""
         self.failures = 0  # that all ranks know of
-        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
-        self.ranks = ranks
         self._mine: torch.Tensor | None = None  # the header that this rank sends
         self._messages: Messages | None = None
         self.places: Sequence[Place] = ()  # of the ranks, where GPUs exchange what lies on them
@@ -192,7 +195,7 @@ class Exchange:
         if self._mine is None:
             self._mine = torch.empty((self.size, counts.shape[1] + WORDS), dtype=torch.int64, device="cpu")
             if self.size <= FEW:
-                self._messages = Messages(self.group, self.rank, self._mine)
+                self._messages = Messages(self.group, self.rank, self._mine, self.timeout)
                 self._held.append(self._messages)
         mine = self._mine.numpy()
         mine[:, :WORDS] = words
@@ -228,8 +231,10 @@ class Exchange:
 
     def _unanswered(self, phase: Phase) -> PeerError:
         """The error of a wait that another rank did not end; nothing is exchanged any more."""
+        ended = [] if self._construction is None else self._construction.ended()
+        other = named(ended) if ended else "another rank"
         return self._broken_by(
-            f"rank {self.rank} {phase.told}, and another rank did not: it has ended, was interrupted where "
+            f"rank {self.rank} {phase.told}, and {other} did not: it has ended, was interrupted where "
             f"ranks send each other something, or did nothing within {self.timeout.total_seconds():g} s (timeout=). "
             f"Each rank has to take part; start all of them again from the last checkpoint"
         )
@@ -267,13 +272,35 @@ class Exchange:
             self._broken = "the module was closed"
             _give_up(self._held)
 
-    def _raise(self, error: BaseException | None) -> None:
+    def end_construction(self, error: Exception | None, what: dict[str, str]) -> None:
+        """Waits until all ranks have built what they hold, or have met an `error`; then see `agree`. Raises `PeerError`
+        where one has ended meanwhile."""
+        assert self._construction is not None
+        try:
+            self._construction.wait(Stage.BUILT, connections=Connections(self.group, range(self.size)))
+        except PeerError as of_others:
+            raise of_others from error
+        self.agree(error, what, Phase.CONSTRUCT)
+        self._construction = None
+
+    def leave(self, error: BaseException) -> None:
+        """Leaves the group, as the construction has met an `error`; ranks that wait for this one raise `PeerError`."""
+        if self._construction is not None:
+            self._construction.leave(error)
+        self._construction = None
+        self._broken = self._broken or "its construction has failed"
+        # the end of a communicator that NCCL has connected already would wait for a rank that has ended
+        is_connected = self.has_nccl and bool(self._held) and self.group.bound_device_id is not None
+        if not (is_connected and isinstance(error, PeerError)):
+            _give_up(self._held)
+
+    def _raise(self, error: BaseException | None, phase: Phase = Phase.WHOLE) -> None:
         """Raises the error of the first rank that has met one, on all of them."""
         self.failures += 1
         if self.size == 1 and error is not None:
             raise error
         told = None if error is None else (type(error).__name__, str(error))
-        found = self.every(told)
+        found = self.every(told, phase)
         rank, (kind, text) = next((rank, each) for rank, each in enumerate(found) if each is not None)
         known = getattr(errors, kind, None)
         same = isinstance(known, type) and issubclass(known, TieredEmbError)
@@ -368,10 +395,10 @@ class Exchange:
             dist.all_gather(found, given, group=self.group)
         return torch.stack(found).to(values.device)
 
-    def every(self, value: Any) -> list[Any]:
+    def every(self, value: Any, phase: Phase = Phase.WHOLE) -> list[Any]:
         """The `value` of every rank, on every rank."""
         found: list[Any] = [None] * self.size
-        with self._answered(Phase.WHOLE):
+        with self._answered(phase):
             dist.all_gather_object(found, value, group=self.group)
         return found
 
@@ -382,11 +409,11 @@ class Exchange:
             dist.broadcast_object_list(found, src=self.ranks[0], group=self.group)
         return found[0]
 
-    def agree(self, error: Exception | None, what: dict[str, str]) -> None:
+    def agree(self, error: Exception | None, what: dict[str, str], phase: Phase = Phase.WHOLE) -> None:
         """Raises on all ranks what one has met, or `ConfigError` where they were given different things, `what`."""
-        found = self.every((error is not None, what))
+        found = self.every((error is not None, what), phase)
         if any(failed for failed, _ in found):
-            self._raise(error)
+            self._raise(error, phase)
         other = _other([each for _, each in found])
         if other:
             raise ConfigError(f"{other}; give the same on all of them")
@@ -398,7 +425,8 @@ class Exchange:
             return
         self._device = device
         gpu = str(torch.cuda.get_device_properties(device).uuid)
-        self.places = self.every(Place(socket.gethostname(), gpu, _shared_by_processes()))
+        place = Place(socket.gethostname(), gpu, _shared_by_processes())
+        self.places = self.every(place, Phase.CONSTRUCT)
         ranks: dict[tuple[str, str], int] = {}
         for rank, where in enumerate(self.places):
             other = ranks.setdefault((where.host, where.gpu), rank)
@@ -424,6 +452,13 @@ def _other(found: Sequence[Mapping[str, object]]) -> str:
             if not are_alike(theirs.get(name), value):
                 return f"{name} differs between the ranks: {value} on rank 0, {theirs.get(name)} on rank {rank}"
     return ""
+
+
+def _problem_of(timeout: Any) -> str:
+    """What is wrong with it, or nothing."""
+    if timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        return ""
+    return f"timeout must be a datetime.timedelta of more than 0 s, or None, got {shown(timeout)}"
 
 
 def _shared_by_processes() -> str:
@@ -459,26 +494,3 @@ def _give_up(held: list[Any]) -> None:
 
 def _pinned(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
-
-
-def _backend(group: dist.ProcessGroup | None) -> str | None:
-    """What a group of our own is made with, beside the given one: gloo between hosts, whatever that has."""
-    given = dist.get_backend_config(group)
-    if "cuda:nccl" in given:
-        return "cpu:gloo,cuda:nccl"
-    return "gloo" if "cpu:gloo" in given else None
-
-
-def _own_group(group: dist.ProcessGroup | None, ranks: list[int], timeout: timedelta, backend: str | None) -> Any:
-    """Another group of the same ranks. Torch names one of some ranks by how many groups a process has made: ranks that
-    have made others would wait for each other."""
-    if len(ranks) == dist.get_world_size():
-        return dist.new_group(ranks, timeout=timeout, backend=backend)
-    counts: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_names), group=group)
-    if len(set(counts)) > 1:
-        raise ConfigError(
-            f"the ranks {ranks} are in different numbers of process groups ({counts}), by which torch tells a new "
-            f"group of theirs from others; make groups on all ranks alike, as a DeviceMesh does"
-        )
-    return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)

@@ -34,6 +34,7 @@ class Phase(enum.IntEnum):
     NORM = 13
     WHOLE = 14  # whichever of these
     BUSY = 15  # nothing yet: all others announce again what they have
+    CONSTRUCT = 16
 
     @property
     def told(self) -> str:
@@ -57,6 +58,7 @@ _TOLD = {
     Phase.NORM: "reads the norm of a gradient",
     Phase.WHOLE: "reads or writes whole tables",
     Phase.BUSY: "tells that it is there, as its GPU has been busy for long",
+    Phase.CONSTRUCT: "constructs a sharded collection",
 }
 
 

@@ -4,6 +4,7 @@ ranks compute: so it is there, or on its way, when a rank asks for it, and no se
 from __future__ import annotations
 
 import contextlib
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ import torch
 
 class Messages:
     """Those of `group`, in which this rank is number `rank`: of each rank the row of `mine`, int64 (W, words), is what
-    it is sent. Beside them the group may do other things. It is asked itself: `torch.distributed`'s own `isend` and
-    `irecv` look up, every time, what is known here."""
+    it is sent. `timeout`: how long a rank waits for another. Beside them the group may do other things. It is asked
+    itself: `torch.distributed`'s own `isend` and `irecv` look up, every time, what is known here."""
 
-    def __init__(self, group: Any, rank: int, mine: torch.Tensor) -> None:
-        self._group, self._rank, self._mine = group, rank, mine
+    def __init__(self, group: Any, rank: int, mine: torch.Tensor, timeout: timedelta) -> None:
+        self._group, self._rank, self._mine, self._timeout = group, rank, mine, timeout
         self._room = torch.empty_like(mine)
         others = [number for number in range(len(mine)) if number != rank]
         self._given = [(number, [mine[number]]) for number in others]
@@ -33,10 +34,9 @@ class Messages:
         self._under_way += [self._group.send(row, number, 0) for number, row in self._given]
 
     def receive(self) -> torch.Tensor:
-        """Returns what all have sent, this rank `mine`. Waits for that, for the group's timeout at most; raises what
-        torch does."""
+        """Returns what all have sent, this rank `mine`. Waits for that; raises what torch does."""
         for each in self._under_way:
-            each.wait()
+            each.wait(self._timeout)
         theirs = self._room.clone()
         theirs[self._rank] = self._mine[self._rank]
         self._under_way = []
