@@ -1,9 +1,7 @@
-"""What all tests share: the device they run on, the real logs, a deterministic hypothesis, and fresh kernels."""
+"""What all tests share: the device they run on, the real logs, and a deterministic hypothesis."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -11,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from source_imports import import_closure, modules_of
 
 REPOSITORY = Path(__file__).parents[1]
 os.environ["TIEREDEMB_CHECK_LAUNCHES"] = "1"  # children inherit it
@@ -22,56 +19,12 @@ settings.register_profile("explore", deadline=None, max_examples=1000, print_blo
 settings.load_profile("deterministic")
 
 
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-def drop_stale_kernels(*packages: Path) -> list[Path]:
-    """Removes numba's cached kernels whose sources changed since the last call; returns what was removed.
-
-    numba looks at the kernel's own file alone: it would go on using a device function or a constant that another file
-    no longer holds. A kernel's sources are its module and all that it imports of `packages`; as with numba, a new
-    modification time is a change.
-    """
-    modules: dict[str, Path] = {}
-    for package in packages:
-        modules |= modules_of(package)
-    digests = {
-        name: hashlib.sha256(path.read_bytes() + str(path.stat().st_mtime_ns).encode()).hexdigest()
-        for name, path in modules.items()
-    }
-    stamp = packages[0] / "__pycache__" / "kernel-sources.json"
-    try:
-        known = json.loads(stamp.read_text())
-    except (OSError, ValueError):
-        known = {}
-    current, removed = {}, []
-    for name, path in modules.items():
-        cached = [*path.parent.glob(f"__pycache__/{path.stem}.*.nb[ic]")]
-        if cached or path.stem.endswith("_cpu"):
-            closure = "".join(digests[module] for module in sorted(import_closure(name, modules)))
-            current[name] = hashlib.sha256(closure.encode()).hexdigest()
-        if cached and known.get(name) != current[name]:
-            removed += cached
-    for path in removed:
-        path.unlink(missing_ok=True)
-    stamp.parent.mkdir(exist_ok=True)
-    unique = stamp.with_suffix(f".{os.getpid()}")
-    unique.write_text(json.dumps(current, indent=1))
-    unique.replace(stamp)
-    return removed
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--campaign",
         action="store_true",
         help="interrupt every line and fail every system call, which takes an hour, instead of an even sample",
     )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):  # xdist's workers start after the controller has cleaned up
-        drop_stale_kernels(REPOSITORY / "tieredemb", REPOSITORY / "examples", REPOSITORY / "benchmarks")
 
 
 # --- fixtures ---------------------------------------------------------------------------------------------------------

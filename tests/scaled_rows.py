@@ -2,7 +2,7 @@
 power of two is kept once, and its weights divided by it. That is exact, so all numbers must be those of float32 rows.
 
 As a script it trains such tables beside plain ones. It runs in a process of its own, whose compiled kernels are kept
-elsewhere: numba would not notice a change of this file.
+elsewhere: they are of no use to others.
 """
 
 from __future__ import annotations

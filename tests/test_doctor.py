@@ -117,15 +117,33 @@ def test_doctor_reads_the_huge_page_setting(
 
 
 def test_doctor_finds_where_kernels_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    assert _only(checks.check_numba_cache).values == {"directory": str(tmp_path / "tieredemb" / "kernels")}
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "made" / "later"))
-    assert _only(checks.check_numba_cache).values == {"directory": str(tmp_path / "made" / "later")}
-    monkeypatch.setattr(checks, "_writable", lambda directory: False)
+    directory = tmp_path / "made" / "later" / "tieredemb" / "kernels"
+    assert _only(checks.check_numba_cache).values == {"directory": str(directory)}
+    assert not [*tmp_path.iterdir()]
+
+
+def test_doctor_calls_a_cache_that_others_can_write_to_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = tmp_path / "chosen"
+    chosen.mkdir()
+    chosen.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(chosen))
     finding = _only(checks.check_numba_cache)
     assert finding.status == "missing"
-    assert "NUMBA_CACHE_DIR" in finding.install
-    monkeypatch.delenv("NUMBA_CACHE_DIR")
-    monkeypatch.setattr(checks, "_writable", lambda directory: ".cache" in directory.parts)
-    assert str(_only(checks.check_numba_cache).values["directory"]).endswith(".cache/numba")
+    assert f"{chosen} is not used: other users can write to {chosen} (mode 0777)" in finding.detail
+    assert finding.values == {"directory": str(tmp_path / "tieredemb" / "kernels")}
+    assert "mkdir -m 700" in finding.install
+    monkeypatch.setenv("XDG_CACHE_HOME", str(chosen))
+    monkeypatch.setattr("tempfile.tempdir", str(chosen))
+    finding = _only(checks.check_numba_cache)
+    assert finding.status == "missing"
+    assert "every process compiles its kernels anew" in finding.detail
 
 
 # --- GPU: libcuda and torch are stood in for, as most machines that run these tests have neither ----------------------

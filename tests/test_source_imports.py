@@ -1,13 +1,11 @@
-"""The reader of imports, and the removal of stale kernels that rests on it."""
+"""The reader of imports, and the selection of what needs a GPU."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
-from conftest import drop_stale_kernels
 from source_imports import import_closure, imports_of, modules_of
 
 
@@ -51,29 +49,6 @@ def test_import_closure_follows_imports_of_the_package_only(package):
     (package / "device.py").write_text("import numba\nfrom pkg import config\n")
     modules = modules_of(package)
     assert import_closure("pkg.sub.op_cpu", modules) == {"pkg.sub.op_cpu", "pkg.device", "pkg.config"}
-
-
-def test_stale_kernels_are_those_that_import_what_changed(package):
-    cache = package / "sub" / "__pycache__"
-    cache.mkdir()
-    kernels = [
-        cache / f"{module}.run-1.py311.{suffix}" for module in ("op_cpu", "other_cpu") for suffix in ("nbi", "nbc")
-    ]
-
-    def compile_all():
-        for kernel in kernels:
-            kernel.write_text("")
-
-    compile_all()
-    assert sorted(drop_stale_kernels(package)) == sorted(kernels)  # of unknown sources
-    compile_all()
-    assert drop_stale_kernels(package) == []
-    (package / "device.py").write_text("fma = 1\n")
-    assert sorted(drop_stale_kernels(package)) == sorted(kernels[:2])
-    assert [kernel.exists() for kernel in kernels] == [False, False, True, True]
-    compile_all()
-    os.utime(package / "device.py", (1, 1))
-    assert sorted(drop_stale_kernels(package)) == sorted(kernels[:2])
 
 
 def test_what_needs_a_gpu_is_selected_by_that_word(request):

@@ -17,6 +17,7 @@ from training import OPTIMIZERS, bits, random_batch, table_configs, train
 
 import tieredemb as te
 from tieredemb.errors import ConfigError, UnsupportedError
+from tieredemb.kernels import row_format
 from tieredemb.kernels.row_format import Encoding, RowFormat, encoding_of, encodings, register
 from tieredemb.modules.base import TieredModule
 from tieredemb.step.engine import Engine
@@ -26,6 +27,12 @@ from tieredemb.tables.table_set import TableSet
 
 FLOAT, HALF, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 PACKAGE = Path(te.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _encodings_of_tests_end_with_them(monkeypatch):
+    """Kernels are compiled anew where there is another encoding."""
+    monkeypatch.setattr(row_format, "_ENCODINGS", encodings())
 
 
 @pytest.mark.parametrize(

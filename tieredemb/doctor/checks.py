@@ -15,6 +15,7 @@ import shutil
 from pathlib import Path
 
 from tieredemb.doctor.finding import GIB, Finding, missing, ok
+from tieredemb.kernels.cache_directory import find_place
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -48,23 +49,18 @@ def _version(package: str) -> str | None:
 
 
 def check_numba_cache() -> list[Finding]:
-    """Where compiled kernels are kept between processes, in numba's own order of preference."""
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    package = Path(__file__).parents[1]
-    candidates = [Path(chosen)] if chosen else [package, Path.home() / ".cache" / "numba"]
-    for directory in candidates:
-        if _writable(directory):
-            place = "in __pycache__ under " if directory == package else ""
-            return [ok("numba cache", f"{place}{directory}", directory=str(directory))]
-    detail = f"{' and '.join(map(str, candidates))} cannot be written: every process compiles its kernels anew"
-    return [missing("numba cache", detail, "export NUMBA_CACHE_DIR=DIRECTORY, one that can be written")]
-
-
-def _writable(directory: Path) -> bool:
-    """Whether `directory`, or the nearest parent that exists, can be written to."""
-    while not directory.exists() and directory != directory.parent:
-        directory = directory.parent
-    return directory.is_dir() and os.access(directory, os.W_OK)
+    """Where compiled kernels are kept between processes."""
+    chosen = os.environ.get("NUMBA_CACHE_DIR", "")
+    place = find_place(chosen)
+    advice = "export NUMBA_CACHE_DIR=DIRECTORY, one of your own (mkdir -m 700 DIRECTORY)"
+    if place.path is None:
+        detail = f"{place.reasons}: every process compiles its kernels anew"
+        return [missing("numba cache", detail, advice)]
+    if chosen and (fault := place.refused.get(os.path.abspath(chosen))):
+        detail = f"NUMBA_CACHE_DIR={chosen} is not used: {fault}; kernels are kept in {place.path}"
+        return [missing("numba cache", detail, f"{advice}, or unset NUMBA_CACHE_DIR", directory=place.path)]
+    detail = f"{place.path} ({place.reasons})" if place.refused else place.path
+    return [ok("numba cache", detail, directory=place.path)]
 
 
 def check_memkind() -> list[Finding]:

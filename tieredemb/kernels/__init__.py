@@ -7,6 +7,7 @@ Twins take the same arguments. They load on first use, so that `import tieredemb
 from __future__ import annotations
 
 import importlib
+import time
 from types import ModuleType
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from tieredemb.errors import UnsupportedError
 
 DEVICES = ("cpu", "cuda")
+IMPORTED = time.time()  # what this process runs are the files of the package as they were then
 
 
 def check_device(device: torch.device) -> torch.device:

@@ -3,8 +3,8 @@
 
 A first process waits for its compiler, some eight seconds for a table under Adam, and numba compiles one kernel at a
 time, whatever the threads. So kernels that are needed last, those of the update, are compiled by a fork of this
-process, which keeps them in numba's cache on the disk and ends. This one finds them there, waits for the one at work,
-or takes one that was not begun. Nothing depends on it: what the fork does not bring is compiled here.
+process, which keeps them in the cache on the disk (kernel_cache.py) and ends. This one finds them there, waits for the
+one at work, or takes one that was not begun. Nothing depends on it: what the fork does not bring is compiled here.
 
 It is a fork, as another process would have to import torch first, which takes as long. It does nothing but compile:
 this process's files are closed in it, no object is collected, no handler of an exit runs, and it prints nothing.
@@ -50,7 +50,7 @@ def compile_beside(calls: Sequence[Call]) -> None:
             _known.add((kernel, kinds))
             if not _is_compiled(kernel, kinds):
                 wanted.append((kernel, kinds))
-    # one at a time: two processes that keep the same kernel, for other types, may take one file for both
+    # one at a time, as each takes a core
     if wanted and _may_fork() and not any(each.is_at_work for each in _forks):
         with contextlib.suppress(OSError, RuntimeError):  # no process, no memory, or the end: they are compiled here
             _forks[:] = [Beside(wanted)]
@@ -64,15 +64,9 @@ def _may_fork() -> bool:
 
 
 def _is_compiled(kernel: Any, kinds: tuple[Any, ...]) -> bool:
-    """Whether a kernel is there for arguments of these types, or lies on the disk. Where numba does not say it is taken
-    for that."""
-    if kinds in kernel.overloads:
-        return True
-    try:
-        cache = kernel._cache
-        return cache._cache_file.load(cache._index_key(kinds, kernel.targetctx.codegen())) is not None
-    except Exception:  # numba's own business, and no more than a hint
-        return True
+    """Whether a kernel is there for arguments of these types, or lies on the disk, or cannot be kept there for this
+    process to find."""
+    return kinds in kernel.overloads or not kernel._cache.lacks(kinds, kernel.targetctx)
 
 
 class Beside:

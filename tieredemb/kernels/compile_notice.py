@@ -14,7 +14,13 @@ from typing import Any
 
 from numba.core import event
 
+from tieredemb.kernels.kernel_cache import place
+
 SAYING = "tieredemb: compiling CPU kernels (once; they are cached on disk)"
+UNCACHED = (
+    "tieredemb: compiling CPU kernels (in each process anew, as there is no directory to cache them in: {}; "
+    "see python -m tieredemb doctor)"
+)
 
 
 class CompileNotice(event.Listener):  # type: ignore[misc]
@@ -51,7 +57,7 @@ class CompileNotice(event.Listener):  # type: ignore[misc]
             return
         if not self._kernels:
             self._started = time.perf_counter()
-            print(SAYING, file=sys.stderr, flush=True)
+            print(SAYING if place().path else UNCACHED.format(place().reasons), file=sys.stderr, flush=True)
         self._kernels += 1
         if sys.stderr is not None and sys.stderr.isatty():
             seconds = time.perf_counter() - self._started

@@ -1,7 +1,7 @@
 """CPU kernels: numba functions that release the GIL, and the device functions that they share.
 
-Compiled code is cached on disk by numba; the first process says that it compiles. The threads that run kernels are in
-parallel_cpu.py.
+Compiled code is cached on disk (kernel_cache.py); the first process says that it compiles. The threads that run kernels
+are in parallel_cpu.py.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 import numba
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.ccallback import CFunc
 from numba.np.numpy_support import as_dtype
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
 from tieredemb.kernels.compile_notice import tell_of_compiling
 from tieredemb.kernels.compile_pause import pause_collector_for_compiling
 from tieredemb.kernels.device_functions_cpu import device_compiler
+from tieredemb.kernels.kernel_cache import KernelCache
 from tieredemb.kernels.row_format import codec_of
 
 _COMPILER = device_compiler()
@@ -27,7 +29,17 @@ _COMPILER = device_compiler()
 def jit(function: Callable[..., Any]) -> Any:
     """Compiles a kernel of one thread: no GIL, no reassociation, no contraction that the source does not ask for,
     cached on disk."""
-    return numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    kernel: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    kernel._cache = KernelCache(function)
+    return kernel
+
+
+def c_function(function: Callable[..., Any], kinds: list[Any]) -> Any:
+    """numba's `cfunc` of a function that returns nothing, compiled for arguments of these types, cached on disk."""
+    compiled: Any = CFunc(function, (tuple(kinds), types.void), locals={}, options={})
+    compiled._cache = KernelCache(function)
+    compiled.compile()
+    return compiled
 
 
 def inline(function: Callable[..., Any]) -> Any:

@@ -20,11 +20,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from numba.core import types
 
-from tieredemb.kernels.cpu import inline
+from tieredemb.kernels.cpu import c_function, inline
 from tieredemb.kernels.native import (
     atomic_add,
     atomic_exchange,
@@ -124,7 +123,7 @@ def helpers_end(board):
 def compiled(function: Callable[..., None]) -> Any:
     """One of these, whose arguments are int64, as a C function. It is compiled when it is first needed."""
     arguments = [types.int64] * len(inspect.signature(function).parameters)
-    return numba.cfunc(types.void(*arguments), cache=True)(function)
+    return c_function(function, arguments)
 
 
 class Board:

@@ -1,0 +1,120 @@
+"""What a kernel is compiled from, as one digest: its file, and all files of the package that this one imports, the
+files that those import, and so on.
+
+A kernel's machine code holds device functions and constants of any of them. The digest is of what the files contain, as
+an edit may leave size and time as they were. Python itself goes by those and may run an older file from its
+`__pycache__`, so what it has there counts too, of the files that it has run for certain. A step takes files of 28
+modules, in 3 milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from tieredemb.kernels import IMPORTED
+
+CLOCK = 0.05  # seconds that a file's time of change may be behind the clock: the kernel's ticks
+_IMPORT = re.compile(
+    rb"^(?P<indent>[ \t]*)(?:from[ \t]+(?P<source>[\w.]+)[ \t]+import[ \t]+(?P<names>\([^)]*\)|[^\n#]+)"
+    rb"|import[ \t]+(?P<modules>[^\n#]+))",
+    re.MULTILINE,
+)
+_COMMENT = re.compile(rb"#[^\n]*")
+
+
+class NoDigestError(Exception):
+    """The files that a kernel is compiled from are not known. The message says why."""
+
+
+@dataclass(frozen=True)
+class _File:
+    """A module's file. `source`, `compiled`: digests of it and of what Python has compiled it to · `imports`: what it
+    imports, and whether that has run whenever the module has."""
+
+    path: str
+    source: str
+    compiled: str
+    imports: dict[str, bool]
+
+
+@functools.cache
+def source_digest(module: str, further: tuple[str, ...] = ()) -> str:
+    """Digest of a module's file and all that it reaches, with that of `further` modules that its kernels use. Raises
+    `NoDigestError`."""
+    for name in further:
+        importlib.import_module(name)  # by which its file is known
+    start = (module, *further)
+    reached, run = _reached(start, only_run=False), _reached(start, only_run=True)
+    text = [f"{name} {_read(name).source} {_read(name).compiled if name in run else ''}" for name in sorted(reached)]
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+
+def _reached(start: Iterable[str], *, only_run: bool) -> set[str]:
+    reached, todo = set(start), list(start)
+    while todo:
+        new = {name for name, has_run in _read(todo.pop()).imports.items() if has_run or not only_run} - reached
+        reached |= new
+        todo += new
+    return reached
+
+
+@functools.cache
+def _read(module: str) -> _File:
+    path, top = _path_of(module), module.partition(".")[0]
+    if path is None or not path.endswith(".py"):
+        raise NoDigestError(f"the source of {module} is not there")
+    try:
+        with open(path, "rb") as file:
+            source, changed = file.read(), os.fstat(file.fileno()).st_ctime
+    except OSError as error:
+        raise NoDigestError(f"the source of {module} cannot be read ({error.strerror})") from error
+    if changed > IMPORTED - CLOCK:
+        raise NoDigestError(f"files of {top} were changed after this process imported tieredemb; start a new process")
+    compiled = b""
+    with contextlib.suppress(OSError, NotImplementedError), open(importlib.util.cache_from_source(path), "rb") as file:
+        compiled = file.read()[16:]  # after its header, of which the time of the source is a part
+    imports: dict[str, bool] = {}
+    for name, has_run in _imports_of(source):
+        if name.partition(".")[0] in ("tieredemb", top) and (found := _module_of(name)):
+            imports[found] = imports.get(found, False) or has_run
+    imports.pop(module, None)
+    return _File(path, hashlib.sha256(source).hexdigest(), hashlib.sha256(compiled).hexdigest(), imports)
+
+
+def _imports_of(source: bytes) -> Iterator[tuple[str, bool]]:
+    """Dotted names that a file imports, and whether the import stands outside of functions and conditions. `from a
+    import b` yields `a.b`."""
+    for found in _IMPORT.finditer(source):
+        has_run = not found["indent"]
+        names = _COMMENT.sub(b"", found["names"] or found["modules"]).decode().strip("()\n ").split(",")
+        prefix = f"{found['source'].decode()}." if found["source"] else ""
+        yield from ((prefix + words[0], has_run) for name in names if (words := name.split()))
+
+
+def _module_of(name: str) -> str | None:
+    """The module that an imported name is, or is of."""
+    while name and _path_of(name) is None:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+@functools.cache
+def _path_of(module: str) -> str | None:
+    """The file of a module, whether it was imported or not, or None."""
+    top, *parts = module.split(".")
+    base: str | None = getattr(sys.modules.get(top), "__file__", None)
+    if base is None:
+        return None
+    if not parts:
+        return os.path.abspath(base)
+    stem = os.path.join(os.path.dirname(os.path.abspath(base)), *parts)
+    return next((path for path in (f"{stem}.py", os.path.join(stem, "__init__.py")) if os.path.isfile(path)), None)
