@@ -289,3 +289,15 @@ def test_without_a_directory_kernels_are_compiled_for_the_process(checkout, tmp_
     assert "rows_generate" in compiled
     assert printed.count("in each process anew, as there is no directory to cache them in") == 1
     assert not [*tmp_path.iterdir()]
+
+
+def test_table_without_a_compiler_is_refused(checkout):
+    script = """
+        try:
+            made()
+        except te.errors.UnsupportedError as error:
+            print(json.dumps(str(error)))
+    """
+    message, _ = checkout.run(script, NUMBA_DISABLE_JIT="1")
+    assert message.startswith("NUMBA_DISABLE_JIT is set")
+    assert "unset" in message

@@ -17,11 +17,20 @@ from numba.core.ccallback import CFunc
 from numba.np.numpy_support import as_dtype
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
+from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.compile_notice import tell_of_compiling
 from tieredemb.kernels.compile_pause import pause_collector_for_compiling
 from tieredemb.kernels.device_functions_cpu import device_compiler
 from tieredemb.kernels.kernel_cache import KernelCache
 from tieredemb.kernels.row_format import codec_of
+
+CONFIG: Any = numba.config  # has no types
+if CONFIG.DISABLE_JIT:
+    raise UnsupportedError(
+        "NUMBA_DISABLE_JIT is set, so numba compiles nothing, but the CPU kernels of tieredemb run as compiled code "
+        "alone (on threads without the interpreter, with addresses of memory); unset it (unset NUMBA_DISABLE_JIT), and "
+        "start a new process"
+    )
 
 _COMPILER = device_compiler()
 
