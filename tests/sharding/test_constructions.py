@@ -86,7 +86,7 @@ def is_killed(rank, size, when, path):
 MOMENTS = {
     "before": "rank 1 ended before constructing the sharded collection",
     "before connecting": "rank 1 ended while the ranks connected to each other for the sharded collection",
-    "once connected": "rank 1 ended while building its rows of the sharded collection",
+    "once connected": "rank 1 ended while checking the arguments of the sharded collection",
     "opening files": "rank 1 ended while building its rows of the sharded collection",
     "filling rows": "rank 1 ended while building its rows of the sharded collection",
     "agreeing": "constructs a sharded collection, and rank 1 did not: it has ended",

@@ -87,7 +87,7 @@ def fails_once(rank, size, who, kind):
         ("offset", "InvalidInputError", "offsets"),
         ("weights", "PeerError", "per_sample_weights are given on ranks"),
         ("storage", "StorageFullError", "no space is left"),
-        ("options", "ConfigError", "lr must"),
+        ("options", "ConfigError", "the learning rate is -1.0"),
     ],
 )
 def test_a_rank_that_fails_is_told_of_on_all(worlds, who, kind, name, text):

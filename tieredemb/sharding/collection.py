@@ -33,6 +33,7 @@ from tieredemb.modules.collection import PooledInputs, check_collection, given_t
 from tieredemb.modules.forwards import LISTENERS, tell
 from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
+from tieredemb.sharding.agreed import agreed
 from tieredemb.sharding.alone import Alone
 from tieredemb.sharding.captures import Captures
 from tieredemb.sharding.context import ShardedContext
@@ -115,46 +116,48 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__()
-        exchange, failed = Exchange(group, timeout), None
-        given: dict[str, str] = {}
+        exchange = Exchange(group, timeout)
         held: list[Held] = []
-        try:
+        given: dict[str, str] = {}
+        settings: dict[str, Any] = {
+            "policy": policy, "storage": storage, "optimizer": optimizer, "seed": seed, "dtype": dtype,
+            "device": device, "check_ids": check_ids, "rounding": rounding,
+        }  # fmt: skip
+
+        def check() -> tuple[TableSetConfig, LookupOptions, int | None]:
             self.table_configs = given_tables(tables)
             check_collection(self.table_configs, scale_grad_by_freq=scale_grad_by_freq, is_weighted=is_weighted)
             check_flag("average", average)
             self.is_weighted = is_weighted
-            max_ids = checked_max_ids(max_ids, exchange.size)
-            settings: dict[str, Any] = {
-                "policy": policy, "storage": storage, "optimizer": optimizer, "seed": seed, "dtype": dtype,
-                "device": device, "check_ids": check_ids, "rounding": rounding,
-            }  # fmt: skip
+            most = checked_max_ids(max_ids, exchange.size)
             config = table_set_config(self.table_configs, capacity=capacity, output_dtype=output_dtype, **settings)
-            whole, config = config, replace(config, tables=without_functions(self.table_configs))
             self.layout = Layout(self.table_configs, exchange.size, sharding)
             options = LookupOptions(max_norm=max_norm, norm_type=norm_type, scale_grad_by_freq=scale_grad_by_freq)
+            alike = {name: getattr(config, name) for name in ("policy", "optimizer", "seed", "dtype", "rounding")}
+            alike |= {"tables": without_functions(self.table_configs), "output_dtype": config.output_dtype}
+            alike |= {"options": options, "sharding": self.layout.sharding, "average": average, "max_ids": most}
+            given.update({name: repr(value) for name, value in alike.items()}, is_weighted=repr(is_weighted))
+            given.update({"the kind of device": config.device.type, "what updates the rows": _updater(optimizer)})
+            return config, options, most
+
+        def build() -> None:
+            plain_config = replace(config, tables=without_functions(self.table_configs))
             if is_alone(exchange):
-                held.append(Held(range(len(config.tables)), whole, options, _class_of(optimizer), self._over_ranks))
+                held.append(Held(range(len(config.tables)), config, options, _class_of(optimizer), self._over_ranks))
             else:
-                self._make_shards(held, exchange.rank, config, settings, options, max_ids)
-            alike = config.tables, config.policy, config.optimizer, config.seed, config.dtype, config.rounding
-            names = ("tables", "policy", "optimizer", "seed", "dtype", "rounding")
-            given = {name: repr(value) for name, value in zip(names, alike, strict=True)}
-            given |= {"options": repr(options), "sharding": repr(self.layout.sharding), "average": repr(average)}
-            given |= {"max_ids": repr(max_ids)}
-            given |= {"output_dtype": repr(config.output_dtype), "is_weighted": repr(is_weighted)}
-            given |= {"the kind of device": config.device.type, "what updates the rows": _updater(optimizer)}
+                self._make_shards(held, exchange, plain_config, settings, options, most)
             fused = [each.engine.optimizer for each in held if isinstance(each.engine.optimizer, FusedOptimizer)]
             self._optimizer: FusedOptimizer | ShardedOptimizer | None = None
             if fused:
                 self._optimizer = fused[0] if is_alone(exchange) else ShardedOptimizer(fused, self._states)
-            self._ranks = self._among(exchange, held, config, exchange.size if average else 1, max_ids)
-        except Exception as error:
-            failed = error
-        except BaseException as error:
-            _abandon(exchange, held, error)
-            raise
+            self._ranks = self._among(exchange, held, plain_config, exchange.size if average else 1, most)
+
         try:
-            exchange.end_construction(failed, given)
+            # before a file is opened: ranks that are to build different tables must not change any
+            config, options, most = agreed(lambda failed: exchange.agree_to_construct(failed, given), check)
+            agreed(exchange.end_construction, build)
+            for each in held:
+                each.engine.tables.filled()
             exchange.check_device(config.device)
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._ranks.follow(optimizer, group=None, in_state_dict=True)
@@ -187,13 +190,14 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     def _make_shards(
         self,
         made: list[Held],
-        rank: int,
+        exchange: Exchange,
         config: TableSetConfig,
         settings: Mapping[str, Any],
         options: LookupOptions,
         max_ids: int | None,
     ) -> None:
-        """What this rank holds, of each width, into `made`."""
+        """What this rank holds, of each width, into `made`. A collective: row files of all ranks are one set."""
+        rank = exchange.rank
         settings = {**settings, "device": config.device, "check_ids": "deferred"}  # who has the bags checks the ids
         widths_of = [self.table_configs[feature.table].embedding_dim for feature in features_of(self.table_configs)]
         columns = np.concatenate([[0], np.cumsum(widths_of)]).astype(np.int64)
@@ -204,17 +208,19 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
             Sharer(sum(t.num_embeddings for t in held), slot_bytes(row_layout(config, 1, width), config.device))
             for held, width in zip(own, widths, strict=True)
         ]
-        for each, width, held, share in zip(members, widths, own, shares(config.capacity, sharers), strict=True):
-            its_config = table_set_config(
-                held, capacity=share, pooled=False, parts=tuple(self.layout.part(t, rank) for t in each),
-                label=f"width{width}-rank{rank}of{self.layout.size}", **settings,
-            )  # fmt: skip
-            made.append(
-                Shard(
+        labels = [f"width{width}-rank{rank}of{self.layout.size}" for width in widths]
+        fills = any(callable(table.init) for each in own for table in each)
+        with config.storage.opening(labels, fills=fills, gather=exchange.of_all) as rows:
+            for each, label, held, share in zip(members, labels, own, shares(config.capacity, sharers), strict=True):
+                its_config = table_set_config(
+                    held, capacity=share, pooled=False, parts=tuple(self.layout.part(t, rank) for t in each),
+                    label=label, **settings,
+                )  # fmt: skip
+                shard = Shard(
                     self.layout, rank, each, list(columns), its_config, options, _class_of(settings["optimizer"]),
-                    self._over_ranks, max_ids,
-                )
-            )  # fmt: skip
+                    self._over_ranks, max_ids, rows=rows,
+                )  # fmt: skip
+                made.append(shard)
 
     def _make_hook(self) -> torch.Tensor:
         with no_inference():
@@ -347,6 +353,11 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         """Bytes of every allocation of this rank, by width and purpose; `peers`: what other ranks write to."""
         found = {name: part for held in self._held for name, part in held.engine.tables.memory_report().items()}
         return found | self._ranks.memory_report()
+
+    def row_files(self) -> dict[str, Any] | None:
+        """See `TieredModule.row_files`: identity and generation are those of all ranks, `files` those of this one."""
+        found = self._held[0].engine.tables.row_set
+        return None if found is None else found._asdict()
 
     def flush(self) -> None:
         """Writes all hot rows of this rank back."""

@@ -33,22 +33,34 @@ AGAIN = "start all ranks again"
 
 
 class Stage(enum.Enum):
-    """What a rank has done when it waits for the others: begun the construction, or built what it holds."""
+    """What a rank has done when it waits for the others: begun the construction, checked what it was given, or built
+    what it holds."""
 
     BEGUN = "begun"
+    CHECKED = "checked"
     BUILT = "built"
 
     @property
     def ended(self) -> str:
         """Which ranks have not done it, of ranks that have ended."""
-        when = "before constructing" if self is Stage.BEGUN else "while building its rows of"
-        return f"{when} the sharded collection"
+        return f"{_ENDED[self]} the sharded collection"
 
     @property
     def missing(self) -> str:
         """The same of ranks that are late."""
-        what = "begin to construct" if self is Stage.BEGUN else "build its rows of"
-        return f"{what} the sharded collection"
+        return f"{_MISSING[self]} the sharded collection"
+
+
+_ENDED = {
+    Stage.BEGUN: "before constructing",
+    Stage.CHECKED: "while checking the arguments of",
+    Stage.BUILT: "while building its rows of",
+}
+_MISSING = {
+    Stage.BEGUN: "begin to construct",
+    Stage.CHECKED: "check the arguments of",
+    Stage.BUILT: "build its rows of",
+}
 
 
 class Connections(NamedTuple):

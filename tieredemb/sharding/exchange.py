@@ -272,16 +272,27 @@ class Exchange:
             self._broken = "the module was closed"
             _give_up(self._held)
 
-    def end_construction(self, error: Exception | None, what: dict[str, str]) -> None:
-        """Waits until all ranks have built what they hold, or have met an `error`; then see `agree`. Raises `PeerError`
-        where one has ended meanwhile."""
+    def agree_to_construct(self, error: Exception | None, what: dict[str, str]) -> None:
+        """Waits until all ranks have checked what they were given, or have met an `error`; then see `agree`. Raises
+        `PeerError` where one has ended meanwhile."""
+        self._construct(Stage.CHECKED, error, what)
+
+    def end_construction(self, error: Exception | None) -> None:
+        """The same once all have built what they hold."""
+        self._construct(Stage.BUILT, error, {})
+        self._construction = None
+
+    def _construct(self, stage: Stage, error: Exception | None, what: dict[str, str]) -> None:
         assert self._construction is not None
         try:
-            self._construction.wait(Stage.BUILT, connections=Connections(self.group, range(self.size)))
+            self._construction.wait(stage, connections=Connections(self.group, range(self.size)))
         except PeerError as of_others:
             raise of_others from error
         self.agree(error, what, Phase.CONSTRUCT)
-        self._construction = None
+
+    def of_all(self, value: Any) -> list[Any]:
+        """The `value` of every rank amid a construction, on every rank."""
+        return self.every(value, Phase.CONSTRUCT)
 
     def leave(self, error: BaseException) -> None:
         """Leaves the group, as the construction has met an `error`; ranks that wait for this one raise `PeerError`."""
@@ -301,7 +312,9 @@ class Exchange:
             raise error
         told = None if error is None else (type(error).__name__, str(error))
         found = self.every(told, phase)
-        rank, (kind, text) = next((rank, each) for rank, each in enumerate(found) if each is not None)
+        met = [(rank, *each) for rank, each in enumerate(found) if each is not None]
+        # what a rank has met itself says more than what it knows of others
+        rank, kind, text = next((each for each in met if each[1] != PeerError.__name__), met[0])
         known = getattr(errors, kind, None)
         same = isinstance(known, type) and issubclass(known, TieredEmbError)
         message = f"rank {rank}: {text}" if same else f"rank {rank}: {kind}: {text}"

@@ -20,6 +20,7 @@ from tieredemb.step.call import Call
 from tieredemb.step.engine import Engine
 from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.planned_forwards import PlanExecutor, Planned
+from tieredemb.storage.base import RowOpener
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
@@ -53,9 +54,10 @@ class Held:
         options: LookupOptions,
         optimizer: Optimizer,
         over_ranks: OverRanks,
+        rows: RowOpener | None = None,
     ) -> None:
         self.tables = list(tables)
-        self.engine = Engine(TableSet(config), optimizer, over_ranks=over_ranks)
+        self.engine = Engine(TableSet(config, rows=rows), optimizer, over_ranks=over_ranks)
         self.context = self.engine.context(options)
 
 
@@ -74,8 +76,10 @@ class Shard(Held):
         optimizer: Optimizer,
         over_ranks: OverRanks,
         max_ids: int | None = None,
+        *,
+        rows: RowOpener,
     ) -> None:
-        super().__init__(tables, config, options, optimizer, over_ranks)
+        super().__init__(tables, config, options, optimizer, over_ranks, rows)
         self.space = KeySpace(layout.tables, self.tables, list(columns))
 
         self._rank, self._device = rank, config.device

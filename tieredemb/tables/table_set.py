@@ -171,6 +171,7 @@ class TableSet:
         members = [[t for t, table in enumerate(config.tables) if table.embedding_dim == width] for width in widths]
         spaces = [KeySpace(config.tables, each, list(self.columns)) for each in members]
         sharers = [Sharer(s.rows, slot_bytes(row_layout(config, 1, s.width), config.device)) for s in spaces]
+        opens = rows is None
         names = [config.label + (f"width{width}" if len(widths) > 1 else "") for width in widths]
         fills = bool(functions or weights)
         try:
@@ -185,16 +186,19 @@ class TableSet:
             self._finalizer.detach()
             raise
         if fills:
-            self._fill(functions, weights or {})
+            self._fill(functions, weights or {}, is_last=opens)
 
-    def _fill(self, functions: Mapping[int, InitFunction], weights: Mapping[int, torch.Tensor]) -> None:
+    def _fill(
+        self, functions: Mapping[int, InitFunction], weights: Mapping[int, torch.Tensor], *, is_last: bool
+    ) -> None:
         """Writes the rows that tables begin with, those that no earlier owner has left. What fails leaves a file that
-        counts for nothing."""
+        counts for nothing. `is_last`: whether nobody else writes any."""
         try:
             self._initialise({table: function for table, function in functions.items() if self.is_new(table)})
             if new := {table: weight for table, weight in weights.items() if self.is_new(table)}:
                 self.set_weights(new)
-            self.filled()
+            if is_last:
+                self.filled()
         except BaseException:
             for group in self.groups:
                 group.cache.close()

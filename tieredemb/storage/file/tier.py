@@ -16,10 +16,11 @@ import os
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from time import monotonic, sleep
 from types import TracebackType
 from typing import Any
 
-from tieredemb.errors import ConfigError, StorageError, StorageFormatError, StorageLockedError
+from tieredemb.errors import ConfigError, PeerError, StorageError, StorageFormatError, StorageLockedError
 from tieredemb.storage.base import Gather, Metadata, RowLayout, Storage, alone
 from tieredemb.storage.file.beside import read_beside, remove_beside
 from tieredemb.storage.file.extents import StoredExtent, extent_for, write_extent
@@ -39,6 +40,8 @@ from tieredemb.storage.file.row_set import (
 from tieredemb.storage.file.rows import FileRows, map_rows, regions
 from tieredemb.storage.file.slots import HeaderSlots
 from tieredemb.storage.system import system
+
+_PATIENCE = 1.0  # seconds, which is long for an unlink
 
 
 @dataclass(frozen=True)
@@ -110,29 +113,47 @@ class File(Storage):
     ) -> OpenSet:
         """Takes the files that there are, into `claims`, and compares them with each other and with those of all
         processes."""
-        for name in names:
-            found = claim(os.path.realpath(path_of(base, name)), fresh=self.fresh)
-            if found is not None:
-                claims[name] = found
+        try:
+            for name in names:
+                found = claim(os.path.realpath(path_of(base, name)), fresh=self.fresh)
+                if found is not None:
+                    claims[name] = found
+            others = others_at(base, names)
+        except OSError as error:  # among them our own
+            gather(f"{error}")
+            raise
         headers = {name: each.header for name, each in claims.items() if each.header is not None}
-        others = others_at(base, names)
-        own = Surveyed(base, tuple(names), headers, () if self.fresh else others, secrets.token_hex(16))
-        surveys = [each for each in gather(own) if isinstance(each, Surveyed)]
+        surveys = []
+        for each in gather(Surveyed(base, tuple(names), headers, () if self.fresh else others, secrets.token_hex(16))):
+            if isinstance(each, str):
+                raise PeerError(f"another rank could not open its row files: {each}")
+            surveys += [each] if isinstance(each, Surveyed) else []
         row_set = check_set(surveys, recover=self.recover, keep=self.keep, given=given)
         if self.fresh:
-            _discard(base, [each for each in others if each not in row_set.members])
+            for member in others:
+                if member not in row_set.members:
+                    _discard(path_of(base, member), patience=_PATIENCE if len(surveys) > 1 else 0.0)
         return row_set
 
 
-def _discard(base: str, members: Sequence[str]) -> None:
-    """Removes files of an earlier set. Raises `StorageLockedError`."""
-    for member in members:
-        found = claim(path_of(base, member), fresh=True)
+def _discard(path: str, *, patience: float) -> None:
+    """Removes a file of an earlier set, which other processes of this set may be about to remove, too: for as long as
+    `patience`, in seconds. Raises `StorageLockedError`."""
+    deadline = monotonic() + patience
+    while True:
+        try:
+            found = claim(path, fresh=True)
+        except StorageLockedError:
+            if monotonic() > deadline:
+                raise
+            sleep(0.001)
+            continue
         if found is not None:
             try:
-                system.unlink(found.path)
+                system.unlink(path)
             finally:
                 found.lock.release()
+        return
 
 
 @dataclass(frozen=True)
