@@ -101,7 +101,7 @@ class Checkout:
 def checkout(tmp_path_factory):
     """One whose kernels are all cached, and what it computes."""
     made = Checkout(tmp_path_factory.mktemp("checkout"))
-    (made.trained, compiled), _ = made.run(TRAINED)
+    (made.trained, compiled), _ = made.run(TRAINED, PYTHONDONTWRITEBYTECODE="1")
     assert "segments_update" in compiled
     (made.initial, compiled), printed = made.run(INITIAL)
     assert (compiled, printed) == ([], "")
