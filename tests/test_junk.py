@@ -100,7 +100,7 @@ CALLS = {
         lambda **given: te.TableConfig(**TABLE | given),
         (*TABLE, "mode", "padding_idx", "placement", "feature_names"),
     ),
-    "File": (lambda **given: te.File(**{"path": "rows"} | given), ("path", "recover", "fresh")),
+    "File": (lambda **given: te.File(**{"path": "rows"} | given), ("path", "recover", "fresh", "keep")),
     "Pmem": (lambda **given: te.Pmem(**{"directory": "rows"} | given), ("directory", "max_bytes")),
     "TableWise": (te.TableWise, ("rank",)),
     "TieredEmbeddingBag": (

@@ -722,3 +722,18 @@ def test_whole_tables_are_set_saved_and_loaded_in_chunks(tmp_path):
     peaks = [int(line) for line in done.stdout.split()]
     assert len(peaks) == 3
     assert max(peaks) < MOST_MIB, peaks
+
+
+@pytest.mark.parametrize("junk", [None, 3, 1.5, b"there", object(), ["there"], "a\0b"], ids=repr)
+def test_a_directory_that_is_none_is_refused_by_save_and_load(junk):
+    bag = te.TieredEmbeddingBag(10, 2, capacity=3)
+    for call in (bag.save_checkpoint, bag.load_checkpoint):
+        with pytest.raises(ConfigError, match="directory must be the path of a directory"):
+            call(junk)
+
+
+def test_recover_of_a_load_must_be_true_or_false(tmp_path):
+    bag = te.TieredEmbeddingBag(10, 2, capacity=3)
+    bag.save_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="recover must be True or False"):
+        bag.load_checkpoint(tmp_path, recover="yes")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from tieredemb.config import TablePart
+from tieredemb.config import TablePart, check_flag
 from tieredemb.errors import CheckpointError, shown
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.sharding.agreed import Announce, agreed
@@ -175,6 +175,7 @@ class ShardedRows:
 
             def open() -> tuple[list[Any], checkpoint.Opened]:
                 check_directory(directory)
+                check_flag("recover", recover)
                 changes = []
                 for shard in self.shards:
                     shard.engine.check_no_gradient("load a checkpoint")

@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from tieredemb.errors import CheckpointError, ConfigError, StorageError
+from tieredemb.config import check_flag
+from tieredemb.errors import CheckpointError, ConfigError, ConfigTypeError, StorageError, shown
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.checkpoint import directory as checkpoint
 from tieredemb.storage.checkpoint.files import HeldRows
@@ -49,6 +50,7 @@ def write_back(tables: TableSet) -> tuple[dict[str, HeldRows], str]:
 def load(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.PathLike[str], *, recover: bool) -> Any:
     """See `TieredModule.load_checkpoint`."""
     check_directory(directory)
+    check_flag("recover", recover)
     tables = tables.whole
     with tables.changing("load_checkpoint") as change:
         check_replaceable(tables)
@@ -127,7 +129,10 @@ def _optimizers(tables: TableSet) -> dict[str, RowOptimizer]:
 
 def check_directory(directory: str | os.PathLike[str]) -> None:
     """Raises `ConfigError` for a name that is none."""
-    if not os.fspath(directory):
+    name = os.fspath(directory) if isinstance(directory, (str, os.PathLike)) else None
+    if not isinstance(name, str) or "\0" in name:
+        raise ConfigTypeError(f"directory must be the path of a directory, got {shown(directory)}")
+    if not name:
         raise ConfigError("the directory's name is empty, which would be the current one; give it a name, or '.'")
 
 

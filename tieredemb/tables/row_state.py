@@ -156,7 +156,7 @@ def check_lagging(tables: TableSet, states: Mapping[int, LoadedState]) -> None:
         for table, rows in lagging.items():
             if history is None or rows is None or not len(rows.rows):
                 continue
-            steps = rows.state[:, -1].view(np.int32)
+            steps = rows.state[:, -1]
             if steps.min() < history.base or steps.max() > history.steps:
                 raise InvalidInputError(
                     f"{LAGGING!r} of table {tables.config.tables[table].name!r} has rows at steps {steps.min()} to "
