@@ -106,7 +106,10 @@ class SparseLionReference(torch.optim.Optimizer):
                 momentum = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
                 m, w = momentum[rows], param[rows]
                 c = beta1 * m + (1 - beta1) * g
-                param[rows] = w - group["lr"] * (c.sign() + group["weight_decay"] * w)
+                move = torch.where(c.isnan(), c, c.sign())  # torch's sign of NaN is 0
+                if group["weight_decay"] != 0:
+                    move = move + group["weight_decay"] * w
+                param[rows] = w - group["lr"] * move
                 momentum[rows] = beta2 * m + (1 - beta2) * g
 
 

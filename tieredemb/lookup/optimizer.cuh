@@ -191,7 +191,8 @@ __device__ __forceinline__ MissedSteps missed_by(const Place &place, int lane, c
 
 template <class State>
 __device__ __forceinline__ float element_catch_up(float w, State &state, const MissedSteps &missed, const Past &past) {
-    return missed.is_decay_alone ? __fmul_rn(w, missed.later) : Recipe::catch_up(w, state, missed, past);
+    if (!missed.is_decay_alone) return Recipe::catch_up(w, state, missed, past);
+    return missed.later != 1.0f ? Recipe::decayed(w, missed.later) : w;
 }
 
 // Brings a row to step `now`, and notes that it stands at step `noted`; all lanes of the row. Whether it was behind.

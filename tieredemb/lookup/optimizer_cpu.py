@@ -190,6 +190,13 @@ def factor_between(logs, which, start, stop):
 
 
 @inline
+def faded(value, factor):
+    """`value`, of a row that missed steps, times the factors of all of them. Each step leaves an infinity infinite,
+    and a product of many factors may have become a zero."""
+    return value * factor if abs(value) < F(math.inf) else value
+
+
+@inline
 def is_still(state, home, words):
     """Whether the first `words` of a row's state are zeros."""
     d = 0
@@ -199,7 +206,7 @@ def is_still(state, home, words):
 
 
 @inline
-def row_miss(weight, row, state, home, none, past, start, stop, row_catch_up):
+def row_miss(weight, row, state, home, none, past, start, stop, row_catch_up, decayed):
     """Takes the steps that a row missed. One whose state is zeros, which a step without a gradient leaves as it is,
     has its weights decay and no more, unless their decay is part of the gradient."""
     logs, coupled = past[6], past[7]
@@ -208,17 +215,19 @@ def row_miss(weight, row, state, home, none, past, start, stop, row_catch_up):
     decay = factor_between(logs, DECAY_LOG, start, stop)
     if decay != F(1.0):
         for d in range(none.shape[0]):
-            store(weight, row, d, load(weight, row, d) * decay)
+            store(weight, row, d, decayed(load(weight, row, d), decay))
     return 0
 
 
 @inline
-def row_bring(weight, row, state, home, none, dense, row_catch_up):
+def row_bring(weight, row, state, home, none, dense, row_catch_up, decayed):
     """Brings a row to the steps that its table has taken, and notes the step that it stands at then: what the `bring`
     of a dense recipe does. `dense`: the states as uint32, whose last word is that step · what kernels are given of a
     history (`History.past`) · the step to note · how weights are rounded. `row_catch_up(weight, row, state, home, none,
     past, start, stop)` is the recipe's: it takes the steps after `start` until `stop`, counted from the history's base,
-    without a gradient (`none`, float32 (D,), zeros), and returns how many of them it has replayed."""
+    without a gradient (`none`, float32 (D,), zeros), and returns how many of them it has replayed. `decayed(weight,
+    factor)` is a weight after steps that do nothing but decay it, by `factor` in all, which is not 1: `faded`, or what
+    the recipe's formula makes of an infinity."""
     clock, past, noted, rounding = dense
     now, base = past[0], past[1]
     place = clock.shape[1] - 1
@@ -227,10 +236,10 @@ def row_bring(weight, row, state, home, none, dense, row_catch_up):
     if last >= now:
         return 0
     if is_float(weight):
-        return row_miss(weight, row, state, home, none, past, last - base, now - base, row_catch_up)
+        return row_miss(weight, row, state, home, none, past, last - base, now - base, row_catch_up, decayed)
     values = np.empty((1, none.shape[0]), np.float32)  # rounded once, whatever the number of steps
     row_load(weight, row, values)
-    replayed = row_miss(values, np.int32(0), state, home, none, past, last - base, now - base, row_catch_up)
+    replayed = row_miss(values, np.int32(0), state, home, none, past, last - base, now - base, row_catch_up, decayed)
     row_put(weight, row, values, rounding, home, DRAW_CATCH_UP, now)
     return replayed
 

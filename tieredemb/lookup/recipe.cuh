@@ -61,6 +61,12 @@ __device__ __forceinline__ Numbers numbers_of(const Past &past, int step) {
     return numbers;
 }
 
+// `value`, of a row that missed steps, times the factors of all of them. Each step leaves an infinity infinite, and a
+// product of many factors may have become a zero.
+__device__ __forceinline__ float faded(float value, float factor) {
+    return isfinite(value) ? __fmul_rn(value, factor) : value;
+}
+
 // A recipe that moves the rows of the batch alone. Those of dense optimizers hide these.
 struct Sparse {
     static constexpr int STEP_NUMBERS = 0;  // of the numbers, those that change from step to step: the last ones
@@ -75,6 +81,8 @@ struct Sparse {
                                                      const Past &past) {
         return w;
     }
+    // A weight after missed steps that do nothing but decay it, by `factor` in all, which is not 1.
+    static __device__ __forceinline__ float decayed(float w, float factor) { return faded(w, factor); }
 };
 
 // A recipe in which nothing concerns the row as a whole. Others hide these.

@@ -7,7 +7,7 @@ import numpy as np
 
 from tieredemb.kernels.cpu import as_tuple, fma, inline, load, store
 from tieredemb.kernels.parallel_cpu import over_ranges
-from tieredemb.lookup.optimizer_cpu import row_bring, rows_walk, segments_walk, stays
+from tieredemb.lookup.optimizer_cpu import faded, row_bring, rows_walk, segments_walk, stays
 
 F = np.float32
 NUMBERS = 2
@@ -45,7 +45,7 @@ def row_catch_up(weight, row, state, home, none, past, start, stop):
 
 @inline
 def bring(weight, row, state, home, none, dense):
-    return row_bring(weight, row, state, home, none, dense, row_catch_up)
+    return row_bring(weight, row, state, home, none, dense, row_catch_up, faded)
 
 
 @over_ranges

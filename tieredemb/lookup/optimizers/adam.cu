@@ -8,12 +8,20 @@ struct Recipe : ElementWise {
         return hyper.lr * sqrt(1.0 - pow(hyper.beta2, step)) / (1.0 - pow(hyper.beta1, step));
     }
 
+    // The running mean of squares `v` with `share` of the square of `gradient` in it. It ends where torch's does: that
+    // multiplies the gradient by its share first, and an infinite mean stays infinite.
+    static __device__ __forceinline__ float square_mean(float v, float gradient, float share) {
+        const float found = __fmaf_rn(__fmaf_rn(gradient, gradient, -v), share, v);
+        if (isfinite(found)) return found;
+        return __fadd_rn(__fmul_rn(__fsub_rn(1.0f, share), v), __fmul_rn(__fmul_rn(share, gradient), gradient));
+    }
+
     template <class State>
     static __device__ __forceinline__ float element(float w, float g, State &state, float rate,
                                                     const Numbers &numbers) {
         const float gradient = numbers.weight_decay != 0.0f ? __fmaf_rn(numbers.weight_decay, w, g) : g;
         const float m = __fmaf_rn(__fsub_rn(gradient, state[0]), numbers.one_less_beta1, state[0]);
-        const float v = __fmaf_rn(__fmaf_rn(gradient, gradient, -state[1]), numbers.one_less_beta2, state[1]);
+        const float v = square_mean(state[1], gradient, numbers.one_less_beta2);
         state[0] = m;
         state[1] = v;
         return __fmaf_rn(-rate, __fdiv_rn(m, __fadd_rn(__fsqrt_rn(v), numbers.step_eps)), __fmul_rn(w, numbers.decay));
@@ -55,11 +63,12 @@ struct Recipe : ElementWise {
         for (int step = missed.start + 1; step <= missed.replayed; step++)
             w = element(w, 0.0f, state, past.rates[step], numbers_of(past, step));
         const float m = state[0], v = state[1];
-        state[0] = __fmul_rn(m, missed.first);
-        state[1] = __fmul_rn(v, missed.second);
-        if (missed.sums == nullptr) return missed.later != 1.0f ? __fmul_rn(w, missed.later) : w;
+        state[0] = isfinite(m) ? __fmul_rn(m, missed.first) : nanf("");  // as the first of the steps has it
+        state[1] = faded(v, missed.second);
+        if (missed.sums == nullptr) return missed.later != 1.0f ? faded(w, missed.later) : w;
         const float *of = missed.sums;
-        const float x = __fsqrt_rn(v), share = __fdiv_rn(1.0f, __fmaf_rn(x, of[1], of[SUM_EPS])), q = __fmul_rn(x, share);
+        const float x = __fsqrt_rn(v), share = __fdiv_rn(1.0f, __fmaf_rn(x, of[1], of[SUM_EPS]));
+        const float q = isfinite(x) ? __fmul_rn(x, share) : 0.0f;  // nothing moves by an infinite mean of squares
         float series = __fmaf_rn(-q, of[7], of[6]);
         series = __fmaf_rn(-q, series, of[5]);
         series = __fmaf_rn(-q, series, of[4]);
@@ -67,8 +76,8 @@ struct Recipe : ElementWise {
         series = __fmaf_rn(-q, series, of[2]);
         series = __fmaf_rn(__fmul_rn(q, q), series, 1.0f);
         const float moves = __fmul_rn(__fmul_rn(of[0], series), share);
-        w = __fmaf_rn(-moves, m, __fmul_rn(w, missed.decay));
-        return __fmul_rn(w, missed.later);
+        w = __fmaf_rn(-moves, m, faded(w, missed.decay));
+        return faded(w, missed.later);
     }
 };
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from tieredemb.kernels.constants import (
@@ -17,10 +19,18 @@ from tieredemb.kernels.constants import (
 )
 from tieredemb.kernels.cpu import as_tuple, fma, inline, load, store
 from tieredemb.kernels.parallel_cpu import over_ranges
-from tieredemb.lookup.optimizer_cpu import factor_between, row_bring, rows_walk, segments_walk
+from tieredemb.lookup.optimizer_cpu import factor_between, faded, row_bring, rows_walk, segments_walk
 
 F = np.float32
 NUMBERS = 5
+
+
+@inline
+def square_mean(v, gradient, share):
+    """The running mean of squares `v` with `share` of the square of `gradient` in it. It ends where torch's does: that
+    multiplies the gradient by its share first, and an infinite mean stays infinite."""
+    found = fma(fma(gradient, gradient, -v), share, v)
+    return found if found < F(math.inf) else (F(1.0) - share) * v + share * gradient * gradient
 
 
 @inline
@@ -33,7 +43,7 @@ def row_update(weight, row, state, home, g, rate, numbers):
         m = load(state, home, d)
         v = load(state, home, width + d)
         m = fma(gradient - m, one_less_beta1, m)
-        v = fma(fma(gradient, gradient, -v), one_less_beta2, v)
+        v = square_mean(v, gradient, one_less_beta2)
         store(state, home, d, m)
         store(state, home, width + d, v)
         store(weight, row, d, fma(-rate, m / (np.sqrt(v) + step_eps), w * decay))
@@ -63,8 +73,8 @@ def row_catch_up(weight, row, state, home, none, past, start, stop):
             later = factor_between(logs, DECAY_LOG, end, stop)
             for d in range(width):
                 store(state, home, d, load(state, home, d) * first)
-                store(state, home, width + d, load(state, home, width + d) * second)
-                store(weight, row, d, load(weight, row, d) * later)
+                store(state, home, width + d, faded(load(state, home, width + d), second))
+                store(weight, row, d, faded(load(weight, row, d), later))
         return end - start
     if ends[start] == 0:  # the sum grows: its own products are those until now
         first, second, decay, later = of[SUM_FIRST], of[SUM_SECOND], of[SUM_DECAY], F(1.0)
@@ -81,23 +91,23 @@ def row_catch_up(weight, row, state, home, none, past, start, stop):
         x = np.sqrt(v)
         below = fma(x, point, eps)
         share = F(1.0) / below
-        q = x * share
+        q = x * share if x < F(math.inf) else F(0.0)  # nothing moves by an infinite mean of squares
         series = fma(-q, seven, six)
         series = fma(-q, series, five)
         series = fma(-q, series, four)
         series = fma(-q, series, three)
         series = fma(-q, series, two)
         series = fma(q * q, series, F(1.0))
-        moved = fma(-(total * series * share), m, load(weight, row, d) * decay)
-        store(weight, row, d, moved * later)
-        store(state, home, d, m * first)
-        store(state, home, width + d, v * second)
+        moved = fma(-(total * series * share), m, faded(load(weight, row, d), decay))
+        store(weight, row, d, faded(moved, later))
+        store(state, home, d, m * first if abs(m) < F(math.inf) else F(math.nan))  # as the first of the steps has it
+        store(state, home, width + d, faded(v, second))
     return 0
 
 
 @inline
 def bring(weight, row, state, home, none, dense):
-    return row_bring(weight, row, state, home, none, dense, row_catch_up)
+    return row_bring(weight, row, state, home, none, dense, row_catch_up, faded)
 
 
 @over_ranges

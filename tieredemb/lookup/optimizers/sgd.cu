@@ -49,9 +49,14 @@ struct Recipe : ElementWise {
         w = __fmul_rn(w, missed.decay);
         if (TENSORS > 0) {
             w = __fmaf_rn(-missed.sums[0], state[0], w);
-            state[0] = __fmul_rn(state[0], missed.first);
+            state[0] = faded(state[0], missed.first);
         }
         return __fmul_rn(w, missed.later);
+    }
+
+    // by its own part of the gradient, which of an infinity is one, and leaves no number
+    static __device__ __forceinline__ float decayed(float w, float factor) {
+        return isfinite(w) ? __fmul_rn(w, factor) : nanf("");
     }
 };
 

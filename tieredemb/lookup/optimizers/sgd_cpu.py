@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from tieredemb.kernels.constants import DECAY_LOG, FIRST_LOG, SUM_DECAY, SUM_FIRST
 from tieredemb.kernels.cpu import as_tuple, fma, inline, load, store
 from tieredemb.kernels.parallel_cpu import over_ranges
-from tieredemb.lookup.optimizer_cpu import factor_between, row_bring, rows_walk, segments_walk, stays
+from tieredemb.lookup.optimizer_cpu import factor_between, faded, row_bring, rows_walk, segments_walk, stays
 
 F = np.float32
 NUMBERS = 4
@@ -71,14 +73,20 @@ def row_catch_up(weight, row, state, home, none, past, start, stop):
         if moves:
             buffer = load(state, home, d)
             w = fma(-total, buffer, w)
-            store(state, home, d, buffer * first)
+            store(state, home, d, faded(buffer, first))
         store(weight, row, d, w * later)
     return 0
 
 
 @inline
+def decayed(weight, factor):
+    """A weight that has decayed by its own part of the gradient, which of an infinity is one, and leaves no number."""
+    return weight * factor if abs(weight) < F(math.inf) else F(math.nan)
+
+
+@inline
 def bring(weight, row, state, home, none, dense):
-    return row_bring(weight, row, state, home, none, dense, row_catch_up)
+    return row_bring(weight, row, state, home, none, dense, row_catch_up, decayed)
 
 
 @over_ranges

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from tieredemb.kernels.cpu import fma, inline, load, store
 from tieredemb.kernels.parallel_cpu import over_ranges
 from tieredemb.lookup.optimizer_cpu import segments_walk, stays
+
+F = np.float32
 
 
 @inline
@@ -18,7 +22,8 @@ def row_update(weight, row, state, home, g, rate, numbers):
         m = load(state, home, d)
         v = load(state, home, width + d)
         m = fma(g[d] - m, one_less_beta1, m)
-        v = fma(fma(g[d], g[d], -v), one_less_beta2, v)
+        square = g[d] * g[d]  # where it is infinite torch's difference is one
+        v = fma(fma(g[d], g[d], -v) if square < F(math.inf) else square - v, one_less_beta2, v)
         store(state, home, d, m)
         store(state, home, width + d, v)
         store(weight, row, d, fma(-rate, m / (np.sqrt(v) + eps), load(weight, row, d)))

@@ -12,7 +12,8 @@ struct Recipe : ElementWise {
         const float c = __fmaf_rn(numbers.one_less_beta1, g, __fmul_rn(numbers.beta1, m));
         const float sign = c > 0.0f ? 1.0f : c < 0.0f ? -1.0f : c;  // a NaN stays one
         state[0] = __fmaf_rn(numbers.one_less_beta2, g, __fmul_rn(numbers.beta2, m));
-        return __fmaf_rn(-rate, __fmaf_rn(numbers.weight_decay, w, sign), w);
+        const float move = numbers.weight_decay != 0.0f ? __fmaf_rn(numbers.weight_decay, w, sign) : sign;  // no 0 · ∞
+        return __fmaf_rn(-rate, move, w);
     }
 };
 

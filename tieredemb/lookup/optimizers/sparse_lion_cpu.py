@@ -21,7 +21,8 @@ def row_update(weight, row, state, home, g, rate, numbers):
         sign = F(1.0) if c > F(0.0) else F(-1.0) if c < F(0.0) else c  # a NaN stays one
         store(state, home, d, fma(one_less_beta2, g[d], beta2 * m))
         w = load(weight, row, d)
-        store(weight, row, d, fma(-rate, fma(weight_decay, w, sign), w))
+        move = fma(weight_decay, w, sign) if weight_decay != F(0.0) else sign  # 0 · ∞ is no number
+        store(weight, row, d, fma(-rate, move, w))
 
 
 @over_ranges
