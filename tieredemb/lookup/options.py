@@ -13,7 +13,7 @@ from tieredemb.errors import ConfigError, shown
 class LookupOptions:
     """How lookups treat rows. `max_norm`: rows are scaled down to it when looked up · `scale_grad_by_freq`: a row's
     gradient is divided by its occurrences in the call · `padding_is_dropped`: padding adds nothing to its bag (bags),
-    rather than being read without gradient (`TieredEmbedding`)."""
+    rather than being read without gradient (`TieredEmbedding`). Its row is scaled down either way, as in torch."""
 
     max_norm: float | None = None
     norm_type: float = 2.0
@@ -30,3 +30,8 @@ class LookupOptions:
                 f"norm_type must be a number above 0 that float32 holds (2 is Euclid's norm), or math.inf, "
                 f"got {shown(self.norm_type)}"
             )
+
+    @property
+    def plans_padding(self) -> bool:
+        """Whether the rows of padding are planned: they are read, or scaled."""
+        return not self.padding_is_dropped or self.max_norm is not None

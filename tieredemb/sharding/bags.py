@@ -21,13 +21,18 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
+NO_KEY = -2  # −1 is that of what is not looked up
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """The tables of one width of one kind. `space`: their key space, as batches name rows · `owner`: int64 (F,), of
-    each feature the rank that holds its table whole; −1 where all are dealt out."""
+    each feature the rank that holds its table whole; −1 where all are dealt out · `asks_for_padding`: whether rows of
+    padding are asked for, which their owners scale, and which add nothing to bags."""
 
     space: KeySpace
     owner: Array
+    asks_for_padding: bool = False
 
     @functools.cached_property
     def is_whole(self) -> bool:
@@ -39,6 +44,12 @@ class Part:
         """How many numbers say what a rank is asked for: how many ids of each feature, and how many of these are the
         first of their row, or of whole tables how many lengths of bags."""
         return 2 * len(self.space.features)
+
+    @functools.cached_property
+    def padding_keys(self) -> Array:
+        """Of each feature the key of the padding that is asked for, int64 (F,), or one that no occurrence has."""
+        padding: Array = np.where(self.space.padding < 0, NO_KEY, self.space.first + self.space.padding)
+        return padding if self.asks_for_padding else np.full_like(padding, NO_KEY)
 
 
 class Most(NamedTuple):

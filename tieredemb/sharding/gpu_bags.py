@@ -19,6 +19,7 @@ from tieredemb.config import features_of
 from tieredemb.errors import InvalidInputError, UnsupportedError
 from tieredemb.kernels.arguments import struct_type
 from tieredemb.kernels.compiler import OPTIONS, blocks_for, kernel
+from tieredemb.kernels.constants import DROPPED
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.spread import MOST_BLOCKS as SPREAD_BLOCKS
@@ -69,11 +70,13 @@ class GpuPart:
         row = RowFormat(width=space.width, dtype=config.dtype)
         self.lookup = DeviceLookup(self.space, row, None, config.output_dtype)
         self.width, self.ranks, self.is_whole, self.owner = space.width, layout.size, part.is_whole, part.owner
+        self.asks_for_padding = part.asks_for_padding
         tables = space.tables[space.table]
 
         def upload(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
             return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
+        self._padding_keys = upload(part.padding_keys)
         self._dealt = struct_type(OWNERS, "Dealt")(
             first=upload(space.first), table=upload(tables), owner=upload(layout.owner[tables]),
             ranks=layout.size,
@@ -113,9 +116,17 @@ class GpuPart:
         space, places = self.space, batch.places
         bags = new_device_bags(words.ids.shape[0], space, batch.size, is_all=space.space.is_all(places))
         find_device_bags(
-            bags, words.ids, words.edges, space, words.fault, words.report, places, padding_is_dropped=True
-        )
+            bags, words.ids, words.edges, space, words.fault, words.report, places,
+            padding_is_dropped=not self.asks_for_padding,
+        )  # fmt: skip
         return bags
+
+    def read(self, bags: DeviceBags) -> torch.Tensor:
+        """Which of the rows that have come each occurrence reads, int32 (N,): of padding none."""
+        if not self.asks_for_padding:
+            return bags.homes
+        feature = torch.div(bags.bag, max(1, bags.batch), rounding_mode="floor")
+        return bags.homes.masked_fill(bags.keys == self._padding_keys[feature], DROPPED)
 
     def _own(
         self, bags: DeviceBags, counts: torch.Tensor, cells: torch.Tensor | int, cell: torch.Tensor | int
@@ -284,15 +295,16 @@ class GpuBags:
                 self._weights = given if bags.position is None else given[bags.position]
             if keep and lookup.has_max:
                 self._argmax = torch.full(out.shape, -1, dtype=torch.int32, device=out.device)
-            lookup.pool(hot, NO_OVERFLOW, bags.homes, bags, self._weights, out, self._argmax)
+            homes = self._part.read(bags)
+            lookup.pool(hot, NO_OVERFLOW, homes, bags, self._weights, out, self._argmax)
             if keep_rows:
-                self._rows = lookup.gather(hot, NO_OVERFLOW, bags.homes)
+                self._rows = lookup.gather(hot, NO_OVERFLOW, homes)
 
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         bags = self._bags
         assert self._rows is not None
         with on_device(grad.device):
-            gradient = self._part.lookup.weights_gradient(self._rows, bags.homes, bags, grad)
+            gradient = self._part.lookup.weights_gradient(self._rows, self._part.read(bags), bags, grad)
             if bags.position is None:
                 out += gradient
             else:  # what belongs to other widths has no position of its own, and a gradient of zero
@@ -319,7 +331,7 @@ class GpuBags:
         """What the gradients are to be multiplied by, of each that is sent."""
         scale, lookup = self._weights, self._part.lookup
         if scale is None and lookup.has_mean:
-            scale = lookup.mean_scale(self._bags.homes, self._bags)
+            scale = lookup.mean_scale(self._part.read(self._bags), self._bags)
         return None if scale is None else scale[self._order]
 
     def tensors(self) -> list[torch.Tensor]:
@@ -342,7 +354,8 @@ class GpuBags:
 
 
 class GpuWholeBags(GpuBags):
-    """See `Bags`: of tables that one rank holds each. Padding stays here: a bag is as long as it has ids to look up."""
+    """See `Bags`: of tables that one rank holds each. Padding stays here, unless its row is to be scaled: a bag is as
+    long as it has ids to look up."""
 
     def __init__(
         self,
@@ -388,7 +401,8 @@ class GpuWholeBags(GpuBags):
 
     def keep(self, every: torch.Tensor) -> None:
         with on_device(every.device):
-            self._rows = self._part.lookup.gather(ReadRows(every, every, every), NO_OVERFLOW, self._bags.homes)
+            homes = self._part.read(self._bags)
+            self._rows = self._part.lookup.gather(ReadRows(every, every, every), NO_OVERFLOW, homes)
 
     def pool(
         self, rows: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor, *, keep: bool, keep_rows: bool

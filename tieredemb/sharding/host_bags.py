@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tieredemb.kernels.constants import MAX
+from tieredemb.kernels.constants import DROPPED, MAX
 from tieredemb.kernels.row_format import carrier_view
-from tieredemb.lookup.bags import EqualBags, KeySpace
+from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.bags_cpu import checked_edges, make_bags
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient
 from tieredemb.sharding.bags import Bags, Most, Part, Wait
@@ -42,7 +42,7 @@ class HostFinder:
         return [
             HostWholeBags(part, self._layout.size, batch, edges)
             if part.is_whole
-            else HostBags(part.space, self._layout, batch, edges)
+            else HostBags(part, self._layout, batch, edges)
             for part in self._parts
         ]
 
@@ -63,15 +63,18 @@ class HostFinder:
 class HostBags:
     """See `Bags`: of tables that are dealt out."""
 
-    def __init__(self, space: KeySpace, layout: Layout, batch: Batch, edges: Array) -> None:
+    def __init__(self, part: Part, layout: Layout, batch: Batch, edges: Array) -> None:
         """Raises `IdOutOfRangeError`. `edges`: of `batch`, checked."""
+        space, drops = part.space, not part.asks_for_padding
         self.space = space
-        bags = make_bags(
-            batch.ids.numpy(), edges, space, batch.size, padding_is_dropped=True, places=batch.places
-        )  # fmt: skip
-        self._bags = bags
+        self._bags = bags = make_bags(
+            batch.ids.numpy(), edges, space, batch.size, padding_is_dropped=drops, places=batch.places
+        )
         found = find_owners(bags, space, layout.size)
         self._order, self._homes = found.order, found.homes
+        self._padding: Array | None = None  # which occurrences are asked for, and add nothing to their bags
+        if part.asks_for_padding:
+            self._padding = bags.keys == part.padding_keys[bags.feature]
         self.asked = torch.from_numpy(found.asked)
         self.counts = torch.from_numpy(np.concatenate([found.counts, found.firsts], 1))
         self.sent = self.ids = self.grads = found.counts.sum(1).tolist()
@@ -110,12 +113,17 @@ class HostBags:
         if keep and self.space.has_max:
             self._argmax = np.full(out.shape, -1, np.int32)
         found, bags, space = carrier_view(rows), self._bags, self.space
-        pool(found, self._homes, bags, space, self._weights, carrier_view(out), self._argmax)
+        pool(found, self._read(), bags, space, self._weights, carrier_view(out), self._argmax)
         if keep_rows:
             self._rows = found
 
+    def _read(self) -> Array:
+        """Which of the rows that have come each occurrence reads, int32 (N,)."""
+        homes = self._homes
+        return homes if self._padding is None else np.where(self._padding, np.int32(DROPPED), homes)
+
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
-        gradient = weights_gradient(self._rows, self._homes, self._bags, self.space, grad.numpy())
+        gradient = weights_gradient(self._rows, self._read(), self._bags, self.space, grad.numpy())
         out.numpy()[slice(len(gradient)) if self._bags.position is None else self._bags.position] = gradient
 
     def gradient(self, grad: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -134,7 +142,7 @@ class HostBags:
             rows /= np.float32(share)
         if not self._is_weighted and not space.has_mean:
             return torch.from_numpy(rows), None
-        scale = self._weights if self._is_weighted else mean_scale(self._bags, space, self._homes)
+        scale = self._weights if self._is_weighted else mean_scale(self._bags, space, self._read())
         return torch.from_numpy(rows), torch.from_numpy(scale[order])
 
     def tensors(self) -> list[torch.Tensor]:

@@ -86,7 +86,7 @@ class Shard(Held):
         columns = list(columns)
         kinds = [[t for t in self.tables if layout.owner[t] < 0], [t for t in self.tables if layout.owner[t] >= 0]]
         spaces = [KeySpace(layout.tables, its, columns) for its in kinds if its]
-        self.parts = [Part(space, layout.owner[space.tables[space.table]]) for space in spaces]
+        self.parts = [Part(space, layout.owner[space.tables[space.table]], options.plans_padding) for space in spaces]
         part_of = {int(t): number for number, part in enumerate(self.parts) for t in part.space.tables}
         of = [layout.tables[t] for t in self.space.tables[self.space.table]]
         self._kinds = [

@@ -20,14 +20,19 @@ if TYPE_CHECKING:
 
 
 class HostWholeBags:
-    """See `Bags`. Padding stays here: a bag is as long as it has ids to look up."""
+    """See `Bags`. Padding stays here, unless its row is to be scaled: a bag is as long as it has ids to look up."""
 
     def __init__(self, part: Part, ranks: int, batch: Batch, edges: Array) -> None:
         """Raises `IdOutOfRangeError`. `edges`: of `batch`, checked."""
         space, owner = part.space, part.owner
         self.space, self.batch, self._owner = space, batch.size, owner
         self._bags = bags = make_bags(
-            batch.ids.numpy(), edges, space, batch.size, padding_is_dropped=True, places=batch.places
+            batch.ids.numpy(),
+            edges,
+            space,
+            batch.size,
+            padding_is_dropped=not part.asks_for_padding,
+            places=batch.places,
         )
         kept: Array = bags.keys >= 0
         self._kept = None if kept.all() else kept

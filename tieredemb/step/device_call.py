@@ -121,20 +121,20 @@ class DeviceCall(Call):
 
     def allocate(self, groups: list[DeviceGroup], places: Places | None, *, trains: bool) -> CallMemory:
         """Room for its plan."""
-        dropped = self.context.options.padding_is_dropped
-        reads_padding = [not dropped and bool((group.space.padding >= 0).any()) for group in groups]
-        # not where the padding is read, whose occurrences are known afterwards; nor where the update sorts those of all
-        # tables that share the cache
+        planned = self.context.options.plans_padding
+        has_padding = [planned and bool((group.space.padding >= 0).any()) for group in groups]
+        # not where rows of padding are planned, whose occurrences are known afterwards; nor where the update sorts
+        # those of all tables that share the cache
         later = [group.client is not None and group.past is None for group in groups]
-        sorts = [trains and not reads and not later for reads, later in zip(reads_padding, later, strict=True)]
+        sorts = [trains and not padding and not later for padding, later in zip(has_padding, later, strict=True)]
         with groups[0].cache.memory():
-            return CallMemory(groups, self.ids, self.batch, places, sorts=sorts, masks=reads_padding)
+            return CallMemory(groups, self.ids, self.batch, places, sorts=sorts, masks=has_padding)
 
     def _find_bags(self, groups: list[DeviceGroup], ids: torch.Tensor, edges: Edges) -> None:
         memory, faults = self.memory, self.context.tables.faults
         memory.words.zero_()
         report = memory.report.data_ptr() if self.tells_later else faults.address
-        dropped = self.context.options.padding_is_dropped
+        dropped = not self.context.options.plans_padding
         for group, bags in zip(groups, memory.bags, strict=True):
             space = group.device_space
             find_device_bags(bags, ids, edges, space, memory.fault, report, memory.places, padding_is_dropped=dropped)

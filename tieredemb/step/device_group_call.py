@@ -64,7 +64,7 @@ class DeviceGroupCall:
         self.bag = bags.bag if own_bag is None else own_bag
         self.samples = samples
         self.stack: Stack | None = None  # once its output was looked up, if that has one
-        # homes of the occurrences that gradients reach: padding that lookups read is left out
+        # homes of the occurrences that gradients reach: padding whose row is planned is left out
         self.trained = bags.homes if trained is None else trained
         self.weights: torch.Tensor | None = None
         self.argmax: torch.Tensor | None = None
@@ -144,7 +144,7 @@ class DeviceGroupCall:
         self._is_caught_up = only is None
 
     def _looked_up(self) -> Segments:
-        """The occurrences by row, padding that is read among them: of all that a plan has sorted, which are all of
+        """The occurrences by row, padding that is planned among them: of all that a plan has sorted, which are all of
         them."""
         known = self._segments or self._found
         if known is not None:
@@ -201,13 +201,19 @@ class DeviceGroupCall:
         the ticket."""
         group = self.group
         hot: HotTensors = group.cache.hot
-        overflow, homes = group.cache.overflow([self.ticket]), self.ticket.homes
+        overflow, homes = group.cache.overflow([self.ticket]), self._read
         if group.past is not None and not self._is_caught_up:
             rows, homes = group.lookup.read_current(
                 hot, overflow, homes, group.past, group.device_steps, bags=self.bags, tables=group.tables
             )
             hot, overflow = ReadRows(rows, hot.state, hot.dirty), NO_OVERFLOW
         return hot, overflow, homes
+
+    @property
+    def _read(self) -> torch.Tensor:
+        """The homes of the occurrences that the output reads: not of padding that adds nothing to its bag."""
+        is_left_out = self.options.padding_is_dropped and self.options.plans_padding
+        return self.trained if is_left_out else self.ticket.homes
 
     def pool_stack(
         self,
@@ -259,7 +265,7 @@ class DeviceGroupCall:
     def weights_gradient(self, grad: torch.Tensor, out: torch.Tensor) -> None:
         """Adds the gradient of the per-sample weights to `out`, float32 (N,), at their positions."""
         assert self.forward_rows is not None
-        homes, bags = self.ticket.homes, self.bags
+        homes, bags = self._read, self.bags
         gradient = self.group.lookup.weights_gradient(self.forward_rows, homes, bags, grad)
         if bags.position is None:
             out += gradient
@@ -272,10 +278,10 @@ class DeviceGroupCall:
         if self.stack is not None:
             for run in self.stack.runs:
                 if run.mode == "mean":
-                    share = self._lookup_of(run).mean_scale(self.ticket.homes, self._bags_of(run))
+                    share = self._lookup_of(run).mean_scale(self._read, self._bags_of(run))
                     scale = share if scale is None else scale * share
         elif scale is None and self.group.lookup.has_mean:
-            scale = self.group.lookup.mean_scale(self.ticket.homes, self.bags)
+            scale = self.group.lookup.mean_scale(self._read, self.bags)
         if self.options.scale_grad_by_freq:
             share = frequency_scale(self.trained)
             scale = share if scale is None else scale * share

@@ -213,7 +213,12 @@ class HostGroupCall:
         cache.check_rows(self.ticket)
         if self.group.kept is not None and not self.is_caught_up:
             return self._caught_up(self.group.kept)
-        return cache.hot.weight, self.ticket.homes
+        return cache.hot.weight, self._read(self.ticket.homes)
+
+    def _read(self, homes: Array) -> Array:
+        """Of `homes`, int32 (N,), those that the output reads: of padding that adds nothing to its bag −1."""
+        is_left_out = self.options.padding_is_dropped and self.options.plans_padding
+        return _only(self.is_trained(), homes) if is_left_out else homes
 
     def _caught_up(self, history: History) -> tuple[Array, Array]:
         """Copies of the rows of this forward, carrier (U, D), as they are at the steps that were taken, and which of
@@ -222,7 +227,7 @@ class HostGroupCall:
         rows = CopiedRows(hot.weight[slots], hot.state[slots], np.empty(len(slots), np.uint8))
         numbers = np.arange(len(slots), dtype=np.int32)
         catch_up(rows, numbers, history, _rounding(self.group, hot.key[slots])).run()
-        return rows.weight, self.ticket.inverse
+        return rows.weight, self._read(self.ticket.inverse)
 
     def update_below(self, grads: Sequence[torch.Tensor], numbers: Hyperparameters) -> Pass:
         """One optimizer step, given the gradients of what `pool_below` has put out, of each feature in turn, float32
@@ -240,7 +245,8 @@ class HostGroupCall:
     def weights_gradient(self, grad: Array, out: Array) -> None:
         """Writes the gradient of the per-sample weights to their positions in `out`, float32 (N,)."""
         assert self.forward_rows is not None
-        homes = np.where(self.ticket.homes < 0, self.ticket.homes, np.arange(len(self.ticket.homes), dtype=np.int32))
+        read = self._read(self.ticket.homes)
+        homes = np.where(read < 0, read, np.arange(len(read), dtype=np.int32))
         gradient = weights_gradient(self.forward_rows, homes, self.bags, self.group.space, grad)
         out[slice(len(gradient)) if self.bags.position is None else self.bags.position] = gradient
 
@@ -250,7 +256,7 @@ class HostGroupCall:
         if self.stack is not None:
             scale = self._with_means(self.stack, scale)
         elif len(scale) == 0 and self.group.space.has_mean:
-            scale = mean_scale(self.bags, self.group.space, self.ticket.homes)
+            scale = mean_scale(self.bags, self.group.space, self._read(self.ticket.homes))
         if self.options.scale_grad_by_freq:
             inverse = self.ticket.inverse
             counts = np.maximum(np.bincount(inverse[inverse >= 0], minlength=1), 1)  # padding alone has no count
@@ -263,16 +269,16 @@ class HostGroupCall:
         means = [run for run in stack.runs if run.mode == "mean"]
         if not means:
             return scale
-        homes, space = self.ticket.homes, rows_space(self.group.space.width, "mean")
+        homes, space = self._read(self.ticket.homes), rows_space(self.group.space.width, "mean")
         scale = np.ones(len(homes), np.float32) if len(scale) == 0 else scale.copy()
         for run in means:
             mean_scale(self._bags_of(run), space, homes, scale)
         return scale
 
     def is_trained(self) -> Array | None:
-        """Which occurrences a gradient may reach, bool (N,): not the padding where lookups read it. None for all."""
+        """Which occurrences a gradient may reach, bool (N,): not the padding where its row is planned. None for all."""
         padding = self.group.space.padding
-        if self.options.padding_is_dropped or (padding < 0).all():
+        if not self.options.plans_padding or (padding < 0).all():
             return None
         keys: Array = np.where(padding < 0, -1, self.group.space.first + padding)
         trained: Array = self.bags.keys != (keys[0] if len(keys) == 1 else keys[self.bags.feature])
@@ -301,7 +307,7 @@ class HostCall(Call):
             edges = batch.offsets.edges()
         else:
             edges = checked_edges(batch.offsets.numpy(), len(ids), batch.edges, exact=batch.exact)
-        bags, dropped = [], options.padding_is_dropped
+        bags, dropped = [], not options.plans_padding
         for group in groups:  # every id is checked before any group plans
             bags.append(make_bags(ids, edges, group.space, batch.size, padding_is_dropped=dropped, places=batch.places))
         self.ids = len(ids)
