@@ -23,6 +23,7 @@ PLAIN = (
     "cache/policy.cu",
     "cache/plan.cu",
     "lookup/bags.cu",
+    "lookup/exact_sum.cu",
     "lookup/homes_sort.cu",
     "sharding/owners.cu",
     "sharding/padding.cu",

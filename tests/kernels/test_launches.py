@@ -34,7 +34,7 @@ from tieredemb.kernels.constants import DROPPED
 from tieredemb.kernels.row_format import RowFormat
 from tieredemb.kernels.source import PACKAGE, read
 from tieredemb.kernels.spread import RowSpread
-from tieredemb.lookup import homes_sort
+from tieredemb.lookup import exact_sum_cuda, homes_sort
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.device_bags import (
     DeviceKeySpace,
@@ -46,6 +46,7 @@ from tieredemb.lookup.device_bags import (
     tell_fault,
 )
 from tieredemb.lookup.device_lookup import ADDRESSES, DeviceLookup
+from tieredemb.lookup.exact_sum import new_sums
 from tieredemb.lookup.gradient_norm import first_occurrences, occurrence_powers
 from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
 from tieredemb.sharding import gpu_bags
@@ -377,6 +378,13 @@ def test_norms_of_gradients_are_launched_as_they_fit(launched):
         powers = occurrence_powers(lookup, homes, bags.bag, bags.batch, grad, scale, winners, 2.0)
         assert (powers.shape, powers.dtype) == ((10,), torch.float64)
     assert {*launched} >= {"segments_find", "segments_update", "long_segments_update", "scale_gather"}
+
+
+def test_exact_sums_are_launched_as_they_fit(launched):
+    sums = new_sums(3, torch.device("cpu"))
+    exact_sum_cuda.add(sums, torch.zeros(10, dtype=torch.float64), torch.zeros(10, dtype=torch.int64))
+    exact_sum_cuda.round_to(sums, torch.zeros(3, dtype=torch.float64))
+    assert {*launched} == {"values_add", "sums_round"}
 
 
 def test_long_batches_are_sorted_by_torch(launched, monkeypatch):

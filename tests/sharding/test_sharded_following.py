@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from devices import equal
@@ -79,7 +81,7 @@ def follows(rank, size, kind, how, when):
 
 @pytest.mark.parametrize("how", ["plain", "clip", "scale", "late"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_following_gives_the_bits_of_one_process(worlds, size, kind, how):
     make, options = KINDS[kind]
     model = te.TieredEmbeddingBagCollection(TABLES, capacity=1.0, optimizer=make)
@@ -92,12 +94,9 @@ def test_following_gives_the_bits_of_one_process(worlds, size, kind, how):
     seen = loop(model, optimizer, batches, how)
     answers = worlds(size).run(follows, kind, how, "class")
     for its_seen, _ in answers:
-        assert its_seen == pytest.approx(seen, rel=1e-6)
+        assert its_seen == seen
     for name, weight in model.state_dict().items():
-        if how == "clip":  # rows of several ranks are summed in another order, before the norm is rounded to float32
-            torch.testing.assert_close(answers[0][1][name], weight, rtol=1e-6, atol=1e-7)
-        else:
-            assert equal(answers[0][1][name], weight), name
+        assert equal(answers[0][1][name], weight), name
 
 
 @pytest.mark.parametrize("when", ["instance", "later"])
@@ -108,7 +107,7 @@ def test_an_optimizer_may_be_given_or_come_later(worlds, when):
         assert equal(found[name], weight)
 
 
-def clips(rank, size):
+def clips(rank, size, norm_type):
     """A model that holds a sharded collection, clipped as a whole; its norm, and the gradients of its dense layer."""
     dense = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.1)
@@ -117,22 +116,23 @@ def clips(rank, size):
     )
     ids, offsets, _, upstream = batch_of(TABLES, 0, rank, samples=uneven)
     model(ids, offsets).backward(upstream)
-    found = float(te.clip_grad_norm_(torch.nn.ModuleList([model, dense]), 1.0, norm_type=1))
-    again = float(te.clip_grad_norm_(torch.nn.ModuleList([model, dense]), 1.0, norm_type=1))
+    found = float(te.clip_grad_norm_(torch.nn.ModuleList([model, dense]), 1.0, norm_type=norm_type))
+    again = float(te.clip_grad_norm_(torch.nn.ModuleList([model, dense]), 1.0, norm_type=norm_type))
     optimizer.zero_grad()
     model.close()
     return found, again
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_model_with_sharded_tables_is_clipped(worlds, size):
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 2.5, math.inf])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_model_with_sharded_tables_is_clipped(worlds, size, norm_type):
     model = te.TieredEmbeddingBagCollection(TABLES, capacity=1.0, optimizer=torch.optim.SGD)
     model.follow(torch.optim.SGD(model.parameters(), lr=0.1))
     ids, offsets, _, upstream = joined(TABLES, [batch_of(TABLES, 0, rank, samples=uneven) for rank in range(size)])
     model(ids, offsets).backward(upstream)
-    expected = float(te.clip_grad_norm_(model, 1.0, norm_type=1))
-    for found, again in worlds(size).run(clips):
-        assert found == pytest.approx(expected, rel=1e-6)
+    expected = float(te.clip_grad_norm_(model, 1.0, norm_type=norm_type))
+    for found, again in worlds(size).run(clips, norm_type):
+        assert found == expected
         assert again == pytest.approx(1.0, rel=1e-4)
 
 

@@ -1,7 +1,6 @@
 """Norms of gradients on a GPU: the update's own walk over segments, which keeps a number a row and no row.
 
-Rows are named by the position of their first occurrence in the batch, and not by their homes: sums over rows then run
-in an order that no slot has a part in, and their bits are those of any other capacity.
+Rows are named by the position of their first occurrence in the batch, and not by their homes, which need not be slots.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def clip_grad_norm_(
         total = torch.tensor(0.0)
         if norms:
             first = norms[0].device
-            total = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), norm_type)
+            each = torch.stack([norm.to(first) for norm in norms])
+            total = torch.linalg.vector_norm(each.sort().values, norm_type)  # sharded tables come in another order
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped; pass "

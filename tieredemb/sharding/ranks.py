@@ -75,7 +75,8 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def total(self, totals: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """What all have of the sums, or the maxima, float64 (T,), of the tables of a width, in their order."""
+        """What all have of the exact sums, int64 (T, ·), or the maxima, float64 (T,), of the tables of a width, in
+        their order."""
 
     @abc.abstractmethod
     def weight(self, table: int) -> torch.Tensor | None:
