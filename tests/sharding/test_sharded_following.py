@@ -28,8 +28,8 @@ def params_of(optimizer):
 
 
 def loop(model, optimizer, batches, how):
-    """Steps; "clip": by the norm · "scale": with a scaler, and an infinite gradient in the second · "late": of several
-    backwards, and one step without any. What was seen of norms and scales."""
+    """Steps; "clip": by the norm · "spoil": by one that is NaN, once · "scale": with a scaler, and an infinite gradient
+    in the second · "late": of several backwards, and one step without any. What was seen of norms and scales."""
     scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0, growth_interval=100)
     seen = []
     for step, (ids, offsets, _, upstream) in enumerate(batches):
@@ -45,6 +45,9 @@ def loop(model, optimizer, batches, how):
             seen.append(scaler.get_scale())
         else:
             out.backward(upstream)
+            if how == "spoil" and step == 2:
+                params_of(optimizer)[0].grad = torch.full((1,), math.nan)
+                torch.nn.utils.clip_grad_norm_(params_of(optimizer), 0.5)
             if how == "clip":
                 seen.append(float(torch.nn.utils.clip_grad_norm_(params_of(optimizer), 0.5)))
             if how != "late" or step % 2 == 1:
@@ -97,6 +100,13 @@ def test_following_gives_the_bits_of_one_process(worlds, size, kind, how):
         assert its_seen == seen
     for name, weight in model.state_dict().items():
         assert equal(answers[0][1][name], weight), name
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
+def test_a_norm_that_is_no_number_leaves_none_in_rows_of_any_rank(worlds, kind):
+    for _, weights in worlds(2).run(follows, kind, "spoil", "class")[:1]:
+        for name, weight in weights.items():
+            assert bool(weight.isnan().all()), name
 
 
 @pytest.mark.parametrize("when", ["instance", "later"])

@@ -320,13 +320,14 @@ class DeviceLookup:
         work: torch.Tensor,
         past: torch.Tensor | None = None,
         tables: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts an update: counts `steps` (int64 (T,)) on; returns the features' rates and the other numbers, which
         have a row a table where these take steps of their own: those of `tables`, int32 (K,).
 
         `options`: float64 (`MOST_NUMBERS`,), see `set_options` · `faults`: int64 (3 K,), the `Fault`s of the calls ·
         `found_inf`, `grad_scale`: float32 (), of a scaler. After a mark or an infinity no `work` is left and no step
-        counted. `past`: of a dense optimizer, see `DeviceHistory`.
+        counted. `past`: of a dense optimizer, see `DeviceHistory` · `factors`: see `RowOptimizer.spoilt`.
         """
         rate = torch.empty(steps.shape[0], dtype=torch.float32, device=steps.device)
         rows = steps.shape[0] if self._apart else 1
@@ -335,7 +336,7 @@ class DeviceLookup:
         n_faults, n_tables = faults.shape[0] // words_of("Fault"), (steps if tables is None else tables).shape[0]
         begin(
             1, THREADS, options, steps, _address(tables), n_tables, faults, n_faults, _address(found_inf),
-            _address(grad_scale), rate, numbers, work, _address(past),
+            _address(grad_scale), _address(factors), rate, numbers, work, _address(past),
         )  # fmt: skip
         return (rate if self.space.table is None else rate.index_select(0, self.space.table)), numbers
 

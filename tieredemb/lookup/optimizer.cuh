@@ -550,11 +550,12 @@ extern "C" __global__ void options_set(Options *options, double v0, double v1, d
 
 // Numbers of an update, from the host's options and the steps each table has taken. A batch that was refused, and one
 // whose gradient is not finite under a scaler, leaves no work. `tables`: those that take the step, where each takes its
-// own; else all do, together. One block.
+// own; else all do, together · `factors`: float (n_tables,), of each NaN or 1, see
+// `RowOptimizer.spoilt`, or null; the first one's is that of all where all take steps together. One block.
 extern "C" __global__ void step_begin(const Options *options, i64 *steps, const int *tables, int n_tables,
                                       const Fault *faults, int n_faults, const float *found_inf,
-                                      const float *grad_scale, float *rate, Numbers *numbers, Work *work,
-                                      const Past *past) {
+                                      const float *grad_scale, const float *factors, float *rate, Numbers *numbers,
+                                      Work *work, const Past *past) {
     wait_for_prior_kernel();
     bool refused = found_inf && *found_inf != 0.0f;
     for (int f = 0; f < n_faults; f++) refused = refused || faults[f].id != 0 || faults[f].offset != 0;
@@ -585,7 +586,8 @@ extern "C" __global__ void step_begin(const Options *options, i64 *steps, const 
 #pragma unroll
         for (int k = 0; k < CONSTANTS; k++) own[k] = (float)options->v[HYPERS + k];
         if constexpr (IS_DENSE) Recipe::step_numbers(hyper, (double)step, own + CONSTANTS);
-        numbers[own_of(t)].scale = grad_scale ? (float)(1.0 / (double)*grad_scale) : 1.0f;
+        const float scale = grad_scale ? (float)(1.0 / (double)*grad_scale) : 1.0f;
+        numbers[own_of(t)].scale = factors ? __fmul_rn(scale, factors[i]) : scale;
     }
 }
 
@@ -600,13 +602,18 @@ extern "C" __global__ void step_end(const Options *options, const i64 *steps, co
     const i64 step = steps[table];
     const int at = (int)(step - so_far.base);
     const Hyper hyper = *reinterpret_cast<const Hyper *>(options);
+    // where it is not, the step leaves no number in rows that miss it: their gradient was 0 · scale
+    const bool is_finite = isfinite(numbers[table].scale);
     if (threadIdx.x == 0) {
         Numbers missed = numbers[table];
         Recipe::missed_numbers(hyper, missed);
         so_far.rates[at] = rate[table];
 #pragma unroll
         for (int k = 0; k < NUMBER_WORDS; k++)
-            so_far.numbers[(i64)at * NUMBER_WORDS + k] = reinterpret_cast<const float *>(&missed)[k];
+            so_far.numbers[(i64)at * NUMBER_WORDS + k] =
+                is_finite ? reinterpret_cast<const float *>(&missed)[k] : nanf("");
     }
-    step_append(so_far, at, Recipe::terms(hyper, (double)step));
+    Terms terms = Recipe::terms(hyper, (double)step);
+    if (!is_finite) terms.coupled = 1.0;
+    step_append(so_far, at, terms);
 }

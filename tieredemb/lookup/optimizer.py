@@ -88,8 +88,9 @@ def device_numbers(optimizer: OptimizerConfig, group: Mapping[str, Any]) -> list
 class Hyperparameters:
     """One update's numbers. `recipe`: the optimizer's config · `rate`: float32 (T,), the step size of each table,
     decays and bias corrections included · `numbers`: what the row update takes beside it · `scale`: what gradients
-    are multiplied by · `step`: of a dense optimizer, the step that all tables take · `missed`: the numbers by which
-    rows that miss it replay it · `terms`: what it does to rows without a gradient."""
+    are multiplied by; where that is not finite, a dense optimizer's step leaves no number in rows without a gradient
+    either · `step`: of a dense optimizer, the step that all tables take · `missed`: the numbers by which rows that miss
+    it replay it · `terms`: what it does to rows without a gradient."""
 
     recipe: type[OptimizerConfig]
     rate: Array
@@ -129,6 +130,8 @@ def hyperparameters(
     numbers |= optimizer.step_numbers(hyper, float(step))
     missed = tuple((numbers | optimizer.missed_numbers(hyper)).values())
     terms = optimizer.step_terms(hyper, float(step))
+    if not math.isfinite(scale):  # 0 · scale is what the gradient of rows that miss the step was
+        missed, terms = (math.nan,) * len(missed), terms._replace(coupled=1.0)
     return Hyperparameters(type(optimizer), rate, tuple(numbers.values()), scale, step, missed, terms)
 
 

@@ -63,7 +63,7 @@ def update(collected: Collected) -> None:
             group.cache.rows_version += 1
         for call, grad in zip(calls, grads, strict=True):
             call.follow(grad)
-        found_inf, grad_scale = optimizer.scaling(grads)
+        (found_inf, grad_scale), factors = optimizer.scaling(grads), optimizer.spoilt()
         options = [optimizer.options_on(group) for group in groups]
         for group, its_tickets in zip(groups, tickets, strict=True):
             used.enter_context(group.cache.using(*its_tickets))
@@ -76,8 +76,9 @@ def update(collected: Collected) -> None:
             with _half_done(group.cache for group in groups):
                 for group, (batch, segments), given, away in zip(groups, todo, options, overflow, strict=True):
                     rate, numbers = group.lookup.begin(
-                        given, group.device_steps, faults, found_inf, grad_scale, segments.work, group.past
-                    )
+                        given, group.device_steps, faults, found_inf, grad_scale, segments.work, group.past,
+                        factors=factors,
+                    )  # fmt: skip
                     group.lookup.update(
                         group.cache.hot, away, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
                         group.past, group.device_steps,
@@ -106,7 +107,7 @@ def update_together(sets: Sequence[Collected]) -> None:
         whole.cache.rows_version += 1
         for call, grad in collected:
             cast("DeviceCall", call).follow(grad)
-        found_inf, grad_scale = optimizer.scaling(grads)
+        (found_inf, grad_scale), factors = optimizer.scaling(grads), _spoilt(sets)
         taken, options = whole.numbered([group.own.start for group in groups]), optimizer.options_on(groups[0])
         for group in groups[1:]:
             group.note_step()
@@ -125,8 +126,9 @@ def update_together(sets: Sequence[Collected]) -> None:
                 segments = batch.segments()
                 with _half_done([whole.cache]):
                     rate, numbers = whole.lookup.begin(
-                        options, whole.device_steps, faults, found_inf, grad_scale, segments.work, whole.pasts, taken
-                    )
+                        options, whole.device_steps, faults, found_inf, grad_scale, segments.work, whole.pasts, taken,
+                        factors,
+                    )  # fmt: skip
                     whole.lookup.update(
                         whole.cache.hot, overflow, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
                         whole.pasts, whole.device_steps, tables=None if joint is None else taken, grads=places,
@@ -137,6 +139,13 @@ def update_together(sets: Sequence[Collected]) -> None:
             recurs = found_inf is None and grad_scale is None and _is_plain(calls)
             if not (recurs and updates_of(tables).run(calls, grads, [overflow], [options, taken], launch)):
                 launch(grads)
+
+
+def _spoilt(sets: Sequence[Collected]) -> torch.Tensor | None:
+    """See `RowOptimizer.spoilt`: of several tables that take steps of their own."""
+    found = [calls[0][0].context.check_trainable().spoilt() for calls in sets]
+    some = next((each for each in found if each is not None), None)
+    return None if some is None else torch.cat([torch.ones_like(some) if each is None else each for each in found])
 
 
 def _may_stay(grads: Sequence[torch.Tensor]) -> bool:

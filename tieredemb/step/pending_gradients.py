@@ -53,6 +53,8 @@ class PendingGradients:
         self._zeros_on: torch.device | None = None
         self._read: list[torch.Tensor] | None = None  # of each table float32 (2,): its norm and the trace
         self._norms: torch.Tensor | None = None  # float32 (T,), as they were computed
+        self._spoilt: torch.Tensor | None = None  # by what was multiplied in before; see `spoilt`
+        self.applied: torch.Tensor | None = None  # the same of what is applied
         self._dropped: set[int] = set()
         self._is_fresh = True  # whether nothing was left of the step before when the first backward came
         self._has_warned = False
@@ -158,8 +160,22 @@ class PendingGradients:
                 for call, grad in self._calls:
                     of = self._columns(values.device) if self._tables.config.pooled else call.tables_of_rows()[:, None]
                     scaled.append((call, (grad * factors[of]).masked_fill_(zeroed[of], 0.0)))
-                self._calls = scaled
+                self._calls, self._spoilt = scaled, self._spoilt_by(factors, zeroed)
         self._read = self._norms = None
+
+    def _spoilt_by(self, factors: torch.Tensor, zeroed: torch.Tensor) -> torch.Tensor:
+        spoilt = factors * 0.0 if self._spoilt is None else factors * 0.0 + self._spoilt
+        return spoilt.masked_fill_(zeroed, 0.0)
+
+    def spoilt(self) -> torch.Tensor | None:
+        """Float32 (T,): NaN for a table whose gradient others have multiplied by what is not finite, else 0; or None.
+        As zeros times such a factor are NaN, no row of the table is a number after a step, in torch. Does not
+        synchronise."""
+        if self._read is None:
+            return self._spoilt
+        with torch.no_grad():
+            values = torch.stack(self._read)
+            return self._spoilt_by(values[:, 1], values[:, 0] == 0)
 
     def _columns(self, device: torch.device) -> torch.Tensor:
         """The table of each column of the outputs, int64 (ΣD,). Kept: a capture could not bring it to a GPU."""
@@ -231,6 +247,7 @@ class PendingGradients:
         for each in together:
             # of a step without a gradient zeros are left, as in torch
             each._is_fresh, each._left = not each._calls, True
+            each.applied = each._spoilt
             calls += each._taken()
         if calls:
             self._update(sorted(calls, key=lambda pair: pair[0].number))
@@ -245,7 +262,7 @@ class PendingGradients:
 
     def _taken(self) -> Collected:
         calls, self._calls = self._calls, []
-        self._read = self._norms = None
+        self._read = self._norms = self._spoilt = None
         self._dropped = set()
         return calls
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from tieredemb.config import OptimizerConfig, check_flag, is_whole, plain
-from tieredemb.errors import ConfigError, StorageError, shown
+from tieredemb.errors import ConfigError, StorageError, UnsupportedError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters_after, named_numbers, rows_of
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.fingerprint import Fingerprint, steps_fingerprint
@@ -60,6 +60,12 @@ class Pending(Gradients, Protocol):
 
     def norms(self, norm_type: float) -> torch.Tensor:
         """The norms of the tables' gradients as they are now, float32 (T,)."""
+
+    applied: torch.Tensor | None  # what was `spoilt` of what is applied
+
+    def spoilt(self) -> torch.Tensor | None:
+        """Float32 (T,): NaN for a table whose gradient others have multiplied by what is not finite, else 0; or
+        None."""
 
     def check(self) -> None:
         """Raises `BackwardError` or `UnsupportedError`, before anything changes, if it cannot be applied."""
@@ -396,8 +402,9 @@ class FollowedOptimizer:
             options = self._meaning(self.followers).items
         else:
             options = tuple(asdict(self.config).items())
-        steps = tuple(group.cache.cold.metadata.steps[group.own])
-        return hyperparameters_after(self.config, options, steps, 1.0 if scale is None else 1.0 / float(scale))
+        steps, spoilt = tuple(group.cache.cold.metadata.steps[group.own]), self.spoilt()
+        factor = (1.0 if scale is None else 1.0 / float(scale)) * (1.0 if spoilt is None else float(spoilt[0]))
+        return hyperparameters_after(self.config, options, steps, factor)
 
     def scaling(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """See `RowOptimizer.scaling`: what a GradScaler gives an optimizer that is a fused one."""
@@ -409,6 +416,15 @@ class FollowedOptimizer:
         )
         found, scale = as_float
         return found, scale
+
+    def spoilt(self) -> torch.Tensor | None:
+        """See `RowOptimizer.spoilt`. Tables that take steps together have one history: each row of it is spoilt, or
+        none."""
+        assert self.config is not None
+        spoilt = None if self.pending is None else self.pending.applied
+        if spoilt is None or not self.config.is_dense:
+            return None
+        return torch.where(spoilt.isnan().all(), spoilt, 1.0)
 
     def alike(self) -> Hashable:
         """See `RowOptimizer.alike`."""
@@ -474,6 +490,31 @@ class FollowedOptimizer:
         self.now()
         if self.pending is not None and self.pending.is_there:
             self.pending.check()
+            if self.is_due:
+                self._check_spoilt(self.pending)
+
+    def _check_spoilt(self, pending: Pending) -> None:
+        """Raises `UnsupportedError`, on the CPU, where the gradient of a table was multiplied by what is not finite, so
+        that no row of it would be a number, and rows that no step reaches cannot be told so."""
+        spoilt = None if self._tables.config.device.type != "cpu" else pending.spoilt()
+        if spoilt is None or not bool(spoilt.isnan().any()):
+            return
+        assert self.config is not None
+        assert self.optimizer is not None
+        if kind_of(type(self.optimizer)).takes_sparse:
+            return
+        bad = spoilt.isnan().nonzero().flatten().tolist()
+        if self.config.is_dense and len(bad) == len(self.stand_ins):
+            return
+        name = self._tables.config.tables[bad[0]].name
+        why = f"its rows, which {type(self.config).__name__} moves in steps that use them alone, cannot all become NaN"
+        if self.config.is_dense:
+            why = "that of others of the module was not, with which it takes its steps"
+        raise UnsupportedError(
+            f"the gradient of table {name!r} was multiplied by NaN or infinity, as clip_grad_norm_ does where a "
+            f"gradient is NaN; in torch no row of the table would be a number after the step, and {why}. Find the NaN, "
+            f"skip the step, or clip with error_if_nonfinite=True. Nothing was updated"
+        )
 
     @property
     def is_due(self) -> bool:

@@ -124,6 +124,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             param.grad = torch.where(finite, 0.0, float("inf"))
         return found, scaler._get_scale_async()
 
+    def spoilt(self) -> torch.Tensor | None:
+        """Its gradients are applied in backward: nobody multiplies them in between."""
+        return None
+
     def alike(self) -> Hashable:
         """See `RowOptimizer.alike`. A scaler is told of infinities by each of its optimizers."""
         values = [*options_in(self.param_groups[0]).values()]

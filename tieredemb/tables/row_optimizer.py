@@ -35,6 +35,10 @@ class RowOptimizer(Protocol):
         """On a GPU: whether the step is to be skipped, and what gradients are divided by, both float32 (), or None.
         Does not synchronise."""
 
+    def spoilt(self) -> torch.Tensor | None:
+        """Of a dense optimizer, float32 (T,): NaN for tables all of whose gradients were multiplied by what is not
+        finite, rows without one included, else 1; or None. Does not synchronise."""
+
     def alike(self) -> Hashable:
         """What is equal of optimizers that give tables of equal rows, at equal steps, equal numbers."""
 

@@ -28,13 +28,14 @@ class Kind:
     `config`: makes a config of ours of a param group, whose tensors are numbers already · `must_be`: options of the
     group that have to keep a value, as nothing else is there for tables · `step`: a table's steps as torch keeps them
     beside a parameter's state, or None where it keeps none · `at_once`: whether torch has a state before the first
-    step.
+    step · `takes_sparse`: whether it takes sparse gradients alone, which are of the rows of a batch.
     """
 
     config: Callable[[Mapping[str, Any]], OptimizerConfig]
     must_be: Mapping[str, Any] = field(default_factory=dict)
     step: Callable[[int], Any] | None = None
     at_once: bool = False
+    takes_sparse: bool = False
 
 
 def _of(ours: type[OptimizerConfig]) -> Callable[[Mapping[str, Any]], OptimizerConfig]:
@@ -53,7 +54,7 @@ _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 KINDS: dict[type[torch.optim.Optimizer], Kind] = {
     torch.optim.SGD: Kind(_of(SGD), _NEITHER),
     torch.optim.Adagrad: Kind(_of(Adagrad), _NEITHER, _tensor_step, at_once=True),
-    torch.optim.SparseAdam: Kind(_of(SparseAdam), {"maximize": False}, int),
+    torch.optim.SparseAdam: Kind(_of(SparseAdam), {"maximize": False}, int, takes_sparse=True),
     torch.optim.Adam: Kind(_of(Adam), {"decoupled_weight_decay": False, **_NOR_MAXIMA}, _tensor_step),
     torch.optim.AdamW: Kind(_of(AdamW), _NOR_MAXIMA, _tensor_step),
 }
