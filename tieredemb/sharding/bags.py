@@ -27,12 +27,12 @@ NO_KEY = -2  # −1 is that of what is not looked up
 @dataclass(frozen=True, eq=False)
 class Part:
     """The tables of one width of one kind. `space`: their key space, as batches name rows · `owner`: int64 (F,), of
-    each feature the rank that holds its table whole; −1 where all are dealt out · `asks_for_padding`: whether rows of
-    padding are asked for, which their owners scale, and which add nothing to bags."""
+    each feature the rank that holds its table whole; −1 where all are dealt out · `sends_padding`: whether owners
+    are sent the ids of padding, too, whose rows they scale, and which add nothing to bags."""
 
     space: KeySpace
     owner: Array
-    asks_for_padding: bool = False
+    sends_padding: bool = False
 
     @functools.cached_property
     def is_whole(self) -> bool:
@@ -47,9 +47,9 @@ class Part:
 
     @functools.cached_property
     def padding_keys(self) -> Array:
-        """Of each feature the key of the padding that is asked for, int64 (F,), or one that no occurrence has."""
+        """Of each feature the key of the padding whose id is sent, int64 (F,), or one that no occurrence has."""
         padding: Array = np.where(self.space.padding < 0, NO_KEY, self.space.first + self.space.padding)
-        return padding if self.asks_for_padding else np.full_like(padding, NO_KEY)
+        return padding if self.sends_padding else np.full_like(padding, NO_KEY)
 
 
 class Most(NamedTuple):

@@ -70,7 +70,7 @@ class GpuPart:
         row = RowFormat(width=space.width, dtype=config.dtype)
         self.lookup = DeviceLookup(self.space, row, None, config.output_dtype)
         self.width, self.ranks, self.is_whole, self.owner = space.width, layout.size, part.is_whole, part.owner
-        self.asks_for_padding = part.asks_for_padding
+        self.sends_padding = part.sends_padding
         tables = space.tables[space.table]
 
         def upload(array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
@@ -117,13 +117,13 @@ class GpuPart:
         bags = new_device_bags(words.ids.shape[0], space, batch.size, is_all=space.space.is_all(places))
         find_device_bags(
             bags, words.ids, words.edges, space, words.fault, words.report, places,
-            padding_is_dropped=not self.asks_for_padding,
+            padding_is_dropped=not self.sends_padding,
         )  # fmt: skip
         return bags
 
     def read(self, bags: DeviceBags) -> torch.Tensor:
         """Which of the rows that have come each occurrence reads, int32 (N,): of padding none."""
-        if not self.asks_for_padding:
+        if not self.sends_padding:
             return bags.homes
         feature = torch.div(bags.bag, max(1, bags.batch), rounding_mode="floor")
         return bags.homes.masked_fill(bags.keys == self._padding_keys[feature], DROPPED)

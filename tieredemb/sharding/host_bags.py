@@ -65,15 +65,15 @@ class HostBags:
 
     def __init__(self, part: Part, layout: Layout, batch: Batch, edges: Array) -> None:
         """Raises `IdOutOfRangeError`. `edges`: of `batch`, checked."""
-        space, drops = part.space, not part.asks_for_padding
+        space, drops = part.space, not part.sends_padding
         self.space = space
         self._bags = bags = make_bags(
             batch.ids.numpy(), edges, space, batch.size, padding_is_dropped=drops, places=batch.places
         )
         found = find_owners(bags, space, layout.size)
         self._order, self._homes = found.order, found.homes
-        self._padding: Array | None = None  # which occurrences are asked for, and add nothing to their bags
-        if part.asks_for_padding:
+        self._padding: Array | None = None  # which occurrences are sent, and add nothing to their bags
+        if part.sends_padding:
             self._padding = bags.keys == part.padding_keys[bags.feature]
         self.asked = torch.from_numpy(found.asked)
         self.counts = torch.from_numpy(np.concatenate([found.counts, found.firsts], 1))

@@ -31,7 +31,7 @@ class HostWholeBags:
             edges,
             space,
             batch.size,
-            padding_is_dropped=not part.asks_for_padding,
+            padding_is_dropped=not part.sends_padding,
             places=batch.places,
         )
         kept: Array = bags.keys >= 0

@@ -418,7 +418,7 @@ class FollowedOptimizer:
         return found, scale
 
     def spoilt(self) -> torch.Tensor | None:
-        """See `RowOptimizer.spoilt`. Tables that take steps together have one history: each row of it is spoilt, or
+        """See `RowOptimizer.spoilt`. Tables of one step counter have one history: each row of it is spoilt, or
         none."""
         assert self.config is not None
         spoilt = None if self.pending is None else self.pending.applied
@@ -495,7 +495,7 @@ class FollowedOptimizer:
 
     def _check_spoilt(self, pending: Pending) -> None:
         """Raises `UnsupportedError`, on the CPU, where the gradient of a table was multiplied by what is not finite, so
-        that no row of it would be a number, and rows that no step reaches cannot be told so."""
+        that no row of it would be a number in torch, where rows that the step does not reach cannot become NaN."""
         spoilt = None if self._tables.config.device.type != "cpu" else pending.spoilt()
         if spoilt is None or not bool(spoilt.isnan().any()):
             return
