@@ -16,7 +16,7 @@ import pytest
 from source_imports import modules_of, own_imports
 
 import tieredemb
-from tieredemb.kernels import kernel_cache, source_digest
+from tieredemb.kernels import cache_files, source_digest
 
 PACKAGE = Path(tieredemb.__file__).parent
 
@@ -248,7 +248,7 @@ def test_kernels_of_others_keys_are_removed_but_for_the_last_used(tmp_path):
             (tmp_path / name / file).write_text("")
             os.utime(tmp_path / name / file, (time_of_file, time_of_file))
         os.utime(tmp_path / name, (now - age * day, now - age * day))
-    kernel_cache.prune(str(tmp_path))
+    cache_files.prune(str(tmp_path))
     left = {path.name for path in tmp_path.iterdir()}
     assert {ages[name] for name in left if "a_cpu" in name} == set(range(8))
     assert {ages[name] for name in left if "b_cpu" in name} == {0, 40, 80}

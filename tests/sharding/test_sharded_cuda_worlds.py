@@ -202,7 +202,8 @@ def test_cuda_following(worlds, kind, how):
 
 
 def test_cuda_a_model_is_clipped(worlds):
-    test_sharded_following.test_a_model_with_sharded_tables_is_clipped(worlds, 3)
+    for norm_type in (2.0, 1.0, 2.5, float("inf")):
+        test_sharded_following.test_a_model_with_sharded_tables_is_clipped(worlds, 3, norm_type)
 
 
 def test_cuda_scaled_losses_and_several_forwards(worlds):

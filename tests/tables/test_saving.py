@@ -724,7 +724,7 @@ def test_whole_tables_are_set_saved_and_loaded_in_chunks(tmp_path):
     assert max(peaks) < MOST_MIB, peaks
 
 
-@pytest.mark.parametrize("junk", [None, 3, 1.5, b"there", object(), ["there"], "a\0b"], ids=repr)
+@pytest.mark.parametrize("junk", [None, 3, 1.5, b"there", {}, ["there"], "a\0b"], ids=repr)
 def test_a_directory_that_is_none_is_refused_by_save_and_load(junk):
     bag = te.TieredEmbeddingBag(10, 2, capacity=3)
     for call in (bag.save_checkpoint, bag.load_checkpoint):

@@ -1,4 +1,4 @@
-"""The only place that compiles and launches CUDA: `.cu` files by NVRTC at run time, through CuPy, cached on disk.
+"""The only place that compiles and launches CUDA: `.cu` files by NVRTC at run time, cached on disk (cubins.py).
 
 A file is compiled for one row format and width (`common.cuh`), so that kernels know their sizes. Kernels take numbers,
 torch tensors and structs (`arguments.py`). dtype, device and contiguity are checked against the kernel's parameters
@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tieredemb.errors import InvalidInputError, MissingDependencyError
-from tieredemb.kernels import source
 from tieredemb.kernels.arguments import Signature, signature
+from tieredemb.kernels.cubins import load
 from tieredemb.kernels.modules import Modules
 from tieredemb.kernels.row_format import RowFormat
 
-OPTIONS = ("--std=c++17", "--fmad=false")  # no contraction but where the source says so
+OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false")  # no contraction but where the source says so
 CHECKED = os.environ.get("TIEREDEMB_CHECK_LAUNCHES", "0") not in ("", "0")  # some microseconds a launch
 
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
@@ -58,9 +58,9 @@ def cupy() -> Any:
 
 
 def _compiled(file: str, flags: tuple[str, ...], device: int, name: str) -> Any:
-    with cupy().cuda.Device(device):
-        module = cupy().RawModule(code=source.text(file), options=flags, backend="nvrtc")
-        module.get_function(name)  # which it is compiled for first
+    with cupy().cuda.Device(device) as there:
+        module = load(cupy(), file, flags, there.compute_capability)
+        module.get_function(name)  # which it is loaded for first
         return module
 
 
@@ -219,7 +219,7 @@ class Kernel:
         """What launches need on a device, compiled unless it was."""
         loaded = self._loaded.get(device)
         if loaded is None:
-            function = MODULES.get(self.file, self.flags, device, self.name).get_function(self.name).kernel
+            function = MODULES.get(self.file, self.flags, device, self.name).get_function(self.name)
             given = COOPERATIVE if self.cooperative else EARLY if begins_early(device) else None
             attributes = (0, 0) if given is None else (ctypes.addressof(given), 1)
             loaded = self._loaded[device] = _Loaded(function, function.ptr, *attributes)

@@ -38,7 +38,6 @@ class Marked(Protocol):
     """An open file of a set."""
 
     path: str
-    is_marked: bool  # unclean, durably
 
     def mark(self) -> None:
         """Marks it unclean, with the generation that the set has, durably."""
@@ -46,11 +45,13 @@ class Marked(Protocol):
 
 @dataclass
 class OpenSet:
-    """The files of a set that this process has open. `generation`: that of the rows as they are now."""
+    """The files of a set that this process has open. `generation`: that of the rows as they are now · `begun`: whether
+    they were used in this session."""
 
     identity: str
     members: tuple[str, ...]
     generation: int
+    begun: bool = False
     files: weakref.WeakSet[Marked] = field(default_factory=weakref.WeakSet)
     lock: threading.RLock = field(default_factory=threading.RLock)  # of the headers: caches have threads of their own
 
@@ -58,19 +59,21 @@ class OpenSet:
         """What the header of a file says of the set now."""
         return Membership(self.identity, self.generation, member, self.members)
 
-    def begin(self) -> None:
-        """Marks all files unclean, durably, as rows of one of them are about to be used: with the next generation, but
-        where one is marked already, as rows were used in this session."""
+    def begin(self, file: Marked) -> None:
+        """Marks `file` unclean, durably, as its rows are about to be used: in a session the first time all files, with
+        the next generation."""
         with self.lock:
-            before, files = self.generation, list(self.files)
-            self.generation += not any(each.is_marked for each in files)
+            if self.begun:
+                file.mark()
+                return
+            before, self.generation = self.generation, self.generation + 1
             try:
-                for each in files:
-                    if not each.is_marked:
-                        each.mark()
+                for each in list(self.files):
+                    each.mark()
             except BaseException:
                 self.generation = before
                 raise
+            self.begun = True
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class FileRows(ColdRows):
         self._pid, self._closed = os.getpid(), False
         self._lock, self._file, self._map, self._slots, self._header = lock, file, mapping, slots, header
         self._set, self._member = row_set, "" if header.membership is None else header.membership.member
-        self.is_marked = False  # unclean in this session, durably
+        self._is_marked = False  # unclean in this session, durably
         self._synced = plain_metadata(header.metadata)  # as the file has it
         self._writes_again = False  # a flush has failed, or was interrupted
         self._failure = ""  # of the disk, as long as rows that it may have lost were not saved elsewhere
@@ -106,8 +106,8 @@ class FileRows(ColdRows):
 
     def _mark(self) -> None:
         self._check_usable()
-        if not self.is_marked:
-            self._set.begin()
+        if not self._is_marked:
+            self._set.begin(self)
 
     def mark(self) -> None:
         """Writes the mark, and the generation of the set, durably. For the set, whose files are marked at once."""
@@ -115,7 +115,7 @@ class FileRows(ColdRows):
         with storage_errors(self.path, "marking"):
             for _ in range(2):  # both copies: damage to one must not bring an older "clean" back
                 self._write_header(metadata=self._synced, clean=False)
-        self.is_marked = True
+        self._is_marked = True
 
     def _write_header(self, **changes: Any) -> None:
         """Writes the header with these `changes`, durably."""
@@ -251,7 +251,7 @@ class FileRows(ColdRows):
         disk has failed it is refused until the rows were `kept`."""
         self._check_usable()
         self._check_linked()
-        self._sync(clean=self._header.clean and not self.is_marked)
+        self._sync(clean=self._header.clean and not self._is_marked)
 
     def seal(self) -> None:
         """`flush`, and marks the file clean. Nothing is left to be done where the file was deleted and its rows were
@@ -285,7 +285,7 @@ class FileRows(ColdRows):
             try:
                 system.msync(self._map)
                 changes = self._with_history()
-                self.is_marked &= not clean  # before it is so: later changes mark it again
+                self._is_marked &= not clean  # before it is so: later changes mark it again
                 # the mark comes after the rows: if it is what fails, the rows are durable
                 self._write_header(metadata=metadata, clean=clean, **changes)
             except OSError as error:

@@ -150,7 +150,8 @@ def _discard(path: str, *, patience: float) -> None:
             continue
         if found is not None:
             try:
-                system.unlink(path)
+                with contextlib.suppress(FileNotFoundError):  # another process was faster
+                    system.unlink(path)
             finally:
                 found.lock.release()
         return
