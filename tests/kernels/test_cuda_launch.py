@@ -87,7 +87,7 @@ def machine(monkeypatch, tmp_path):
     def device(index):
         return SimpleNamespace(use=lambda: machine.made_current.append(index))
 
-    function = SimpleNamespace(kernel=SimpleNamespace(ptr=FUNCTION))
+    function = SimpleNamespace(ptr=FUNCTION)
     monkeypatch.setattr(compiler, "driver", lambda: machine.driver)
     monkeypatch.setattr(compiler.MODULES, "get", lambda *_: SimpleNamespace(get_function=lambda name: function))
     monkeypatch.setattr(compiler, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(Device=device)))
