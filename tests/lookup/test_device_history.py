@@ -10,6 +10,7 @@ import tieredemb as te
 from tieredemb.errors import BackwardError
 from tieredemb.kernels.constants import MARK_REFUSED, MARK_REPLAYED
 from tieredemb.lookup.device_history import DeviceHistory
+from tieredemb.lookup.histories import Histories
 from tieredemb.lookup.optimizer import hyperparameters, new_history
 
 OPTIMIZER = te.AdamW(lr=0.01)
@@ -25,7 +26,7 @@ def history_of(steps):
 
 
 def same(one, other):
-    parts = [(each.to_bytes(), each.base, each.steps, each.first) for each in (one, other)]
+    parts = [(Histories([each]).to_bytes(), each.base, each.steps, each.first) for each in (one, other)]
     return parts[0] == parts[1]
 
 

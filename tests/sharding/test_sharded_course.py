@@ -244,7 +244,7 @@ def test_what_is_accumulated_is_applied_by_equal_options(worlds):
         assert then[0] == "PeerError"
     for found, then in worlds(2).run(accumulates, -1.0):
         assert found[0] == "ConfigError"
-        assert found[1].startswith("rank 1: lr must")
+        assert found[1].startswith("rank 1: the learning rate is -1.0")
         assert then is None
     assert worlds(2).run(accumulates, 0.1) == [(None, None)] * 2
 

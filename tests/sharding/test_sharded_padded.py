@@ -215,7 +215,7 @@ def test_following(bounded, kind, how):
 
 
 def test_a_model_is_clipped(bounded):
-    test_sharded_following.test_a_model_with_sharded_tables_is_clipped(bounded, 3)
+    test_sharded_following.test_a_model_with_sharded_tables_is_clipped(bounded, 3, 2.0)
 
 
 @pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])

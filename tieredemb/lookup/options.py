@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class LookupOptions:
                 f"got {shown(self.norm_type)}"
             )
 
-    @property
+    @functools.cached_property
     def plans_padding(self) -> bool:
         """Whether the rows of padding are planned: they are read, or scaled."""
         return not self.padding_is_dropped or self.max_norm is not None

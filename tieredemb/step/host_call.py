@@ -209,11 +209,11 @@ class HostGroupCall:
     def _rows_now(self) -> tuple[Array, Array]:
         """Rows as they are at the steps that were taken, carrier (·, D), and which of them each occurrence has. The
         caller holds the cache's lock."""
-        cache = self.group.cache
+        cache, homes = self.group.cache, self._read(self.ticket.homes)
         cache.check_rows(self.ticket)
         if self.group.kept is not None and not self.is_caught_up:
             return self._caught_up(self.group.kept)
-        return cache.hot.weight, self._read(self.ticket.homes)
+        return cache.hot.weight, homes
 
     def _read(self, homes: Array) -> Array:
         """Of `homes`, int32 (N,), those that the output reads: of padding that adds nothing to its bag −1."""

@@ -107,6 +107,7 @@ class FollowedOptimizer:
         self._last: Meaning | None = None
         self._fingerprint = Fingerprint()
         self.on_device = DeviceOptions(self._tables)
+        self._is_on_cpu = self._tables.config.device.type == "cpu"
         for stand_in in self.stand_ins:
             stand_in.gradients = weakref.ref(self)
 
@@ -476,6 +477,7 @@ class FollowedOptimizer:
         if self.stand_ins[-1].device == device:
             return
         self.on_device = DeviceOptions(self._tables)
+        self._is_on_cpu = device.type == "cpu"
         for stand_in in self.stand_ins:
             stand_in.move(device)
 
@@ -490,14 +492,15 @@ class FollowedOptimizer:
         self.now()
         if self.pending is not None and self.pending.is_there:
             self.pending.check()
-            if self.is_due:
-                self._check_spoilt(self.pending)
+            spoilt = self.pending.spoilt() if self._is_on_cpu else None
+            if spoilt is not None and self.is_due:
+                self._check_spoilt(spoilt)
 
-    def _check_spoilt(self, pending: Pending) -> None:
-        """Raises `UnsupportedError`, on the CPU, where the gradient of a table was multiplied by what is not finite, so
-        that no row of it would be a number in torch, where rows that the step does not reach cannot become NaN."""
-        spoilt = None if self._tables.config.device.type != "cpu" else pending.spoilt()
-        if spoilt is None or not bool(spoilt.isnan().any()):
+    def _check_spoilt(self, spoilt: torch.Tensor) -> None:
+        """Raises `UnsupportedError` where the gradient of a table was multiplied by what is not finite, as `spoilt` has
+        it (see `Pending`), so that no row of it would be a number in torch, where rows that the step does not reach
+        cannot become NaN."""
+        if not bool(spoilt.isnan().any()):
             return
         assert self.config is not None
         assert self.optimizer is not None

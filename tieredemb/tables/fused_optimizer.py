@@ -252,8 +252,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _checked_options(self) -> Mapping[str, Any]:
         """What an update goes by, as it is now, checked. What it was last time is not checked again, at each step."""
         group = self.param_groups[0]
-        values = [group.get(name) for name in self._good]
-        if values and all(map(is_, values, self._seen)):
+        if self._good and all(map(is_, map(group.get, self._good), self._seen)):
             return self._good
         own = as_numbers(self._own(group))
         check_rate(own.get("lr"))
