@@ -109,3 +109,36 @@ def test_a_history_of_an_earlier_version_is_read_where_it_is_that(tmp_path, kind
     history.write_bytes((tmp_path / "kept").read_bytes())
     collection("Adam", te.File(rows)).close()
     assert not history.exists()  # it lies in the row file now
+
+
+def test_a_history_that_was_taken_in_half_way_is_taken_in_again(tmp_path):
+    with tarfile.open(ARCHIVE) as packed:
+        packed.extractall(tmp_path, filter="data")
+    rows = tmp_path / "Adam" / "rows.width4"
+    with rows.open("ab") as file:  # the new header was not written any more
+        file.write((tmp_path / "Adam" / "rows.width4.history").read_bytes()[:1000])
+    expected = torch.load(tmp_path / "expected.pt")["Adam"]["now"]
+    model = collection("Adam", te.File(tmp_path / "Adam" / "rows"))
+    assert torch.equal(model.state_dict()["tables.t0.weight"], expected["tables.t0.weight"])
+    model.close()
+
+
+def test_a_file_whose_flush_was_cut_off_opens_to_be_recovered(tmp_path):
+    bag = bag_over(tmp_path / "rows")
+    sizes = []
+    for _ in range(4):  # the history is written behind the last one and in front of it in turn
+        train(bag, 1)
+        bag.flush()
+        sizes.append((tmp_path / "rows").stat().st_size)
+    assert max(sizes) < min(sizes) + 2 * (1 << 20)
+    expected = bag.state_dict()["weight"]
+    whole = (tmp_path / "rows").read_bytes()
+    bag.close()
+    (tmp_path / "larger").write_bytes(whole + bytes(5000))
+    with pytest.raises(te.errors.UncleanFileError):
+        bag_over(tmp_path / "larger")
+    assert torch.equal(close_and_read(bag_over(tmp_path / "larger", recover=True)), expected)
+    for size in (min(sizes) - 1, len(whole) - (1 << 20)):
+        (tmp_path / "cut").write_bytes(whole[: max(0, size)])
+        with pytest.raises(StorageError):
+            close_and_read(bag_over(tmp_path / "cut", recover=True))

@@ -245,11 +245,14 @@ def _accept(path: str, fd: int, layout: RowLayout, identity: dict[str, Any]) -> 
 
 def _check_size(path: str, fd: int, header: Header, end: int) -> None:
     """Raises `StorageFormatError` where the file has not the size that its header gives, or an extent lies in its rows.
-    A flush that was cut off may have left an unclean file larger."""
+    A flush that was cut off may have left an unclean file larger or smaller behind what it needs, and one that was
+    cut off amid taking in a history larger."""
     size, expected = system.fstat(fd).st_size, header.size_bytes or end
     extent = header.history
-    is_apart = expected >= end and (extent is None or (end <= extent.start and extent.stop <= expected))
-    if not is_apart or size < expected or (size > expected and header.clean):
+    needed = end if extent is None else extent.stop
+    is_apart = extent is None or end <= extent.start
+    is_exact = header.clean and not header.beside
+    if not is_apart or not needed <= expected or size < needed or (is_exact and size != expected):
         raise StorageFormatError(
             f"{path!r} has {size} bytes and its header says {expected}: it was truncated or appended to; restore "
             "it, or open it with File(path, fresh=True) and load a checkpoint"
