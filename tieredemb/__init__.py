@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
     from tieredemb.sharding.layout import RowWise, TableWise
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LFU",

@@ -98,6 +98,16 @@ def test_kept_checkpoints_of_a_converted_model_load(kept):
     check(converted_rows(model, optimizer), expected["later"], later=True)
 
 
+def test_kept_row_files_of_a_converted_model_go_on(kept):
+    expected = torch.load(kept / "expected.pt")["converted"]
+    model, optimizer = converted(te.File(kept / "converted" / "rows", keep=True))
+    check(converted_rows(model, optimizer), expected["now"])
+    train_converted(model, optimizer, STEPS, LATER_STEPS)
+    check(converted_rows(model, optimizer), expected["later"], later=True)
+    for module in model.values():
+        module.close()
+
+
 def rows_of_ranks(rank, size, name, directory, opens):
     """What a rank of two finds in kept files: its rows, as rank 0 has them, now and later."""
     storage = te.File(f"{directory}/{name}/rows") if opens else None
