@@ -11,6 +11,8 @@ from typing import Any
 import numba
 import numpy as np
 
+from tieredemb.kernels.cpu import jit
+
 INTEGERS = 13
 CATEGORIES = 26
 FIELDS = 1 + INTEGERS + CATEGORIES
@@ -64,7 +66,7 @@ def _category(text, start, end):  # type: ignore[no-untyped-def]
     return value, True
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def parse_lines(text, labels, integers, categories):  # type: ignore[no-untyped-def]
     """Parses the lines of `text`, uint8 (bytes,), of which the last ends with a newline.
 
@@ -121,7 +123,7 @@ def _write_integer(text, at, value):  # type: ignore[no-untyped-def]
     return at + digits
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def format_lines(labels, integers, categories, text):  # type: ignore[no-untyped-def]
     """Writes rows as lines into `text`, uint8 of at least `MAX_LINE_BYTES` a row; returns the bytes written.
     The inverse of `parse_lines`, for integers of up to 18 digits."""
