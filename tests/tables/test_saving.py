@@ -31,6 +31,7 @@ from tieredemb.errors import (
     UncleanFileError,
 )
 from tieredemb.storage import range_copies
+from tieredemb.storage.system import system
 from tieredemb.tables import table_set
 from tieredemb.tables.group import move_group
 from tieredemb.tables.row_state import LAGGING
@@ -737,3 +738,42 @@ def test_recover_of_a_load_must_be_true_or_false(tmp_path):
     bag.save_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match="recover must be True or False"):
         bag.load_checkpoint(tmp_path, recover="yes")
+
+
+def test_a_load_finds_the_files_of_one_save_whenever_another_replaces_it(tmp_path, monkeypatch):
+    def made():
+        return te.TieredEmbeddingBag(30, 2, mode="sum", capacity=5, optimizer=te.Adam(lr=0.1))
+
+    def step(bag, number):
+        bag(torch.tensor([[number % 30, 3]])).sum().backward()
+
+    saver, real, count, at = made(), system.open, 0, -1
+
+    def opens(path, flags, mode=0o666):
+        """Saves once more amid a load, before its open number `at`."""
+        nonlocal count
+        if loading:
+            count += 1
+            if count == at:
+                replace()
+        return real(path, flags, mode)
+
+    def replace():
+        nonlocal loading
+        loading = False
+        step(saver, at)
+        saver.save_checkpoint(tmp_path, extra={"save": "later"})
+        loading = True
+
+    monkeypatch.setattr(system, "open", opens)
+    loading, found = False, []
+    for at in range(1, 6):  # noqa: B007 - `opens` reads it
+        saver.save_checkpoint(tmp_path, extra={"save": "first"})
+        first, loader, count = saver.state_dict()["weight"].clone(), made(), 0
+        loading = True
+        found.append(loader.load_checkpoint(tmp_path)["save"])
+        loading = False
+        expected = first if found[-1] == "first" else saver.state_dict()["weight"]
+        assert torch.equal(loader.state_dict()["weight"], expected)
+        step(loader, 1)
+    assert set(found) == {"first", "later"}

@@ -51,8 +51,9 @@ def replace_embedding_bags(
 
     A twin is on the device of the weight that it replaces, unless `device` names another. A module that occurs in
     several places is replaced by one, also where plain lists, dicts and attributes of the model's modules hold it; a
-    frozen one stays frozen. With `File(path)` tables that share a cache share the file; where they are several sets,
-    each file is `path` plus the name of its first module. Returns the model, or the twin if `model` is itself an
+    frozen one stays frozen. With `File(path)` tables that share a cache share the file; where there are several
+    caches each file is `path` plus the name of its first module. Files that have rows already are refused with
+    `StorageExistsError`, unless `File(path, keep=True)` goes on with them or `fresh=True` discards them. Returns the model, or the twin if `model` is itself an
     embedding. `describe(model)` tells what it is now.
 
     An embedding that a twin could not stand for stays as it is, and a warning says why: a subclass with behaviour of
