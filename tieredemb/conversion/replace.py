@@ -53,8 +53,9 @@ def replace_embedding_bags(
     several places is replaced by one, also where plain lists, dicts and attributes of the model's modules hold it; a
     frozen one stays frozen. With `File(path)` tables that share a cache share the file; where there are several
     caches each file is `path` plus the name of its first module. Files that have rows already are refused with
-    `StorageExistsError`, unless `File(path, keep=True)` goes on with them or `fresh=True` discards them. Returns the model, or the twin if `model` is itself an
-    embedding. `describe(model)` tells what it is now.
+    `StorageExistsError`, unless `File(path, keep=True)` goes on with them or `fresh=True` discards them.
+
+    Returns the model, or the twin if `model` is itself an embedding. `describe(model)` tells what it is now.
 
     An embedding that a twin could not stand for stays as it is, and a warning says why: a subclass with behaviour of
     its own, hooks, weights tied to those of another module. Warned of, too, is who still holds an old weight, as what
