@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import tieredemb as te
-from tieredemb.errors import ConfigError, StorageExistsError, StorageFormatError, UncleanFileError
+from tieredemb.errors import ConfigError, StorageError, StorageExistsError, StorageFormatError, UncleanFileError
+from tieredemb.lookup.histories import Histories
+from tieredemb.storage.file.rows import FileRows
 
 OPTIMIZERS = {
     "Adam": lambda params: torch.optim.Adam(params, lr=0.1),
@@ -281,7 +283,7 @@ def test_a_set_with_a_file_of_another_day_is_refused(trained, tmp_path):
     close(model)
     (path.parent / "user.rows.word").write_bytes(older)
     for flags in ({}, {"recover": True}):
-        with pytest.raises(StorageFormatError, match=r"generation 2.*generation 1"):
+        with pytest.raises(StorageFormatError, match=r"generation 3.*generation 2"):
             converted(te.File(path, keep=True, **flags))
 
 
@@ -360,9 +362,108 @@ def test_generation_counts_sessions_and_is_that_of_all_tables(path):
         assert model["user"].row_files()["files"] == [f"{path}.user", f"{path}.word"]
         identity = found[0]["identity"]
         close(model)
-    assert seen == [(1, 1), (1, 2), (2, 2)]  # before and after steps; the first session has written the weights
+    assert seen == [(2, 2), (2, 3), (3, 3)]  # before and after steps; the first session has written the weights
     assert len(identity) == 32
 
 
 def test_tables_in_memory_have_no_row_files():
     assert te.TieredEmbeddingBag(10, 2).row_files() is None
+
+
+# --- what fails or is cut off leaves the files as they were -----------------------------------------------------------
+
+
+def fails_in(monkeypatch, place, name, error, at=1):
+    """The call number `at` of a function of the package raises; later ones do not."""
+    real, calls = getattr(place, name), []
+
+    def call(*args, **keywords):
+        calls.append(1)
+        if len(calls) == at:
+            raise error
+        return real(*args, **keywords)
+
+    monkeypatch.setattr(place, name, call)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(5, "Input/output error")], ids=["Ctrl-C", "EIO"])
+def test_an_opening_that_fails_leaves_the_files_as_they_were(trained, monkeypatch, error):
+    path, rows = trained
+    fails_in(monkeypatch, Histories, "parsed", error, at=2)  # of the second file
+    with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else StorageError):
+        converted(te.File(path, keep=True))
+    model, _ = converted(te.File(path, keep=True))
+    assert same(rows_of(model), rows)
+    close(model)
+
+
+def test_a_damaged_history_that_was_refused_can_be_restored(trained):
+    path, rows = trained
+    file = path.parent / "user.rows.word"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
+    with pytest.raises(StorageFormatError, match="its checksum differs"):
+        converted(te.File(path, keep=True))
+    damaged = file.read_bytes()
+    file.write_bytes(damaged[:-100] + whole[-100:-99] + damaged[-99:])
+    model, _ = converted(te.File(path, keep=True))
+    assert same(rows_of(model), rows)
+    close(model)
+
+
+def test_a_recovery_that_fails_can_be_tried_again(trained, monkeypatch):
+    path, rows = trained
+    model, _ = converted(te.File(path, keep=True))
+    fails_in(monkeypatch, FileRows, "mark", KeyboardInterrupt(), at=2)
+    with pytest.raises(KeyboardInterrupt):
+        model["user"](torch.tensor([[1]]))
+    left = contents(path)  # as after a kill: one file is marked, the other is not
+    close(model)
+    for name, data in left.items():
+        (path.parent / name).write_bytes(data)
+    with pytest.raises(UncleanFileError, match="recover=True"):
+        converted(te.File(path, keep=True))
+    fails_in(monkeypatch, Histories, "parsed", KeyboardInterrupt(), at=2)
+    with pytest.raises(KeyboardInterrupt):
+        converted(te.File(path, keep=True, recover=True))
+    with pytest.raises(UncleanFileError, match="recover=True"):
+        converted(te.File(path, keep=True))
+    model, _ = converted(te.File(path, keep=True, recover=True))
+    assert same(rows_of(model), rows)
+    close(model)
+
+
+def test_an_interrupt_of_the_first_use_hides_no_session(trained, monkeypatch):
+    path, _ = trained
+    model, _ = converted(te.File(path, keep=True))
+    fails_in(monkeypatch, FileRows, "mark", KeyboardInterrupt(), at=2)
+    with pytest.raises(KeyboardInterrupt):
+        model["user"](torch.tensor([[1]]))
+    model["user"](torch.tensor([[1]]))
+    assert model["word"].row_files()["generation"] == 3
+    close(model)
+    model, _ = converted(te.File(path, keep=True))
+    assert model["word"].row_files()["generation"] == 3
+    close(model)
+
+
+def test_a_cache_that_is_closed_before_others_are_used_opens_with_them(trained):
+    path, _ = trained
+    for expected in (3, 4):
+        model, _ = converted(te.File(path, keep=True))
+        model["word"].close()
+        model["user"](torch.tensor([[1]]))
+        assert model["user"].row_files()["generation"] == expected
+        model["user"].close()
+    model, _ = converted(te.File(path, keep=True))
+    close(model)
+
+
+def test_a_conversion_that_was_killed_before_all_files_were_written_begins_anew(path, monkeypatch):
+    fails_in(monkeypatch, FileRows, "filled", KeyboardInterrupt(), at=2)
+    with pytest.raises(KeyboardInterrupt):
+        converted(te.File(path))
+    model, _ = converted(te.File(path, keep=True), seed=1)
+    plain = model_of(1)
+    assert all(torch.equal(rows, plain[name].weight) for name, rows in rows_of(model).items())
+    close(model)

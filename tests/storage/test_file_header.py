@@ -92,6 +92,7 @@ def test_header_wrong_in_any_place_is_refused(closed):
         ("pid",),
         ("filled",),
         ("membership", "generation"),
+        ("membership", "left"),
     }
 
 

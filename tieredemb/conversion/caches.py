@@ -89,7 +89,7 @@ def make_twins(
             shared.filled()
     except BaseException:
         for shared in opened:
-            shared.close()
+            shared.undo_opening()
         raise
     return {each.name: twins[each.name] for each in found}
 

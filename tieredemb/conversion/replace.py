@@ -124,8 +124,8 @@ def _settings(keywords: dict[str, Any]) -> Settings:
 def _follow(found: list[Found], twins: Mapping[str, TieredModule], assigned: Mapping[str, Assigned]) -> None:
     """The twins take the places that the weights have in their optimizers, all or none, and are as frozen as they."""
     with contextlib.ExitStack() as undo:
-        for twin in twins.values():
-            undo.callback(twin.close)
+        for shared in {id(twin.tables.whole): twin.tables.whole for twin in twins.values()}.values():
+            undo.callback(shared.undo_opening)
         for optimizer in {id(each.follows): each.follows for each in assigned.values() if each.follows}.values():
             undo.callback(
                 _put_back, optimizer, [list(g["params"]) for g in optimizer.param_groups], {**optimizer.state}

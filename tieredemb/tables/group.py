@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 import json
 from collections.abc import Sequence
@@ -89,9 +88,7 @@ class Group(abc.ABC):
                 self.adopt()
         except BaseException:
             if opened:
-                with contextlib.suppress(StorageError):  # no row has changed
-                    cold.seal()
-                cold.close()
+                cold.close()  # as it was: no row has changed, and what it holds may not have been read
             raise
 
     def _opened(self, rows: RowOpener, layout: RowLayout) -> ColdRows:
@@ -343,6 +340,8 @@ def parsed_histories(cold: ColdRows) -> Histories:
             f"the history of steps in the {cold.kind} tier is not one that this library writes: {error}; restore the "
             f"file, or open it with File(path, fresh=True) and load a checkpoint"
         ) from error
+    except OSError as error:
+        raise StorageError(f"reading the history of steps in the {cold.kind} tier failed: {error}") from error
     return parsed
 
 

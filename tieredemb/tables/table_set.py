@@ -17,7 +17,7 @@ import torch
 from tieredemb.cache.changes import HalfWritten, Part
 from tieredemb.cache.locks import Locks
 from tieredemb.config import InitFunction, features_of, without_functions
-from tieredemb.errors import ConfigError, DeviceMemoryError, StorageError, StorageFullError
+from tieredemb.errors import ConfigError, DeviceMemoryError, StorageFullError
 from tieredemb.kernels.row_format import RowFormat, carrier_view
 from tieredemb.lookup.bags import KeySpace, feature_name
 from tieredemb.lookup.history import History
@@ -126,10 +126,8 @@ class Placed:
                 cache.close()
 
     def discard(self) -> None:
-        """Closes what was opened, of which no row was used yet."""
+        """Closes what was opened, of which no row was used yet, and leaves it as it was."""
         for group in self.now.groups:
-            with contextlib.suppress(StorageError):
-                group.cache.seal()
             group.cache.close()
 
 
@@ -218,6 +216,14 @@ class TableSet:
                 own = self.config.tables[table], function, self.config.seed, self.config.part(table)
                 for start, rows in rows_of_part(*own):
                     group.import_weights(first + start, encoded(rows, group.cache.cold.layout.format))
+
+    def undo_opening(self) -> None:
+        """Closes tables that nobody is to use after all: rows that an earlier owner has left stay as they were."""
+        if any(group.cache.cold.is_new for group in self.groups):
+            self.close()
+        else:
+            self.placed.discard()
+            self._finalizer.detach()
 
     def is_new(self, table: int) -> bool:
         """Whether the rows of a table are none that an earlier owner has left."""

@@ -30,26 +30,32 @@ _MOST_BYTES = 2**63 - 1
 class Membership:
     """The place of a row file in its set, all files of one module or conversion.
 
-    `identity`: of the set, 32 hexadecimal digits · `generation`: in how many sessions rows of the set were used, this
-    one included · `member`: what the file's name has behind that of the set · `members`: those of all files.
+    `identity`: of the set, 32 hexadecimal digits · `generation`: it grows by one in each session that uses rows of the
+    set · `member`: what the file's name has behind that of the set · `members`: those of all files · `left`: of files
+    that were closed before rows of the others were used in this session, the generation that they have.
     """
 
     identity: str
     generation: int
     member: str
     members: tuple[str, ...]
+    left: dict[str, int]
 
     @classmethod
     def from_json(cls, value: Any, name: str) -> Membership:
         """Raises `ValueError` for what is none."""
-        fields = fields_of(value, name, ("identity", "generation", "member", "members"))
+        fields = fields_of(value, name, ("identity", "generation", "member", "members", "left"))
         identity, member = text_of(fields["identity"], f"{name}.identity"), text_of(fields["member"], f"{name}.member")
         if not _IDENTITY.fullmatch(identity):
             raise ValueError(f"{name}.identity is {shown(identity)} and must be 32 hexadecimal digits")
         members = tuple(text_of(each, f"{name}.members") for each in list_of(fields["members"], f"{name}.members"))
         if len(set(members)) < len(members) or member not in members:
             raise ValueError(f"{name}.members must hold different names, {shown(member)} among them")
-        return cls(identity, integer_of(fields["generation"], f"{name}.generation"), member, members)
+        left = {
+            each: integer_of(generation, f"{name}.left")
+            for each, generation in object_of(fields["left"], f"{name}.left").items()
+        }
+        return cls(identity, integer_of(fields["generation"], f"{name}.generation"), member, members, left)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import threading
 import urllib.parse
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from tieredemb.errors import (
@@ -31,7 +31,8 @@ from tieredemb.storage.file.lock import FileLock
 from tieredemb.storage.file.slots import HeaderSlots, is_own, is_unfinished
 from tieredemb.storage.system import system
 
-CREATED, UPGRADED = 0, 1  # generations: of a set whose rows were never used, and of one that 0.1.0 wrote
+# generations: of a set whose rows were never used, of one that 0.1.0 wrote, and of the first session that uses rows
+CREATED, UPGRADED, FIRST = 0, 1, 2
 
 
 class Marked(Protocol):
@@ -42,6 +43,9 @@ class Marked(Protocol):
     def mark(self) -> None:
         """Marks it unclean, with the generation that the set has, durably."""
 
+    def unmark(self) -> None:
+        """It is to be marked again before its rows are used."""
+
 
 @dataclass
 class OpenSet:
@@ -51,13 +55,21 @@ class OpenSet:
     identity: str
     members: tuple[str, ...]
     generation: int
+    left: dict[str, int] = field(default_factory=dict)  # files that were closed before, and their generations
     begun: bool = False
     files: weakref.WeakSet[Marked] = field(default_factory=weakref.WeakSet)
     lock: threading.RLock = field(default_factory=threading.RLock)  # of the headers: caches have threads of their own
 
     def membership(self, member: str) -> Membership:
         """What the header of a file says of the set now."""
-        return Membership(self.identity, self.generation, member, self.members)
+        return Membership(self.identity, self.generation, member, self.members, dict(self.left))
+
+    def leave(self, file: Marked, member: str, generation: int) -> None:
+        """`file` is closed, with such a generation in its header."""
+        with self.lock:
+            self.files.discard(file)
+            if not self.begun and len(self.files):
+                self.left[member] = generation
 
     def begin(self, file: Marked) -> None:
         """Marks `file` unclean, durably, as its rows are about to be used: in a session the first time all files, with
@@ -66,12 +78,15 @@ class OpenSet:
             if self.begun:
                 file.mark()
                 return
-            before, self.generation = self.generation, self.generation + 1
+            before, files = self.generation, list(self.files)
+            self.generation = max(before + 1, FIRST)
             try:
-                for each in list(self.files):
+                for each in files:
                     each.mark()
             except BaseException:
                 self.generation = before
+                for each in files:
+                    each.unmark()
                 raise
             self.begun = True
 
@@ -84,6 +99,7 @@ class Claim:
     path: str
     lock: FileLock
     header: Header | None
+    unfinished: str = ""  # the identity of the set, where its first rows were not all written
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,7 @@ class Surveyed:
     headers: dict[str, Header]
     others: tuple[str, ...]
     identity: str  # for the set, if all of it is new
+    unfinished: frozenset[str]  # identities of sets whose first rows were not all written
 
 
 def path_of(base: str, member: str) -> str:
@@ -120,7 +137,9 @@ def claim(path: str, *, fresh: bool) -> Claim | None:
             if is_empty or (fresh and is_own(lock.fd)):
                 return Claim(path, lock, None)
             header = HeaderSlots.load(path, lock.fd)[1]
-            return Claim(path, lock, header if header.filled else None)
+            if header.filled or header.membership is None:
+                return Claim(path, lock, header)
+            return Claim(path, lock, None, header.membership.identity)
         except BaseException:
             lock.release()
             raise
@@ -185,6 +204,7 @@ def check_set(surveys: Sequence[Surveyed], *, recover: bool, keep: bool, given: 
     """
     base = surveys[0].base
     members = tuple(sorted({member for each in surveys for member in each.members}))
+    surveys = [replace(each, headers=_finished(each, surveys)) for each in surveys]
     found = {path_of(each.base, m): header for each in surveys for m, header in each.headers.items()}
     extra = sorted({path_of(each.base, m) for each in surveys for m in each.others if m not in members})
     wanted = [path_of(each.base, member) for each in surveys for member in each.members]
@@ -207,7 +227,7 @@ def check_set(surveys: Sequence[Surveyed], *, recover: bool, keep: bool, given: 
             f"File(path, fresh=True) and load a checkpoint"
         )
     identity = _identity(base, found) or surveys[0].identity
-    generation = _generation(base, found, recover=recover)
+    generation, was_killed = _generation(base, found)
     if given and not keep:
         raise StorageExistsError(
             f"{some_of(sorted(found))} holds rows already (generation {generation}), and {given} would be written "
@@ -215,7 +235,7 @@ def check_set(surveys: Sequence[Surveyed], *, recover: bool, keep: bool, given: 
             f"is no file yet; File(path, fresh=True) discards the rows of the file"
         )
     unclean = sorted(path for path, header in found.items() if not header.clean)
-    if unclean and not recover:
+    if (unclean or was_killed) and not recover:
         how = "keep=True, recover=True" if keep else "recover=True"
         raise UncleanFileError(
             f"{some_of(unclean)} was not closed by its last owner (pid {found[unclean[0]].pid}), so the last updates "
@@ -223,6 +243,17 @@ def check_set(surveys: Sequence[Surveyed], *, recover: bool, keep: bool, given: 
             f"File(path, fresh=True) and load a checkpoint"
         )
     return OpenSet(identity, members, generation)
+
+
+def _finished(survey: Surveyed, surveys: Sequence[Surveyed]) -> dict[str, Header]:
+    """The headers of a survey but for those of sets that were not finished: where the first rows of one file were not
+    all written, its owner was killed before any of the set was used."""
+    unfinished = frozenset[str]().union(*(each.unfinished for each in surveys))
+    return {
+        member: header
+        for member, header in survey.headers.items()
+        if header.membership is None or header.membership.identity not in unfinished
+    }
 
 
 def _check_members(surveys: Sequence[Surveyed], members: tuple[str, ...]) -> None:
@@ -265,20 +296,28 @@ def _identity(base: str, found: dict[str, Header]) -> str | None:
     return next(iter(of), None)
 
 
-def _generation(base: str, found: dict[str, Header], *, recover: bool) -> int:
-    """The generation of all these files. Files that are one behind may be recovered where the others are unclean: their
-    owner was killed before it had used rows of all. Raises `StorageFormatError`."""
-    of: dict[int, list[str]] = {}
-    for path, header in found.items():
-        of.setdefault(header.membership.generation if header.membership else UPGRADED, []).append(path)
-    newest, oldest = max(of), min(of)
-    if newest == oldest:
-        return newest
-    was_killed = newest == oldest + 1 and not any(found[path].clean for path in of[newest])
-    if recover and was_killed and all(found[path].clean for path in of[oldest]):
-        return newest
+def _generation(base: str, found: dict[str, Header]) -> tuple[int, bool]:
+    """The generation of all these files, and whether their owner was killed when it had marked some of them: those are
+    unclean, and the others one behind. A file that its owner had closed before may be behind, as the headers of the
+    newest ones tell. Raises `StorageFormatError`."""
+    of = {path: header.membership.generation if header.membership else UPGRADED for path, header in found.items()}
+    newest = max(of.values())
+    new = [header for path, header in found.items() if of[path] == newest]
+    left = [item for header in new if header.membership for item in header.membership.left.items()]
+    behind = {
+        path: header
+        for path, header in found.items()
+        if of[path] != newest and (header.membership is None or (header.membership.member, of[path]) not in left)
+    }
+    is_mixed = newest > UPGRADED and any(header.membership is None for header in found.values())
+    if not behind and not is_mixed:
+        return newest, False
+    before = max((of[path] for path in behind), default=newest)
+    one_behind = all(of[path] == before and header.clean for path, header in behind.items())
+    if one_behind and not is_mixed and newest == max(before + 1, FIRST) and not any(header.clean for header in new):
+        return newest, True
     raise StorageFormatError(
-        f"the row files at {base!r} are of different days: {some_of(of[newest])} of generation {newest}, "
-        f"{some_of(of[oldest])} of generation {oldest}; restore the files that were closed together, or discard all of "
-        f"them with File(path, fresh=True) and load a checkpoint"
+        f"the row files at {base!r} are of different days: {some_of([path for path in of if of[path] == newest])} of "
+        f"generation {newest}, {some_of(sorted(behind))} of generation {before}; restore the files that were closed "
+        f"together, or discard all of them with File(path, fresh=True) and load a checkpoint"
     )

@@ -117,6 +117,10 @@ class FileRows(ColdRows):
                 self._write_header(metadata=self._synced, clean=False)
         self._is_marked = True
 
+    def unmark(self) -> None:
+        """For the set, which could not mark all files: this one is marked again before its rows are used."""
+        self._is_marked = False
+
     def _write_header(self, **changes: Any) -> None:
         """Writes the header with these `changes`, durably."""
         with self._set.lock:
@@ -326,7 +330,9 @@ class FileRows(ColdRows):
         self.__dict__.pop("_map", None)  # unmapped when nobody holds the arrays any more
         self._file.close()
         self._lock.release()
-        self._set.files.discard(self)
+        self._set.leave(
+            self, self._member, 0 if self._header.membership is None else self._header.membership.generation
+        )
         self._closed = True
 
     def _is_gone(self) -> bool:

@@ -124,11 +124,17 @@ class File(Storage):
             raise
         headers = {name: each.header for name, each in claims.items() if each.header is not None}
         surveys = []
-        for each in gather(Surveyed(base, tuple(names), headers, () if self.fresh else others, secrets.token_hex(16))):
+        unfinished = frozenset(each.unfinished for each in claims.values() if each.unfinished)
+        kept = () if self.fresh else others
+        for each in gather(Surveyed(base, tuple(names), headers, kept, secrets.token_hex(16), unfinished)):
             if isinstance(each, str):
                 raise PeerError(f"another rank could not open its row files: {each}")
             surveys += [each] if isinstance(each, Surveyed) else []
         row_set = check_set(surveys, recover=self.recover, keep=self.keep, given=given)
+        for name, each in claims.items():  # of a set that was not finished
+            membership = None if each.header is None else each.header.membership
+            if membership is not None and membership.identity != row_set.identity:
+                claims[name] = replace(each, header=None)
         if self.fresh:
             for member in others:
                 if member not in row_set.members:
@@ -187,7 +193,10 @@ class FileOpener:
                 slots, header = _create(path, file.fd, layout, identity, membership, filled=not self.fills)
             else:
                 slots, header = _accept(path, file.fd, layout, identity)
-                header = replace(header, membership=self.row_set.membership(name), pid=os.getpid())
+                # its own generation, until rows of the set are used: else one that fails now could not be told from
+                # one whose rows were
+                membership = header.membership or self.row_set.membership(name)
+                header = replace(header, membership=membership, pid=os.getpid())
             mapping = map_rows(file.fd, regions(layout, slots.region_bytes)[-1])
             slots.write(header)  # who has the file
             fsync_directory(os.path.dirname(path))
