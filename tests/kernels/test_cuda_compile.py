@@ -25,6 +25,7 @@ PLAIN = (
     "lookup/bags.cu",
     "lookup/exact_sum.cu",
     "lookup/homes_sort.cu",
+    "lookup/spoilt.cu",
     "sharding/owners.cu",
     "sharding/padding.cu",
 )

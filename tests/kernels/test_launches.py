@@ -44,11 +44,13 @@ from tieredemb.lookup.device_bags import (
     new_device_bags,
     new_fault,
     tell_fault,
+    words_of,
 )
 from tieredemb.lookup.device_lookup import ADDRESSES, DeviceLookup
 from tieredemb.lookup.exact_sum import new_sums
 from tieredemb.lookup.gradient_norm import first_occurrences, occurrence_powers
 from tieredemb.lookup.optimizer import MOST_NUMBERS, recipe_file, state_width
+from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
 from tieredemb.sharding import gpu_bags
 from tieredemb.sharding.bags import Part
 from tieredemb.sharding.gpu_bags import FoundWords, GpuPart
@@ -248,6 +250,17 @@ def test_bags_are_found_by_launches_that_fit(launched, chosen):
     assert launched == ["offsets_check", "bags_fill", "fault_tell"]
 
 
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("tables", [None, torch.tensor([1, 4], dtype=torch.int32)])
+def test_a_spoilt_step_is_refused_by_a_launch_that_fits(launched, tables, is_dense):
+    report, number = torch.zeros(words_of("Report"), dtype=torch.int64), torch.zeros(())
+    refuse_spoilt(
+        torch.zeros(2), tables, None if is_dense else number, number, report.data_ptr(), is_dense=is_dense,
+        apart=tables is not None,
+    )  # fmt: skip
+    assert launched == ["spoilt_refuse"]
+
+
 @pytest.mark.parametrize("overflow", [NOWHERE, ELSEWHERE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", [te.SparseAdam(), te.Adam()], ids=["sparse", "dense"])
@@ -273,7 +286,9 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
     lookup.set_options(options, asdict(optimizer))
     past = torch.zeros(10, dtype=torch.int64) if optimizer.is_dense else None
     for scaler in (None, torch.ones(())):
-        rate, numbers = lookup.begin(options, steps, torch.cat([fault, fault]), scaler, scaler, segments.work, past)
+        rate, numbers = lookup.begin(
+            options, steps, torch.cat([fault, fault]), Scaling(scaler, scaler), segments.work, past
+        )
         for scale, winners in ((lookup.mean_scale(homes, bags), None), (None, argmax)):
             lookup.update(hot, overflow, segments, grad, scale, winners, rate, numbers, past, steps)
     told = lookup.addresses([torch.zeros(4)] * (ADDRESSES + 1))
@@ -406,7 +421,7 @@ def test_tables_apart_are_looked_up_and_updated_as_one(launched):
     segments = lookup.segments(torch.zeros(10, dtype=torch.int32), bags.bag, bags.batch)
     options, steps = torch.zeros(MOST_NUMBERS, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
     tables = torch.tensor([1, 3], dtype=torch.int32)
-    rate, numbers = lookup.begin(options, steps, fault, None, None, segments.work, None, tables)
+    rate, numbers = lookup.begin(options, steps, fault, Scaling(), segments.work, None, tables)
     grad = torch.zeros(6, 8)
     for apart in (None, torch.zeros(2, dtype=torch.int64)):
         lookup.update(hot_rows(state=0), NOWHERE, segments, grad, None, None, rate, numbers, tables=tables, grads=apart)
@@ -419,7 +434,7 @@ def test_shared_tables_are_updated_with_a_rate_for_each_feature(launched):
     bags, fault = found_bags(space)
     segments = lookup.segments(torch.zeros(10, dtype=torch.int32), bags.bag, bags.batch)
     options, steps = torch.zeros(MOST_NUMBERS, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
-    rate, numbers = lookup.begin(options, steps, fault, None, None, segments.work)
+    rate, numbers = lookup.begin(options, steps, fault, Scaling(), segments.work)
     assert rate.shape == (3,)
     lookup.update(hot_rows(state=0), NOWHERE, segments, torch.zeros(3, 24), None, None, rate, numbers)
     assert "-DSHARED" in lookup._update
@@ -602,7 +617,7 @@ def test_tables_that_take_steps_of_their_own_are_updated_by_launches_that_fit(la
     options, steps = torch.zeros(MOST_NUMBERS, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
     past = torch.zeros((2, 10), dtype=torch.int64) if optimizer.is_dense else None
     tables = torch.tensor([1], dtype=torch.int32)
-    rate, numbers = lookup.begin(options, steps, fault, None, None, segments.work, past, tables)
+    rate, numbers = lookup.begin(options, steps, fault, Scaling(), segments.work, past, tables)
     assert (rate.shape, numbers.shape) == ((2,), (2 * MOST_NUMBERS,))
     hot = hot_rows(state=row.state_width)
     lookup.update(hot, NOWHERE, segments, torch.zeros(3, 16), None, None, rate, numbers, past, steps)

@@ -255,6 +255,56 @@ def test_a_rank_that_replays_with_another_learning_rate_is_told_of(world, kind, 
         assert graphs > 0
 
 
+def spoils(rank, size, captured):
+    """Steps of which the gradients of one are multiplied by a NaN: what is told then, and whether a row has changed."""
+    tables = tables_of(**TABLES)
+    model = ShardedTieredEmbeddingBagCollection(
+        tables, sharding=sharding_of("every other", tables), capacity=0.5, optimizer=torch.optim.Adagrad,
+        max_ids=LONGEST if captured else None,
+    )  # fmt: skip
+    dense = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.Adagrad([dense], lr=0.1)
+    model.follow(optimizer)
+    params = optimizer.param_groups[0]["params"]
+
+    def step(batch):
+        ids, offsets, upstream = batch
+        optimizer.zero_grad()
+        out = model(ids, offsets)
+        out.backward(upstream)
+        dense.grad = upstream.sum()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        return out.detach()
+
+    train, told = te.graph_step(step, max_ids=LONGEST) if captured else step, []
+    drawn = [batch_of(tables, number, rank, samples=seven) for number in range(16)]
+    for number, (ids, offsets, _, upstream) in enumerate(drawn):
+        if number == 12:
+            before = {name: weight.clone() for name, weight in model.state_dict().items()}
+            upstream = upstream.fill_(torch.nan)
+        if number == 13:
+            torch.cuda.synchronize()
+        try:
+            train((ids.cuda(), offsets.cuda(), upstream))
+        except te.errors.UnsupportedError as error:
+            told.append((number, str(error)))
+            after = dict(model.state_dict())
+    moved = [name for name, weight in after.items() if not torch.equal(weight, before[name])]
+    is_finite = all(bool(weight.isfinite().all()) for weight in model.state_dict().values())
+    model.close()
+    return told, moved, is_finite
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_step_that_no_rank_can_take_is_told_of_on_all(world, captured):
+    for told, moved, is_finite in world.run(spoils, captured):
+        assert [number for number, _ in told] == [13]
+        assert "multiplied by NaN" in told[0][1]
+        assert not moved
+        assert is_finite
+
+
 def evaluates_apart(rank, size):
     """Captured steps, then captured lookups, of which rank 1 has one less before it trains on: what is told then, how
     many graphs there are by then, and whether all can go on."""

@@ -24,7 +24,7 @@ AGED, COUNT, CLOCK = 0, 1, 2  # how a use changes a score: LRFU, exact LFU, LRU
 
 # lookups
 SUM, MEAN, MAX = range(len(MODES))  # how a table pools
-BAD_ID, BAD_OFFSET = 1, 2  # what a fault is about
+BAD_ID, BAD_OFFSET, SPOILT = 1, 2, 3  # what a fault is about; the last is of a step: see lookup/spoilt.py
 CHUNK = 64  # occurrences summed at the first level: a table of three rows in a batch of 65,536 has 340 chunks a row
 
 # what optimizers that move every row keep of their steps: see lookup/history.py

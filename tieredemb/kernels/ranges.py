@@ -40,7 +40,7 @@ KERNELS = {  # by the range that launches them; for a lookup rows catch up and t
     "update": (
         *("options_set", "step_begin", "bags_mean_scale", "weights_gradient", "scale_gather", "occurrences_gradient"),
         *("occurrences_spread", "addresses_set", "segments_update", "long_segments_update", "step_end"),
-        *("values_add", "sums_round"),  # norms of gradients
+        *("values_add", "sums_round", "spoilt_refuse"),  # norms of gradients
     ),
 }
 _PART_OF = {kernel: part for part, kernels in KERNELS.items() for kernel in kernels}

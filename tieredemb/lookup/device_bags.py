@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tieredemb.errors import IdOutOfRangeError, InvalidInputError
+from tieredemb.errors import IdOutOfRangeError, InvalidInputError, UnsupportedError
 from tieredemb.kernels.arguments import StructValue, struct_type
 from tieredemb.kernels.compiler import blocks_for, kernel
-from tieredemb.kernels.constants import BAD_ID, FILL_THREADS
+from tieredemb.kernels.constants import BAD_ID, FILL_THREADS, SPOILT
 from tieredemb.kernels.source import read
 from tieredemb.lookup.bags import EqualBags, KeySpace, Places, id_out_of_range, offsets_out_of_order
+from tieredemb.lookup.spoilt import why_refused
 
 FILE = "lookup/bags.cu"
 THREADS = 256
@@ -199,12 +200,17 @@ def is_good(report: torch.Tensor) -> torch.Tensor:
     return report[state : state + 1] == 0
 
 
+def _said(words: Sequence[int]) -> dict[str, int]:
+    """The words of a `Report`, by their names."""
+    return dict(zip([field.name for field in read(FILE).layout("Report").fields], words, strict=True))
+
+
 def fault_in(
     words: Sequence[int], names: Sequence[str], rows: Sequence[int], told: str = ""
 ) -> InvalidInputError | IdOutOfRangeError | None:
     """The error that the words of a `Report` tell of, if any. `names`, `rows`: of each feature, as messages name it,
     and of its table · `told`: what the message ends with."""
-    said = dict(zip([field.name for field in read(FILE).layout("Report").fields], words, strict=True))
+    said = _said(words)
     if said["state"] == 0:
         return None
     position, value, feature = said["position"], said["value"], said["feature"]
@@ -216,11 +222,12 @@ def fault_in(
 
 class FaultReport:
     """The first fault that nobody was told of: a `Report` in host memory, which kernels write to. `names`, `rows`: of
-    each feature, as messages name it, and of its table."""
+    each feature, as messages name it, and of its table · `tables`: the name of each table."""
 
-    def __init__(self, names: Sequence[str], rows: Sequence[int]) -> None:
+    def __init__(self, names: Sequence[str], rows: Sequence[int], tables: Sequence[str]) -> None:
         self._names = names
         self._rows = rows
+        self._tables = tables
         fields = [field.name for field in read(FILE).layout("Report").fields]
         self._state = fields.index("state")  # not 0 once the other words are there
         self._words = torch.zeros(words_of("Report"), dtype=torch.int64, device="cpu", pin_memory=True)
@@ -228,11 +235,15 @@ class FaultReport:
         self.address = self._words.data_ptr()
 
     def check(self, told: str = "") -> None:
-        """Raises `IdOutOfRangeError` or `InvalidInputError` for a fault that the device has reported by now, once.
-        `told`: what the message ends with."""
+        """Raises `IdOutOfRangeError` or `InvalidInputError` for a fault that the device has reported by now, once, or
+        `UnsupportedError` for a step. `told`: what the message ends with."""
         if self._seen[self._state] == 0:
             return
-        error = fault_in([*self._seen], self._names, self._rows, told)
+        words = [*self._seen]
         self._seen[self._state] = 0
+        said = _said(words)
+        if said["kind"] == SPOILT:
+            raise UnsupportedError(why_refused(self._tables[said["feature"]], is_dense=bool(said["value"])) + told)
+        error = fault_in(words, self._names, self._rows, told)
         if error is not None:
             raise error

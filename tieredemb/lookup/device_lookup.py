@@ -24,6 +24,7 @@ from tieredemb.lookup.homes_sort import note_words, sort_homes
 from tieredemb.lookup.optimizer import MOST_NUMBERS, device_numbers, recipe_file, recipe_flags
 from tieredemb.lookup.optimizers.sgd import SGD
 from tieredemb.lookup.rounding import DeviceDraws, no_draws
+from tieredemb.lookup.spoilt import Scaling
 
 BAG = "lookup/embedding_bag.cu"
 THREADS = 256
@@ -315,19 +316,17 @@ class DeviceLookup:
         options: torch.Tensor,
         steps: torch.Tensor,
         faults: torch.Tensor,
-        found_inf: torch.Tensor | None,
-        grad_scale: torch.Tensor | None,
+        scaling: Scaling,
         work: torch.Tensor,
         past: torch.Tensor | None = None,
         tables: torch.Tensor | None = None,
-        factors: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts an update: counts `steps` (int64 (T,)) on; returns the features' rates and the other numbers, which
         have a row a table where these take steps of their own: those of `tables`, int32 (K,).
 
-        `options`: float64 (`MOST_NUMBERS`,), see `set_options` · `faults`: int64 (3 K,), the `Fault`s of the calls ·
-        `found_inf`, `grad_scale`: float32 (), of a scaler. After a mark or an infinity no `work` is left and no step
-        counted. `past`: of a dense optimizer, see `DeviceHistory` · `factors`: see `RowOptimizer.spoilt`.
+        `options`: float64 (`MOST_NUMBERS`,), see `set_options` · `faults`: int64 (3 K,), the `Fault`s of the calls.
+        After a mark, or where `scaling` says so, no `work` is left and no step counted. `past`: of a dense optimizer,
+        see `DeviceHistory`.
         """
         rate = torch.empty(steps.shape[0], dtype=torch.float32, device=steps.device)
         rows = steps.shape[0] if self._apart else 1
@@ -335,8 +334,8 @@ class DeviceLookup:
         begin = kernel(self._recipe, "step_begin", *self._update)
         n_faults, n_tables = faults.shape[0] // words_of("Fault"), (steps if tables is None else tables).shape[0]
         begin(
-            1, THREADS, options, steps, _address(tables), n_tables, faults, n_faults, _address(found_inf),
-            _address(grad_scale), _address(factors), rate, numbers, work, _address(past),
+            1, THREADS, options, steps, _address(tables), n_tables, faults, n_faults, _address(scaling.found_inf),
+            _address(scaling.grad_scale), _address(scaling.factors), rate, numbers, work, _address(past),
         )  # fmt: skip
         return (rate if self.space.table is None else rate.index_select(0, self.space.table)), numbers
 

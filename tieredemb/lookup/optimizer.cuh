@@ -550,8 +550,8 @@ extern "C" __global__ void options_set(Options *options, double v0, double v1, d
 
 // Numbers of an update, from the host's options and the steps each table has taken. A batch that was refused, and one
 // whose gradient is not finite under a scaler, leaves no work. `tables`: those that take the step, where each takes its
-// own; else all do, together · `factors`: float (n_tables,), of each NaN or 1, see
-// `RowOptimizer.spoilt`, or null; the first one's is that of all where all have one step counter. One block.
+// own; else all do, together · `factors`: float (n_tables,), of each NaN or 1, see `refuse_spoilt`, or null; the first
+// one's is that of all where all have one step counter. One block.
 extern "C" __global__ void step_begin(const Options *options, i64 *steps, const int *tables, int n_tables,
                                       const Fault *faults, int n_faults, const float *found_inf,
                                       const float *grad_scale, const float *factors, float *rate, Numbers *numbers,

@@ -13,6 +13,7 @@ from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.streams import on_device
 from tieredemb.lookup.device_bags import MAX_BAGS
 from tieredemb.lookup.device_lookup import DeviceLookup, Segments
+from tieredemb.lookup.spoilt import Scaling, refuse_spoilt
 from tieredemb.step.call import Call, Collected
 from tieredemb.step.device_group_call import DeviceGroupCall
 from tieredemb.step.joint_call import joint_of
@@ -63,7 +64,7 @@ def update(collected: Collected) -> None:
             group.cache.rows_version += 1
         for call, grad in zip(calls, grads, strict=True):
             call.follow(grad)
-        (found_inf, grad_scale), factors = optimizer.scaling(grads), optimizer.spoilt()
+        scaling, stays = _scaling([collected], grads)
         options = [optimizer.options_on(group) for group in groups]
         for group, its_tickets in zip(groups, tickets, strict=True):
             used.enter_context(group.cache.using(*its_tickets))
@@ -76,9 +77,8 @@ def update(collected: Collected) -> None:
             with _half_done(group.cache for group in groups):
                 for group, (batch, segments), given, away in zip(groups, todo, options, overflow, strict=True):
                     rate, numbers = group.lookup.begin(
-                        given, group.device_steps, faults, found_inf, grad_scale, segments.work, group.past,
-                        factors=factors,
-                    )  # fmt: skip
+                        given, group.device_steps, faults, scaling, segments.work, group.past
+                    )
                     group.lookup.update(
                         group.cache.hot, away, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
                         group.past, group.device_steps,
@@ -86,8 +86,8 @@ def update(collected: Collected) -> None:
                     if group.past is not None:
                         group.lookup.end(given, group.device_steps, rate, numbers, group.past)
 
-        recurs = len(calls) == 1 and found_inf is None and grad_scale is None and _is_plain(calls)
-        if not (recurs and updates_of(tables).run(calls, grads, overflow, options, launch)):
+        recurs, kept = len(calls) == 1 and stays and _is_plain(calls), [*options, *scaling.tensors()]
+        if not (recurs and updates_of(tables).run(calls, grads, overflow, kept, launch)):
             launch(grads)
 
 
@@ -107,8 +107,8 @@ def update_together(sets: Sequence[Collected]) -> None:
         whole.cache.rows_version += 1
         for call, grad in collected:
             cast("DeviceCall", call).follow(grad)
-        (found_inf, grad_scale), factors = optimizer.scaling(grads), _spoilt(sets)
         taken, options = whole.numbered([group.own.start for group in groups]), optimizer.options_on(groups[0])
+        scaling, stays = _scaling(sets, grads, taken)
         for group in groups[1:]:
             group.note_step()
         tickets = [part.ticket for part in parts]
@@ -126,9 +126,8 @@ def update_together(sets: Sequence[Collected]) -> None:
                 segments = batch.segments()
                 with _half_done([whole.cache]):
                     rate, numbers = whole.lookup.begin(
-                        options, whole.device_steps, faults, found_inf, grad_scale, segments.work, whole.pasts, taken,
-                        factors,
-                    )  # fmt: skip
+                        options, whole.device_steps, faults, scaling, segments.work, whole.pasts, taken
+                    )
                     whole.lookup.update(
                         whole.cache.hot, overflow, segments, batch.grad, batch.scale, batch.argmax, rate, numbers,
                         whole.pasts, whole.device_steps, tables=None if joint is None else taken, grads=places,
@@ -136,16 +135,34 @@ def update_together(sets: Sequence[Collected]) -> None:
                     if whole.pasts is not None:
                         whole.lookup.end(options, whole.device_steps, rate, numbers, whole.pasts, taken)
 
-            recurs = found_inf is None and grad_scale is None and _is_plain(calls)
-            if not (recurs and updates_of(tables).run(calls, grads, [overflow], [options, taken], launch)):
+            recurs, kept = stays and _is_plain(calls), [options, taken, *scaling.tensors()]
+            if not (recurs and updates_of(tables).run(calls, grads, [overflow], kept, launch)):
                 launch(grads)
 
 
-def _spoilt(sets: Sequence[Collected]) -> torch.Tensor | None:
-    """See `RowOptimizer.spoilt`: of several tables that take steps of their own."""
-    found = [calls[0][0].context.check_trainable().spoilt() for calls in sets]
+def _scaling(
+    sets: Sequence[Collected], grads: list[torch.Tensor], taken: torch.Tensor | None = None
+) -> tuple[Scaling, bool]:
+    """What the gradients of an update are multiplied by, and whether it lies where it did at the last one. `sets`: the
+    calls over one set of tables, or over several that take steps of their own · `taken`: their numbers, int32 (T,)."""
+    sets = sorted(sets, key=lambda calls: calls[0][0].context.tables.groups[0].own.start)
+    contexts = [calls[0][0].context for calls in sets]
+    optimizers = [context.check_trainable() for context in contexts]
+    found_inf, grad_scale = optimizers[0].scaling(grads)
+    stays = found_inf is None and grad_scale is None
+    found = [optimizer.spoilt() for optimizer in optimizers]
     some = next((each for each in found if each is not None), None)
-    return None if some is None else torch.cat([torch.ones_like(some) if each is None else each for each in found])
+    if some is None:
+        return Scaling(found_inf, grad_scale), stays
+    spoilt, tables = some, contexts[0].tables
+    if taken is not None:
+        spoilt, tables = torch.cat([torch.zeros_like(some) if each is None else each for each in found]), tables.whole
+    skipped = optimizers[0].on_device.skipped
+    factors = refuse_spoilt(
+        spoilt, taken, found_inf, skipped, tables.placed.now.faults.address,
+        is_dense=any(group.is_dense for group in tables.groups), apart=taken is not None,
+    )  # fmt: skip
+    return Scaling(skipped, grad_scale, factors), stays
 
 
 def _may_stay(grads: Sequence[torch.Tensor]) -> bool:
@@ -166,7 +183,7 @@ def take_step(tables: TableSet, optimizer: RowOptimizer) -> None:
     """A step in which no row has a gradient."""
     device = tables.config.device
     with tables.placed.now.rows.again(), on_device(device), contextlib.ExitStack() as used:
-        found_inf, grad_scale = optimizer.scaling([])
+        scaling = Scaling(*optimizer.scaling([]))
         groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
         todo = [(group, optimizer.options_on(group)) for group in groups]
         for group in groups:
@@ -175,9 +192,7 @@ def take_step(tables: TableSet, optimizer: RowOptimizer) -> None:
         with _half_done(group.cache for group in groups):
             for group, options in todo:
                 work = group.lookup.new_segments(0, device).work
-                rate, numbers = group.lookup.begin(
-                    options, group.device_steps, no_faults, found_inf, grad_scale, work, group.past
-                )
+                rate, numbers = group.lookup.begin(options, group.device_steps, no_faults, scaling, work, group.past)
                 if group.past is not None:
                     group.lookup.end(options, group.device_steps, rate, numbers, group.past)
 

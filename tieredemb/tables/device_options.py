@@ -23,8 +23,10 @@ class DeviceOptions:
         device = tables.config.device
         self._tables = tables
         self._numbers: torch.Tensor | None = None
+        self._skipped: torch.Tensor | None = None
         if device.type == "cuda":
             self._numbers = torch.zeros(MOST_NUMBERS, dtype=torch.float64, device=device)
+            self._skipped = torch.zeros((), dtype=torch.float32, device=device)
         self.said: dict[str, Any] | None = None  # what was told last: another object each time
         self.told_of: object = None  # what the caller has made these of, for it to know
 
@@ -33,6 +35,12 @@ class DeviceOptions:
         """float64 (`MOST_NUMBERS`,), of which the learning rate is the first; see `device_numbers`."""
         assert self._numbers is not None
         return self._numbers
+
+    @property
+    def skipped(self) -> torch.Tensor:
+        """float32 (), whether the step that is about to come is not to be taken; see `refuse_spoilt`."""
+        assert self._skipped is not None
+        return self._skipped
 
     @property
     def notes_steps(self) -> bool:

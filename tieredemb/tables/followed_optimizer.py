@@ -8,6 +8,7 @@ Stand-ins know the tables weakly: an optimizer keeps none alive.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -20,6 +21,7 @@ import torch
 from tieredemb.config import OptimizerConfig, check_flag, is_whole, plain
 from tieredemb.errors import ConfigError, StorageError, UnsupportedError, shown
 from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters_after, named_numbers, rows_of
+from tieredemb.lookup.spoilt import why_refused
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.fingerprint import Fingerprint, steps_fingerprint
 from tieredemb.tables.followers import Followers, Meaning, followers_of
@@ -404,7 +406,9 @@ class FollowedOptimizer:
         else:
             options = tuple(asdict(self.config).items())
         steps, spoilt = tuple(group.cache.cold.metadata.steps[group.own]), self.spoilt()
-        factor = (1.0 if scale is None else 1.0 / float(scale)) * (1.0 if spoilt is None else float(spoilt[0]))
+        factor = 1.0 if scale is None else 1.0 / float(scale)
+        if spoilt is not None and bool(spoilt.isnan().any()):  # of all tables, as the step was not refused
+            factor = math.nan
         return hyperparameters_after(self.config, options, steps, factor)
 
     def scaling(self, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -419,13 +423,10 @@ class FollowedOptimizer:
         return found, scale
 
     def spoilt(self) -> torch.Tensor | None:
-        """See `RowOptimizer.spoilt`. Tables of one step counter have one history: each row of it is spoilt, or
-        none."""
-        assert self.config is not None
-        spoilt = None if self.pending is None else self.pending.applied
-        if spoilt is None or not self.config.is_dense:
+        """See `RowOptimizer.spoilt`."""
+        if self.pending is None or self.optimizer is None or kind_of(type(self.optimizer)).takes_sparse:
             return None
-        return torch.where(spoilt.isnan().all(), spoilt, 1.0)
+        return self.pending.applied
 
     def alike(self) -> Hashable:
         """See `RowOptimizer.alike`."""
@@ -509,15 +510,8 @@ class FollowedOptimizer:
         bad = spoilt.isnan().nonzero().flatten().tolist()
         if self.config.is_dense and len(bad) == len(self.stand_ins):
             return
-        name = self._tables.config.tables[bad[0]].name
-        why = f"its rows, which {type(self.config).__name__} moves in steps that use them alone, cannot all become NaN"
-        if self.config.is_dense:
-            why = "that of others of the module was not, with which it takes its steps"
-        raise UnsupportedError(
-            f"the gradient of table {name!r} was multiplied by NaN or infinity, as clip_grad_norm_ does where a "
-            f"gradient is NaN; in torch no row of the table would be a number after the step, and {why}. Find the NaN, "
-            f"skip the step, or clip with error_if_nonfinite=True. Nothing was updated"
-        )
+        why = why_refused(self._tables.config.tables[bad[0]].name, is_dense=self.config.is_dense)
+        raise UnsupportedError(f"{why}. Nothing was updated")
 
     @property
     def is_due(self) -> bool:

@@ -36,8 +36,8 @@ class RowOptimizer(Protocol):
         Does not synchronise."""
 
     def spoilt(self) -> torch.Tensor | None:
-        """Of a dense optimizer, float32 (T,): NaN for tables all of whose gradients were multiplied by what is not
-        finite, rows without one included, else 1; or None. Does not synchronise."""
+        """Float32 (T,): NaN for tables all of whose gradients were multiplied by what is not finite, those of rows that
+        no batch reached included, else 0; or None. Does not synchronise."""
 
     def alike(self) -> Hashable:
         """What is equal of optimizers that give tables of equal rows, at equal steps, equal numbers."""

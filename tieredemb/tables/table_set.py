@@ -78,14 +78,15 @@ Kept = tuple[list[int], History | None]  # the steps of tables, and what a dense
 
 
 class Place:
-    """Where tables are. `groups`: by width · `faults`: where a GPU reports bad ids and offsets, None on the CPU, and
-    `other_faults`: where it does for lookups of several sets of tables as one · `earlier`: what was counted before they
-    came there · `rows`: keeps other threads from the rows, but not from plans; each `with` takes `again()`."""
+    """Where tables are. `groups`: by width · `faults`: where a GPU reports bad ids and offsets, and steps that it
+    refuses, None on the CPU, and `other_faults`: where it does for several sets of tables as one · `earlier`: what was
+    counted before they came there · `rows`: keeps other threads from the rows, but not from plans; each `with` takes
+    `again()`."""
 
     def __init__(self, config: TableSetConfig, groups: Sequence[Group], earlier: CacheStats) -> None:
         self.config = config
         self.faults: Any = make_fault_report(config)
-        self.other_faults: list[Any] = []
+        self.other_faults: list[Any] = [] if self.faults is None or not config.apart else [self.faults]
         self.earlier = earlier
         self.groups: list[Group] = []
         self.add(*groups)
@@ -599,14 +600,16 @@ class TableSet:
 
 
 def make_fault_report(config: TableSetConfig) -> Any:
-    """Where a GPU reports ids and offsets that are out of range; None on the CPU, which refuses them at once."""
+    """Where a GPU reports ids and offsets that are out of range, and steps that it refuses; None on the CPU, which
+    refuses them at once."""
     if config.device.type != "cuda":
         return None
     from tieredemb.lookup.device_bags import FaultReport
 
     tables = config.tables
     of = [(feature_name(feature, tables[feature.table]), tables[feature.table]) for feature in features_of(tables)]
-    return FaultReport([name for name, _ in of], [table.num_embeddings for _, table in of])
+    rows = [table.num_embeddings for _, table in of]
+    return FaultReport([name for name, _ in of], rows, [table.name for table in tables])
 
 
 def _rebuild(
