@@ -13,7 +13,7 @@ from benchmarks.conftest import Save
 from benchmarks.record import at_most, measured
 from benchmarks.timing import interleave
 from benchmarks.workload import Size, TieredTables, Workload
-from tieredemb.stats import CacheStats
+from tieredemb.cache.stats import CacheStats
 
 BAR = 1.5
 RESIDENT, HOST, SMALL, FILE = "all resident", "HostMemory, 10 %", "HostMemory, 1 %", "File in page cache, 10 %"

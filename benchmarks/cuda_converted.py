@@ -24,7 +24,7 @@ from benchmarks.cuda_step import STATISTIC, once, release, say
 from benchmarks.cuda_tables import set_weights
 from benchmarks.cuda_workload import Cache, CudaWorkload, batches
 from benchmarks.record import Record, at_most, measured
-from tieredemb.stats import CacheStats
+from tieredemb.cache.stats import CacheStats
 
 TABLES, ROWS, WIDTH, BATCH, ALPHA = 26, 200_000, 64, 4096, 1.05
 SHARES = (1.0, 0.1)

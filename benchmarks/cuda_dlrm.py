@@ -39,8 +39,8 @@ from benchmarks.timing import Quantiles
 from examples.dlrm.config import ModelConfig
 from examples.dlrm.model import DLRM, Batch
 from examples.dlrm.text import CATEGORIES, INTEGERS
+from tieredemb.cache.stats import CacheStats
 from tieredemb.config import OptimizerConfig
-from tieredemb.stats import CacheStats
 
 ROWS, BATCH, ALPHA, SHARE = 2_000_000, 16_384, 1.2, 0.01
 BOTTOM, TOP = (512, 256), (1024, 1024, 512, 256)  # hidden layers; a last one has the tables' width, or one output

@@ -27,7 +27,7 @@ from benchmarks.cuda_tables import cold_bytes, set_weights, tiered_tables
 from benchmarks.cuda_workload import SEED
 from benchmarks.record import Record, at_most, measured
 from benchmarks.timing import Quantiles
-from tieredemb.stats import CacheStats
+from tieredemb.cache.stats import CacheStats
 
 ROWS, CALLS, WARM_UP, SHARE, MISSES = 1_000_000, 2000, 50, 0.01, 0.05
 ROUNDS = 8  # in which each hot row is looked up before anything is timed: its score then outlasts any cold row's

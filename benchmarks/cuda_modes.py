@@ -13,7 +13,7 @@ from torch import nn
 import tieredemb
 from benchmarks.cuda_runs import Way, batches_in_turns, run_in_turns
 from benchmarks.cuda_timing import QUEUED, StepTimes, run_queued
-from tieredemb.stats import CacheStats
+from tieredemb.cache.stats import CacheStats
 
 MODE_STEPS = 220  # before a mode is timed: it may compile kernels, capture, or find out whether planning ahead pays
 FETCHED, GRAPH, FETCHED_GRAPH = ", prefetch", ", CUDA graph", ", CUDA graph, prefetch"

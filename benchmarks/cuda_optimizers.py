@@ -32,8 +32,8 @@ from benchmarks.dense_optimizers import (
     replayed,
 )
 from benchmarks.record import Record, measured
+from tieredemb.cache.stats import CacheStats
 from tieredemb.config import OptimizerConfig
-from tieredemb.stats import CacheStats
 
 NAME = "W-1.2"
 ROWS, SLOTS = 500_000, 260_000

@@ -14,7 +14,7 @@ from torch import nn
 
 import tieredemb
 from benchmarks.cuda_timing import StepTimes, run_steps
-from tieredemb.stats import CacheStats
+from tieredemb.cache.stats import CacheStats
 
 TURNS = 5  # that each way of several takes
 BEFORE, AFTER = 6, 2  # steps that are not timed of each turn with prefetch: nothing is planned for them, or behind them

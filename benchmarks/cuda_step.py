@@ -38,8 +38,8 @@ from benchmarks.cuda_timing import StepTimes
 from benchmarks.cuda_workload import PEER_EARLIER, Cache, CudaWorkload, batches, quick_workloads, workloads
 from benchmarks.record import RESULTS, Record, at_least, at_most, measured, save
 from benchmarks.timing import Quantiles
+from tieredemb.cache.stats import CacheStats
 from tieredemb.config import Policy
-from tieredemb.stats import CacheStats
 
 WARM_UP, STEPS = 150, 200
 TORCH_WARM_UP, TORCH_STEPS = 10, 50  # it has no cache to warm, and is slow

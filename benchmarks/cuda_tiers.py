@@ -27,7 +27,7 @@ from benchmarks.cuda_tables import cold_bytes, discard, set_weights, tiered_tabl
 from benchmarks.cuda_timing import StepTimes
 from benchmarks.cuda_workload import CudaWorkload, batches, quick_workloads, workloads
 from benchmarks.record import Record, at_most, measured
-from tieredemb.stats import CacheStats
+from tieredemb.cache.stats import CacheStats
 from tieredemb.storage.base import Storage
 
 NAME = "W-1.2"

@@ -17,8 +17,8 @@ from benchmarks.cuda_runs import a_batch
 from benchmarks.cuda_timing import run_steps
 from benchmarks.record import Record, measured
 from benchmarks.timing import Quantiles
+from tieredemb.cache.stats import CacheStats
 from tieredemb.config import OptimizerConfig
-from tieredemb.stats import CacheStats
 
 BASELINE = "SparseAdam"  # moves the rows of a batch alone, with as large a state
 OPTIMIZERS: dict[str, OptimizerConfig] = {

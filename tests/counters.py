@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tieredemb.stats import CacheStats
+from tieredemb.cache.stats import CacheStats
 
 SCORE_BYTES = 4  # all that is written of a row that leaves clean
 

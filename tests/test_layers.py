@@ -1,4 +1,4 @@
-"""Imports go down only: errors, config, stats, progress ← kernels ← hash, storage, lookup ← cache ← tables ← step ←
+"""Imports go down only: errors, config, progress ← kernels ← hash, storage, lookup ← cache ← tables ← step ←
 modules ← pipeline ← conversion ← tools.
 
 The imports are read from the source, so those under `TYPE_CHECKING` and inside functions count too.
@@ -13,7 +13,7 @@ from source_imports import circles, imports_of, modules_of
 
 PACKAGE = Path(__file__).parents[1] / "tieredemb"
 
-BASE = {"errors", "config", "stats", "progress"}
+BASE = {"errors", "config", "progress"}
 CACHE = BASE | {"kernels", "hash", "storage"}  # the cache knows no lookup
 TABLES = CACHE | {"cache", "lookup"}
 STEP = TABLES | {"tables"}

@@ -7,6 +7,7 @@ without `torch.distributed`.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tieredemb.cache.stats import CacheStats
 from tieredemb.config import LFU, LRU, Normal, TableConfig, Uniform
 from tieredemb.conversion.description import describe
 from tieredemb.conversion.replace import replace_embedding_bags
@@ -25,7 +26,6 @@ from tieredemb.modules.embedding_collection import TieredEmbeddingCollection
 from tieredemb.modules.scores import scores
 from tieredemb.pipeline.graphs import graph_forward, graph_step
 from tieredemb.pipeline.prefetch import prefetch
-from tieredemb.stats import CacheStats
 from tieredemb.storage.file.tier import File
 from tieredemb.storage.host import HostMemory
 from tieredemb.storage.pmem import Pmem

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from examples.dlrm.criteo import Rows
-from tieredemb.stats import CacheStats
+from tieredemb.cache.stats import CacheStats
 
 
 @dataclass(frozen=True)

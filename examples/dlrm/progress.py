@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tieredemb.stats import CacheStats
+from tieredemb.cache.stats import CacheStats
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from examples.dlrm.model import DLRM, TABLES, Batch, to_batch
 from examples.dlrm.processes import Processes
 from examples.dlrm.progress import Point, Progress
 from tieredemb import graph_step, prefetch
+from tieredemb.cache.stats import CacheStats
 from tieredemb.errors import CheckpointError, UnsupportedError
-from tieredemb.stats import CacheStats
 
 # cuBLAS is deterministic only with a fixed workspace; torch looks at this once, at a process's first matrix product
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

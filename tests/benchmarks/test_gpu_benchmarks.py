@@ -17,7 +17,7 @@ from benchmarks.cuda_tiers import moved
 from benchmarks.cuda_timing import StepTimes
 from benchmarks.cuda_workload import batches, quick_workloads
 from benchmarks.record import load
-from tieredemb.stats import CacheStats
+from tieredemb.cache.stats import CacheStats
 
 CPU = torch.device("cpu")
 QUICK = ("--quick", "--device", "cpu")

@@ -11,7 +11,7 @@ from counters import arrivals
 import tieredemb as te
 from tieredemb.cache.host.cache import HostCache
 from tieredemb.cache.host.clients import Planners
-from tieredemb.stats import CacheStats
+from tieredemb.cache.stats import CacheStats
 from tieredemb.storage.base import RowLayout
 
 SIZES = (40, 7, 90, 30)  # of tables; nobody looks up in the last

@@ -13,9 +13,9 @@ from devices import require_gpu
 
 import tieredemb as te
 from tieredemb.cache.device.cache import DeviceCache
+from tieredemb.cache.stats import CacheStats
 from tieredemb.config import Uniform
 from tieredemb.kernels.constants import DROPPED
-from tieredemb.stats import CacheStats
 from tieredemb.storage.base import RowLayout
 from tieredemb.storage.initial import InitialRows, InitialTable
 

@@ -17,11 +17,11 @@ import torch
 from tieredemb.cache.changes import ChangeBook, Doubts, Part
 from tieredemb.cache.locks import TriedLock
 from tieredemb.cache.policy import scoring
+from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Flight, TicketBook
 from tieredemb.config import LFU, Policy
 from tieredemb.errors import ConfigError, ForkedError, StorageError
 from tieredemb.kernels.constants import MIN_SCORE
-from tieredemb.stats import CacheStats
 from tieredemb.storage.base import STATE_DTYPE, ColdRows
 from tieredemb.storage.initial import InitialRows
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from tieredemb.cache.stats import CacheStats
 from tieredemb.config import OptimizerConfig, check_flag
 from tieredemb.errors import ConfigError, UnsupportedError
 from tieredemb.kernels import check_device
@@ -22,7 +23,6 @@ from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.forwards import LISTENERS, tell
 from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
-from tieredemb.stats import CacheStats
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import CallContext, inside_backward
 from tieredemb.step.engine import Engine

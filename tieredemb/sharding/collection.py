@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tieredemb.cache.stats import CacheStats
 from tieredemb.config import (
     Capacity,
     CheckIds,
@@ -46,7 +47,6 @@ from tieredemb.sharding.ranks import Ranks
 from tieredemb.sharding.shard import Held, Shard, own_tables
 from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.together import Together
-from tieredemb.stats import CacheStats
 from tieredemb.step.batch import Batch
 from tieredemb.step.call import BackwardPass, inside_backward, untraced
 from tieredemb.step.engine import Engine

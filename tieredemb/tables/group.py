@@ -15,6 +15,7 @@ import torch
 from tieredemb.cache.base import Cache
 from tieredemb.cache.changes import Part
 from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
+from tieredemb.cache.stats import CacheStats
 from tieredemb.config import Capacity, OptimizerConfig, TableConfig, slots_for
 from tieredemb.errors import ConfigError, StorageError, StorageFormatError
 from tieredemb.kernels.kept_numbers import KeptNumbers
@@ -23,7 +24,6 @@ from tieredemb.lookup.histories import Histories
 from tieredemb.lookup.history import CopiedRows, History
 from tieredemb.lookup.optimizer import new_histories, state_start, state_width
 from tieredemb.lookup.rounding import draws_of
-from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows, RowLayout, RowOpener
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.unified import UnifiedMemory

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from tieredemb.cache.changes import Part
+from tieredemb.cache.stats import CacheStats
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import UnsupportedError
 from tieredemb.lookup.optimizer import rows_of
-from tieredemb.stats import CacheStats
 from tieredemb.storage.base import RowOpener
 from tieredemb.storage.unified import UnifiedMemory
 from tieredemb.tables.config import TableSetConfig

@@ -16,13 +16,13 @@ import torch
 
 from tieredemb.cache.changes import HalfWritten, Part
 from tieredemb.cache.locks import Locks
+from tieredemb.cache.stats import CacheStats
 from tieredemb.config import InitFunction, features_of, without_functions
 from tieredemb.errors import ConfigError, DeviceMemoryError, StorageFullError
 from tieredemb.kernels.row_format import RowFormat, carrier_view
 from tieredemb.lookup.bags import KeySpace, feature_name
 from tieredemb.lookup.history import History
 from tieredemb.progress import progress
-from tieredemb.stats import CacheStats
 from tieredemb.storage.base import RowOpener, RowSet
 from tieredemb.storage.host import ask_for_huge_pages
 from tieredemb.tables.collected import when_collected

@@ -29,6 +29,7 @@ from tieredemb.cache.device.stream_order import SideStream, StreamOrder
 from tieredemb.cache.device.ticket import DeviceTicket
 from tieredemb.cache.device.transfer import RecordedTransfer, Transfer
 from tieredemb.cache.host.hot_rows import NO_KEY
+from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Hold
 from tieredemb.config import Policy
 from tieredemb.errors import StorageError
@@ -37,7 +38,6 @@ from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.ranges import marked
 from tieredemb.kernels.recording import GraphPool
 from tieredemb.kernels.streams import current_stream, on_device, synchronize
-from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 

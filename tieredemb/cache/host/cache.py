@@ -24,13 +24,13 @@ from tieredemb.cache.host.clients import Clients, Planners
 from tieredemb.cache.host.hot_rows import HotRows, stamp
 from tieredemb.cache.plan_cpu import COUNTED, MISSED, UNIQUE, Numbering, number, resolve
 from tieredemb.cache.policy_cpu import choose_victims, part_of, raise_scores
+from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Ticket
 from tieredemb.config import Policy
 from tieredemb.hash.slot_map import map_bytes_per_slot
 from tieredemb.hash.slot_map_cpu import SlotMap
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.kernels.ranges import ranged
-from tieredemb.stats import CacheStats
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 
