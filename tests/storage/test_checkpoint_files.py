@@ -219,7 +219,7 @@ def test_damaged_manifest_is_refused(saved):
         ("", "is damaged"),
         ("[1]", "no manifest"),
         ('{"format": "other"}', "no manifest"),
-        (text.replace('"version":1', '"version":5', 1), "upgrade tieredemb"),
+        (text.replace('"version":1', '"version":6', 1), "upgrade tieredemb"),
     ):
         assert change != text
         path.write_text(change)

@@ -284,9 +284,9 @@ class TieredModule(LookupModule):
         any moment, the last complete checkpoint loads. `extra`: JSON-able, returned by `load_checkpoint`. Raises
         `ConfigError`, before anything is written, for an `extra` or a param group that could not be loaded.
         """
-        from tieredemb.tables.checkpoint import save
+        from tieredemb.tables.checkpoint import save, saved_alone
 
-        save(self.tables, self.engine.optimizer, directory, {} if extra is None else extra)
+        save(saved_alone(self.tables, self.engine.optimizer), directory, {} if extra is None else extra)
 
     def load_checkpoint(self, directory: str | os.PathLike[str], *, recover: bool = False) -> dict[str, Any]:
         """Replaces all rows by those of a checkpoint, at any capacity, tier and policy; returns its `extra`. As a save,
@@ -297,11 +297,11 @@ class TieredModule(LookupModule):
         refused, unless `recover` takes its rows as they are. Interrupted half-way, it leaves the cache broken, which
         another load mends.
         """
-        from tieredemb.tables.checkpoint import load
+        from tieredemb.tables.checkpoint import load, saved_alone
 
         self.engine.check_no_gradient("load a checkpoint")
         self.engine.drop_planned()
-        extra: dict[str, Any] = load(self.tables, self.engine.optimizer, directory, recover=recover)
+        extra: dict[str, Any] = load(saved_alone(self.tables, self.engine.optimizer), directory, recover=recover)
         return extra
 
     def _weight_key(self, table: int) -> str:

@@ -15,7 +15,7 @@ from tieredemb.sharding.shard import Held
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
-from tieredemb.tables.checkpoint import load, save
+from tieredemb.tables.checkpoint import load, save, saved_alone
 
 
 class Alone(Ranks):
@@ -77,13 +77,13 @@ class Alone(Ranks):
         return set(weights), []
 
     def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
-        save(self._all.engine.tables, self._all.engine.optimizer, directory, extra)
+        save(saved_alone(self._all.engine.tables, self._all.engine.optimizer), directory, extra)
 
     def load(self, directory: str | os.PathLike[str], *, recover: bool) -> dict[str, Any]:
         engine = self._all.engine
         engine.check_no_gradient("load a checkpoint")
         engine.drop_planned()
-        extra: dict[str, Any] = load(engine.tables, engine.optimizer, directory, recover=recover)
+        extra: dict[str, Any] = load(saved_alone(engine.tables, engine.optimizer), directory, recover=recover)
         return extra
 
     def close(self) -> None:

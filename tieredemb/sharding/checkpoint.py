@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,29 +25,32 @@ from tieredemb.sharding.agreed import Announce, agreed
 from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.shard import Shard
+from tieredemb.storage.base import ColdRows
 from tieredemb.storage.checkpoint import directory as checkpoint
 from tieredemb.storage.checkpoint.manifest import Manifest, Space
 from tieredemb.storage.file.header import jsonable
 from tieredemb.storage.file.io import fsync_directory
 from tieredemb.storage.system import system
 from tieredemb.tables.checkpoint import (
+    Beside,
     check_directory,
     check_replaceable,
+    ignored_of,
+    joined_reasons,
     move_unused,
     spaces_of,
     takes_of,
     warn_of_left,
     write_back,
 )
-from tieredemb.tables.checkpoint_notes import check_noted, note, set_noted
+from tieredemb.tables.checkpoint_notes import NotedTables, check_all_noted, check_kind, note_all, set_all_noted
 from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.group import identity_of
-from tieredemb.tables.weights_alone import OF_OPTIMIZER
 
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-R = TypeVar("R")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -91,154 +94,219 @@ class OwnKeys:
         return mine, self.start[table[mine]] + self.layout.local(number[mine], rows[mine])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardedRows:
-    """What there is to save and to load. `config`: of the whole tables · `announce`: to be called before anything that
-    all ranks do, with the error that this one has met, if any: raises it on all of them."""
+    """What a collection has to save and to load on this rank. `config`: of the whole tables · `announce`: to be called
+    before anything that all ranks do, with the error that this one has met, if any: raises it on all of them ·
+    `prefix`, `names`: see `NotedTables`."""
 
     config: TableSetConfig
     layout: Layout
     exchange: Exchange
     shards: Sequence[Shard]
     announce: Announce
+    prefix: str = ""
+    names: tuple[str, ...] = ()
 
-    def save(self, directory: str | os.PathLike[str], extra: Any) -> None:
-        """See `ShardedTieredEmbeddingBagCollection.save_checkpoint`."""
-        optimizer = self.shards[0].engine.optimizer
-        with contextlib.ExitStack() as held:
+    @property
+    def noted(self) -> NotedTables:
+        """What is noted of it beside the rows."""
+        return NotedTables(self.prefix, self.names, self.shards[0].engine.optimizer, {})
 
-            def begin() -> tuple[Any, str, str]:
-                check_directory(directory)
-                noted = jsonable(note(optimizer, extra, {}), "extra")
-                path, token = os.path.abspath(os.fspath(directory)), secrets.token_hex(8)
-                if self.exchange.rank == 0:
-                    with checkpoint.checkpoint_errors(path, "saving"):
-                        system.makedirs(path)
-                        held.enter_context(checkpoint.locked(path))
-                return noted, path, token
-
-            noted, path, token = self._agreed(begin)
-            token = self.exchange.told(token)
-            written = held.enter_context(checkpoint.written_files(path, token))
-            entries, broken = self._agreed(lambda: self._write(path, token, written))
-            found = self.exchange.gather((entries, broken))
-
-            def commit() -> None:
-                if found is not None:
-                    self._commit(path, token, written, found, noted)
-
-            self._agreed(commit)
-            for shard in self.shards:
-                for cold in spaces_of(shard.engine.tables).values():
-                    cold.kept()
-
-    def _write(self, path: str, token: str, written: list[str]) -> tuple[dict[str, Space], str]:
-        """Writes what this rank holds; returns the entries of the manifest, and why rows are not to be trusted."""
+    def write(self, path: str, token: str, written: list[str], first: int) -> tuple[dict[str, Space], list[str]]:
+        """Writes what this rank holds, as processes numbered from `first` on; returns the entries of the manifest, and
+        why rows are not to be trusted."""
         entries: dict[str, Space] = {}
         reasons = []
-        with checkpoint.checkpoint_errors(path, "saving"):
-            for number, shard in enumerate(self.shards):
-                tables = shard.engine.tables
-                with tables.locked():
-                    rows, broken = write_back(tables)
-                    reasons.append(broken)
-                    entries |= checkpoint.write_spaces(
-                        path, token, written, spaces_of(tables), self._identities(shard), rows, self._parts(shard),
-                        number=self.exchange.rank * len(self.shards) + number,
-                    )  # fmt: skip
-            fsync_directory(path)
-        return entries, "; ".join(filter(None, dict.fromkeys(reasons)))
+        for number, shard in enumerate(self.shards):
+            tables = shard.engine.tables
+            with tables.locked():
+                rows, broken = write_back(tables)
+                reasons.append(broken)
+                entries |= checkpoint.write_spaces(
+                    path, token, written, self._named(spaces_of(tables)), self._identities(shard), self._named(rows),
+                    self._parts(shard), number=first + number,
+                )  # fmt: skip
+        return entries, reasons
 
-    def _commit(
-        self, path: str, token: str, written: list[str], found: list[tuple[dict[str, Space], str]], noted: Any
-    ) -> None:
-        """On rank 0: makes all ranks' files the checkpoint."""
-        with checkpoint.checkpoint_errors(path, "saving"):
-            for rank, (entries, _) in enumerate(found):
-                for name in (file for entry in entries.values() for file in entry.files):
-                    if not os.path.exists(os.path.join(path, name)):
-                        raise CheckpointError(
-                            f"rank 0 does not see {name!r}, which rank {rank} has written to {path!r}; give a "
-                            f"directory that all ranks share"
-                        )
-            entries = {name: entry for each, _ in found for name, entry in each.items()}
-            broken = "; ".join(filter(None, dict.fromkeys(reason for _, reason in found)))
-            manifest = Manifest(spaces=entries, extra=noted, broken=broken)
-            checkpoint.commit(path, token, written, manifest)
-            fsync_directory(path)
-            checkpoint.remove_leftovers(path, manifest)
-
-    def load(self, directory: str | os.PathLike[str], *, recover: bool) -> Any:
-        """See `ShardedTieredEmbeddingBagCollection.load_checkpoint`."""
-        optimizer = self.shards[0].engine.optimizer
-        with contextlib.ExitStack() as held:
-
-            def open() -> tuple[list[Any], checkpoint.Opened]:
-                check_directory(directory)
-                check_flag("recover", recover)
-                changes = []
-                for shard in self.shards:
-                    shard.engine.check_no_gradient("load a checkpoint")
-                    shard.engine.drop_planned()
-                    changes.append(held.enter_context(shard.engine.tables.changing("load_checkpoint")))
-                    check_replaceable(shard.engine.tables)
-                opened = checkpoint.opened(
-                    directory,
-                    {name: cold for shard in self.shards for name, cold in spaces_of(shard.engine.tables).items()},
-                    identities={k: v for shard in self.shards for k, v in self._identities(shard).items()},
-                    check_extra=functools.partial(check_noted, optimizer, {}),
-                    recover=recover,
-                    parts={name: part for shard in self.shards for name, part in self._parts(shard).items()},
-                    takes=self._takes(),
-                    ignored=OF_OPTIMIZER,
-                )
-                return changes, held.enter_context(opened)
-
-            changes, found = self._agreed(open)
-            self._agreed(lambda: self._check_same(directory, found))
-
-            def restore() -> None:
-                for change in changes:
-                    change.has_begun = True
-                found.restore()
-                for shard in self.shards:
-                    shard.engine.tables.adopt()
-                move_unused(found)
-                set_noted(optimizer, found.extra, {})
-
-            self._agreed(restore)
-        warn_of_left(found, stacklevel=5)
-        return found.extra["extra"]
-
-    def _takes(self) -> checkpoint.Takes | None:
-        """See `takes_of`."""
-        by_space = {name: takes_of(each.engine.tables) for each in self.shards for name in self._parts(each)}
-        if None in by_space.values():
-            return None
-        return lambda name, *of_space: by_space[name](name, *of_space)  # type: ignore[misc]
-
-    def _check_same(self, directory: str | os.PathLike[str], found: checkpoint.Opened) -> None:
-        """Raises `CheckpointError` on all ranks where they are about to load different checkpoints."""
-        all_found = self.exchange.every(
-            (found.identity, os.path.abspath(os.fspath(directory)), shown(found.extra["extra"]))
+    def spaces(self) -> dict[str, ColdRows]:
+        """The cold rows here of each key space."""
+        return self._named(
+            {name: cold for shard in self.shards for name, cold in spaces_of(shard.engine.tables).items()}
         )
-        if len({identity for identity, _, _ in all_found}) > 1:
-            which = "; ".join(
-                f"rank {rank} loads {identity} in {path!r}, whose extra is {extra}"
-                for rank, (identity, path, extra) in enumerate(all_found)
-            )
-            raise CheckpointError(
-                f"the ranks load different checkpoints: {which}. Nothing was changed; give all ranks the same one"
-            )
 
-    def _agreed(self, action: Callable[[], R]) -> R:
-        return agreed(self.announce, action)
+    def identities(self) -> dict[str, Any]:
+        """What the rows of each key space mean."""
+        return {name: identity for shard in self.shards for name, identity in self._identities(shard).items()}
+
+    def parts(self) -> dict[str, OwnKeys]:
+        """What this rank holds of each key space."""
+        return {name: part for shard in self.shards for name, part in self._parts(shard).items()}
 
     def _parts(self, shard: Shard) -> dict[str, OwnKeys]:
         (group,) = shard.engine.tables.groups
         keys = OwnKeys(self.layout, self.exchange.rank, shard.space, group.space.start)
-        return dict.fromkeys(spaces_of(shard.engine.tables), keys)
+        return self._named(dict.fromkeys(spaces_of(shard.engine.tables), keys))
 
     def _identities(self, shard: Shard) -> dict[str, Any]:
         identity = identity_of(self.config, [self.config.tables[t] for t in shard.tables])
-        return dict.fromkeys(spaces_of(shard.engine.tables), identity)
+        return self._named(dict.fromkeys(spaces_of(shard.engine.tables), identity))
+
+    def _named(self, values: Mapping[str, T]) -> dict[str, T]:
+        return {f"{self.prefix}{name}": value for name, value in values.items()}
+
+
+def save(
+    rows: Sequence[ShardedRows],
+    directory: str | os.PathLike[str],
+    extra: Any,
+    *,
+    dense: Callable[[], bytes] | None = None,
+) -> None:
+    """See `ShardedTieredEmbeddingBagCollection.save_checkpoint`. `rows`: of collections on the same ranks · `dense`: on
+    rank 0 gives the dense layers of a whole model."""
+    exchange, announce = rows[0].exchange, rows[0].announce
+    with contextlib.ExitStack() as held:
+
+        def begin() -> tuple[Any, str, str, bytes | None]:
+            check_directory(directory)
+            noted = jsonable(note_all([each.noted for each in rows], extra), "extra")
+            path, token = os.path.abspath(os.fspath(directory)), secrets.token_hex(8)
+            layers = None
+            if exchange.rank == 0:
+                layers = None if dense is None else dense()
+                with checkpoint.checkpoint_errors(path, "saving"):
+                    system.makedirs(path)
+                    held.enter_context(checkpoint.locked(path))
+            return noted, path, token, layers
+
+        noted, path, token, layers = agreed(announce, begin)
+        token = exchange.told(token)
+        written = held.enter_context(checkpoint.written_files(path, token))
+        entries, broken = agreed(announce, lambda: _write(rows, path, token, written))
+        found = exchange.gather((entries, broken))
+
+        def commit() -> None:
+            if found is not None:
+                _commit(path, token, written, found, noted, layers)
+
+        agreed(announce, commit)
+        for each in rows:
+            for cold in each.spaces().values():
+                cold.kept()
+
+
+def _write(rows: Sequence[ShardedRows], path: str, token: str, written: list[str]) -> tuple[dict[str, Space], str]:
+    """Writes what this rank holds; returns the entries of the manifest, and why rows are not to be trusted."""
+    entries: dict[str, Space] = {}
+    reasons: list[str] = []
+    number = rows[0].exchange.rank * sum(len(each.shards) for each in rows)
+    with checkpoint.checkpoint_errors(path, "saving"):
+        for each in rows:
+            its, why = each.write(path, token, written, number)
+            entries |= its
+            reasons += why
+            number += len(each.shards)
+        fsync_directory(path)
+    return entries, joined_reasons(reasons)
+
+
+def _commit(
+    path: str,
+    token: str,
+    written: list[str],
+    found: list[tuple[dict[str, Space], str]],
+    noted: Any,
+    dense: bytes | None,
+) -> None:
+    """On rank 0: makes all ranks' files the checkpoint."""
+    with checkpoint.checkpoint_errors(path, "saving"):
+        for rank, (entries, _) in enumerate(found):
+            for name in (file for entry in entries.values() for file in entry.files):
+                if not os.path.exists(os.path.join(path, name)):
+                    raise CheckpointError(
+                        f"rank 0 does not see {name!r}, which rank {rank} has written to {path!r}; give a directory "
+                        f"that all ranks share"
+                    )
+        entries = {name: entry for each, _ in found for name, entry in each.items()}
+        file = None if dense is None else checkpoint.write_dense(path, token, written, dense)
+        manifest = Manifest(spaces=entries, extra=noted, broken=joined_reasons(why for _, why in found), dense=file)
+        checkpoint.commit(path, token, written, manifest)
+        fsync_directory(path)
+        checkpoint.remove_leftovers(path, manifest)
+
+
+def load(
+    rows: Sequence[ShardedRows],
+    directory: str | os.PathLike[str],
+    *,
+    recover: bool,
+    beside: Beside | None = None,
+    stacklevel: int = 5,
+) -> Any:
+    """See `ShardedTieredEmbeddingBagCollection.load_checkpoint`; `rows` as of `save`, the others as of
+    `tables.checkpoint.load`."""
+    announce, shards = rows[0].announce, [shard for each in rows for shard in each.shards]
+    noted = [each.noted for each in rows]
+    with contextlib.ExitStack() as held:
+
+        def open() -> tuple[list[Any], checkpoint.Opened, Callable[[], None] | None]:
+            check_directory(directory)
+            check_flag("recover", recover)
+            changes = []
+            for shard in shards:
+                shard.engine.check_no_gradient("load a checkpoint")
+                shard.engine.drop_planned()
+                changes.append(held.enter_context(shard.engine.tables.changing("load_checkpoint")))
+                check_replaceable(shard.engine.tables)
+            opened = held.enter_context(_opened(rows, noted, directory, recover))
+            return changes, opened, None if beside is None else beside(opened.dense)
+
+        changes, found, take_over = agreed(announce, open)
+        agreed(announce, lambda: _check_same(rows[0].exchange, directory, found))
+
+        def restore() -> None:
+            for change in changes:
+                change.has_begun = True
+            found.restore()
+            for shard in shards:
+                shard.engine.tables.adopt()
+            move_unused(found)
+            set_all_noted(noted, found.extra)
+            if take_over is not None:
+                take_over()
+
+        agreed(announce, restore)
+    warn_of_left(found, stacklevel=stacklevel)
+    return found.extra["extra"]
+
+
+def _opened(
+    rows: Sequence[ShardedRows], noted: Sequence[NotedTables], directory: str | os.PathLike[str], recover: bool
+) -> contextlib.AbstractContextManager[checkpoint.Opened]:
+    by_shard = [(each.prefix, shard.engine.tables) for each in rows for shard in each.shards]
+    takes = takes_of(by_shard)
+    return checkpoint.opened(
+        directory,
+        {name: cold for each in rows for name, cold in each.spaces().items()},
+        identities={name: identity for each in rows for name, identity in each.identities().items()},
+        check_kind=functools.partial(check_kind, noted),
+        check_extra=functools.partial(check_all_noted, noted),
+        recover=recover,
+        parts={name: part for each in rows for name, part in each.parts().items()},
+        takes=takes,
+        ignored={name: fields for prefix, tables in by_shard for name, fields in ignored_of(tables, prefix).items()},
+    )
+
+
+def _check_same(exchange: Exchange, directory: str | os.PathLike[str], found: checkpoint.Opened) -> None:
+    """Raises `CheckpointError` on all ranks where they are about to load different checkpoints."""
+    all_found = exchange.every((found.identity, os.path.abspath(os.fspath(directory)), shown(found.extra["extra"])))
+    if len({identity for identity, _, _ in all_found}) > 1:
+        which = "; ".join(
+            f"rank {rank} loads {identity} in {path!r}, whose extra is {extra}"
+            for rank, (identity, path, extra) in enumerate(all_found)
+        )
+        raise CheckpointError(
+            f"the ranks load different checkpoints: {which}. Nothing was changed; give all ranks the same one"
+        )

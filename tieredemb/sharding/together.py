@@ -14,7 +14,7 @@ import torch
 from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.sharding.agreed import Change, agreed, change_together
 from tieredemb.sharding.call import ShardedCall, forward_flag
-from tieredemb.sharding.checkpoint import ShardedRows
+from tieredemb.sharding.checkpoint import ShardedRows, load, save
 from tieredemb.sharding.context import ShardedContext
 from tieredemb.sharding.following import Following
 from tieredemb.sharding.header import Phase
@@ -251,17 +251,26 @@ class Together(Ranks):
         change_together(functools.partial(self._announce, Phase.WRITE), todo)
 
     def save(self, directory: str | os.PathLike[str], extra: dict[str, Any]) -> None:
-        self._rows(Phase.SAVE).save(directory, extra)
+        save([self.rows(Phase.SAVE)], directory, extra)
 
     def load(self, directory: str | os.PathLike[str], *, recover: bool) -> dict[str, Any]:
-        self._context.wait_for_stream()
-        self._planned.drop_all()
-        extra: dict[str, Any] = self._rows(Phase.LOAD).load(directory, recover=recover)
+        self.ready_to_load()
+        extra: dict[str, Any] = load([self.rows(Phase.LOAD)], directory, recover=recover)
         return extra
 
-    def _rows(self, phase: Phase) -> ShardedRows:
-        context, announce = self._context, functools.partial(self._announce, phase)
-        return ShardedRows(self._config, context.layout, context.exchange, context.shards, announce)
+    def ready_to_load(self) -> None:
+        """Drops what was planned, before rows are replaced."""
+        self._context.wait_for_stream()
+        self._planned.drop_all()
+
+    def rows(self, phase: Phase, prefix: str = "", names: tuple[str, ...] = ()) -> ShardedRows:
+        """What there is to save and to load here; `prefix`, `names`: see `NotedTables`."""
+        exchange, layout = self._context.exchange, self._context.layout
+        announce = functools.partial(self._announce, phase)
+        return ShardedRows(
+            config=self._config, layout=layout, exchange=exchange, shards=self._context.shards, announce=announce,
+            prefix=prefix, names=names,
+        )  # fmt: skip
 
     def close(self) -> None:
         self._planned.drop_all()

@@ -1,35 +1,91 @@
-"""Checkpoints of a module: rows of all its key spaces, and what its optimizer and its user want remembered."""
+"""Checkpoints of a module, or of all tables of a model: rows of all their key spaces, and what optimizers and users
+want remembered."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+from tieredemb.cache.locks import Locks
 from tieredemb.config import check_flag
 from tieredemb.errors import CheckpointError, ConfigError, ConfigTypeError, StorageError, shown
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.checkpoint import directory as checkpoint
 from tieredemb.storage.checkpoint.files import HeldRows
 from tieredemb.storage.checkpoint.manifest import Space
-from tieredemb.tables.checkpoint_notes import check_noted, note, set_noted
+from tieredemb.tables.checkpoint_notes import (
+    NotedTables,
+    check_all_noted,
+    check_kind,
+    note_all,
+    part_of,
+    set_all_noted,
+)
 from tieredemb.tables.group import Group
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.weights_alone import OF_OPTIMIZER, WeightsAlone
 
+T = TypeVar("T")
+Beside = Callable[[bytes | None], Callable[[], None]]
 
-def save(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.PathLike[str], extra: Any) -> None:
-    """See `TieredModule.save_checkpoint`."""
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTables:
+    """A set of tables to save or to load. `tables`: all that share its caches · `optimizer`: of the module that saves
+    · `prefix`, `names`: see `NotedTables`."""
+
+    tables: TableSet
+    optimizer: RowOptimizer | None
+    prefix: str = ""
+    names: tuple[str, ...] = ()
+
+    @property
+    def noted(self) -> NotedTables:
+        """What is noted of it beside the rows."""
+        return NotedTables(self.prefix, self.names, self.optimizer, _optimizers(self.tables))
+
+    def spaces(self) -> dict[str, ColdRows]:
+        """See `spaces_of`."""
+        return _prefixed(self.prefix, spaces_of(self.tables))
+
+    def identities(self) -> dict[str, dict[str, Any]]:
+        """What the rows of each key space mean."""
+        return _prefixed(self.prefix, {name: group.identity for name, group in _named(self.tables)})
+
+
+def saved_alone(tables: TableSet, optimizer: RowOptimizer | None) -> list[SavedTables]:
+    """All tables that share caches with these, for a checkpoint of them alone."""
+    return [SavedTables(tables=tables.whole, optimizer=optimizer)]
+
+
+def save(
+    sets: Sequence[SavedTables], directory: str | os.PathLike[str], extra: Any, *, dense: bytes | None = None
+) -> None:
+    """See `TieredModule.save_checkpoint`. `dense`: the dense layers of a whole model."""
     check_directory(directory)
-    tables = tables.whole
-    noted = note(optimizer, extra, _optimizers(tables))
-    with tables.locked():  # another thread's step must not end up in half of it
-        held, broken = write_back(tables)
-        spaces, identities = spaces_of(tables), _identities(tables)
-        checkpoint.save(directory, spaces, identities=identities, extra=noted, broken=broken, held=held)
+    noted = note_all([each.noted for each in sets], extra)
+    with _locks(sets):  # another thread's step must not end up in half of it
+        held: dict[str, HeldRows] = {}
+        reasons = []
+        for each in sets:
+            its, broken = write_back(each.tables)
+            held |= _prefixed(each.prefix, its)
+            reasons.append(broken)
+        checkpoint.save(
+            directory,
+            _joined(each.spaces() for each in sets),
+            identities=_joined(each.identities() for each in sets),
+            extra=noted,
+            broken=joined_reasons(reasons),
+            held=held,
+            dense=dense,
+        )
 
 
 def write_back(tables: TableSet) -> tuple[dict[str, HeldRows], str]:
@@ -43,53 +99,91 @@ def write_back(tables: TableSet) -> tuple[dict[str, HeldRows], str]:
             group.cache.check_loadable()
             held[name] = group.cache.dirty_rows()
     tables.check_faults()
-    reasons = dict.fromkeys(group.cache.doubts.reason for group in tables.groups)
-    return held, "; ".join(filter(None, reasons))
+    return held, joined_reasons(group.cache.doubts.reason for group in tables.groups)
 
 
-def load(tables: TableSet, optimizer: RowOptimizer | None, directory: str | os.PathLike[str], *, recover: bool) -> Any:
-    """See `TieredModule.load_checkpoint`."""
+def joined_reasons(reasons: Iterable[str]) -> str:
+    """Why rows are not to be trusted, each reason once; "" without any."""
+    return "; ".join(filter(None, dict.fromkeys(reasons)))
+
+
+def load(
+    sets: Sequence[SavedTables],
+    directory: str | os.PathLike[str],
+    *,
+    recover: bool,
+    beside: Beside | None = None,
+    stacklevel: int = 4,
+) -> Any:
+    """See `TieredModule.load_checkpoint`. `beside`: is given the dense layers before anything changes, and returns what
+    takes them over once all rows are loaded · `stacklevel`: of the user's call, for a warning."""
     check_directory(directory)
     check_flag("recover", recover)
-    tables = tables.whole
-    with tables.changing("load_checkpoint") as change:
-        check_replaceable(tables)
+    noted = [each.noted for each in sets]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_locks(sets))
+        changes = [stack.enter_context(each.tables.changing("load_checkpoint")) for each in sets]
+        for each in sets:
+            check_replaceable(each.tables)
         opened = checkpoint.opened(
             directory,
-            spaces_of(tables),
-            identities=_identities(tables),
-            check_extra=functools.partial(check_noted, optimizer, _optimizers(tables)),
+            _joined(each.spaces() for each in sets),
+            identities=_joined(each.identities() for each in sets),
+            check_kind=functools.partial(check_kind, noted),
+            check_extra=functools.partial(check_all_noted, noted),
             recover=recover,
-            takes=takes_of(tables),
-            ignored=OF_OPTIMIZER,
+            takes=takes_of((each.prefix, each.tables) for each in sets),
+            ignored=_joined(ignored_of(each.tables, each.prefix) for each in sets),
         )
         with opened as found:
-            change.has_begun = True
+            take_over = None if beside is None else beside(found.dense)
+            for change in changes:
+                change.has_begun = True
             found.restore()
-        tables.adopt()
+        for each in sets:
+            each.tables.adopt()
         move_unused(found)
-        set_noted(optimizer, found.extra, _optimizers(tables))
-    warn_of_left(found, stacklevel=4)
+        set_all_noted(noted, found.extra)
+        if take_over is not None:
+            take_over()
+    warn_of_left(found, stacklevel=stacklevel)
     return found.extra["extra"]
 
 
-def takes_of(tables: TableSet) -> checkpoint.Takes | None:
-    """How tables without an optimizer take the rows of a checkpoint, see `WeightsAlone`; None of others."""
-    if tables.config.optimizer is not None:
-        return None
-    groups = dict(_named(tables))
+def ignored_of(tables: TableSet, prefix: str = "") -> dict[str, frozenset[str]]:
+    """Of key spaces without an optimizer, which may be loaded from one with any: what is not compared of them."""
+    return (
+        {}
+        if tables.config.optimizer is not None
+        else dict.fromkeys(_prefixed(prefix, dict(_named(tables))), OF_OPTIMIZER)
+    )
+
+
+def takes_of(sets: Iterable[tuple[str, TableSet]]) -> checkpoint.Takes | None:
+    """How tables without an optimizer take the rows of a checkpoint, see `WeightsAlone`; None of others. `sets`: with
+    the prefix of their key spaces' names."""
+    groups = {
+        f"{prefix}{name}": (group, prefix)
+        for prefix, tables in sets
+        if tables.config.optimizer is None
+        for name, group in _named(tables)
+    }
 
     def takes(name: str, extra: Mapping[str, Any], entry: Space, stored: Any) -> WeightsAlone | None:
+        if name not in groups:
+            return None
+        group, prefix = groups[name]
+        noted = part_of(extra, prefix)
         if not entry.row_layout.state_width and entry.identity.get("optimizer") is None:
-            if extra["param_group"] is not None:
+            if noted["param_group"] is not None:
                 raise CheckpointError(
                     "the checkpoint's manifest holds what no save writes: extra.param_group is given, and its rows "
                     "have no optimizer, as this model has no optimizer; use another checkpoint. Nothing was changed"
                 )
             return None
-        return WeightsAlone(groups[name], extra, entry, stored)
+        return WeightsAlone(group, noted, entry, stored)
 
-    return takes
+    return takes if groups else None
 
 
 def move_unused(found: checkpoint.Opened) -> None:
@@ -145,5 +239,14 @@ def spaces_of(tables: TableSet) -> dict[str, ColdRows]:
     return {name: group.cache.cold for name, group in _named(tables)}
 
 
-def _identities(tables: TableSet) -> dict[str, dict[str, Any]]:
-    return {name: group.identity for name, group in _named(tables)}
+def _prefixed(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
+    return {f"{prefix}{name}": value for name, value in values.items()}
+
+
+def _joined(each: Iterable[Mapping[str, T]]) -> dict[str, T]:
+    return {name: value for values in each for name, value in values.items()}
+
+
+def _locks(sets: Sequence[SavedTables]) -> Locks:
+    """Keeps other threads from the caches of all."""
+    return Locks(group.cache for each in sets for group in each.tables.groups)

@@ -1,7 +1,8 @@
 """Checkpoints: the rows that were ever used, written beside the last checkpoint and renamed over it when
 verified.
 
-A directory holds `manifest.json` and the row files that it names (`rows-<token>-<n>.bin`). A save writes row
+A directory holds `manifest.json` and the files that it names: of rows (`rows-<token>-<n>.bin`), of an
+optimizer's steps, and of the dense layers of a whole model. A save writes row
 files of new names, syncs them, reads them back from the disk, and then replaces the manifest: that rename is
 the moment at which the new checkpoint exists. Killed before, the old one loads; killed after, the new one. What
 no manifest names is deleted by the next save. A load opens all files before it reads them, so that a save
@@ -26,8 +27,8 @@ from tieredemb.errors import CheckpointError, StorageError, StorageFullError, Ti
 from tieredemb.storage.base import ColdRows, RowLayout
 from tieredemb.storage.checkpoint.files import (
     Array,
+    CheckedFile,
     HeldRows,
-    HistoryFile,
     RowFiles,
     is_in_memory,
     place_of,
@@ -35,6 +36,7 @@ from tieredemb.storage.checkpoint.files import (
 )
 from tieredemb.storage.checkpoint.manifest import (
     MANIFEST,
+    DenseFile,
     Manifest,
     Space,
     is_leftover,
@@ -60,13 +62,14 @@ def save(
     extra: Mapping[str, Any] | None = None,
     broken: str = "",
     held: Mapping[str, HeldRows] | None = None,
+    dense: bytes | None = None,
 ) -> None:
     """Writes the used rows and the metadata of the key spaces `spaces` (by name) to `directory`, made if
     missing.
 
     `identities`: what the rows of each space mean, compared by `opened`. `extra`: anything that JSON can hold.
     `broken`: why rows are not to be trusted, if so: the checkpoint says it when it is opened. `held`: rows of a space
-    that its storage could not take.
+    that its storage could not take. `dense`: of the dense layers of a whole model.
     Write hot caches back first: only cold rows are read. Memory: about 100 MiB of buffers, whatever the size of
     the table.
 
@@ -82,7 +85,8 @@ def save(
             token = secrets.token_hex(8)
             with written_files(path, token) as written:
                 entries = write_spaces(path, token, written, spaces, described, held or {})
-                manifest = Manifest(spaces=entries, extra=noted, broken=broken)
+                file = None if dense is None else write_dense(path, token, written, dense)
+                manifest = Manifest(spaces=entries, extra=noted, broken=broken, dense=file)
                 commit(path, token, written, manifest)
             fsync_directory(path)
             for cold in spaces.values():
@@ -142,6 +146,14 @@ def write_spaces(
     return entries
 
 
+def write_dense(path: str, token: str, written: list[str], dense: bytes) -> DenseFile:
+    """Writes what a model's dense layers are saved as, and returns what a manifest says of it."""
+    name = f"dense-{token}.pt"
+    written.append(name)
+    _write_whole(os.path.join(path, name), dense)
+    return DenseFile(file=name, bytes=len(dense), crc32=zlib.crc32(dense))
+
+
 def commit(path: str, token: str, written: list[str], manifest: Manifest) -> None:
     """Makes `manifest` the directory's, atomically: from then on its row files are the checkpoint."""
     pending = f"{MANIFEST}.{token}"
@@ -175,7 +187,7 @@ def _write_whole(path: str, data: bytes) -> None:
         system.close(fd)
 
 
-def _history_of(path: str, manifest: Manifest, name: str, files: Mapping[str, HistoryFile], cold: ColdRows) -> Any:
+def _history_of(path: str, manifest: Manifest, name: str, files: Mapping[str, CheckedFile], cold: ColdRows) -> Any:
     """What the optimizer of the rows of a space remembers of its steps, or None. Raises `CheckpointError`."""
     if cold.history is None:
         return None
@@ -202,14 +214,15 @@ class Taken(Protocol):
         weights in the same dtype."""
 
 
-Takes = Callable[[str, Mapping[str, Any], Space, HistoryFile | None], Taken | None]
+Takes = Callable[[str, Mapping[str, Any], Space, CheckedFile | None], Taken | None]
 """What a model takes of a key space, given its name, the checkpoint's `extra`, what it says of the space, and the
 history of steps; None: all of it, as it lies."""
 
 
 class Opened:
     """A checkpoint that was verified, whose files are open: a save that replaces it meanwhile takes nothing away.
-    `extra`: what was saved beside the rows · `identity`: tells it from all others · `histories`: what optimizers
+    `extra`: what was saved beside the rows · `dense`: what the dense layers of a whole model were saved as ·
+    `identity`: tells it from all others · `histories`: what optimizers
     remember of their steps, by space · `taken`: what is taken of the spaces of which not all is."""
 
     def __init__(
@@ -221,8 +234,10 @@ class Opened:
         histories: Mapping[str, Any],
         taken: Mapping[str, Taken],
         parts: Parts | None,
+        dense: bytes | None,
     ) -> None:
         self._parts = parts
+        self.dense = dense
         self._histories = histories
         self.taken = taken
         self.extra, self.identity = manifest.extra, manifest.identity
@@ -289,25 +304,29 @@ def opened(
     spaces: Spaces,
     *,
     identities: Identities | None = None,
+    check_kind: Callable[[str, dict[str, Any]], None] = lambda path, extra: None,
     check_extra: Callable[[dict[str, Any]], None] = lambda extra: None,
     recover: bool = False,
     parts: Parts | None = None,
     takes: Takes | None = None,
-    ignored: Collection[str] = (),
+    ignored: Mapping[str, Collection[str]] | None = None,
 ) -> Iterator[Opened]:
     """The checkpoint in `directory`, verified, to be restored into `spaces` inside the context. Weights of another
     dtype are rounded to nearest; optimizer state has one dtype.
 
-    `identities` as in `save`; without them they are not compared. `check_extra` is given the `extra`, and raises for
-    one that it does not want. `recover`: take rows that the saving cache did not trust. `parts`: what of each space
-    this process holds. `takes`: what the model takes of spaces that may have other state, and so differ in `ignored`,
-    fields of their identities. Changes nothing, and waits for nobody. Raises `CheckpointError`.
+    `identities` as in `save`; without them they are not compared. `check_kind` is given the directory and the `extra`
+    before anything else is compared, and `check_extra` the `extra` after the rows: each raises for one that it does not
+    want. `recover`: take rows that the saving cache did not trust. `parts`: what of each space
+    this process holds. `takes`: what the model takes of spaces that may have other state, and so differ in fields of
+    their identities: those that `ignored` has for them. Changes nothing, and waits for nobody.
+    Raises `CheckpointError`.
     """
     path = os.path.abspath(os.fspath(directory))
     with contextlib.ExitStack() as stack:
         with checkpoint_errors(path, "loading"):
-            manifest, files, of_histories = _open_files(path, stack)
-            _compare(path, manifest, spaces, identities, parts, None if takes is None else frozenset(ignored))
+            manifest, files, of_histories, of_dense = _open_files(path, stack)
+            check_kind(path, manifest.extra)
+            _compare(path, manifest, spaces, identities, parts, ignored or {})
             check_extra(manifest.extra)
             if manifest.broken and not recover:
                 raise CheckpointError(
@@ -319,10 +338,22 @@ def opened(
             taken = {} if takes is None else _taken(takes, manifest, spaces, of_histories)
             for each in files.values():
                 each.verify()
-        yield Opened(path, manifest, files, spaces, histories, taken, parts)
+            dense = None if of_dense is None else _dense_of(path, of_dense)
+        yield Opened(path, manifest, files, spaces, histories, taken, parts, dense)
 
 
-def _taken(takes: Takes, manifest: Manifest, spaces: Spaces, histories: Mapping[str, HistoryFile]) -> dict[str, Taken]:
+def _dense_of(path: str, file: CheckedFile) -> bytes:
+    """What the dense layers were saved as, verified."""
+    try:
+        file.verify()
+    except ValueError as error:
+        raise CheckpointError(
+            f"the file of dense layers in {path!r} is damaged: {error}; use another checkpoint. Nothing was changed"
+        ) from error
+    return file.read(0, file.size_bytes)
+
+
+def _taken(takes: Takes, manifest: Manifest, spaces: Spaces, histories: Mapping[str, CheckedFile]) -> dict[str, Taken]:
     """What a model takes of the spaces of which it does not take all."""
     taken = {}
     for name in spaces:
@@ -333,9 +364,11 @@ def _taken(takes: Takes, manifest: Manifest, spaces: Spaces, histories: Mapping[
     return taken
 
 
-def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[str, RowFiles], dict[str, HistoryFile]]:
-    """The manifest, and the files of rows and of histories that it names, by its entries: a save may replace all of
-    them in between, and another try finds the new ones."""
+def _open_files(
+    path: str, stack: contextlib.ExitStack
+) -> tuple[Manifest, dict[str, RowFiles], dict[str, CheckedFile], CheckedFile | None]:
+    """The manifest, the files of rows and of histories that it names, by its entries, and that of dense layers: a save
+    may replace all of them in between, and another try finds the new ones."""
     try:
         system.stat(path)
     except FileNotFoundError as error:
@@ -343,13 +376,16 @@ def _open_files(path: str, stack: contextlib.ExitStack) -> tuple[Manifest, dict[
     manifest = read_manifest(path)
     while True:
         try:
-            rows, histories = {}, {}
+            rows, histories, dense = {}, {}, None
             for name, entry in manifest.spaces.items():
                 rows[name] = stack.enter_context(RowFiles(path, entry.files, entry.chunks, entry.row_layout))
                 if entry.history:
-                    file = HistoryFile(os.path.join(path, entry.history), entry.history_bytes, entry.history_crc32)
+                    file = CheckedFile(os.path.join(path, entry.history), entry.history_bytes, entry.history_crc32)
                     histories[name] = stack.enter_context(file)
-            return manifest, rows, histories
+            if manifest.dense is not None:
+                file = CheckedFile(os.path.join(path, manifest.dense.file), manifest.dense.bytes, manifest.dense.crc32)
+                dense = stack.enter_context(file)
+            return manifest, rows, histories, dense
         except FileNotFoundError as error:
             stack.close()
             again = read_manifest(path)
@@ -366,10 +402,10 @@ def _compare(
     spaces: Spaces,
     identities: Identities | None,
     parts: Parts | None,
-    ignored: Collection[str] | None,
+    ignored: Mapping[str, Collection[str]],
 ) -> None:
-    """Raises `CheckpointError` that names the first thing in which the checkpoint is another model's. `ignored`: where
-    spaces may have other state, the fields of identities that are not compared."""
+    """Raises `CheckpointError` that names the first thing in which the checkpoint is another model's. `ignored`: of
+    spaces that may have other state, the fields of identities that are not compared."""
     found_spaces = {space_of(name) for name in manifest.spaces}
     if found_spaces != set(spaces):
         raise CheckpointError(
@@ -381,13 +417,13 @@ def _compare(
         cold = spaces[name]
         layout = cold.layout if parts is None else replace(cold.layout, rows=parts[name].rows)
         wanted = layout_fields(layout) | {"dtype": entry.layout["dtype"]}  # rows of another one are rounded
-        if ignored is not None:
+        if name in ignored:
             wanted["state_width"] = entry.layout["state_width"]
         found = difference(entry.layout, wanted, "layout", stored_in="the checkpoint")
         if not found and identities is not None:
             identity = jsonable(dict(identities.get(name, {})), f"identity of {name!r}")
             stored, identity = (
-                {key: value for key, value in each.items() if key not in (ignored or ())}
+                {key: value for key, value in each.items() if key not in ignored.get(name, ())}
                 for each in (entry.identity, identity)
             )
             found = difference(stored, identity, "identity", stored_in="the checkpoint")

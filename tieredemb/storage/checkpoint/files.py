@@ -305,9 +305,10 @@ class RowFiles:
             each(work, range(len(self._chunks)), advance, threads or memories.threads)
 
 
-class HistoryFile:
-    """The open file of what an optimizer remembers of its steps, as `lookup.histories.Stored` describes it. Raises
-    `OSError`, and `CheckpointError` for a file of another size."""
+class CheckedFile:
+    """An open file whose size and checksum the manifest knows: of what an optimizer remembers of its steps, as
+    `lookup.histories.Stored` describes it, or of dense layers. Raises `OSError`, and `CheckpointError` for a file of
+    another size."""
 
     def __init__(self, path: str, size_bytes: int, crc32: int | None) -> None:
         self.size_bytes = size_bytes
@@ -320,7 +321,7 @@ class HistoryFile:
                 f"{path!r} has {found} bytes and the manifest says {size_bytes}; use another checkpoint"
             )
 
-    def __enter__(self) -> HistoryFile:
+    def __enter__(self) -> CheckedFile:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -27,12 +27,13 @@ from tieredemb.storage.system import system
 
 MANIFEST = "manifest.json"
 FORMAT = "tieredemb checkpoint"
-VERSION = 4  # with histories of fixed fields; 3, which older libraries read, without; 2 without parts; 1 where every
-# key space has one row file, too
+VERSION = 5  # of a whole model; 4 with histories of fixed fields; 3, which older libraries read, without; 2 without
+# parts; 1 where every key space has one row file, too
 # 64 times what is written, and little memory: a file of holes may be of any size
 _MOST_CHUNK_BYTES = 1 << 30
 _MOST_HISTORY_BYTES = 1 << 40
 _ROW_FILE = re.compile(r"rows-[0-9a-f]{16}-[0-9]+\.bin")
+_DENSE_FILE = re.compile(r"dense-[0-9a-f]{16}\.pt")
 _HISTORY_FILE = re.compile(r"history-[0-9a-f]{16}-[0-9]+\.(?:bin|npz)")
 _PENDING = re.compile(re.escape(MANIFEST) + r"\.[0-9a-f]{16}")
 
@@ -59,12 +60,22 @@ class Space:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DenseFile:
+    """The file of a model's dense layers, its bytes and their checksum."""
+
+    file: str
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """`broken`: why the cache that was saved was not to be trusted, "" where it was."""
+    """`broken`: why the cache that was saved was not to be trusted, "" where it was · `dense`: of a whole model."""
 
     spaces: dict[str, Space]
     extra: dict[str, Any]
     broken: str = ""
+    dense: DenseFile | None = None
 
     @property
     def identity(self) -> str:
@@ -79,7 +90,9 @@ class Manifest:
 def is_leftover(name: str, manifest: Manifest) -> bool:
     """Whether a file in the directory was made by a save and is not part of `manifest`."""
     named = {name for entry in manifest.spaces.values() for name in (*entry.files, entry.history)}
-    is_ours = _ROW_FILE.fullmatch(name) or _HISTORY_FILE.fullmatch(name)
+    if manifest.dense is not None:
+        named.add(manifest.dense.file)
+    is_ours = any(each.fullmatch(name) for each in (_ROW_FILE, _HISTORY_FILE, _DENSE_FILE))
     return bool(_PENDING.fullmatch(name) or (is_ours and name not in named))
 
 
@@ -88,7 +101,8 @@ def write_manifest(path: str, manifest: Manifest) -> None:
     body = _text(_fields(manifest))
     version = 1 if all(len(entry.files) == 1 for entry in manifest.spaces.values()) else 2
     version = 3 if is_parted(manifest.spaces) else version
-    version = VERSION if any(entry.history for entry in manifest.spaces.values()) else version
+    version = 4 if any(entry.history for entry in manifest.spaces.values()) else version
+    version = VERSION if manifest.dense is not None else version
     head = {"format": FORMAT, "version": version, "crc32": zlib.crc32(body.encode())}
     data = f'{_text(head)[:-1]},"body":{body}}}\n'.encode()
     fd = system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -116,6 +130,8 @@ def _fields(manifest: Manifest) -> dict[str, Any]:
             its["file"] = entry.files[0]
     if not manifest.broken:
         del fields["broken"]
+    if manifest.dense is None:
+        del fields["dense"]
     return fields
 
 
@@ -159,7 +175,7 @@ def _parsed(path: str, data: bytes) -> Manifest:
 
 def _manifest(body: Any) -> Manifest:
     """Raises `ValueError`, as all that follow."""
-    fields = fields_of(body, "body", ("spaces", "extra"), optional=("broken",))
+    fields = fields_of(body, "body", ("spaces", "extra"), optional=("broken", "dense"))
     spaces = {
         name: _space(entry, f"spaces[{shown(name)}]") for name, entry in object_of(fields["spaces"], "spaces").items()
     }
@@ -170,6 +186,19 @@ def _manifest(body: Any) -> Manifest:
         spaces=spaces,
         extra=object_of(fields["extra"], "extra"),
         broken=text_of(fields.get("broken", ""), "broken"),
+        dense=_dense(fields["dense"]) if "dense" in fields else None,
+    )
+
+
+def _dense(value: Any) -> DenseFile:
+    fields = fields_of(value, "dense", ("file", "bytes", "crc32"))
+    file = text_of(fields["file"], "dense.file")
+    if not _DENSE_FILE.fullmatch(file):
+        raise ValueError(f"dense.file is {shown(file)} and must be the name of a file of dense layers")
+    return DenseFile(
+        file=file,
+        bytes=integer_of(fields["bytes"], "dense.bytes", high=_MOST_HISTORY_BYTES),
+        crc32=integer_of(fields["crc32"], "dense.crc32", high=2**32 - 1),
     )
 
 
