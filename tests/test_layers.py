@@ -1,5 +1,5 @@
 """Imports go down only: errors, config, progress ← kernels ← hash, storage, lookup ← cache ← tables ← step ←
-modules ← pipeline ← conversion ← tools.
+modules ← pipeline, sharding ← conversion, model ← tools.
 
 The imports are read from the source, so those under `TYPE_CHECKING` and inside functions count too.
 """
@@ -20,7 +20,7 @@ STEP = TABLES | {"tables"}
 MODULES = STEP | {"step"}
 PIPELINE = MODULES | {"modules"}
 CONVERSION = PIPELINE | {"pipeline"}
-SURFACES = CONVERSION | {"conversion", "sharding"}
+SURFACES = CONVERSION | {"conversion", "sharding", "model"}
 TOOLS = {"plots", "cache_hit", "doctor", "__main__"}
 OPS = {"ops", "ops_cpu"}  # operators for users, loaded on demand: nothing here uses them
 SURFACE = ""  # the package's own __init__: for users, so nothing inside imports it
@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = (
     | {"cache": CACHE}
     | {"tables": TABLES, "step": STEP | {"modules"}, "modules": MODULES}
     | dict.fromkeys(("pipeline", "sharding"), PIPELINE)
-    | {"conversion": CONVERSION}
+    | {"conversion": CONVERSION, "model": PIPELINE | {"sharding"}}
     | dict.fromkeys(OPS, SURFACES | OPS)
     | dict.fromkeys(TOOLS, SURFACES | TOOLS)
     | {SURFACE: SURFACES}

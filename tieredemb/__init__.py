@@ -18,6 +18,9 @@ from tieredemb.lookup.optimizers.row_wise_adagrad import RowWiseAdagrad
 from tieredemb.lookup.optimizers.sgd import SGD
 from tieredemb.lookup.optimizers.sparse_adam import SparseAdam
 from tieredemb.lookup.optimizers.sparse_lion import SparseLion
+from tieredemb.model.checkpoint import load_checkpoint, save_checkpoint
+from tieredemb.model.follow import follow
+from tieredemb.model.reports import close, flush, memory_report, stats
 from tieredemb.modules.clipping import clip_grad_norm_
 from tieredemb.modules.collection import TieredEmbeddingBagCollection
 from tieredemb.modules.embedding import TieredEmbedding
@@ -64,12 +67,19 @@ __all__ = [
     "UnifiedMemory",
     "Uniform",
     "clip_grad_norm_",
+    "close",
     "describe",
+    "flush",
+    "follow",
     "graph_forward",
     "graph_step",
+    "load_checkpoint",
+    "memory_report",
     "prefetch",
     "replace_embedding_bags",
+    "save_checkpoint",
     "scores",
+    "stats",
 ]
 
 _LATE = {

@@ -8,7 +8,7 @@ from tieredemb.cache.base import Cache
 from tieredemb.conversion.found import find
 from tieredemb.errors import ConfigError
 from tieredemb.modules.lookup_module import LookupModule
-from tieredemb.modules.one_table import OneTable
+from tieredemb.modules.names import table_name
 from tieredemb.step.engine import Engine
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.group import Group
@@ -48,7 +48,7 @@ def describe(model: nn.Module) -> None:
             rows, numbers = rows + its_rows, numbers + its_rows * table.embedding_dim
             size += its_rows * row_bytes
             lines.append((
-                ".".join(part for part in (name, _table_name(module, table.name)) if part), f"{its_rows}",
+                table_name(name, module, table.name), f"{its_rows}",
                 f"{table.embedding_dim}", _bytes(its_rows * row_bytes),
                 _cache(engine.tables, group, caches), _trainer(module, engine),
             ))  # fmt: skip
@@ -66,10 +66,6 @@ def describe(model: nn.Module) -> None:
         print("\nno tables:")
         for each in left:
             print(f"  {each.shown} {each.reason or 'was left out, or came later'}")
-
-
-def _table_name(module: LookupModule, name: str) -> str:
-    return "weight" if isinstance(module, OneTable) else name
 
 
 def _cache(tables: TableSet, group: Group, caches: list[Cache]) -> str:

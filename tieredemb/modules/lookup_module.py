@@ -50,6 +50,21 @@ class LookupModule(nn.Module, abc.ABC):
     def engines(self) -> Sequence[Engine]:
         """Those of all tables of it that lie here."""
 
+    @abc.abstractmethod
+    def follow(
+        self, optimizer: torch.optim.Optimizer, *, group: int | dict[str, Any] | None = None, in_state_dict: bool = True
+    ) -> None:
+        """See `TieredModule.follow`."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Flushes and closes the cold storage."""
+
+    @property
+    def together(self) -> Any:
+        """What saves and loads the rows of several ranks; None of one that has all of them."""
+        return None
+
     @property
     def agreement(self) -> Agreement | None:
         """What the ranks agree on around a captured step; None of a rank that looks up and updates alone."""

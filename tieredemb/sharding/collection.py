@@ -244,6 +244,11 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         return self._ranks.held
 
     @property
+    def together(self) -> Together | None:
+        """What saves and loads the rows of several ranks; None of one."""
+        return self._ranks if isinstance(self._ranks, Together) else None
+
+    @property
     def agreement(self) -> Agreement | None:
         return self._ranks.agreement
 

@@ -30,7 +30,7 @@ class Following:
     def __init__(self, states: RowStates) -> None:
         self._states = states
         self._optimizer: torch.optim.Optimizer | None = None
-        self._in_state_dict = True
+        self.in_state_dict = True
         self._loading: dict[int, LoadedState] | None = None
 
     # --- following --------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ class Following:
             raise
         if self._optimizer not in (None, optimizer):
             followers_of(self._optimizer).remove(self)
-        self._optimizer, self._in_state_dict = optimizer, in_state_dict
+        self._optimizer, self.in_state_dict = optimizer, in_state_dict
 
     def _check(self, optimizer: torch.optim.Optimizer, group: GroupChoice) -> tuple[int, OptimizerConfig]:
         """The param group, and what it means; raises what can be known before anything changes."""
@@ -138,7 +138,7 @@ class Following:
     def add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """See `Follower`: those of all ranks on rank 0, none on the others. A collective."""
         refuse_names()
-        if not self._in_state_dict or self._optimizer is None:
+        if not self.in_state_dict or self._optimizer is None:
             return state_dict
         kind, config, state = kind_of(type(self._optimizer)), self._config(), dict(state_dict["state"])
         self._states.announce(Phase.READ_STATE)
@@ -158,7 +158,7 @@ class Following:
     def take_states(self, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """See `Follower`: checked on all ranks. A collective."""
         self._loading = None
-        if not self._in_state_dict or self._optimizer is None:
+        if not self.in_state_dict or self._optimizer is None:
             return None
         entries: dict[int, Any] = {}
         state: dict[Any, Any] = {}

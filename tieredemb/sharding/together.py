@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tieredemb.config import TableConfig
 from tieredemb.errors import PeerError, TieredEmbError
 from tieredemb.sharding.agreed import Change, agreed, change_together
 from tieredemb.sharding.call import ShardedCall, forward_flag
 from tieredemb.sharding.checkpoint import ShardedRows, load, save
 from tieredemb.sharding.context import ShardedContext
+from tieredemb.sharding.exchange import Exchange
 from tieredemb.sharding.following import Following
 from tieredemb.sharding.header import Phase
 from tieredemb.sharding.lasting_call import LastingCall, LastingMemory
@@ -42,6 +44,16 @@ class Together(Ranks):
         self.states = RowStates(context.layout, context.exchange, context.shards, self._announce)
         self._following = Following(self.states)
         self._reached = False
+
+    @property
+    def tables(self) -> Sequence[TableConfig]:
+        """Of the whole collection."""
+        return self._config.tables
+
+    @property
+    def exchange(self) -> Exchange:
+        """What the ranks exchange by."""
+        return self._context.exchange
 
     @property
     def held(self) -> Sequence[Held]:

@@ -6,10 +6,11 @@ hooks, which know the tables weakly, and what a param group means is read once f
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from operator import is_
 from types import FrameType
@@ -40,6 +41,8 @@ class Follower(Protocol):
 
     def step(self, others: Sequence[Any]) -> None:
         """Takes a step, and those of `others`, which are due with it."""
+
+    in_state_dict: bool  # whether state dicts of the optimizer hold the tables' state
 
     def drop_gradient(self) -> None:
         """Sets the gradients of the tables to None."""
@@ -175,6 +178,19 @@ class Followers:
         """The optimizer's `zero_grad()` sets those of all tables to None, asked for the first of them."""
         for each in self.listed():
             each.drop_gradient()
+
+    @contextlib.contextmanager
+    def states_left_out(self) -> Iterator[None]:
+        """Inside, state dicts of the optimizer are of its other params alone, and loading one leaves the tables' state
+        as it is."""
+        before = [(each, each.in_state_dict) for each in self.listed()]
+        try:
+            for each, _ in before:
+                each.in_state_dict = False
+            yield
+        finally:
+            for each, was in before:
+                each.in_state_dict = was
 
     # --- a step -----------------------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ def write_manifest(path: str, manifest: Manifest) -> None:
     version = 1 if all(len(entry.files) == 1 for entry in manifest.spaces.values()) else 2
     version = 3 if is_parted(manifest.spaces) else version
     version = 4 if any(entry.history for entry in manifest.spaces.values()) else version
-    version = VERSION if manifest.dense is not None else version
+    version = VERSION if manifest.dense is not None or "parts" in manifest.extra else version
     head = {"format": FORMAT, "version": version, "crc32": zlib.crc32(body.encode())}
     data = f'{_text(head)[:-1]},"body":{body}}}\n'.encode()
     fd = system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
