@@ -35,7 +35,8 @@ def test_the_script_of_the_guide_runs(tmp_path):
     ]
     alone = te.TieredEmbeddingBagCollection(tables, capacity=0.01, optimizer=te.Adagrad(lr=0.02))
     new = alone.state_dict()["tables.user.weight"]
-    alone.load_checkpoint(tmp_path / "run.ckpt")
+    model = torch.nn.ModuleDict({"tables": alone, "top": torch.nn.Linear(32, 1)})
+    te.load_checkpoint(model, tmp_path / "run.ckpt", optimizer=torch.optim.Adam(model["top"].parameters()))
     moved = (alone.state_dict()["tables.user.weight"] != new).any(1).sum()
     assert 2000 < moved <= 2 * 20 * 64  # of two processes' batches
     assert torch.isfinite(alone.state_dict()["tables.user.weight"]).all()
