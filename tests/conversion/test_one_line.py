@@ -552,7 +552,10 @@ def test_describe_tells_what_a_model_is(capsys):
     assert all(cache in line for cache, line in zip(caches, said, strict=True))
     te.describe(nn.Linear(2, 2))
     assert capsys.readouterr().out == "no tiered tables\n"
-    for optimizer, trainer in ((te.SGD(lr=0.1), "SGD, in backward"), (torch.optim.SGD, "nothing yet: follow")):
+    for optimizer, trainer in (
+        (te.SGD(lr=0.1), "SGD, in backward"),
+        (torch.optim.SGD, "nothing yet: tieredemb.follow"),
+    ):
         te.describe(te.TieredEmbedding(5, 2, optimizer=optimizer))
         assert trainer in capsys.readouterr().out
     te.describe(te.TieredEmbedding(5, 2, optimizer=te.SGD(lr=0.1)).requires_grad_(False))

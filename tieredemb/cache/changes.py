@@ -99,9 +99,10 @@ class Doubts:
         """Raises `BrokenCacheError` if there are any."""
         if self.found:
             raise BrokenCacheError(
-                f"{self.reason}, so some rows may be as before it and some as after. load_checkpoint(directory) mends "
-                f"the cache, and so does load_state_dict() of the module and of its fused_optimizer; earlier "
-                f"checkpoints are safe. save_checkpoint(directory) keeps the rows as they are, to be loaded with "
+                f"{self.reason}, so some rows may be as before it and some as after. "
+                f"tieredemb.load_checkpoint(model, directory) mends the cache, and so does load_checkpoint(directory) "
+                f"of the module, or load_state_dict() of it and of its fused_optimizer; earlier checkpoints are safe. "
+                f"tieredemb.save_checkpoint(model, directory) keeps the rows as they are, to be loaded with "
                 f"recover=True alone; close() gives them up, and leaves a file marked unclean"
             )
 

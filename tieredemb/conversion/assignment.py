@@ -42,8 +42,8 @@ def assign(found: Sequence[Found], optimizer: Optimizers) -> dict[str, Assigned]
         raise ConfigError(
             f"none of the {len(trained)} embeddings' weights that require a gradient is among the params of the "
             f"optimizer, so it trains none of them; build it over model.parameters() before the model is converted, or "
-            f"pass a class such as torch.optim.Adam and let each table follow(optimizer) later; to serve them as they "
-            f"are, freeze them by requires_grad_(False) before"
+            f"pass a class such as torch.optim.Adam and call tieredemb.follow(model, optimizer) later; to serve them "
+            f"as they are, freeze them by requires_grad_(False) before"
         )
     return assigned
 

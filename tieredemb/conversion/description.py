@@ -87,7 +87,7 @@ def _trainer(module: LookupModule, engine: Engine) -> str:
     if not isinstance(optimizer, FollowedOptimizer):
         return f"{type(engine.tables.config.optimizer).__name__}, in backward"
     if optimizer.optimizer is None:
-        return "nothing yet: follow(optimizer) is to come"
+        return "nothing yet: tieredemb.follow(model, optimizer) is to come"
     return f"torch.optim.{type(optimizer.optimizer).__name__}, param group {optimizer.group}"
 
 

@@ -108,14 +108,15 @@ class CallContext:
         optimizer = self.optimizer
         if optimizer is None:
             raise BackwardError(
-                "backward reached a module that was built without an optimizer, so it cannot update its rows; pass "
+                f"backward reached {self.tables.named}, built without an optimizer, so it cannot update its rows; pass "
                 "optimizer=tieredemb.Adagrad(lr=…), or a torch optimizer, or call requires_grad_(False) on the module "
                 "to keep it as it is"
             )
         if not optimizer.is_there:
             raise BackwardError(
-                "backward reached a module that is to follow a torch optimizer and does not yet, so nothing would "
-                "update its rows; call module.follow(optimizer) before. A copy follows nobody, either"
+                f"backward reached {self.tables.named}, which is to follow a torch optimizer and does not yet, so "
+                f"nothing would update its rows; call tieredemb.follow(model, optimizer) before. A copy follows "
+                f"nobody, either"
             )
         return optimizer
 

@@ -275,8 +275,7 @@ def _refuse_another(followed: torch.optim.Optimizer | None, asks: FrameType) -> 
     raise UnsupportedError(
         f"this {type(other).__name__} has the stand-in of a table among its params, and the table follows "
         f"{'no optimizer' if followed is None else f'another one, a {type(followed).__name__}'}: only that updates its "
-        f"rows. Let every table follow this one, before it is used: for each in model.modules(): if hasattr(each, "
-        f"'follow'): each.follow(optimizer)"
+        f"rows. Let all tables follow this one, before it is used: tieredemb.follow(model, optimizer)"
     )
 
 

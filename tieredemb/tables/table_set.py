@@ -242,6 +242,15 @@ class TableSet:
         return self.groups[0].cache.cold.row_set
 
     @property
+    def named(self) -> str:
+        """How messages name its tables."""
+        names = [table.name for table in self.config.tables]
+        if len(names) == 1:
+            return f"table {names[0]!r}"
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"tables {', '.join(map(repr, names[:3]))}{more}"
+
+    @property
     def whole(self) -> TableSet:
         """All tables that share caches with these."""
         return self
@@ -571,8 +580,9 @@ class TableSet:
             group.cache.check_idle("copy or pickle the tables")
             if not group.cache.cold.in_memory:
                 raise ConfigError(
-                    f"tables on the {group.cache.cold.kind} tier cannot be copied or pickled (two owners would write "
-                    f"one storage); use save_checkpoint(directory) and load_checkpoint(directory)"
+                    f"{self.named} on the {group.cache.cold.kind} tier cannot be copied or pickled (two owners would "
+                    f"write one storage); use tieredemb.save_checkpoint(model, directory) and load_checkpoint(model, "
+                    f"directory)"
                 )
         self.flush()
         return [list(_copied_rows(group)) for group in self.groups], [
@@ -670,8 +680,8 @@ def check_memory(table: str, needed: int, device: torch.device = _CPU) -> None:
     if needed > available:
         raise (DeviceMemoryError if on_gpu else StorageFullError)(
             f"table {table!r} as one tensor needs {needed / 2**30:.1f} GiB, {available / 2**30:.1f} GiB of "
-            f"{'the GPU' if on_gpu else 'memory'} are available; use save_checkpoint(directory) to save it, or "
-            f"tieredemb.scores(module, x) to multiply with it, which take tables larger than memory"
+            f"{'the GPU' if on_gpu else 'memory'} are available; use tieredemb.save_checkpoint(model, directory) to "
+            f"save it, or tieredemb.scores(module, x) to multiply with it, which take tables larger than memory"
         )
 
 
