@@ -199,7 +199,7 @@ def batches(work: CudaWorkload, count: int, device: torch.device) -> torch.Tenso
     table, as much for one permutation, and a few chunks.
     """
     random = torch.Generator(device).manual_seed(SEED)
-    cumulative = {rows: _cumulative(rows, work.alpha, device) for rows in set(work.sizes)}
+    of_rank = {rows: cumulative(rows, work.alpha, device) for rows in set(work.sizes)}
     ids = torch.empty(count, work.tables, work.batch, dtype=torch.int64, device=device)
     together = max(1, DRAWN_AT_ONCE // work.batch)
     for table, rows in enumerate(work.sizes):
@@ -208,16 +208,16 @@ def batches(work: CudaWorkload, count: int, device: torch.device) -> torch.Tenso
             part = ids[start : start + together, table]
             uniform = torch.rand(part.shape, dtype=torch.double, generator=random, device=device)
             # uniform < 1 and the last cumulative is exactly 1, so the rank stays below the rows
-            part.copy_(id_of_rank[torch.searchsorted(cumulative[rows], uniform, right=True)])
+            part.copy_(id_of_rank[torch.searchsorted(of_rank[rows], uniform, right=True)])
     return ids.view(count, -1)
 
 
-def _cumulative(rows: int, alpha: float, device: torch.device) -> torch.Tensor:
+def cumulative(rows: int, alpha: float, device: torch.device) -> torch.Tensor:
     """Of each rank, the probability of one up to it, double (rows,)."""
     ranks = torch.arange(1, rows + 1, dtype=torch.double, device=device)
-    cumulative = ranks.pow_(-alpha).cumsum_(0)
-    cumulative /= cumulative[-1].clone()
-    return cumulative
+    summed = ranks.pow_(-alpha).cumsum_(0)
+    summed /= summed[-1].clone()
+    return summed
 
 
 def every_row(work: CudaWorkload, device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
