@@ -15,13 +15,15 @@ from benchmarks.record import RESULTS, Record, save
 CHANGES_NOTHING = ("results", "device", "directory")  # options under which a run is still the whole benchmark
 
 
-def make_parser(module: str, description: str | None, *, rows: int) -> argparse.ArgumentParser:
-    """The parser of `python -m benchmarks.{module}`, with the options that every benchmark has."""
+def make_parser(module: str, description: str | None, *, rows: int | None = None) -> argparse.ArgumentParser:
+    """The parser of `python -m benchmarks.{module}`, with the options that every benchmark has. `rows`: of its tables,
+    where they are all of one size."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
     parser.add_argument(
         "--results", type=Path, help=f"directory of the results (default: {RESULTS.name}/ for a whole run)"
     )
-    parser.add_argument("--rows", type=int, default=rows, help="of each table (default: %(default)s)")
+    if rows is not None:
+        parser.add_argument("--rows", type=int, default=rows, help="of each table (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and few steps")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"), help="cpu only with --quick")
     return parser

@@ -50,15 +50,17 @@ def modes_of(
     warm_up: int,
     fetched: bool,
     device: torch.device,
+    max_ids: int | None = None,
 ) -> dict[str, Way]:
-    """The modes of one model's steps, by name; eager with prefetch if `fetched`. `warm_up`: steps before eager ones."""
+    """The modes of one model's steps, by name; eager with prefetch if `fetched`. `warm_up`: steps before eager ones ·
+    `max_ids`: of a batch, where batches differ in their numbers of ids."""
     more: dict[str, Any] = {"batches": batches, "stats": stats}
     again = {**more, "warm_up": mode_steps(warm_up)}
     ways = {"": Way(step=step, warm_up=warm_up, **more)}
     if fetched:
         ways[FETCHED] = Way(step=step, model=model, **again)
     if device.type == "cuda":
-        captured = tieredemb.graph_step(step)
+        captured = tieredemb.graph_step(step, max_ids=max_ids)
         ways |= {GRAPH: Way(step=captured, **again), FETCHED_GRAPH: Way(step=captured, model=model, **again)}
     return ways
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -102,6 +103,32 @@ def fbgemm_installed() -> bool:
 
 def fbgemm_step(work: CudaWorkload, upstream: Upstream) -> Callable[[torch.Tensor], None]:
     """FBGEMM's table-batched bags: all in HBM, or over managed memory with an LFU cache of 1 % of the rows."""
+    if not work.resident:
+        check_room(work.cold_bytes)
+    bags = fbgemm_bags(
+        [(rows, work.width) for rows in work.sizes],
+        upstream.offsets.device,
+        share=None if work.resident else 0.01,
+        halves=work.dtype is not torch.float32,  # it has no bf16
+        stochastic=work.rounding == "stochastic",
+    )
+
+    def step(ids: torch.Tensor) -> None:
+        bags(ids, upstream.offsets).backward(upstream.gradient)
+
+    return step
+
+
+def fbgemm_bags(
+    tables: Sequence[tuple[int, int]],
+    device: torch.device,
+    *,
+    share: float | None,
+    halves: bool = False,
+    stochastic: bool = False,
+) -> Any:
+    """FBGEMM's module of `tables`, (rows, width) each, with row-wise Adagrad: over managed memory with an LFU cache of
+    a `share` of the rows, or all in HBM. `halves`: rows are float16."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm, EmbeddingLocation, PoolingMode
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -109,26 +136,19 @@ def fbgemm_step(work: CudaWorkload, upstream: Upstream) -> Callable[[torch.Tenso
         SplitTableBatchedEmbeddingBagsCodegen,
     )
 
-    if not work.resident:
-        check_room(work.cold_bytes)
-    where = EmbeddingLocation.DEVICE if work.resident else EmbeddingLocation.MANAGED_CACHING
-    bags = SplitTableBatchedEmbeddingBagsCodegen(
-        [(rows, work.width, where, ComputeDevice.CUDA) for rows in work.sizes],
+    where = EmbeddingLocation.DEVICE if share is None else EmbeddingLocation.MANAGED_CACHING
+    return SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, width, where, ComputeDevice.CUDA) for rows, width in tables],
         optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         learning_rate=LR,
-        weights_precision=SparseType.FP32 if work.dtype is torch.float32 else SparseType.FP16,  # it has no bf16
+        weights_precision=SparseType.FP16 if halves else SparseType.FP32,
         output_dtype=SparseType.FP32,
-        stochastic_rounding=work.rounding == "stochastic",
+        stochastic_rounding=stochastic,
         pooling_mode=PoolingMode.SUM,
         cache_algorithm=CacheAlgorithm.LFU,
-        cache_load_factor=0.01,
-        device=upstream.offsets.device,
+        cache_load_factor=share or 0.01,
+        device=device,
     )
-
-    def step(ids: torch.Tensor) -> None:
-        bags(ids, upstream.offsets).backward(upstream.gradient)
-
-    return step
 
 
 def check_room(size_bytes: int) -> None:

@@ -11,6 +11,8 @@ from benchmarks.record import Record, load, load_each
 ON_CPU = (
     "cpu-step",
     "cpu-converted",
+    "cpu-dense",
+    "cpu-shapes",
     "tiers",
     "cpu-optimizers",
     "cpu-kernels",
@@ -21,7 +23,7 @@ ON_CPU = (
 )
 ON_GPU = (
     "cuda-step", "cuda-kernels", "cuda-dlrm", "cuda-inference", "cuda-tiers", "cuda-optimizers", "cuda-converted",
-    "cuda-rounding", "cuda-opening", "cuda-sharding",
+    "cuda-shapes", "cuda-rounding", "cuda-opening", "cuda-sharding",
 )  # fmt: skip
 PEERS = ("× torch", "× FBGEMM", "× nn.EmbeddingBag, eager")  # labels of ratios to what others need
 

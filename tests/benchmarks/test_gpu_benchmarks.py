@@ -12,11 +12,14 @@ from benchmarks import tables
 from benchmarks.cuda_inference import Ids, Size
 from benchmarks.cuda_rounding import area_under_curve
 from benchmarks.cuda_runs import TURNS, Way, a_batch, batches_in_turns, run_fetched, run_in_turns
+from benchmarks.cuda_shapes import LIMITS
 from benchmarks.cuda_tables import set_weights, tiered_tables
 from benchmarks.cuda_tiers import moved
 from benchmarks.cuda_timing import StepTimes
 from benchmarks.cuda_workload import batches, quick_workloads
 from benchmarks.record import load
+from benchmarks.shapes import Limits, as_one, draw
+from benchmarks.shapes import batches as shapes_batches
 from tieredemb.cache.stats import CacheStats
 
 CPU = torch.device("cpu")
@@ -49,6 +52,7 @@ def run(name, *args):
         ("converted", {"step": 10, "step, prefetch / eager": 2}),
         ("rounding", {"test AUC": 5}),
         ("sharding", {"step": 12, "misses of a rank / one GPU's": 2}),
+        ("shapes", {"step": 4, "HBM of the cache": 2}),
         ("opening", {"open 0.0 GiB": 2, "fill as many bytes": 1, "first step beyond import torch": 2}),
         (
             "host",
@@ -101,6 +105,28 @@ def test_wrong_options_are_refused(name, capsys):
         module.plan_of([*QUICK, "--rows", "0"])
     assert "--rows must be at least 1, got 0" in capsys.readouterr().err
     assert module.plan_of(QUICK)[1] is None  # nothing is kept
+
+
+def test_shapes_have_tables_and_batches_as_drawn():
+    shape = draw(7, Limits(tables=(5,), widths=((8, 16),), largest=2.0, bags=(1, 4), batches=(64,), shares=(0.5,),
+                           most_ids=300, most_bytes=4000))  # fmt: skip
+    assert draw(7, LIMITS) == draw(7, LIMITS) != draw(8, LIMITS)
+    assert shape.mean_ids <= 300
+    assert 4 * sum(rows * width for rows, width in zip(shape.rows, shape.widths, strict=True)) <= 4000
+    for batch in shapes_batches(shape, 3, CPU):
+        assert len(batch) == 5
+        for rows, bag, (ids, offsets) in zip(shape.rows, shape.bags, batch, strict=True):
+            assert 0 <= ids.min() <= ids.max() < rows
+            assert offsets.tolist() == sorted(offsets.tolist())
+            assert (offsets[0], offsets[-1], len(offsets)) == (0, len(ids), shape.batch + 1)
+            assert set(offsets.diff().tolist()) <= ({1} if bag == 1 else set(range(2 * bag)))
+
+
+def test_shapes_lay_the_tables_of_a_batch_behind_one_another():
+    some = [(torch.tensor([3, 1]), torch.tensor([0, 2, 2])), (torch.tensor([5]), torch.tensor([0, 0, 1]))]
+    ids, offsets = as_one(some)
+    assert ids.tolist() == [3, 1, 5]
+    assert offsets.tolist() == [0, 2, 2, 2, 3]
 
 
 # --- their parts ------------------------------------------------------------------------------------------------------
