@@ -18,7 +18,7 @@ help:
 	@echo 'make lint                            ruff and mypy'
 	@echo 'make docs                            build the documentation into build/docs; a warning is an error'
 	@echo 'make wheel-check                     build the wheel, and use it from outside the tree'
-	@echo 'make bench [ARGS=…]                  run the benchmarks, keep the results, write the tables of README and docs'
+	@echo 'make bench [ARGS=…]                  run the benchmarks, keep the results, write tables and charts'
 	@echo 'make clean                           remove .venv and what the tools left'
 
 train: $(TRAINABLE)

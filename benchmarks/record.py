@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -106,6 +107,22 @@ def load_each(directory: Path, name: str) -> list[dict[str, Any]]:
     runs: dict[str, Any] = json.loads((directory / f"{name}.json").read_text())["runs"]
     each = sorted(runs.values(), key=lambda run: int(run["machine"]["cores"]))
     return [run | {"records": [Record(**record) for record in run["records"]]} for run in each]
+
+
+NUMBER = re.compile(r"\d(?:[\d,.]*\d)?")
+
+
+def number(text: str) -> float:
+    """The first number in what a record says."""
+    found = NUMBER.search(text)
+    if found is None:
+        raise ValueError(f"no number in {text!r}")
+    return float(found[0].replace(",", ""))
+
+
+def figure_text(value: float) -> str:
+    """Three digits, no exponent."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 _LOAD_BEFORE = os.getloadavg()[0]  # what others ran when this run began: above 0.5 it was no quiet machine

@@ -1,8 +1,8 @@
 """Writes the results into the README and the documentation: `python -m benchmarks.tables [--check] [PAGE …]`.
 
 What stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks -->` is generated from `results/NAME.json`, and
-"headlines" and "missed" from all of them (`headlines.py`); no figure is written by hand. Benchmarks that need a GPU may
-still lack their results.
+"headlines", "missed" and "reasons" from all of them (`headlines.py`, `reasons.py`); `charts.py` draws the pictures. No
+figure is written by hand. Benchmarks that need a GPU may still lack their results.
 """
 
 from __future__ import annotations
@@ -14,23 +14,40 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.headlines import ON_GPU, headlines, misses
+from benchmarks import charts
+from benchmarks.headlines import ON_GPU, Miss, headlines, misses
 from benchmarks.machine import ROOT
 from benchmarks.notes import brief
-from benchmarks.record import RESULTS, Record, load_each
+from benchmarks.reasons import by_reason
+from benchmarks.record import RESULTS, Record, figure_text, load_each
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
-OF_ALL = ("headlines", "missed")
+APPENDIX = ROOT / "docs" / "benchmarks"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", *sorted(APPENDIX.glob("*.md")))
+OF_ALL = ("headlines", "missed", "reasons")
 BLOCK = re.compile(r"(<!-- benchmarks:([a-z0-9-]+) -->\n).*?(<!-- /benchmarks -->)", re.DOTALL)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail unless the pages are in step")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail unless all is in step")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="default: README.md docs/benchmarks.md")
+    parser.add_argument(
+        "pages", nargs="*", type=Path, metavar="PAGE", help="default: README.md, docs/benchmarks*, and the pictures"
+    )
     chosen = parser.parse_args(args)
-    return max(_write(page, chosen.results, check=chosen.check) for page in chosen.pages or PAGES)
+    code = 0 if chosen.pages else _draw(chosen.results, check=chosen.check)
+    return max(code, *(_write(page, chosen.results, check=chosen.check) for page in chosen.pages or PAGES))
+
+
+def _draw(results: Path, *, check: bool) -> int:
+    """Brings the pictures in step; returns what the process is to return."""
+    if not check:
+        charts.write(results)
+        return 0
+    stale = [path.name for path, _, in_step in charts.pictures(results) if not in_step]
+    if stale:
+        print(f"{', '.join(stale)}: out of step with the results; run python -m benchmarks.tables", file=sys.stderr)
+    return int(bool(stale))
 
 
 def _write(page: Path, results: Path, *, check: bool) -> int:
@@ -62,12 +79,44 @@ def rewrite(text: str, results: Path) -> str:
 
 def _content(results: Path, name: str) -> str:
     if name == "headlines":
-        return short_table(list(headlines(results)))
+        return sentences(results)
     if name == "missed":
-        return short_table(list(misses(results)), provenances=False)
+        return missed_table(list(misses(results)))
+    if name == "reasons":
+        return reasons_table(list(misses(results)))
     if name in ON_GPU and not (results / f"{name}.json").exists():
         return f"*Not measured yet: `python -m benchmarks.{name.replace('-', '_')}`, on a machine with a GPU.*\n"
     return "\n".join(map(table, load_each(results, name)))
+
+
+def sentences(results: Path) -> str:
+    """The headlines as a list, and the machines that they are of."""
+    found = list(headlines(results))
+    machines = dict.fromkeys(_short_provenance(run) for _, runs in found for run in runs)
+    return "".join(f"- {sentence}\n" for sentence, _ in found) + f"\n*{'. '.join(machines)}.*\n"
+
+
+def missed_table(missed: Sequence[Miss]) -> str:
+    """Every miss by itself."""
+    rows = [
+        [
+            miss.what,
+            f"{figure_text(miss.record.median)} {miss.record.unit}".strip(),
+            _ratio(miss.record),
+            _target(miss.record),
+        ]
+        for miss in missed
+    ]
+    return _grid(["work", "figure", "ratio", "target"], rows) + "\n"
+
+
+def reasons_table(missed: Sequence[Miss]) -> str:
+    """Misses by their reasons: how many there are of each, and how far the worst is from its target."""
+    rows = [
+        [reason.kind, str(len(some)), f"{1 + max(miss.beyond for miss in some):.2f}×", reason.why]
+        for reason, some in by_reason(missed)
+    ]
+    return _grid(["what", "figures", "at worst, by its target", "why"], rows) + "\n"
 
 
 def table(run: dict[str, Any]) -> str:
@@ -79,15 +128,6 @@ def table(run: dict[str, Any]) -> str:
     notes = f"Notes: {'; '.join(legend)}." if legend else ""
     parts = [run["workload"], _grid(heads, rows), notes, _provenance(run)]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def short_table(chosen: Sequence[tuple[str, Record, dict[str, Any]]], *, provenances: bool = True) -> str:
-    """Records of several runs, each with what was measured, and on which machines."""
-    rows = [[what, f"{_figure(record.median)} {record.unit}".strip(), _ratio(record), _bar(record)]
-            for what, record, _ in chosen]  # fmt: skip
-    machines = dict.fromkeys(_short_provenance(run) for _, _, run in chosen)
-    lines = [_grid(["work", "figure", "ratio", "bar"], rows)]
-    return "\n\n".join([*lines, *([f"*{'. '.join(machines)}.*"] if provenances else [])]) + "\n"
 
 
 def _grid(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -109,25 +149,21 @@ def _provenance(run: dict[str, Any]) -> str:
 
 def _short_provenance(run: dict[str, Any]) -> str:
     here, versions = run["machine"], run["versions"]
-    where = "GPU: " + here["gpu"] if "gpu" in here else f"CPU: {here['cpu']}, {here['cores']} cores"
+    cores = f"{here['cores']} core{'s' if here['cores'] > 1 else ''}"
+    where = "GPU: " + here["gpu"] if "gpu" in here else f"CPU: {here['cpu']}, {cores}"
     return f"{where}; torch {versions['torch']}; tieredemb at {run['commit']}, {run['date'][:10]}"
 
 
-def _figure(value: float) -> str:
-    """Three digits, no exponent."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def _time(record: Record) -> str:
-    spread = f" ({_figure(record.p20)}–{_figure(record.p80)})" if record.rounds > 1 else ""
-    return f"{_figure(record.median)} {record.unit}{spread}"
+    spread = f" ({figure_text(record.p20)}–{figure_text(record.p80)})" if record.rounds > 1 else ""
+    return f"{figure_text(record.median)} {record.unit}{spread}"
 
 
 def _ratio(record: Record) -> str:
     return "" if record.ratio is None else f"{record.ratio:.2f}{record.ratio_label}"
 
 
-def _bar(record: Record) -> str:
+def _target(record: Record) -> str:
     return "" if record.met is None else f"{record.bar}: {'met' if record.met else '**missed**'}"
 
 
@@ -137,8 +173,8 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
     "median": _time,
     "peer": lambda record: record.peer,
     "ratio": _ratio,
-    "bar": _bar,
-    "moved": lambda record: "" if record.moved_mb is None else f"{_figure(record.moved_mb)} MB",
+    "target": _target,
+    "moved": lambda record: "" if record.moved_mb is None else f"{figure_text(record.moved_mb)} MB",
     "of copy bandwidth": lambda record: "" if record.share is None else f"{record.share:.0%}",
     "note": lambda record: record.note,
 }

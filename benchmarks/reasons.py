@@ -1,0 +1,100 @@
+"""Why figures miss their targets, or are slower than what they are compared with: a reason for each kind of miss."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from benchmarks.headlines import Miss
+
+
+class Reason(NamedTuple):
+    """`kind`: what was missed, in plain words · `names`: benchmarks, a pattern · `what`: op and config, a pattern."""
+
+    kind: str
+    names: str
+    what: str
+    why: str
+
+
+REASONS = (
+    Reason(
+        "short steps on a GPU without a CUDA graph",
+        "cuda-step",
+        r"^W-(small, eager|1\.2(-bf16)?, (1051MiB, )?prefetch|kaggle, (337,625 slots, )?(prefetch|eager))",
+        "Python needs as long to launch such a step as the GPU needs to run it. `graph_step` takes the launches away.",
+    ),
+    Reason(
+        "the part of a captured step that moves rows",
+        "cuda-step",
+        r"PCIe's share",
+        "Few rows move in these steps, so the rest of the step, which moves none, weighs more.",
+    ),
+    Reason(
+        "filling empty slots",
+        "cuda-kernels",
+        r"^fill of empty slots",
+        "Rows come in and none goes out. One direction of PCIe carries fewer requests than both together.",
+    ),
+    Reason(
+        "a DLRM with a cache of 1 %, as a CUDA graph",
+        "cuda-dlrm",
+        r"^DLRM step",
+        "The missed rows travel while the dense layers compute, and not all of that time is hidden.",
+    ),
+    Reason(
+        "the file tier on a GPU",
+        "cuda-tiers",
+        r"over File",
+        "The GPU cannot read a file. Threads of the host gather the rows, and the step waits for them.",
+    ),
+    Reason(
+        "a converted model as a CUDA graph, all rows cached",
+        "cuda-converted",
+        r"converted / collection",
+        "Each replay copies the ids of 26 tables one by one, for which the GPU waits: its step is short.",
+    ),
+    Reason(
+        "two GPUs without a CUDA graph",
+        "cuda-sharding",
+        r"sharded",
+        "The hosts agree three times in each step, and the GPUs wait. In a captured step with prefetch they need not.",
+    ),
+    Reason(
+        "training of small or jagged tables on the CPU",
+        "cpu-shapes",
+        r"^step",
+        "A table's plan has a cost of its own, which few ids do not repay, and each id is searched in a hash map.",
+    ),
+    Reason(
+        "lookups without gradient on the CPU",
+        "cpu-shapes",
+        r"^lookup",
+        "Each id is searched in a hash map and its row is scored; torch reads the row at once.",
+    ),
+    Reason(
+        "shapes drawn by a seed on a GPU",
+        "cuda-shapes",
+        r"^step",
+        "Each width is a cache of its own, planned by itself, and small batches are bound by Python.",
+    ),
+)
+
+
+def reason_of(miss: Miss) -> Reason:
+    """Why. Raises `ValueError` for a miss that has no reason yet, or several."""
+    found = [
+        reason for reason in REASONS if re.fullmatch(reason.names, miss.name) and re.search(reason.what, miss.what)
+    ]
+    if len(found) != 1:
+        raise ValueError(f"{miss.name}, {miss.what!r}, has {len(found)} reasons in benchmarks/reasons.py, wants one")
+    return found[0]
+
+
+def by_reason(misses: Sequence[Miss]) -> list[tuple[Reason, list[Miss]]]:
+    """Misses of each reason that has some, in the order of the reasons."""
+    given = [(reason_of(miss), miss) for miss in misses]
+    return [
+        (reason, of_reason) for reason in REASONS if (of_reason := [miss for each, miss in given if each is reason])
+    ]
