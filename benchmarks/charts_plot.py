@@ -109,8 +109,8 @@ def _dots(figure: Figure, chart: Dots) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     counts = [len(rows) for _, _, rows in chart.panels]
-    figure.set_size_inches(WIDTH_INCHES, MARGIN_INCHES + sum(ROW_INCHES * count + 0.9 for count in counts))
-    axes = figure.subplots(len(counts), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": counts})[:, 0]
+    figure.set_size_inches(WIDTH_INCHES, MARGIN_INCHES + sum(ROW_INCHES * count + 1.1 for count in counts))
+    axes = figure.subplots(len(counts), 1, squeeze=False, gridspec_kw={"height_ratios": counts})[:, 0]
     for axis, (title, series, rows) in zip(axes, chart.panels, strict=True):
         for color, position, name in zip(DOTS, range(len(series)), series, strict=False):
             axis.scatter([ratios[position] for _, ratios in rows], range(len(rows)), color=color, label=name, zorder=3)
@@ -121,11 +121,13 @@ def _dots(figure: Figure, chart: Dots) -> None:
         axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
         axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.set_title(title, fontsize="medium", loc="left")
-        axis.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-        _bare(axis, "" if axis is not axes[-1] else "left of 1×: faster than the other library")
+        axis.set_title(title, fontsize="medium", pad=24)
+        axis.legend(
+            frameon=False, fontsize="small", loc="lower right", bbox_to_anchor=(1.02, 0.99), ncols=len(series),
+            columnspacing=1.0, handletextpad=0.2,
+        )  # fmt: skip
+        _bare(axis, "left of 1×: faster than the other library")
         axis.grid(axis="y", alpha=0.3)
-        axis.tick_params(axis="x", labelbottom=True)
 
 
 def _bare(axis: Axes, unit: str) -> None:
