@@ -24,7 +24,7 @@ from benchmarks.cuda_step import PEER, STATISTIC, cache_bytes, once, release, sa
 from benchmarks.cuda_timing import StepTimes, allocated_bytes
 from benchmarks.record import Record, measured
 from benchmarks.shapes import ALPHA, Jagged, Limits, Shape, as_one, batches, draw
-from tieredemb.stats import CacheStats
+from tieredemb.cache.stats import CacheStats
 
 LIMITS = Limits(
     tables=(3, 8, 20, 40, 60),
