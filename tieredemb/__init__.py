@@ -11,6 +11,7 @@ from tieredemb.cache.stats import CacheStats
 from tieredemb.config import LFU, LRU, Normal, TableConfig, Uniform
 from tieredemb.conversion.description import describe
 from tieredemb.conversion.replace import replace_embedding_bags
+from tieredemb.conversion.restore import restore_embedding_bags
 from tieredemb.errors import TieredEmbError
 from tieredemb.lookup.optimizers.adagrad import Adagrad
 from tieredemb.lookup.optimizers.adam import Adam, AdamW
@@ -77,6 +78,7 @@ __all__ = [
     "memory_report",
     "prefetch",
     "replace_embedding_bags",
+    "restore_embedding_bags",
     "save_checkpoint",
     "scores",
     "stats",

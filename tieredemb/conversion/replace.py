@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import nn
 
 from tieredemb.config import Capacity
@@ -17,13 +16,12 @@ from tieredemb.conversion.assignment import Assigned, Optimizers, assign
 from tieredemb.conversion.caches import Settings, make_twins
 from tieredemb.conversion.found import Choice, Found, choose, find
 from tieredemb.conversion.known_regularisers import Weights
-from tieredemb.conversion.left_over import left_over, put_in_place
+from tieredemb.conversion.left_over import left_over
+from tieredemb.conversion.places import listed, params_of, put_back, swap
 from tieredemb.errors import ConfigError
 from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.planned_calls import plan_calls
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
-
-_LISTED = 5  # names in a warning
 
 
 def replace_embedding_bags(
@@ -93,7 +91,7 @@ def _convert(
     if "" in twins:
         return twins[""], remarks, {}  # the caller has the old one
     old = {each.name: weakref.ref(each.module.weight) for each in able}
-    _swap(model, {each.module: twins[each.name] for each in able})
+    swap(model, {each.module: twins[each.name] for each in able})
     if len(twins) > 1:
         for each in {model, _holder(model, list(twins))}:
             plan_calls(each)
@@ -127,9 +125,7 @@ def _follow(found: list[Found], twins: Mapping[str, TieredModule], assigned: Map
         for shared in {id(twin.tables.whole): twin.tables.whole for twin in twins.values()}.values():
             undo.callback(shared.undo_opening)
         for optimizer in {id(each.follows): each.follows for each in assigned.values() if each.follows}.values():
-            undo.callback(
-                _put_back, optimizer, [list(g["params"]) for g in optimizer.param_groups], {**optimizer.state}
-            )
+            undo.callback(put_back, optimizer, *params_of(optimizer))
         for each in found:
             to_follow = assigned[each.name].follows
             if to_follow is not None:
@@ -141,21 +137,6 @@ def _follow(found: list[Found], twins: Mapping[str, TieredModule], assigned: Map
         undo.pop_all()
 
 
-def _put_back(optimizer: torch.optim.Optimizer, params: list[list[torch.Tensor]], state: dict[Any, Any]) -> None:
-    for group, its_params in zip(optimizer.param_groups, params, strict=True):
-        group["params"][:] = its_params
-    optimizer.state.clear()
-    optimizer.state.update(state)
-
-
-def _swap(model: nn.Module, twins: Mapping[nn.Module, TieredModule]) -> None:
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if child is not None and child in twins:
-                setattr(parent, name, twins[child])
-    put_in_place(model, twins)
-
-
 def _remarks(
     chosen: list[Found], able: list[Found], assigned: Mapping[str, Assigned], optimizer: Optimizers
 ) -> list[str]:
@@ -163,7 +144,7 @@ def _remarks(
     remarks = []
     left = [f"{each.shown} {each.reason}" for each in chosen if each.reason]
     if left:
-        remarks.append(f"left as they are, as tiered twins could not stand for them: {_listed(left)}")
+        remarks.append(f"left as they are, as tiered twins could not stand for them: {listed(left)}")
     if not able:
         remarks.append("nothing was replaced: the model has no nn.Embedding or nn.EmbeddingBag that was to be")
     trained = [each for each in able if each.module.weight.requires_grad]
@@ -176,12 +157,7 @@ def _remarks(
         alone = [each.shown for each in trained if not assigned[each.name].trains]
         if alone:
             remarks.append(
-                f"not trained, as no optimizer given has their weights: {_listed(alone)}; pass all optimizers, as "
+                f"not trained, as no optimizer given has their weights: {listed(alone)}; pass all optimizers, as "
                 f"optimizer=[one, other]"
             )
     return remarks
-
-
-def _listed(texts: list[str]) -> str:
-    rest = len(texts) - _LISTED
-    return "; ".join(texts[:_LISTED]) + (f"; and {rest} more" if rest > 0 else "")

@@ -26,6 +26,7 @@ from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import CallContext, inside_backward
 from tieredemb.step.engine import Engine
+from tieredemb.step.export import RESTORE
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.storage.base import CARRIERS
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
@@ -161,8 +162,9 @@ class TieredModule(LookupModule):
         for name, each in self._stand_ins.items():
             if self._parameters.get(name, each) is not each:
                 raise UnsupportedError(
-                    f"parameter {name!r} of a tiered module was replaced by another tensor, as functional_call() does "
-                    f"it: it stands for a table whose rows stay as they are; leave it out of what is replaced"
+                    f"parameter {name!r} of a tiered module was replaced by another tensor, as torch.func."
+                    f"functional_call() does it: it stands for a table whose rows stay as they are; leave it out of "
+                    f"what is replaced. {RESTORE}"
                 )
             if each._version != each.unwritten or each.is_copy:
                 check_written(each)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from tieredemb.errors import InputTypeError, InvalidInputError, UnsupportedError
+from tieredemb.step.export import RESTORE, no_export
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
 NARROW_DTYPES = (torch.uint8, torch.int8, torch.int16)
@@ -17,11 +18,13 @@ MAX_IDS = 2**31 - 1  # of one batch: plans and gradients number its occurrences 
 def as_ids(name: str, value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """An int32 or int64 tensor on the tables' `device`, flat. Raises `InvalidInputError`."""
     if not isinstance(value, torch.Tensor):
+        if type(value).__module__.startswith("torch.fx."):
+            raise no_export("torch.fx.symbolic_trace")
         raise InputTypeError(f"{name} must be a tensor, got {type(value).__name__}; use torch.as_tensor({name})")
     if torch._C._are_functorch_transforms_active():
         raise UnsupportedError(
             "a tiered table cannot run inside torch.func transforms (vmap, grad, jvp, …), which have no tensor of the "
-            "table to work on; look the rows up outside and pass them in"
+            f"table to work on; look the rows up outside and pass them in. Or {RESTORE}"
         )
     if value.dtype not in INTEGER_DTYPES:
         raise InvalidInputError(f"{name} must be int32 or int64, got {value.dtype}; use {name}.long()")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from tieredemb.lookup.bags import Places
+from tieredemb.step.export import no_export
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.tables.table_set import TableSet
 
@@ -39,6 +41,14 @@ class LookupModule(nn.Module, abc.ABC):
         """Asked by `torch.distributed.checkpoint.state_dict`, which looks for names of the state dict among attributes:
         where to look for those behind "tables", which no attribute has."""
         return {"tables": "_named"}
+
+    @property
+    def __prepare_scriptable__(self) -> Callable[[], nn.Module]:
+        """What `torch.jit` asks a module for before it scripts it. Raises `UnsupportedError` there, and has no such
+        attribute for others, who look at all."""
+        if str(sys._getframe(1).f_globals.get("__name__")).startswith(("torch.jit", "torch._jit_internal")):
+            raise no_export("torch.jit.script or torch.jit.trace")
+        raise AttributeError("__prepare_scriptable__")
 
     @property
     @abc.abstractmethod

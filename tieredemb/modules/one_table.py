@@ -10,6 +10,7 @@ from tieredemb.modules.base import TieredModule
 from tieredemb.modules.weight import TableWeight
 from tieredemb.step.call import untraced
 from tieredemb.step.engine import Engine
+from tieredemb.step.export import RESTORE
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
 
@@ -72,6 +73,7 @@ class OneTable(TieredModule):
         if name == "weight":
             raise UnsupportedError(
                 "the weight of a tiered table cannot be assigned: its rows live in several places; "
-                "load_state_dict({'weight': rows}) sets them, and from_pretrained(rows) makes a table of a tensor"
+                "load_state_dict({'weight': rows}) sets them, and from_pretrained(rows) makes a table of a tensor. For "
+                f"torch.func.functional_call() with other weights: {RESTORE}"
             )
         super().__setattr__(name, value)

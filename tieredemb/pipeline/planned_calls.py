@@ -21,6 +21,8 @@ from tieredemb.step.call import inside_backward, untraced
 from tieredemb.step.planned_forwards import PlannedForwards, identity
 
 MOST_IN_VAIN = 3  # calls that did not look up what was planned for them, or as the one before: then nothing is planned
+# what torch notes of hooks, by their numbers
+_NOTES = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 MOST_SEEN = 1000  # lookups that one call is learned from
 
 
@@ -32,6 +34,16 @@ def plan_calls(model: nn.Module) -> None:
         model.register_forward_pre_hook(calls.before, with_kwargs=True)
         model.register_forward_hook(calls.after, with_kwargs=True)
         model.register_forward_hook(calls.ended, always_call=True)
+
+
+def plan_no_calls(model: nn.Module) -> None:
+    """Undoes `plan_calls` of a model and of all modules in it."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            ours = [n for n, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), PlannedCalls)]
+            for number in ours:
+                for each in (hooks, *(vars(module)[name] for name in _NOTES)):
+                    each.pop(number, None)
 
 
 class Mode(NamedTuple):

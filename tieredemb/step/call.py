@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from tieredemb.errors import BackwardError
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
+from tieredemb.step.export import check_not_recorded, no_export
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 
@@ -38,13 +39,18 @@ NUMBERS = itertools.count()  # forward order of calls
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Keeps `torch.compile` out of `function`, whose arrays and kernels it would trace wrongly: a graph breaks there.
-    A process that does not compile is spared the import of the compiler, which takes seconds."""
+    A process that does not compile is spared the import of the compiler, which takes seconds. Raises `UnsupportedError`
+    where a program is recorded as a whole."""
     disabled = _disable_dynamo(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         # while dynamo traces, the first is true and a graph breaks; where it runs frames, it has left its callback
         traced = torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+        if traced and torch.compiler.is_exporting():
+            raise no_export("torch.export")
+        if not traced and (torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack()):
+            check_not_recorded()
         return disabled(*args, **kwargs) if traced else function(*args, **kwargs)
 
     return call

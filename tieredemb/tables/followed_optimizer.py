@@ -41,6 +41,7 @@ from tieredemb.tables.stand_in import VALUE, Gradients, StandIn
 from tieredemb.tables.table_set import LoadedState, TableSet
 from tieredemb.tables.torch_kinds import as_numbers, config_of, kind_of
 
+_ADDED = "stand_in."  # how the names of stand-ins begin that were added to a group that names its params
 GroupChoice = int | dict[str, Any] | None
 
 
@@ -325,7 +326,20 @@ class FollowedOptimizer:
             elif _find(optimizer, stand_in) is None:
                 params.append(stand_in)
                 if "param_names" in group:
-                    group["param_names"].append(f"stand_in.{self._tables.config.tables[table].name}")
+                    group["param_names"].append(f"{_ADDED}{self._tables.config.tables[table].name}")
+
+    def put_param(self, param: torch.nn.Parameter, state: dict[str, Any], name: str) -> None:
+        """Puts `param` in the place of the stand-in of its one table, with the state that the optimizer is to have of
+        it. `name`: what a group that names its params calls it, where a stand-in was added to it."""
+        (stand_in,) = self.stand_ins
+        group = self._found()[1]
+        at = next(i for i, each in enumerate(group["params"]) if each is stand_in)
+        group["params"][at] = param
+        if "param_names" in group and group["param_names"][at].startswith(_ADDED):
+            group["param_names"][at] = name
+        assert self.optimizer is not None
+        if state:
+            self.optimizer.state[param] = state
 
     @property
     def is_there(self) -> bool:
@@ -582,20 +596,31 @@ class FollowedOptimizer:
                     if param is stand_in:
                         yield table, g, at
 
+    def has_state(self, table: int) -> bool:
+        """Whether the optimizer would keep a state of a table's weight by now."""
+        assert self.optimizer is not None
+        return bool(steps_of(self._tables, table)) or kind_of(type(self.optimizer)).at_once
+
+    def torch_state(self, table: int) -> dict[str, Any]:
+        """What the optimizer would keep of a table's weight, in torch's form: tensors are float32 on the CPU. Raises
+        `StorageFullError` where memory cannot hold them."""
+        assert self.optimizer is not None
+        assert self.config is not None
+        kind = kind_of(type(self.optimizer))
+        counted = {} if kind.step is None else {"step": kind.step(steps_of(self._tables, table))}
+        return {**counted, **state_tensors(self._tables, self.config, table)}
+
     def add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What the optimizer's `state_dict()` says of the stand-ins becomes the tables' state, in torch's form."""
         assert self.optimizer is not None
-        assert self.config is not None
-        kind, state = kind_of(type(self.optimizer)), dict(state_dict["state"])
+        state = dict(state_dict["state"])
         for table, g, at in self.numbered(self.optimizer.param_groups):
             number = state_dict["param_groups"][g]["params"][at]
             state.pop(number, None)
-            steps = steps_of(self._tables, table)
-            if self.in_state_dict and (steps or kind.at_once):
-                counted = {} if kind.step is None else {"step": kind.step(steps)}
-                tensors = state_tensors(self._tables, self.config, table)
-                if entry := {**counted, **tensors, **lagging_rows(self._tables, table)}:
-                    state[number] = entry
+            if not self.in_state_dict or not self.has_state(table):
+                continue
+            if entry := {**self.torch_state(table), **lagging_rows(self._tables, table)}:
+                state[number] = entry
         if all(isinstance(number, int) for number in state):
             state = dict(sorted(state.items()))
         return {**state_dict, "state": state}

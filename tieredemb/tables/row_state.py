@@ -12,9 +12,10 @@ import torch
 from tieredemb.config import OptimizerConfig, TablePart
 from tieredemb.errors import InvalidInputError
 from tieredemb.lookup.histories import Histories, StoredBytes
+from tieredemb.storage.host import ask_for_huge_pages
 from tieredemb.tables.given_states import MAX_DENSE_STEPS, MAX_STEPS, loaded_steps
 from tieredemb.tables.given_tensors import dense_numbers
-from tieredemb.tables.table_set import LaggingRows, LoadedState, TableSet
+from tieredemb.tables.table_set import LaggingRows, LoadedState, TableSet, check_memory
 
 LAGGING = "lagging"  # of an entry: what torch's optimizers have not
 ELSEWHERE = "tables_on_rank"  # of a state dict that another rank's is to be loaded with: whose has the tables' state
@@ -38,11 +39,21 @@ def steps_of(tables: TableSet, table: int) -> int:
 
 def state_tensors(tables: TableSet, config: OptimizerConfig, table: int) -> dict[str, torch.Tensor]:
     """Copies of a table's state tensors by name. Raises `StorageFullError` where memory cannot hold them."""
-    shapes = _shapes(tables, config, table)
+    shapes = {
+        name: (tables.config.tables[table].num_embeddings, width)
+        for name, (_, width) in _shapes(tables, config, table).items()
+    }
     if not shapes:
         return {}
-    parts = torch.split(tables.state(table), [width for _, width in shapes.values()], dim=1)
-    return {name: part.clone() for name, part in zip(shapes, parts, strict=True)}
+    check_memory(tables.config.tables[table].name, sum(4 * rows * width for rows, width in shapes.values()))
+    found = {name: torch.empty(shape, dtype=torch.float32, device="cpu") for name, shape in shapes.items()}
+    for each in found.values():
+        ask_for_huge_pages(each.data_ptr(), each.nbytes)
+    for start, rows in tables.state_parts(table):
+        parts = torch.split(rows, [width for _, width in shapes.values()], dim=1)
+        for each, part in zip(found.values(), parts, strict=True):
+            each[start : start + len(rows)] = part
+    return found
 
 
 def lagging_rows(tables: TableSet, table: int) -> dict[str, Any]:

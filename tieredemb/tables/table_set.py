@@ -288,12 +288,13 @@ class TableSet:
 
     # --- tables as tensors ------------------------------------------------------------------------------------------
 
-    def weight(self, table: int, device: torch.device = _CPU) -> torch.Tensor:
-        """A copy of a table's weights (rows, D) on a device, as they are at the steps that were taken. Raises
-        `StorageFullError` or `DeviceMemoryError` where memory cannot hold it."""
-        config = self.config.tables[table]
-        out = self._empty(table, config.embedding_dim, self.weight_dtype(table), device)
-        if device.type == "cpu":
+    def weight(self, table: int, device: torch.device = _CPU, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A copy of a table's weights (rows, D) on a device, as they are at the steps that were taken. `dtype`: of the
+        copy, by default that of the rows. Raises `StorageFullError` or `DeviceMemoryError` where memory cannot hold
+        it."""
+        config, own = self.config.tables[table], self.weight_dtype(table)
+        out = self._empty(table, config.embedding_dim, dtype or own, device)
+        if device.type == "cpu" and out.dtype == own:
             for start, stop in self._parts("copying weights", table, out):
                 self._read(table, start, out[start:stop])
         else:
@@ -359,15 +360,21 @@ class TableSet:
             rows = encoded(weight[start:stop].detach().to(device="cpu"), group.cache.cold.layout.format)
             group.import_weights(first + start, rows)
 
-    def state(self, table: int) -> torch.Tensor:
-        """A copy of a table's optimizer state, float32 (rows, S), at the steps that were taken."""
+    def state_parts(self, table: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """A table's optimizer state in parts, at the steps that were taken: first row, and float32 (K, S) on the CPU,
+        which is overwritten by the next part."""
         group, _, first = self.locate(table)
         width = group.cache.cold.layout.state_width - (group.history is not None)  # without the step of each row
-        out = self._empty(table, width, torch.float32)
-        for start, stop in self._parts("copying optimizer state", table, out):
-            no_weight = np.empty((stop - start, 0), group.cache.cold.layout.carrier)
-            group.export_rows(first + start, first + stop, no_weight, out[start:stop].numpy().view(np.uint32))
-        return out
+        rows = self.config.tables[table].num_embeddings
+        at_once = COPY_ROWS if group.is_dense else max(1, PART_BYTES // (4 * max(1, width)))
+        part = torch.empty((min(rows, at_once), width), dtype=torch.float32, device="cpu")
+        with progress("copying optimizer state", 4 * rows * width) as advance:
+            for start, stop in _chunks(rows, at_once):
+                some = part[: stop - start]
+                no_weight = np.empty((stop - start, 0), group.cache.cold.layout.carrier)
+                group.export_rows(first + start, first + stop, no_weight, some.numpy().view(np.uint32))
+                yield start, some
+                advance(4 * (stop - start) * width)
 
     def set_states(
         self,
