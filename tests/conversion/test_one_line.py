@@ -360,7 +360,6 @@ def masked():
         (lambda: Scaled(9, 4), "Scaled, a subclass with its own forward"),
         (hooked, "has hooks"),
         (masked, "has hooks on its weight"),
-        (lambda: nn.Embedding(9, 4, device="meta"), "meta device"),
         (lambda: nn.Embedding(0, 4), r"weight of shape \(0, 4\)"),
         (lambda: nn.utils.parametrizations.weight_norm(nn.Embedding(9, 4)), "a subclass with its own"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
@@ -10,9 +11,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from tieredemb.config import Capacity, CheckIds, Init, Mode, Normal, Placement, Policy, TableConfig
+from tieredemb.config import Capacity, CheckIds, Init, Mode, Placement, Policy, TableConfig, Written, is_whole
 from tieredemb.conversion.assignment import Assigned
-from tieredemb.conversion.found import Found
+from tieredemb.conversion.found import Found, initial_values
 from tieredemb.errors import ConfigTypeError, shown
 from tieredemb.kernels.row_format import Encoding
 from tieredemb.lookup.optimizer import rows_of
@@ -44,7 +45,7 @@ class Settings:
     policy: Policy | None = None
     storage: Storage | None = None
     seed: int = 0
-    init: Init | None = None
+    init: Init | Mapping[str, Init] | None = None
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
     placement: Placement = "auto"
@@ -58,7 +59,13 @@ class Settings:
         for name, each in (("dtype", dtype), ("output_dtype", outputs)):
             if not isinstance(each, torch.dtype | Encoding):
                 raise ConfigTypeError(f"{name} must be a torch.dtype, as torch.float32, got {shown(each)}")
-        return Place(weight.device if self.device is None else as_device(self.device), dtype, outputs)
+        return Place(_device_of(weight) if self.device is None else as_device(self.device), dtype, outputs)
+
+
+def _device_of(weight: torch.Tensor) -> torch.device:
+    """That of a weight; torch's default device for one without content."""
+    device = torch.get_default_device() if weight.is_meta else weight.device
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def make_twins(
@@ -75,7 +82,9 @@ def make_twins(
             rows = None
             if settings.storage is not None and sets:
                 names = [config.label for config, _ in sets]
-                given = "the weights of the model"
+                given = "what the rows of the model begin as"
+                if not all(each.is_meta for each in found):
+                    given = "the weights of the model"
                 rows = opening.enter_context(settings.storage.opening(names, given=given, fills=True))
             for (config, members), part in zip(sets, parts, strict=True):
                 config = replace(config, capacity=part)
@@ -98,22 +107,23 @@ def _sets(
     found: Sequence[Found], assigned: Mapping[str, Assigned], settings: Settings
 ) -> list[tuple[TableSetConfig, list[Found]]]:
     """Which tables share a cache, and what that is built from, but for its capacity."""
+    init = initial_values(list(found), settings.init)
     by_kind: dict[object, list[Found]] = {}
     for each in found:
         weight, rows = each.module.weight, rows_of(assigned[each.name].config)
         kind = (weight.shape[1], settings.place(weight), rows)
         by_kind.setdefault(kind, []).append(each)
-    sets = []
+    sets: list[tuple[TableSetConfig, list[Found]]] = []
     for members in by_kind.values():
         weight = members[0].module.weight
         config = table_set_config(
-            tuple(_table(each, settings, is_alone=len(members) == 1) for each in members),
+            tuple(_table(each, init[each.name], settings, is_alone=len(members) == 1) for each in members),
             capacity=1.0,
             policy=settings.policy,
             storage=settings.storage,
             label=_label(members, is_only=len(by_kind) == 1),
             optimizer=None,
-            seed=settings.seed,
+            seed=_seed(settings.seed, members, is_first=not sets),
             dtype=settings.place(weight).dtype,
             device=settings.place(weight).device,
             check_ids=settings.check_ids,
@@ -131,7 +141,16 @@ def _label(members: list[Found], *, is_only: bool) -> str:
     return "" if is_only and len(members) > 1 else members[0].name
 
 
-def _table(found: Found, settings: Settings, *, is_alone: bool) -> TableConfig:
+def _seed(seed: int, members: list[Found], *, is_first: bool) -> int:
+    """That of tables which share a cache. Rows are generated from the seed, the number of the table there and the id:
+    tables of other caches must not begin with the same numbers."""
+    if is_first or not any(each.is_meta for each in members) or not is_whole(seed):
+        return seed
+    named = f"{seed} {members[0].name}".encode()
+    return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest(), "little") >> 1
+
+
+def _table(found: Found, init: Init, settings: Settings, *, is_alone: bool) -> TableConfig:
     module = found.module
     rows, width = module.weight.shape
     mode = cast("Mode", module.mode if isinstance(module, nn.EmbeddingBag) else "sum")
@@ -142,7 +161,7 @@ def _table(found: Found, settings: Settings, *, is_alone: bool) -> TableConfig:
         embedding_dim=width,
         mode=mode,
         padding_idx=module.padding_idx,
-        init=Normal() if settings.init is None else settings.init,
+        init=init if found.is_meta or not callable(init) else Written(),  # a function would fill rows in vain
         placement=settings.placement,
     )
 
@@ -170,7 +189,7 @@ def _twin(found: Found, tables: TableSet, assigned: Assigned) -> TieredModule:
         twin = TieredEmbeddingBag.over(tables, assigned.given, options, **kept)
     else:
         twin = TieredEmbedding.over(tables, assigned.given, options, **kept)
-    if tables.is_new(0):
+    if tables.is_new(0) and not found.is_meta:
         tables.set_weights({0: module.weight.detach()})
     twin.train(module.training)
     return twin

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
+from tieredemb.config import Init, Normal
 from tieredemb.errors import ConfigError, shown
 from tieredemb.storage.base import CARRIERS
 
@@ -17,10 +18,10 @@ Choice = str | Callable[[str, Embedding], bool] | Iterable[str] | None  # of emb
 
 KINDS = (nn.Embedding, nn.EmbeddingBag)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BEGIN = ("reset_parameters", "_fill_padding_idx_with_zero")
 # what a subclass may define and yet look up as its base does: how its weight begins, and how it is printed
 _HARMLESS = {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__parameters__", "__orig_bases__",
-             "__firstlineno__", "__static_attributes__", "reset_parameters", "_fill_padding_idx_with_zero",
-             "extra_repr"}  # fmt: skip
+             "__firstlineno__", "__static_attributes__", "extra_repr", *_BEGIN}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,17 @@ class Found:
     name: str
     module: Embedding
     reason: str | None
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether its weight has no content yet, and so its rows begin as its table generates them."""
+        return self.module.weight.is_meta
+
+    @property
+    def begins_by_itself(self) -> bool:
+        """Whether its class says what rows begin as, by other code than torch's."""
+        base = nn.EmbeddingBag if isinstance(self.module, nn.EmbeddingBag) else nn.Embedding
+        return any(getattr(type(self.module), name) is not getattr(base, name) for name in _BEGIN)
 
     @property
     def shown(self) -> str:
@@ -72,8 +84,6 @@ def _reason(name: str, module: Embedding, owners: dict[nn.Parameter, list[str]])
         return "has hooks on its weight"
     if weight.dtype not in CARRIERS:
         return f"has rows of {weight.dtype}; tables have {', '.join(str(dtype) for dtype in CARRIERS)}"
-    if weight.is_meta:
-        return "is on the meta device, and has no content yet"
     if tuple(weight.shape) != (module.num_embeddings, module.embedding_dim) or not weight.numel():
         return f"has a weight of shape {tuple(weight.shape)}"
     return None
@@ -89,6 +99,25 @@ def choose(found: list[Found], include: Choice, exclude: Choice) -> list[Found]:
         if each.reason and each.name in named and each.name not in unwanted:
             raise ConfigError(f"{each.shown} {each.reason}, which a tiered twin would lose; replace it by hand")
     return [each for each in found if each.name in wanted and each.name not in unwanted]
+
+
+def initial_values(found: list[Found], init: Init | Mapping[str, Init] | None) -> dict[str, Init]:
+    """What the rows of each embedding begin as, by its name, where its weight has no content: `init`, or the first of
+    several whose name or pattern fits, or else torch's normal values. Raises `ConfigError` for a pattern that fits
+    none, and for a class that has values of its own where no others are given."""
+    given = init if isinstance(init, Mapping) else {} if init is None else {"*": init}
+    fits = {pattern: _matches("init", found, pattern) for pattern in given} if isinstance(init, Mapping) else None
+    values: dict[str, Init] = {}
+    for each in found:
+        named = [value for pattern, value in given.items() if fits is None or each.name in fits[pattern]]
+        if each.is_meta and not named and each.begins_by_itself:
+            raise ConfigError(
+                f"{each.shown} is a {type(each.module).__name__} on the meta device, whose own reset_parameters() has "
+                f"not run on its rows; pass init= what they begin as (tieredemb.Normal, tieredemb.Uniform, a function "
+                f"of rows and a generator, or a dict of these by name), or exclude it"
+            )
+        values[each.name] = named[0] if named else Normal()
+    return values
 
 
 def _matches(keyword: str, found: list[Found], choice: Choice) -> set[str]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import nn
 
 from tieredemb.config import Capacity
@@ -52,6 +53,11 @@ def replace_embedding_bags(
     frozen one stays frozen. With `File(path)` tables that share a cache share the file; where there are several
     caches each file is `path` plus the name of its first module. Files that have rows already are refused with
     `StorageExistsError`, unless `File(path, keep=True)` goes on with them or `fresh=True` discards them.
+
+    Of a model that was built on the meta device (`with torch.device("meta")`) no table is ever held whole: each row is
+    generated when it is first used, as torch's `reset_parameters()` begins it, or by `init`: `Normal(…)`,
+    `Uniform(…)`, a function of rows and a generator, or a dict of these by names and patterns of embeddings. Such a
+    table is on `device`, or else on torch's default device. Dense layers stay on the meta device.
 
     Returns the model, or the twin if `model` is itself an embedding. `describe(model)` tells what it is now.
 
@@ -124,7 +130,7 @@ def _follow(found: list[Found], twins: Mapping[str, TieredModule], assigned: Map
     with contextlib.ExitStack() as undo:
         for shared in {id(twin.tables.whole): twin.tables.whole for twin in twins.values()}.values():
             undo.callback(shared.undo_opening)
-        for optimizer in {id(each.follows): each.follows for each in assigned.values() if each.follows}.values():
+        for optimizer in _followed(assigned):
             undo.callback(put_back, optimizer, *params_of(optimizer))
         for each in found:
             to_follow = assigned[each.name].follows
@@ -137,6 +143,26 @@ def _follow(found: list[Found], twins: Mapping[str, TieredModule], assigned: Map
         undo.pop_all()
 
 
+def _followed(assigned: Mapping[str, Assigned]) -> list[torch.optim.Optimizer]:
+    """The torch optimizers that tables are to follow, once each."""
+    return list({id(each.follows): each.follows for each in assigned.values() if each.follows}.values())
+
+
+def _of_meta(optimizer: torch.optim.Optimizer) -> str | None:
+    """What to warn of where an optimizer has params without content, beside the tables that follow it."""
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.is_meta]
+    has_state = any(optimizer.state.get(param) for param in params)
+    if not params or (torch.__future__.get_swap_module_params_on_conversion() and not has_state):
+        return None
+    kind = f"torch.optim.{type(optimizer).__name__}"
+    way = "" if has_state else ", or call torch.__future__.set_swap_module_params_on_conversion(True) before to_empty()"
+    return (
+        f"the optimizer has {len(params)} params of dense layers on the meta device; to_empty() puts others in their "
+        f"place, which it would not train: convert with optimizer={kind}, the class, build it after to_empty(), and "
+        f"let the tables follow(optimizer){way}"
+    )
+
+
 def _remarks(
     chosen: list[Found], able: list[Found], assigned: Mapping[str, Assigned], optimizer: Optimizers
 ) -> list[str]:
@@ -147,6 +173,7 @@ def _remarks(
         remarks.append(f"left as they are, as tiered twins could not stand for them: {listed(left)}")
     if not able:
         remarks.append("nothing was replaced: the model has no nn.Embedding or nn.EmbeddingBag that was to be")
+    remarks += [text for text in map(_of_meta, _followed(assigned)) if text]
     trained = [each for each in able if each.module.weight.requires_grad]
     if optimizer is None and any(each.module.training for each in trained):
         remarks.append(

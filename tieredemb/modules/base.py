@@ -369,9 +369,8 @@ class TieredModule(LookupModule):
         if probe.device != self._hook.device:
             self.tables.check_moves([each.tables for each in _moved_together(self)])
             self.engine.check_no_gradient("move the tables")
-        # stand-ins move with the tables
-        super()._apply(lambda tensor: tensor if isinstance(tensor, StandIn) else fn(tensor), recurse)  # type: ignore[no-untyped-call]
-        self._parameters.update(self._stand_ins)
+        with self._without_stand_ins():  # which move with the tables
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.engine.move(probe.device)
         if probe.device != self._hook.device:  # of an interrupted move, too, or one of another module on the tables
             self._hook = self._make_hook()

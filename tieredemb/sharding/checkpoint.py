@@ -38,6 +38,7 @@ from tieredemb.tables.checkpoint import (
     ignored_of,
     joined_reasons,
     move_unused,
+    seedless_of,
     spaces_of,
     takes_of,
     warn_of_left,
@@ -295,6 +296,7 @@ def _opened(
         recover=recover,
         parts={name: part for each in rows for name, part in each.parts().items()},
         takes=takes,
+        seedless=[name for prefix, tables in by_shard for name in seedless_of(tables, prefix)],
         ignored={name: fields for prefix, tables in by_shard for name, fields in ignored_of(tables, prefix).items()},
     )
 

@@ -134,6 +134,7 @@ def load(
             recover=recover,
             takes=takes_of((each.prefix, each.tables) for each in sets),
             ignored=_joined(ignored_of(each.tables, each.prefix) for each in sets),
+            seedless=[name for each in sets for name in seedless_of(each.tables, each.prefix)],
         )
         with opened as found:
             take_over = None if beside is None else beside(found.dense)
@@ -157,6 +158,11 @@ def ignored_of(tables: TableSet, prefix: str = "") -> dict[str, frozenset[str]]:
         if tables.config.optimizer is not None
         else dict.fromkeys(_prefixed(prefix, dict(_named(tables))), OF_OPTIMIZER)
     )
+
+
+def seedless_of(tables: TableSet, prefix: str = "") -> list[str]:
+    """The key spaces that draw no random bits to round by, for which their seed would count."""
+    return [f"{prefix}{name}" for name, group in _named(tables) if group.draws is None]
 
 
 def takes_of(sets: Iterable[tuple[str, TableSet]]) -> checkpoint.Takes | None:

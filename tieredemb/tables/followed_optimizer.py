@@ -173,7 +173,7 @@ class FollowedOptimizer:
         have taken, whose rows and state a file has kept."""
         for table, param in enumerate(old):
             name = self._tables.config.tables[table].name
-            entry = checked_entry(optimizer.state.get(param, {}), f"table {name!r}")
+            entry = _entry_of(optimizer, param, f"table {name!r}")
             if self._tables.is_new(table) or not entry:
                 continue
             taken, given = steps_of(self._tables, table), None
@@ -310,7 +310,7 @@ class FollowedOptimizer:
             if not self._tables.is_new(table):
                 continue
             whose = f"table {self._tables.config.tables[table].name!r}"
-            entry = checked_entry(optimizer.state.get(param, {}), whose)
+            entry = _entry_of(optimizer, param, whose)
             states[table] = loaded_state(self._tables, config, table, entry)
         check_together(config, states)
         return states
@@ -685,6 +685,12 @@ def _are_at(groups: list[dict[str, Any]], index: int, positions: Sequence[int], 
         )
     except IndexError:
         return False
+
+
+def _entry_of(optimizer: torch.optim.Optimizer, param: torch.Tensor, whose: str) -> Mapping[str, Any]:
+    """What an optimizer has kept of a param; nothing of one without content, of which it knows no number. Raises
+    `InvalidInputError`."""
+    return {} if param.is_meta else checked_entry(optimizer.state.get(param, {}), whose)
 
 
 def _find(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> tuple[int, int] | None:

@@ -310,6 +310,7 @@ def opened(
     parts: Parts | None = None,
     takes: Takes | None = None,
     ignored: Mapping[str, Collection[str]] | None = None,
+    seedless: Collection[str] = (),
 ) -> Iterator[Opened]:
     """The checkpoint in `directory`, verified, to be restored into `spaces` inside the context. Weights of another
     dtype are rounded to nearest; optimizer state has one dtype.
@@ -318,15 +319,16 @@ def opened(
     before anything else is compared, and `check_extra` the `extra` after the rows: each raises for one that it does not
     want. `recover`: take rows that the saving cache did not trust. `parts`: what of each space
     this process holds. `takes`: what the model takes of spaces that may have other state, and so differ in fields of
-    their identities: those that `ignored` has for them. Changes nothing, and waits for nobody.
-    Raises `CheckpointError`.
+    their identities: those that `ignored` has for them. `seedless`: spaces in which the seed
+    counts for nothing but rows that were never used: a checkpoint of all rows need not have the same. Changes nothing,
+    and waits for nobody. Raises `CheckpointError`.
     """
     path = os.path.abspath(os.fspath(directory))
     with contextlib.ExitStack() as stack:
         with checkpoint_errors(path, "loading"):
             manifest, files, of_histories, of_dense = _open_files(path, stack)
             check_kind(path, manifest.extra)
-            _compare(path, manifest, spaces, identities, parts, ignored or {})
+            _compare(path, manifest, spaces, identities, parts, ignored or {}, seedless)
             check_extra(manifest.extra)
             if manifest.broken and not recover:
                 raise CheckpointError(
@@ -403,9 +405,10 @@ def _compare(
     identities: Identities | None,
     parts: Parts | None,
     ignored: Mapping[str, Collection[str]],
+    seedless: Collection[str],
 ) -> None:
     """Raises `CheckpointError` that names the first thing in which the checkpoint is another model's. `ignored`: of
-    spaces that may have other state, the fields of identities that are not compared."""
+    spaces that may have other state, the fields of identities that are not compared · `seedless`: see `opened`."""
     found_spaces = {space_of(name) for name in manifest.spaces}
     if found_spaces != set(spaces):
         raise CheckpointError(
@@ -422,9 +425,12 @@ def _compare(
         found = difference(entry.layout, wanted, "layout", stored_in="the checkpoint")
         if not found and identities is not None:
             identity = jsonable(dict(identities.get(name, {})), f"identity of {name!r}")
+            unlike = set(ignored.get(name, ()))
+            if name in seedless and sum(chunk.rows for chunk in entry.chunks) == entry.row_layout.rows:
+                unlike.add("seed")
             stored, identity = (
-                {key: value for key, value in each.items() if key not in ignored.get(name, ())}
-                for each in (entry.identity, identity)
+                {key: value for key, value in given.items() if key not in unlike}
+                for given in (entry.identity, identity)
             )
             found = difference(stored, identity, "identity", stored_in="the checkpoint")
         steps, tables = len(entry.metadata.steps), len(cold.metadata.steps)
