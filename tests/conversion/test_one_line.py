@@ -171,9 +171,10 @@ def test_a_weight_in_no_optimizer_is_not_trained_and_that_is_told(device):
 
 
 def state_of(model, optimizer):
-    return [type(module) for module in model.modules()], [
-        [id(param) for param in group["params"]] for group in optimizer.param_groups
-    ], list(map(id, optimizer.state))  # fmt: skip
+    """The modules, and where the optimizer has their params and a state of them."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    params = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    return [type(module) for module in model.modules()], params, {names[id(param)] for param in optimizer.state}
 
 
 @pytest.mark.parametrize(

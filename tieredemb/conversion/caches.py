@@ -19,9 +19,9 @@ from tieredemb.kernels.row_format import Encoding
 from tieredemb.lookup.optimizer import rows_of
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
-from tieredemb.modules.base import TieredModule
 from tieredemb.modules.embedding import TieredEmbedding
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag, check_scaling
+from tieredemb.modules.one_table import OneTable
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import TableSetConfig, as_device, table_set_config
 from tieredemb.tables.group import row_layout, slot_bytes
@@ -70,12 +70,13 @@ def _device_of(weight: torch.Tensor) -> torch.device:
 
 def make_twins(
     found: Sequence[Found], assigned: Mapping[str, Assigned], capacity: Capacity, settings: Settings
-) -> dict[str, TieredModule]:
-    """A twin of each, by name, all of them or none. Tables of one width, device, dtype and kind of state share a cache;
-    the caches share the capacity. Raises `ConfigError` before any is opened, where that can be told."""
+) -> dict[str, OneTable]:
+    """A twin of each, by name, all of them or none, whose rows are yet to be written. Tables of one width, device,
+    dtype and kind of state share a cache; the caches share the capacity. Raises `ConfigError` before any is opened,
+    where that can be told."""
     sets = _sets(found, assigned, settings)
     parts = shares(capacity, [_sharer(config) for config, _ in sets]) if sets else []
-    twins: dict[str, TieredModule] = {}
+    twins: dict[str, OneTable] = {}
     opened: list[TableSet] = []
     try:
         with contextlib.ExitStack() as opening:
@@ -94,8 +95,6 @@ def make_twins(
                     way = assigned[each.name]
                     tables = Member(shared, number, way.config) if isinstance(shared, Pool) else shared
                     twins[each.name] = _twin(each, tables, way)
-        for shared in opened:
-            shared.filled()
     except BaseException:
         for shared in opened:
             shared.undo_opening()
@@ -173,7 +172,7 @@ def _sharer(config: TableSetConfig) -> Sharer:
     )
 
 
-def _twin(found: Found, tables: TableSet, assigned: Assigned) -> TieredModule:
+def _twin(found: Found, tables: TableSet, assigned: Assigned) -> OneTable:
     module = found.module
     is_bag = isinstance(module, nn.EmbeddingBag)
     options = LookupOptions(
@@ -183,13 +182,11 @@ def _twin(found: Found, tables: TableSet, assigned: Assigned) -> TieredModule:
         padding_is_dropped=is_bag,
     )
     kept: dict[str, Any] = {"sparse": module.sparse}
-    twin: TieredModule
+    twin: OneTable
     if isinstance(module, nn.EmbeddingBag):
         kept["include_last_offset"] = module.include_last_offset
         twin = TieredEmbeddingBag.over(tables, assigned.given, options, **kept)
     else:
         twin = TieredEmbedding.over(tables, assigned.given, options, **kept)
-    if tables.is_new(0) and not found.is_meta:
-        tables.set_weights({0: module.weight.detach()})
     twin.train(module.training)
     return twin

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -17,12 +16,11 @@ from tieredemb.conversion.assignment import Assigned, Optimizers, assign
 from tieredemb.conversion.caches import Settings, make_twins
 from tieredemb.conversion.found import Choice, Found, choose, find
 from tieredemb.conversion.known_regularisers import Weights
-from tieredemb.conversion.left_over import left_over
-from tieredemb.conversion.places import listed, params_of, put_back, swap
+from tieredemb.conversion.left_over import left_over, put_in_place
+from tieredemb.conversion.places import listed
+from tieredemb.conversion.take_over import take_over
 from tieredemb.errors import ConfigError
-from tieredemb.modules.base import TieredModule
 from tieredemb.pipeline.planned_calls import plan_calls
-from tieredemb.tables.followed_optimizer import FollowedOptimizer
 
 
 def replace_embedding_bags(
@@ -91,13 +89,19 @@ def _convert(
     chosen = choose(find(model), include, exclude)
     able = [each for each in chosen if each.reason is None]
     assigned = assign(able, optimizer)
-    twins = make_twins(able, assigned, capacity, _settings(keywords))
-    _follow(able, twins, assigned)
     remarks = _remarks(chosen, able, assigned, optimizer)
+    twins = make_twins(able, assigned, capacity, _settings(keywords))
+    old = {each.name: weakref.ref(each.module.weight) for each in able}
+    modules = {each.name: weakref.ref(each.module) for each in able}
+    del chosen  # nothing here is to hold the weights from here on
+    take_over(model, able, twins, assigned)
     if "" in twins:
         return twins[""], remarks, {}  # the caller has the old one
-    old = {each.name: weakref.ref(each.module.weight) for each in able}
-    swap(model, {each.module: twins[each.name] for each in able})
+    held: dict[nn.Module, nn.Module] = {
+        module: twins[name] for name, ref in modules.items() if (module := ref()) is not None
+    }
+    if held:
+        put_in_place(model, held)
     if len(twins) > 1:
         for each in {model, _holder(model, list(twins))}:
             plan_calls(each)
@@ -125,32 +129,15 @@ def _settings(keywords: dict[str, Any]) -> Settings:
     return Settings(**keywords)
 
 
-def _follow(found: list[Found], twins: Mapping[str, TieredModule], assigned: Mapping[str, Assigned]) -> None:
-    """The twins take the places that the weights have in their optimizers, all or none, and are as frozen as they."""
-    with contextlib.ExitStack() as undo:
-        for shared in {id(twin.tables.whole): twin.tables.whole for twin in twins.values()}.values():
-            undo.callback(shared.undo_opening)
-        for optimizer in _followed(assigned):
-            undo.callback(put_back, optimizer, *params_of(optimizer))
-        for each in found:
-            to_follow = assigned[each.name].follows
-            if to_follow is not None:
-                followed = twins[each.name].engine.optimizer
-                assert isinstance(followed, FollowedOptimizer)
-                undo.callback(followed.unfollow)
-                twins[each.name].follow(to_follow, instead_of=[each.module.weight])
-            twins[each.name].requires_grad_(assigned[each.name].trains)
-        undo.pop_all()
-
-
 def _followed(assigned: Mapping[str, Assigned]) -> list[torch.optim.Optimizer]:
     """The torch optimizers that tables are to follow, once each."""
     return list({id(each.follows): each.follows for each in assigned.values() if each.follows}.values())
 
 
-def _of_meta(optimizer: torch.optim.Optimizer) -> str | None:
-    """What to warn of where an optimizer has params without content, beside the tables that follow it."""
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.is_meta]
+def _of_meta(optimizer: torch.optim.Optimizer, tables: Collection[int]) -> str | None:
+    """What to warn of where an optimizer has params without content, beside those with ids in `tables`."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = [param for param in params if param.is_meta and id(param) not in tables]
     has_state = any(optimizer.state.get(param) for param in params)
     if not params or (torch.__future__.get_swap_module_params_on_conversion() and not has_state):
         return None
@@ -173,7 +160,8 @@ def _remarks(
         remarks.append(f"left as they are, as tiered twins could not stand for them: {listed(left)}")
     if not able:
         remarks.append("nothing was replaced: the model has no nn.Embedding or nn.EmbeddingBag that was to be")
-    remarks += [text for text in map(_of_meta, _followed(assigned)) if text]
+    tables = {id(each.module.weight) for each in able}
+    remarks += [text for each in _followed(assigned) if (text := _of_meta(each, tables))]
     trained = [each for each in able if each.module.weight.requires_grad]
     if optimizer is None and any(each.module.training for each in trained):
         remarks.append(

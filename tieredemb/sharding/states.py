@@ -223,7 +223,7 @@ class RowStates:
 def _apart(state: LoadedState) -> tuple[_Small, dict[str, torch.Tensor]]:
     """What is small of it, and its rows by name."""
     step, words, lagging = state
-    rows = {} if words is None else {WORDS: words}
+    rows = {} if words is None else {WORDS: torch.cat([each.to("cpu", torch.float32) for each in words], dim=1)}
     if lagging is None:
         return _Small(step, None, None), rows
     views = {"rows": lagging.rows, "weight": lagging.weight.view(np.uint8), "state": lagging.state.view(np.int32)}
@@ -234,10 +234,11 @@ def _apart(state: LoadedState) -> tuple[_Small, dict[str, torch.Tensor]]:
 def _joined(small: _Small, rows: Mapping[str, torch.Tensor]) -> LoadedState:
     """The state again."""
     step, carrier, history = small
+    words = (rows[WORDS],) if WORDS in rows else None
     if carrier is None:
-        return LoadedState(step, rows.get(WORDS))
+        return LoadedState(step, words)
     number, weight, state = (rows[name].numpy() for name in LAGGING_ROWS)
-    return LoadedState(step, rows.get(WORDS), LaggingRows(number, weight.view(carrier), state.view(np.uint32), history))
+    return LoadedState(step, words, LaggingRows(number, weight.view(carrier), state.view(np.uint32), history))
 
 
 def refuse_names() -> None:

@@ -3,7 +3,7 @@ of larger ones, entries that are loaded are of the whole, and what is taken of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import numpy as np
@@ -110,7 +110,7 @@ def _loaded_lagging(tables: TableSet, table: int, entry: Mapping[str, Any], part
 def loaded_state(
     tables: TableSet, config: OptimizerConfig, table: int, entry: Mapping[str, Any], part: TablePart | None = None
 ) -> LoadedState:
-    """Steps and state, float32 (rows, S) or None without any, that an entry of a state dict holds for a table; what a
+    """Steps and state, tensors of the rows or None without any, that an entry of a state dict holds for a table; what a
     new table has where it holds none, as torch's optimizers keep none before their first step. `part`: which of the
     whole table's rows, by default those that `tables` have. Raises `InvalidInputError`."""
     part, name = part or tables.config.part(table), tables.config.tables[table].name
@@ -129,23 +129,13 @@ def loaded_state(
         return LoadedState(step, None)
     new = torch.full((1, 1), config.state_start, dtype=torch.float32, device="cpu")
     width = sum(width for _, width in shapes.values())
-    if not held or part.own_rows == 0:  # a table has a row, if one that nobody asks for
-        words = new.expand((max(1, part.own_rows), width))
+    words: tuple[torch.Tensor, ...] = ()
     if held:
         given = [dense_numbers(f"{each!r} of table {name!r}", entry.get(each), shape) for each, shape in shapes.items()]
-        if part.own_rows:
-            words = _rows_of(given, part, width)
+        words = tuple(whole[part.first :: part.step] for whole in given)
+    if not held or part.own_rows == 0:  # a table has a row, if one that nobody asks for
+        words = (new.expand((max(1, part.own_rows), width)),)
     return LoadedState(step, words, _loaded_lagging(tables, table, entry, part))
-
-
-def _rows_of(given: Sequence[torch.Tensor], part: TablePart, width: int) -> torch.Tensor:
-    """A part's rows of whole state tensors, side by side: float32 (K, S) on the CPU."""
-    words = torch.empty((part.own_rows, width), dtype=torch.float32, device="cpu")
-    at = 0
-    for whole in given:
-        words[:, at : at + whole.shape[1]] = whole[part.first :: part.step]
-        at += whole.shape[1]
-    return words
 
 
 def check_together(config: OptimizerConfig, states: Mapping[int, LoadedState]) -> None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 COPY_ROWS = 1 << 18  # rows copied at once by whole-table calls that compute with them: bounds their memory
 COPY_BYTES = 1 << 28  # of rows copied at once as they lie; each time the cache is asked which of them it has
+DENSE_BYTES = 1 << 24  # of rows of a dense optimizer, which are copied several times on their way
 PART_BYTES = 1 << 26  # of the parts in which a table is read: beyond any cache of a CPU, and little beside memory
 _CPU = torch.device("cpu")
 
@@ -66,11 +67,12 @@ class LaggingRows(NamedTuple):
 
 
 class LoadedState(NamedTuple):
-    """A table's optimizer state from a state dict: the steps taken, float32 (rows, S) or None without any, and of a
-    dense optimizer the rows that stood at an earlier step, where it says so."""
+    """A table's optimizer state from a state dict: the steps taken, `words`, tensors (rows, ·) of S numbers a row that
+    lie side by side in it, or None without any, and of a dense optimizer the rows that stood at an earlier step, where
+    it says so."""
 
     step: int
-    words: torch.Tensor | None
+    words: tuple[torch.Tensor, ...] | None
     lagging: LaggingRows | None = None
 
 
@@ -295,7 +297,7 @@ class TableSet:
         config, own = self.config.tables[table], self.weight_dtype(table)
         out = self._empty(table, config.embedding_dim, dtype or own, device)
         if device.type == "cpu" and out.dtype == own:
-            for start, stop in self._parts("copying weights", table, out):
+            for start, stop in self._parts("copying weights", table, _row_bytes(out)):
                 self._read(table, start, out[start:stop])
         else:
             for start, rows in self.weight_parts(table):
@@ -356,7 +358,7 @@ class TableSet:
 
     def _write_weight(self, table: int, weight: torch.Tensor) -> None:
         group, _, first = self.locate(table)
-        for start, stop in self._parts("setting weights", table, weight):
+        for start, stop in self._parts("setting weights", table, _row_bytes(weight)):
             rows = encoded(weight[start:stop].detach().to(device="cpu"), group.cache.cold.layout.format)
             group.import_weights(first + start, rows)
 
@@ -365,16 +367,13 @@ class TableSet:
         which is overwritten by the next part."""
         group, _, first = self.locate(table)
         width = group.cache.cold.layout.state_width - (group.history is not None)  # without the step of each row
-        rows = self.config.tables[table].num_embeddings
-        at_once = COPY_ROWS if group.is_dense else max(1, PART_BYTES // (4 * max(1, width)))
-        part = torch.empty((min(rows, at_once), width), dtype=torch.float32, device="cpu")
-        with progress("copying optimizer state", 4 * rows * width) as advance:
-            for start, stop in _chunks(rows, at_once):
-                some = part[: stop - start]
-                no_weight = np.empty((stop - start, 0), group.cache.cold.layout.carrier)
-                group.export_rows(first + start, first + stop, no_weight, some.numpy().view(np.uint32))
-                yield start, some
-                advance(4 * (stop - start) * width)
+        part = torch.empty((0, width), dtype=torch.float32, device="cpu")
+        for start, stop in self._parts("copying optimizer state", table, 4 * width, PART_BYTES):
+            if len(part) < stop - start:
+                part = torch.empty((stop - start, width), dtype=torch.float32, device="cpu")
+            no_weight = np.empty((stop - start, 0), group.cache.cold.layout.carrier)
+            group.export_rows(first + start, first + stop, no_weight, part[: stop - start].numpy().view(np.uint32))
+            yield start, part[: stop - start]
 
     def set_states(
         self,
@@ -438,18 +437,24 @@ class TableSet:
         rows, weight, state = (np.concatenate(parts) for parts in zip(*found, strict=True))
         return LaggingRows(rows, weight, state, history if with_history else None)
 
-    def _write_state(self, table: int, state: torch.Tensor, step: int) -> None:
+    def _write_state(self, table: int, words: Sequence[torch.Tensor], step: int) -> None:
         group, _, first = self.locate(table)
-        for start, stop in self._parts("setting optimizer state", table, state):
-            rows = state[start:stop].detach().to(device="cpu", dtype=torch.float32).contiguous()
+        width = sum(each.shape[1] for each in words)
+        for start, stop in self._parts("setting optimizer state", table, 4 * width):
+            rows = torch.empty((stop - start, width), dtype=torch.float32, device="cpu")
+            for part, each in zip(torch.split(rows, [each.shape[1] for each in words], dim=1), words, strict=True):
+                part.copy_(each[start:stop].detach())
             group.import_states(first + start, rows.numpy().view(np.uint32), step)
 
-    def _parts(self, title: str, table: int, values: torch.Tensor) -> Iterator[tuple[int, int]]:
-        """The rows of a table, whose `values` (rows, ·) are copied, in parts (start, stop); shows how far they are."""
-        row_bytes = values.shape[1] * values.element_size()
-        at_once = COPY_ROWS if self.locate(table)[0].is_dense else max(1, COPY_BYTES // max(1, row_bytes))
-        with progress(title, len(values) * row_bytes) as advance:
-            for start, stop in _chunks(len(values), at_once):
+    def _parts(self, title: str, table: int, row_bytes: int, at_once: int = COPY_BYTES) -> Iterator[tuple[int, int]]:
+        """The rows of a table, of which `row_bytes` a row are copied, in parts (start, stop) of so many bytes `at_once`
+        or fewer; shows how far they are."""
+        rows = self.config.tables[table].num_embeddings
+        most = max(1, at_once // max(1, row_bytes))
+        if self.locate(table)[0].is_dense:
+            most = max(1, min(COPY_ROWS, DENSE_BYTES // max(1, row_bytes)))
+        with progress(title, rows * row_bytes) as advance:
+            for start, stop in _chunks(rows, most):
                 yield start, stop
                 advance((stop - start) * row_bytes)
 
@@ -652,6 +657,10 @@ def _copied_rows(group: Group) -> Iterator[Rows]:
 
 def _chunks(rows: int, at_once: int = COPY_ROWS) -> Iterator[tuple[int, int]]:
     return ((start, min(start + at_once, rows)) for start in range(0, rows, at_once))
+
+
+def _row_bytes(values: torch.Tensor) -> int:
+    return values.shape[1] * values.element_size()
 
 
 def encoded(values: torch.Tensor, row: RowFormat) -> Array:

@@ -1,0 +1,45 @@
+"""What a conversion needs of memory beside its result: one table."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+TABLE = 64 << 20  # bytes of a table's weights
+SLACK = 24 << 20  # the allocator's, and parts that are copied
+SCRIPT = """
+    import sys, torch, tieredemb
+    from torch import nn
+
+    def status(name):
+        (line,) = (line for line in open("/proc/self/status") if line.startswith(name))
+        return int(line.split()[1]) << 10
+
+    def converted(rows, trained):
+        model = nn.ModuleList([nn.EmbeddingBag(rows, 64, mode="sum") for _ in range(4)])
+        optimizer = torch.optim.Adam(model.parameters())
+        if trained:
+            for number in range(4):
+                model[number](torch.tensor([[0]])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        open("/proc/self/clear_refs", "w").write("5")       # the peak is counted from here on
+        return tieredemb.replace_embedding_bags(model, capacity=8, optimizer=optimizer)
+
+    trained = sys.argv[1] == "trained"
+    converted(8, trained)                                   # loads and compiles
+    model = converted(int(sys.argv[2]), trained)
+    print(status("VmHWM") - status("VmRSS"))
+"""
+
+
+@pytest.mark.parametrize(("state", "tensors"), [("new", 1), ("trained", 3)])
+def test_a_conversion_holds_one_table_beside_its_result(state, tensors):
+    """Of four: its weight, and what the optimizer has kept of it."""
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), state, str(TABLE // 256)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < tensors * TABLE + SLACK
