@@ -262,6 +262,37 @@ def test_what_fails_on_the_way_changes_nothing(monkeypatch, at):
     assert_trains_alike(model, plain, optimizer, reference)
 
 
+class Locked(nn.ModuleDict):
+    """Takes no table of 5 rows."""
+
+    def __setattr__(self, name, value):
+        if isinstance(value, TieredEmbeddingBag) and value.num_embeddings == 5:
+            raise RuntimeError("locked")
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_model_that_refuses_a_table_has_all_embeddings_as_they_were(device, kind, holds):
+    model, plain = pair()
+    model.emb = Locked(model.emb)
+    optimizer, reference = (kind(each.parameters(), lr=0.01) for each in (model, plain))
+    for net, its in ((model, optimizer), (plain, reference)):
+        step(net, its, 1)
+    before, held = state_of(model, optimizer), list(model.parameters()) if holds else []
+    with pytest.raises(RuntimeError, match="locked"):
+        te.replace_embedding_bags(model, optimizer=optimizer)
+    assert state_of(model, optimizer) == before
+    assert all(each is mine for each, mine in zip(held, model.parameters(), strict=False))
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_same_bits([mine, *entry(optimizer, mine)], [other, *entry(reference, other)])
+    assert_trains_alike(model, plain, optimizer, reference)
+
+
+def entry(optimizer, param):
+    return [torch.as_tensor(value) for _, value in sorted(optimizer.state[param].items())]
+
+
 def test_without_an_optimizer_a_model_that_trains_is_warned_of():
     model, plain = pair()
     with pytest.warns(UserWarning, match="will not train"):
