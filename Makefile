@@ -17,7 +17,7 @@ help:
 	@echo 'make test-clients [ARGS=…]           convert and train models of deepctr-torch, torch-rechub and torchfm'
 	@echo 'make lint                            ruff and mypy'
 	@echo 'make docs                            build the documentation into build/docs; a warning is an error'
-	@echo 'make wheel-check                     build the wheel, and use it from outside the tree'
+	@echo 'make dist                            build the wheel and the sdist into dist, and check them'
 	@echo 'make bench [ARGS=…]                  run the benchmarks, keep the results, write tables and charts'
 	@echo 'make clean                           remove .venv and what the tools left'
 
@@ -39,8 +39,11 @@ docs: $(INSTALLED)
 	$(BIN)/python -m sphinx -b html -W --keep-going -n -q docs build/docs
 	@echo 'build/docs/index.html'
 
-wheel-check: $(INSTALLED)
-	$(BIN)/python -m pytest tests/test_wheel.py
+# what does not pass the checks is not left in dist
+dist: $(INSTALLED)
+	rm -rf dist
+	$(BIN)/python -m pytest tests/test_dist.py --built-into dist || { rm -rf dist; exit 1; }
+	@ls dist/*
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -81,4 +84,4 @@ $(CLIENTS)/.installed: $(INSTALLED) tests/clients/requirements.txt
 		>"$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
 	@touch $@
 
-.PHONY: help train test test-clients lint docs wheel-check bench clean
+.PHONY: help train test test-clients lint docs dist bench clean

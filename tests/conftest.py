@@ -25,6 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="interrupt every line and fail every system call, which takes an hour, instead of an even sample",
     )
+    parser.addoption(
+        "--built-into",
+        metavar="DIRECTORY",
+        type=Path,
+        help="keep the wheel and the sdist that tests/test_dist.py builds and checks in this directory",
+    )
 
 
 # --- fixtures ---------------------------------------------------------------------------------------------------------

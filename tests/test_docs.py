@@ -23,7 +23,7 @@ from tieredemb.__main__ import main
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "docs").rglob("*.md"))
-PAGES = ("README.md", "CONTRIBUTING.md", "examples/dlrm/README.md", *DOCS)
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/dlrm/README.md", *DOCS)
 README_BYTES = 12 << 10  # what a newcomer reads in five minutes
 FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)")

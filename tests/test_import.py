@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
 
 import pytest
 
@@ -56,10 +54,3 @@ def test_public_names_are_there_and_others_are_not():
 
 def test_import_check_sees_what_a_statement_loads(loaded_with_torch):
     assert "numba" in loaded_after("import tieredemb.kernels.cpu") - loaded_with_torch
-
-
-def test_version_is_that_of_the_project():
-    import tieredemb
-
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    assert project["version"] == tieredemb.__version__

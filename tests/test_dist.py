@@ -1,21 +1,28 @@
-"""The wheel, built and installed outside the tree: package data that was forgotten shows only there."""
+"""The sdist and the wheel that is built from it, installed outside the tree: files that were forgotten show only there.
+`make dist` keeps them."""
 
 from __future__ import annotations
 
+import email
 import os
 import shutil
 import site
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import tieredemb
+
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "tieredemb"
 PACKAGED = {".py", ".typed", ".cu", ".cuh"}
+SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "SECURITY.md")
+NAME = f"tieredemb-{tieredemb.__version__}"
 
 USE = """
 import sys, torch, tieredemb
@@ -31,26 +38,48 @@ print(torch.equal(bag(ids[:1], offsets[:1]), before[:1].detach() - 1.0))
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from a copy of what the repository holds: a build in place would leave its files there."""
+def built(tmp_path_factory, request):
+    """Where sdist and wheel are: built from a copy of what the repository holds, as a build in place would leave its
+    files there, and take up what an older one has left."""
     tree = tmp_path_factory.mktemp("tree")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in SOURCES:
         shutil.copy(REPOSITORY / name, tree)
     for name in ("tieredemb", "tests", "examples", "benchmarks"):
         if (REPOSITORY / name).is_dir():
             shutil.copytree(REPOSITORY / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tree / "dist", tree],
+    into = request.config.getoption("--built-into") or tree / "dist"
+    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "--outdir", into.absolute(), tree],
                    check=True, capture_output=True, text=True, timeout=200)  # fmt: skip
-    (built,) = (tree / "dist").glob("*.whl")
-    return built
+    return into
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    (found,) = built.glob("*.whl")
+    return found
+
+
+def files_of_the_package():
+    found = {path.relative_to(REPOSITORY).as_posix() for path in PACKAGE.rglob("*") if path.suffix in PACKAGED}
+    assert "tieredemb/py.typed" in found
+    return found
 
 
 def test_wheel_holds_the_whole_package_and_nothing_else(wheel):
-    files = [path for path in PACKAGE.rglob("*") if path.suffix in PACKAGED]
-    expected = {path.relative_to(REPOSITORY).as_posix() for path in files}
-    assert "tieredemb/py.typed" in expected
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert held == expected
+    assert held == files_of_the_package()
+
+
+def test_wheel_has_the_version_of_the_package(wheel):
+    metadata = email.message_from_bytes(zipfile.ZipFile(wheel).read(f"{NAME}.dist-info/METADATA"))
+    assert metadata["Version"] == tieredemb.__version__
+
+
+def test_sdist_holds_the_package_and_what_describes_it(built):
+    with tarfile.open(built / f"{NAME}.tar.gz") as sdist:
+        held = {member.name.removeprefix(f"{NAME}/") for member in sdist if member.isfile()}
+    made = {name for name in held if name.startswith("tieredemb.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert held - made == files_of_the_package() | set(SOURCES)
 
 
 def test_wheel_looks_up_and_trains_from_another_directory(wheel, tmp_path):
