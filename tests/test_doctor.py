@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 
+import tieredemb
 from tieredemb.__main__ import main
 from tieredemb.doctor import bandwidth, checks, examine, render
 from tieredemb.doctor.bandwidth import Rates, advice, check_bandwidth, rates_finding
 from tieredemb.doctor.finding import Check, Finding, ok
 from tieredemb.errors import StorageError
 
-NAMES = {"python", "torch", "numpy", "numba", "numba cache", "cpu", "memory", "huge pages", "disk", "memkind", "cupy"}
+PACKAGES = {"tieredemb", "python", "torch", "numpy", "numba", "cupy"}
+NAMES = PACKAGES | {"numba cache", "cpu", "memory", "huge pages", "disk", "memkind"}
 
 UNMEASURED = ("--table", "0B")  # where there is a GPU
 
@@ -34,6 +36,7 @@ def test_doctor_reports_this_machine(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["doctor", "--json", *UNMEASURED]) == 0
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert findings.keys() >= NAMES
+    assert findings["tieredemb"]["detail"] == tieredemb.__version__
     assert findings["numpy"]["values"] == {"version": np.__version__}
     assert findings["torch"]["values"]["version"].split("+")[0] == torch.__version__.split("+")[0]
     assert findings["python"]["detail"] == sys.version.split()[0]

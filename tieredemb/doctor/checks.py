@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from pathlib import Path
 
 from tieredemb.doctor.finding import GIB, Finding, missing, ok
@@ -26,9 +27,9 @@ WITH_GPU = "with an NVIDIA GPU: "
 
 
 def check_packages() -> list[Finding]:
-    """Python, the required packages, and what the extras bring. Reads metadata, imports nothing."""
-    version = platform.python_version()
-    found = [ok("python", version, version=version)]
+    """This package, Python, the required packages, and what the extras bring. Reads metadata, imports nothing."""
+    ours, version = sys.modules["tieredemb"].__version__, platform.python_version()
+    found = [ok("tieredemb", ours, version=ours), ok("python", version, version=version)]
     found += [_package(package, "pip install tieredemb") for package in ("torch", "numpy", "numba")]
     extras = {"plots": ("matplotlib",), "bench": ("tqdm", "zstandard")}
     for extra, packages in extras.items():
