@@ -13,7 +13,9 @@ import tieredemb
 from tieredemb import errors
 
 PUBLIC = {name: f"tieredemb.{name}" for name in tieredemb.__all__} | {
-    name: f"tieredemb.errors.{name}" for name, value in vars(errors).items() if isinstance(value, type)
+    name: f"tieredemb.errors.{name}"
+    for name, value in vars(errors).items()
+    if isinstance(value, type) and issubclass(value, errors.TieredEmbError)
 }
 QUOTED = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 BROKEN_NAME = re.compile(r"(?<=[.:])\n\s*")  # a dotted name that goes on in the next line
@@ -22,19 +24,11 @@ ITEMS = re.compile(rf"^(?P<before>.*?)(?P<items>{ITEM}.*\s·\s{ITEM}.*)$", re.DO
 BETWEEN_ITEMS = re.compile(rf"\s·\s(?={ITEM})")
 CALL = re.compile(r"(\w+)(?:\([^<>]*\))?")
 SPECIAL = re.compile(r"[*|]|(?<=\w)_(?!\w)")  # what would be markup in text that is none
-HIDDEN = re.compile(r", _weight=None|, _freeze=False")  # what torch's modules have for themselves
 
 
 def process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Sphinx's event `autodoc-process-docstring`: changes `lines` in place."""
     lines[:] = as_rst("\n".join(lines)).split("\n")
-
-
-def without_hidden_arguments(
-    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returned: str | None
-) -> tuple[str | None, str | None]:
-    """Sphinx's event `autodoc-process-signature`: leaves out arguments that only torch itself passes."""
-    return (signature and HIDDEN.sub("", signature)), returned
 
 
 def as_rst(text: str) -> str:

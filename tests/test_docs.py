@@ -7,6 +7,8 @@ import contextlib
 import doctest
 import importlib
 import importlib.util
+import inspect
+import pkgutil
 import re
 import shlex
 import tomllib
@@ -154,7 +156,7 @@ def test_pages_local_links_exist(page):
     "name", [name for name, path in modules_of(REPOSITORY / "tieredemb").items() if EXAMPLE.search(path.read_text())]
 )
 def test_docstring_examples_hold(name, tmp_path, monkeypatch):
-    """Examples may use torch, nn and the public names without importing them."""
+    """Those of what the reference has none of, too: methods, and what is internal."""
     monkeypatch.chdir(tmp_path)
     names = {public: getattr(tieredemb, public) for public in tieredemb.__all__}
     module = importlib.import_module(name)
@@ -164,11 +166,45 @@ def test_docstring_examples_hold(name, tmp_path, monkeypatch):
         pytest.skip("its examples are all marked +SKIP")
 
 
+def documented() -> dict[str, object]:
+    """What the API reference documents by its name: public classes and functions, and what modules return."""
+    names = re.findall(
+        r"^\.\. auto(?:class|function):: ([\w.]+)$", (REPOSITORY / "docs/api.md").read_text(), re.MULTILINE
+    )
+    return {name: pkgutil.resolve_name(name) for name in names}
+
+
+def test_reference_has_all_public_names():
+    names = {name.removeprefix("tieredemb.") for name in documented()}
+    assert set(tieredemb.__all__) - names == {"TieredEmbError"}, "it is with the errors"
+
+
+@pytest.mark.parametrize("name", [*documented(), "tieredemb.TieredEmbError"])
+def test_public_names_have_an_example(name, tmp_path, monkeypatch):
+    """It runs after the lines that the reference begins with, and has nothing internal."""
+    monkeypatch.chdir(tmp_path)
+    value = pkgutil.resolve_name(name)
+    names = {"torch": torch, "nn": nn, "tieredemb": tieredemb}
+    if value.__name__ not in tieredemb.__all__:  # what modules return, and operators
+        names[value.__name__] = value
+    (example,) = doctest.DocTestFinder(recurse=False).find(value, name, globs=names)
+    assert example.examples
+    internal = r"\btieredemb\.(?!ops\b|errors\b)[a-z_]+\.|(?:from|import) tieredemb\.(?!ops\b|errors\b)"
+    assert not re.search(internal, "".join(each.source for each in example.examples))
+    assert doctest.DocTestRunner().run(example).failed == 0
+
+
 @pytest.fixture
-def as_rst(monkeypatch):
-    """How the built documentation reads docstrings."""
+def site(monkeypatch):
+    """The modules of the built documentation, by name."""
     monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
-    return importlib.import_module("docstrings").as_rst
+    return importlib.import_module
+
+
+@pytest.fixture
+def as_rst(site):
+    """How the built documentation reads docstrings."""
+    return site("docstrings").as_rst
 
 
 @pytest.mark.parametrize(
@@ -185,3 +221,45 @@ def as_rst(monkeypatch):
 )  # fmt: skip
 def test_docstrings_become_restructured_text(as_rst, written, shown):
     assert as_rst(written) == shown + "\n"
+
+
+# --- the site ---------------------------------------------------------------------------------------------------------
+
+
+def test_signatures_have_the_types_of_their_source(site):
+    arguments, returned = site("signatures").written(tieredemb.prefetch)
+    assert arguments.startswith("(loader: Iterable[B], model: torch.nn.Module, depth: int = 1, *, ids_of: Callable")
+    assert returned == "Iterable[B]"
+    arguments, returned = site("signatures").written(tieredemb.TieredEmbeddingBag)
+    assert "capacity: Capacity = 0.01" in arguments
+    assert "_weight" not in arguments
+    assert returned is None
+
+
+def test_signatures_have_a_type_for_each_argument(site):
+    for name, value in documented().items():
+        arguments = [
+            each for each in inspect.signature(value).parameters if f"{each}:" in site("signatures").written(value)[0]
+        ]
+        assert set(inspect.signature(value).parameters) - set(arguments) <= site("signatures").HIDDEN, name
+
+
+def test_site_has_the_pages_that_lie_outside(site):
+    outside = site("outside")
+    on_site = {path.relative_to(REPOSITORY).as_posix() for path in outside.pages()}
+    assert on_site == {page for page in PAGES if not page.startswith("docs/")}
+    front = outside.as_page(REPOSITORY / "docs" / "index.md", (REPOSITORY / "docs" / "index.md").read_text())
+    assert front.startswith((REPOSITORY / "README.md").read_text()[:100])
+
+
+@pytest.mark.parametrize(
+    ("page", "written", "shown"),
+    [
+        ("index.md", "[a](guides/tiers.md#files)", "[a](guides/tiers.md#files)"),
+        ("example.md", "```{include} ../examples/dlrm/README.md\n```", "(guides/sharding.md)"),
+        ("guides/tiers.md", "[a](../../CONTRIBUTING.md)", "[a](../contributing.md)"),
+        ("guides/tiers.md", "[a](https://example.com/README.md)", "[a](https://example.com/README.md)"),
+    ],
+)
+def test_links_lead_to_pages_of_the_site(site, page, written, shown):
+    assert shown in site("outside").as_page(REPOSITORY / "docs" / page, written)

@@ -137,7 +137,10 @@ def _as_floats(config: object, *names: str) -> None:
 @by_name
 @dataclass(frozen=True, kw_only=True)
 class Normal:
-    """Rows start as independent normal values, as `torch.nn.EmbeddingBag`'s do."""
+    """Rows start as independent normal values, as `torch.nn.EmbeddingBag`'s do.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, init=tieredemb.Normal(std=0.01))
+    """
 
     mean: float = 0.0
     std: float = 1.0
@@ -152,7 +155,10 @@ class Normal:
 @by_name
 @dataclass(frozen=True, kw_only=True)
 class Uniform:
-    """Rows start as independent uniform values between low and high; DLRM takes ±1/√num_embeddings."""
+    """Rows start as independent uniform values between low and high; DLRM takes ±1/√num_embeddings.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, init=tieredemb.Uniform(low=-0.03, high=0.03))
+    """
 
     low: float
     high: float
@@ -197,6 +203,14 @@ class TableConfig:
     capacity, or where it holds all tables. `feature_names`: who looks up in it, as in `torchrec.EmbeddingBagConfig`;
     by default one feature, of the table's name. Each brings ids of its own and has columns of its own in the output.
     They share the rows: what several bring to a row is one gradient, and one update.
+
+    >>> user = tieredemb.TableConfig(name="user", num_embeddings=1000, embedding_dim=4, padding_idx=0)
+    >>> item = tieredemb.TableConfig(
+    ...     name="item", num_embeddings=5000, embedding_dim=4, feature_names=("clicked", "bought")
+    ... )
+    >>> collection = tieredemb.TieredEmbeddingBagCollection([user, item], capacity=0.1)
+    >>> item.features
+    ('clicked', 'bought')
     """
 
     name: str
@@ -292,6 +306,8 @@ class LFU:
     LRFU (Lee et al., IEEE ToC 2001). `half_life_batches=math.inf` counts exactly. With `remember_evicted` (default)
     the score leaves and returns with the row, and of rows of equal score the one used longest ago leaves; without it an
     evicted row starts again and the score alone decides, as in classic LFU caches.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, capacity=100, policy=tieredemb.LFU(half_life_batches=50))
     """
 
     half_life_batches: float = 300.0
@@ -313,7 +329,10 @@ class LFU:
 @by_name
 @dataclass(frozen=True, kw_only=True)
 class LRU:
-    """Keeps the rows that were used last."""
+    """Keeps the rows that were used last.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, capacity=100, policy=tieredemb.LRU())
+    """
 
 
 Policy = LFU | LRU

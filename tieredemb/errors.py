@@ -30,7 +30,14 @@ def some_of(names: Sequence[str]) -> str:
 
 
 class TieredEmbError(Exception):
-    """Base class of all errors that tieredemb raises on purpose."""
+    """Base class of all errors that tieredemb raises on purpose.
+
+    >>> try:
+    ...     tieredemb.TieredEmbeddingBag(1000, 4, capacity=2.0)
+    ... except tieredemb.TieredEmbError as error:
+    ...     print(error)
+    capacity as a share of the rows must lie in (0, 1], got 2.0
+    """
 
 
 class ConfigError(TieredEmbError, ValueError):

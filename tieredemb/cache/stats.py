@@ -15,6 +15,15 @@ class CacheStats:
     rows of batches larger than the cache, served beyond its capacity · `batches`: batches planned, where several plans
     of one time are one · `steps_replayed`: optimizer steps that rows missed and were made to take one by one, summed
     over rows.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, capacity=100)
+    >>> for _ in range(2):
+    ...     rows = bag(torch.tensor([[1, 2, 2]]))
+    >>> stats = bag.stats()
+    >>> stats.lookups, stats.misses, stats.rows_filled
+    (6, 3, 2)
+    >>> stats.hit_rate
+    0.5
     """
 
     batches: int = 0

@@ -24,8 +24,8 @@ def describe(model: nn.Module) -> None:
     that several ranks hold, the cache is this rank's, of the rows that it owns. Raises `ConfigError` for what is no
     module. Does not synchronise.
 
-    >>> from tieredemb import replace_embedding_bags
-    >>> describe(replace_embedding_bags(nn.Sequential(nn.EmbeddingBag(1000, 4), nn.Linear(4, 1)).eval()))
+    >>> model = nn.Sequential(nn.EmbeddingBag(1000, 4), nn.Linear(4, 1)).eval()
+    >>> tieredemb.describe(tieredemb.replace_embedding_bags(model))
     table     rows  width   weights  cache                                 trained by
     0.weight  1000      4  15.6 KiB  10 rows of 1000 (1 %), CPU over host  nothing: no optimizer
     <BLANKLINE>

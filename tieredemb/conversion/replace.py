@@ -66,7 +66,7 @@ def replace_embedding_bags(
 
     >>> model = nn.Sequential(nn.EmbeddingBag(1000, 4, mode="sum"), nn.Linear(4, 1))
     >>> optimizer = torch.optim.Adam(model.parameters(), weight_decay=1e-5)
-    >>> type(replace_embedding_bags(model, capacity=0.1, optimizer=optimizer)[0]).__name__
+    >>> type(tieredemb.replace_embedding_bags(model, capacity=0.1, optimizer=optimizer)[0]).__name__
     'TieredEmbeddingBag'
     """
     if not isinstance(model, nn.Module):

@@ -134,7 +134,7 @@ class TieredModule(LookupModule):
         for an optimizer or an option that tables lack, `ConfigError` for what does not fit, and `StorageError` while
         batches are in flight. Does not synchronise, but where rows are laid out anew.
 
-        >>> model = nn.Sequential(TieredEmbeddingBag(1000, 4, mode="sum"), nn.Linear(4, 1))
+        >>> model = nn.Sequential(tieredemb.TieredEmbeddingBag(1000, 4, mode="sum"), nn.Linear(4, 1))
         >>> optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
         >>> model[0].follow(optimizer)
         >>> model(torch.tensor([[1, 2]])).sum().backward()
@@ -226,7 +226,7 @@ class TieredModule(LookupModule):
         The rows of all of them stay locked until then, and their gradients are kept. After an exception nothing is
         applied. Raises `BackwardError` inside itself.
 
-        >>> bag = TieredEmbeddingBag(1000, 4, optimizer=tieredemb.SGD(lr=0.1))
+        >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, optimizer=tieredemb.SGD(lr=0.1))
         >>> with bag.accumulate():
         ...     for micro_batch in torch.randint(1000, (4, 8, 3)):
         ...         (bag(micro_batch).sum() / 4).backward()
@@ -261,7 +261,7 @@ class TieredModule(LookupModule):
         the tables, as the dense layers are, notes both, and is compared with them when the files are opened again: they
         belong together where identity and generation are equal.
 
-        >>> TieredEmbeddingBag(1000, 4).row_files() is None
+        >>> tieredemb.TieredEmbeddingBag(1000, 4).row_files() is None
         True
         """
         found = self.tables.row_set

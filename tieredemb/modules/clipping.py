@@ -30,7 +30,7 @@ def clip_grad_norm_(
     Raises `ConfigError` for tables that are updated in backward, whose gradients are gone, and `InvalidInputError` for
     a `norm_type` of 0 or less, and what is no number or no parameter.
 
-    >>> bag = TieredEmbeddingBag(1000, 4, mode="sum", optimizer=torch.optim.SGD)
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, mode="sum", optimizer=torch.optim.SGD)
     >>> optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
     >>> bag.follow(optimizer)
     >>> bag(torch.tensor([[1, 2]])).sum().backward()

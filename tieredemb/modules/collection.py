@@ -145,8 +145,8 @@ class TieredEmbeddingBagCollection(PooledInputs, KeyedModule):
     each gets the same share of its rows, and at least one. `is_weighted`: whether the weights of a `KeyedJaggedTensor`
     count, as in `torchrec.EmbeddingBagCollection`.
 
-    >>> tables = [TableConfig(name=n, num_embeddings=100, embedding_dim=4) for n in ("user", "item")]
-    >>> collection = TieredEmbeddingBagCollection(tables, capacity=0.5)
+    >>> tables = [tieredemb.TableConfig(name=n, num_embeddings=100, embedding_dim=4) for n in ("user", "item")]
+    >>> collection = tieredemb.TieredEmbeddingBagCollection(tables, capacity=0.5)
     >>> ids = torch.tensor([7, 8, 9, 50])          # user bags [7], [8, 9]; item bags [50], []
     >>> collection(ids, torch.tensor([0, 1, 3, 4, 4])).shape
     torch.Size([2, 8])

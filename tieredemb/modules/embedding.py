@@ -27,7 +27,7 @@ class TieredEmbedding(OneTable):
     The arguments up to `dtype` are those of `torch.nn.Embedding`; the keywords are those of `TieredEmbeddingBag`. The
     row of `padding_idx` is looked up (zeros unless set) and never trained.
 
-    >>> embedding = TieredEmbedding(1000, 4, capacity=100)
+    >>> embedding = tieredemb.TieredEmbedding(1000, 4, capacity=100)
     >>> embedding(torch.tensor([[1, 2], [3, 3]])).shape
     torch.Size([2, 2, 4])
     """

@@ -56,7 +56,7 @@ class TieredEmbeddingBag(OneTable):
     Raises `ConfigError` for an argument that is not allowed. No forward or backward synchronises with a GPU, unless
     its tier is staged through the host (`File`, `Pmem`).
 
-    >>> bag = TieredEmbeddingBag(1000, 4, mode="sum", capacity=100, optimizer=SGD(lr=0.1))
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, mode="sum", capacity=100, optimizer=tieredemb.SGD(lr=0.1))
     >>> out = bag(torch.tensor([1, 2, 2, 999]), torch.tensor([0, 1]))
     >>> out.sum().backward()      # updates rows 1, 2 and 999
     >>> out.shape, bag.stats().lookups

@@ -40,8 +40,8 @@ class TieredEmbeddingCollection(KeyedModule):
     asks. A padding row is looked up and never trained. The keywords are those of `TieredEmbeddingBagCollection`;
     `need_indices`: what is returned by key has the ids as weights, as TorchRec's.
 
-    >>> tables = [TableConfig(name=n, num_embeddings=100, embedding_dim=4) for n in ("item", "word")]
-    >>> collection = TieredEmbeddingCollection(tables, capacity=0.5)
+    >>> tables = [tieredemb.TableConfig(name=n, num_embeddings=100, embedding_dim=4) for n in ("item", "word")]
+    >>> collection = tieredemb.TieredEmbeddingCollection(tables, capacity=0.5)
     >>> rows = collection({"item": torch.tensor([7]), "word": torch.tensor([[8, 9], [50, 8]])})
     >>> rows["item"].shape, rows["word"].shape
     (torch.Size([1, 4]), torch.Size([2, 2, 4]))

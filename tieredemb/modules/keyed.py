@@ -81,7 +81,12 @@ class KeyedTensor:
 
 
 class JaggedTensor:
-    """Rows of several samples: `values()` is (N, D), and `lengths()`, (B,), how many of them each sample has."""
+    """Rows of several samples: `values()` is (N, D), and `lengths()`, (B,), how many of them each sample has.
+
+    >>> rows = JaggedTensor(torch.arange(6).reshape(3, 2), torch.tensor([1, 2]))
+    >>> [sample.tolist() for sample in torch.split(rows.values(), rows.lengths().tolist())]
+    [[[0, 1]], [[2, 3], [4, 5]]]
+    """
 
     def __init__(self, values: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None) -> None:
         self._values = values

@@ -53,7 +53,7 @@ class OneTable(TieredModule):
         (in-place operations, `nn.init`, assignment), and for its `grad`; `StorageFullError` or `DeviceMemoryError`
         where memory cannot hold the copy: `tieredemb.scores` multiplies with tables of any size.
 
-        >>> embedding = TieredEmbedding(1000, 4)
+        >>> embedding = tieredemb.TieredEmbedding(1000, 4)
         >>> embedding.weight.shape
         torch.Size([1000, 4])
         >>> with torch.no_grad():

@@ -28,7 +28,7 @@ def scores(module: TieredModule, x: torch.Tensor, *, table: str | None = None) -
     x that requires a gradient where lookups scale rows (`max_norm`) or inside the capture of a CUDA graph,
     `InvalidInputError` for an x that does not fit, and `ConfigError` for a table that is not there.
 
-    >>> items = TieredEmbedding(1000, 4, capacity=0.05)
+    >>> items = tieredemb.TieredEmbedding(1000, 4, capacity=0.05)
     >>> users = torch.randn(8, 4)
     >>> best = tieredemb.scores(items, users).topk(10).indices
     >>> best.shape

@@ -239,6 +239,12 @@ def graph_step(step: Callable[[Any], R], example_batch: Any = None, *, max_ids: 
 def graph_forward(
     forward: Callable[[Any], R], example_batch: Any = None, *, max_ids: int | None = None
 ) -> GraphStep[R]:
-    """As `graph_step`, for a function that only looks up: it runs under `torch.no_grad()`."""
+    """As `graph_step`, for a function that only looks up: it runs under `torch.no_grad()`.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4)
+    >>> serve = tieredemb.graph_forward(bag)
+    >>> serve(torch.tensor([[1, 2], [3, 3]])).shape
+    torch.Size([2, 4])
+    """
     looks_up = torch.no_grad()(forward) if callable(forward) else forward
     return GraphStep(looks_up, example_batch, max_ids=max_ids)

@@ -89,6 +89,16 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
     GPUs send each other rows by NCCL where the `group` has it, as "nccl" and "cpu:gloo,cuda:nccl" do; what ranks tell
     each other goes by gloo in any case, between hosts. In a group of gloo alone rows pass through host memory. An
     eager forward waits for the GPU once, to learn how many rows each rank is asked for, and whether an id is wrong.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)    # under torchrun: "gloo" alone
+    >>> tables = [tieredemb.TableConfig(name=n, num_embeddings=100, embedding_dim=4) for n in ("user", "item")]
+    >>> collection = tieredemb.ShardedTieredEmbeddingBagCollection(
+    ...     tables, sharding=tieredemb.RowWise(), capacity=0.5, optimizer=tieredemb.Adagrad(lr=0.02)
+    ... )
+    >>> ids = torch.tensor([7, 8, 9, 50])    # this rank's batch
+    >>> collection(ids, torch.tensor([0, 1, 3, 4, 4])).sum().backward()
+    >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -301,7 +311,8 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         group: int | dict[str, Any] | None = None,
         in_state_dict: bool = True,
     ) -> None:
-        """From now on the rows are updated by `optimizer.step()`, on each rank by its own; see `TieredModule.follow`.
+        """From now on the rows are updated by `optimizer.step()`, on each rank by its own; see
+        `TieredEmbeddingBag.follow`.
         A collective: what one rank raises all do, and then nobody follows.
 
         The tables' stand-ins are added to the params of `group`, in the order of the tables; `parameters()` does not
@@ -360,7 +371,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         return found | self._ranks.memory_report()
 
     def row_files(self) -> dict[str, Any] | None:
-        """See `TieredModule.row_files`: identity and generation are those of all ranks, `files` those of this one."""
+        """See `TieredEmbeddingBag.row_files`: identity and generation are of all ranks, `files` of this one."""
         found = self._held[0].engine.tables.row_set
         return None if found is None else found._asdict()
 
@@ -397,12 +408,12 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         """Saves the rows of all ranks, optimizer state, scores and counters to `directory`, which all of them see, and
         replaces its last checkpoint atomically. A collective. It loads at any number of ranks and any sharding, and in
         one process, by `TieredEmbeddingBagCollection.load_checkpoint`. `extra`: that of rank 0 counts. See
-        `TieredModule.save_checkpoint`; what one rank raises all do."""
+        `TieredEmbeddingBag.save_checkpoint`; what one rank raises all do."""
         self._ranks.save(directory, {} if extra is None else extra)
 
     def load_checkpoint(self, directory: str | os.PathLike[str], *, recover: bool = False) -> dict[str, Any]:
         """Replaces all rows by those of a checkpoint, whichever collection of the same tables has saved it; returns its
-        `extra`. A collective. See `TieredModule.load_checkpoint`; what one rank raises all do."""
+        `extra`. A collective. See `TieredEmbeddingBag.load_checkpoint`; what one rank raises all do."""
         return self._ranks.load(directory, recover=recover)
 
     def _load_from_state_dict(

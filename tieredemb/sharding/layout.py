@@ -21,14 +21,21 @@ WHOLE_BYTES = 1 << 20  # of weights: tables that are smaller are held whole, by 
 class RowWise:
     """The rows of a table are dealt out to all ranks: row `id` of the collection's table number `t` to rank
     (id + t) mod W. Neighbours lie on different ranks, so that rows which are used most do, too. A lookup exchanges a
-    row for each different id of a rank's batch, and its backward a gradient for each occurrence."""
+    row for each different id of a rank's batch, and its backward a gradient for each occurrence.
+
+    >>> sharding = {"user": tieredemb.RowWise(), "country": tieredemb.TableWise(rank=0)}
+    """
 
 
 @by_name
 @dataclass(frozen=True, kw_only=True)
 class TableWise:
     """A table is held whole by one `rank`: by default by the one whose tables have fewest lookups. That pools its bags:
-    a lookup exchanges a vector for each of them."""
+    a lookup exchanges a vector for each of them.
+
+    >>> tieredemb.TableWise(rank=0)
+    TableWise(rank=0)
+    """
 
     rank: int | None = None
 

@@ -17,7 +17,10 @@ from tieredemb.tables.param_groups import options_in
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Settings of the update that a sharded collection's backward applies; see `FusedOptimizer`. Schedulers change
-    `param_groups[0]["lr"]` as usual, on all ranks alike. `step()` does nothing."""
+    `param_groups[0]["lr"]` as usual, on all ranks alike. `step()` does nothing.
+
+    >>> scheduler = torch.optim.lr_scheduler.StepLR(collection.fused_optimizer, step_size=10)    # doctest: +SKIP
+    """
 
     def __init__(self, of_widths: Sequence[FusedOptimizer], states: Callable[[], RowStates]) -> None:
         """`states`: what is kept of the rows, once the ranks have agreed to build the collection."""

@@ -31,10 +31,7 @@ _MAPPED_BYTES = 32 << 20  # malloc's M_MMAP_THRESHOLD grows no further
 class HostMemory(Storage):
     """Rows live in this process's memory and die with it; a checkpoint keeps them.
 
-    >>> from tieredemb.storage.base import RowLayout
-    >>> with_rows = HostMemory().open(RowLayout(rows=10, width=4), name="", identity={})
-    >>> with_rows.weight.shape, with_rows.state.shape
-    ((10, 4), (10, 1))
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, capacity=100, storage=tieredemb.HostMemory())
     """
 
     def open(self, layout: RowLayout, *, name: str, identity: dict[str, Any]) -> HostRows:

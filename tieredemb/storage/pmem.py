@@ -32,6 +32,9 @@ class Pmem(Storage):
 
     `max_bytes`: limit of the heap of each key space, an int or a size such as "64GiB"; 0 means the space of
     the filesystem. memkind rounds an allocation up to its size class, by at most a quarter.
+
+    >>> storage = tieredemb.Pmem("/mnt/pmem", max_bytes="64GiB")
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, capacity=100, storage=storage)    # doctest: +SKIP
     """
 
     directory: str | os.PathLike[str]

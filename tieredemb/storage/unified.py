@@ -36,6 +36,9 @@ class UnifiedMemory(Storage):
     `pretouch`: commit the weights behind the opening, by threads that take most of the cores for that long. Without it
     only the states are (their zeros say that no row was ever written), and the weights of a block of rows when the
     first of them is: more of the first batches are slow, and a table that is used sparsely stays smaller.
+
+    >>> storage = tieredemb.UnifiedMemory(pretouch=False)
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, device="cuda", storage=storage)    # doctest: +SKIP
     """
 
     pretouch: bool = True

@@ -46,6 +46,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     `backward()` returns. The params are one empty stand-in a table: no dense optimizer can reach a row.
     `state_dict()` holds the row states as torch's optimizer of the same name would: `{"state": {table: {"step", "sum",
     …}}, "param_groups": […]}`.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, optimizer=tieredemb.SGD(lr=0.1))
+    >>> scheduler = torch.optim.lr_scheduler.StepLR(bag.fused_optimizer, step_size=10)
+    >>> bag.fused_optimizer.param_groups[0]["lr"]
+    0.1
     """
 
     is_there = True  # see `RowOptimizer`

@@ -18,6 +18,9 @@ class Adagrad(OptimizerConfig):
     With `weight_decay`, which is added to the gradient (L2), every row moves in every step: the steps that a row missed
     are replayed one by one when it is next used. State D + 1 words a row then. `weight_decay_on_use` is added to the
     gradients of the rows of a batch alone, which is FBGEMM's L2 and not torch's: other rows stay as they are.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, mode="sum", optimizer=tieredemb.Adagrad(lr=0.02))
+    >>> bag(torch.tensor([[1, 2]])).sum().backward()    # moves rows 1 and 2
     """
 
     lr: float = 0.01

@@ -84,6 +84,9 @@ class Adam(_OfMoments):
     `weight_decay` is added to the gradient (L2): the steps that a row missed are then replayed one by one.
     `weight_decay_on_use` is added to the gradients of the rows of a batch alone, which is FBGEMM's L2 and not torch's:
     no step is replayed for it. State 2 D + 1 words a row.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, mode="sum", optimizer=tieredemb.Adam(lr=1e-3))
+    >>> bag(torch.tensor([[1, 2]])).sum().backward()    # moves every row, unused ones when they are next used
     """
 
     weight_decay: float = 0.0
@@ -111,7 +114,11 @@ class Adam(_OfMoments):
 @dataclass(frozen=True, kw_only=True)
 class AdamW(_OfMoments):
     """`torch.optim.AdamW`: `Adam` whose `weight_decay` is taken off the weights, w ← (1 - lr · weight_decay) · w, and
-    is in no gradient. State 2 D + 1 words a row."""
+    is in no gradient. State 2 D + 1 words a row.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, mode="sum", optimizer=tieredemb.AdamW(lr=1e-3, weight_decay=0.01))
+    >>> bag(torch.tensor([[1, 2]])).sum().backward()    # moves every row, unused ones when they are next used
+    """
 
     weight_decay: float = 1e-2
 

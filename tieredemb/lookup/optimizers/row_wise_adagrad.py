@@ -12,7 +12,11 @@ from tieredemb.config import OptimizerConfig, StateTensor, by_name, check_finite
 @by_name
 @dataclass(frozen=True, kw_only=True)
 class RowWiseAdagrad(OptimizerConfig):
-    """Adagrad with one accumulator a row, the mean of the squared gradients over the row (as FBGEMM's): 1 word."""
+    """Adagrad with one accumulator a row, the mean of the squared gradients over the row (as FBGEMM's): 1 word.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, mode="sum", optimizer=tieredemb.RowWiseAdagrad(lr=0.02))
+    >>> bag(torch.tensor([[1, 2]])).sum().backward()    # moves rows 1 and 2
+    """
 
     lr: float = 0.01
     initial_accumulator_value: float = 0.0

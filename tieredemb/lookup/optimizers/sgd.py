@@ -20,6 +20,9 @@ class SGD(OptimizerConfig):
     no step is replayed.
 
     State: none; with `momentum` D + 1 words a row, with `weight_decay` alone one.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, mode="sum", optimizer=tieredemb.SGD(lr=0.1, momentum=0.9))
+    >>> bag(torch.tensor([[1, 2]])).sum().backward()    # moves every row, unused ones when they are next used
     """
 
     momentum: float = 0.0

@@ -14,7 +14,11 @@ from tieredemb.config import Array, OptimizerConfig, StateTensor, by_name, check
 @by_name
 @dataclass(frozen=True, kw_only=True)
 class SparseAdam(OptimizerConfig):
-    """`torch.optim.SparseAdam`: only rows in the batch move; one step counter a table; state 2 D words a row."""
+    """`torch.optim.SparseAdam`: only rows in the batch move; one step counter a table; state 2 D words a row.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, mode="sum", optimizer=tieredemb.SparseAdam(lr=1e-3))
+    >>> bag(torch.tensor([[1, 2]])).sum().backward()    # moves rows 1 and 2
+    """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)

@@ -13,7 +13,11 @@ from tieredemb.config import OptimizerConfig, StateTensor, by_name, check_betas,
 @dataclass(frozen=True, kw_only=True)
 class SparseLion(OptimizerConfig):
     """Lion: w moves by lr against the sign of an interpolated momentum, and by lr · weight_decay · w. Only rows in the
-    batch move, as in `torch.optim.SparseAdam`, and only their momentum decays; state D words a row. torch has none."""
+    batch move, as in `torch.optim.SparseAdam`, and only their momentum decays; state D words a row. torch has none.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, mode="sum", optimizer=tieredemb.SparseLion(lr=1e-4))
+    >>> bag(torch.tensor([[1, 2]])).sum().backward()    # moves rows 1 and 2
+    """
 
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0

@@ -63,6 +63,10 @@ class File(Storage):
 
     A full disk is an error, not a signal, as far as the filesystem keeps what `posix_fallocate` promises; copy-on-write
     filesystems (btrfs, snapshots) do not.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1_000_000, 4, capacity=100, storage=tieredemb.File("user.rows"))
+    >>> rows = bag(torch.tensor([[7, 999_999]]))
+    >>> bag.close()    # marks the file clean; it happens by itself when the process ends
     """
 
     path: str | os.PathLike[str]
