@@ -18,6 +18,7 @@ help:
 	@echo 'make lint                            ruff and mypy'
 	@echo 'make docs                            build the documentation into build/docs; a warning is an error'
 	@echo 'make dist                            build the wheel and the sdist into dist, and check them'
+	@echo 'make newcomer [VENV=.venv]               run what README and guides show, on a fresh clone, with a clock'
 	@echo 'make bench [ARGS=…]                  run the benchmarks, keep the results, write tables and charts'
 	@echo 'make clean                           remove .venv and what the tools left'
 
@@ -44,6 +45,10 @@ dist: $(INSTALLED)
 	rm -rf dist
 	$(BIN)/python -m pytest tests/test_dist.py --built-into dist || { rm -rf dist; exit 1; }
 	@ls dist/*
+
+# VENV: an environment in which all is installed; without it the README's lines make one, which takes minutes
+newcomer:
+	$(PYTHON) tools/newcomer.py $(if $(VENV),--venv $(VENV)) $(ARGS)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks $(ARGS)
@@ -84,4 +89,4 @@ $(CLIENTS)/.installed: $(INSTALLED) tests/clients/requirements.txt
 		>"$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
 	@touch $@
 
-.PHONY: help train test test-clients lint docs dist bench clean
+.PHONY: help train test test-clients lint docs dist newcomer bench clean
