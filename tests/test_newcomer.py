@@ -68,7 +68,7 @@ def test_newcomer_runs_readme_and_guides_in_order(first_hour):
         "docs/guides/first.md",
         "all of it",
     ]
-    assert list(rows.values()) == ["0", "0", "0", "2", "1", "1", "2", "2", "0"]
+    assert list(rows.values()) == ["0", "0", "0", "2", "1", "1", "2", "2", "8"]
 
 
 def test_newcomer_fails_where_a_command_fails(first_hour):

@@ -42,10 +42,13 @@ class Run:
     printed: str
 
     @property
+    def lines(self) -> int:
+        return len(self.printed.splitlines())
+
+    @property
     def row(self) -> str:
-        lines = len(self.printed.splitlines())
         failed = f"**failed: {self.code}** " if self.code else ""
-        return f"| {failed}{self.name} | {self.seconds:.1f} | {lines} |"
+        return f"| {failed}{self.name} | {self.seconds:.1f} | {self.lines} |"
 
 
 # --- what is run --------------------------------------------------------------------------------------------------
@@ -160,7 +163,7 @@ def main() -> int:
         for each in first_hour(options.source.resolve(), Path(folder), options.venv):
             runs.append(each)
             print(each.row, flush=True)
-    print(Run(name="all of it", code=0, seconds=sum(each.seconds for each in runs), printed="").row, end="\n\n")
+    print(f"| all of it | {sum(each.seconds for each in runs):.1f} | {sum(each.lines for each in runs)} |\n")
     print(f"*{platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}*")
     failed = [each for each in runs if each.code]
     for each in failed:
