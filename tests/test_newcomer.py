@@ -34,7 +34,7 @@ print(x + 1)
 def first_hour(tmp_path):
     """Runs the script over a project of these files: (exit code, rows of the table by name, what is on stderr)."""
 
-    def run(**files):
+    def run(*, installed=True, **files):
         project = tmp_path / "project"
         for name, text in files.items():
             path = project / name.replace("__", "/")
@@ -44,8 +44,8 @@ def first_hour(tmp_path):
         identity = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
         for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
             subprocess.run(["git", *command], cwd=project, env=os.environ | identity, check=True, timeout=60)
-        done = subprocess.run([sys.executable, SCRIPT, project, "--venv", sys.prefix],
-                              capture_output=True, text=True, timeout=120)  # fmt: skip
+        venv = ["--venv", sys.prefix] if installed else []
+        done = subprocess.run([sys.executable, SCRIPT, project, *venv], capture_output=True, text=True, timeout=120)
         rows = re.findall(r"^\| (.*) \| ([\d.]+) \| (\d*) \|$", done.stdout, re.MULTILINE)
         return done.returncode, {name: lines for name, _, lines in rows}, done.stderr
 
@@ -84,3 +84,11 @@ def test_newcomer_names_the_line_of_a_page_that_fails(first_hour):
     assert code == 1
     assert "**failed: 1** README.md" in rows
     assert 'README.py", line 9' in errors
+
+
+def test_newcomer_installs_into_an_environment_of_the_clone(first_hour):
+    page = "import sys\nassert sys.prefix.endswith('tieredemb/.venv'), sys.prefix\n"
+    readme = f"```sh\npython -m pip install --no-index --help >/dev/null\n```\n```python\n{page}```\n"
+    code, rows, errors = first_hour(installed=False, README=readme, docs__index="")
+    assert code == 0, errors
+    assert "`python3 -m venv .venv`" in rows

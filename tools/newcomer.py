@@ -122,8 +122,10 @@ def first_hour(source: Path, folder: Path, venv: Path | None) -> Iterator[Run]:
         reason = skipped(command, installed=venv is not None)
         if reason:
             yield Run(name=f"`{command}`: not run ({reason})", code=0, seconds=0.0, printed="")
-        else:
-            yield run(f"`{command}`", ["bash", "-c", command], clone, environment)
+            continue
+        if "pip install" in command and not (clone / ".venv").exists():  # nothing goes into the system's Python
+            yield run("`python3 -m venv .venv`", ["python3", "-m", "venv", ".venv"], clone, environment)
+        yield run(f"`{command}`", ["bash", "-c", command], clone, environment)
     for page in pages(clone):
         code = python_of(page)
         if code:
