@@ -18,7 +18,7 @@ help:
 	@echo 'make lint                            ruff and mypy'
 	@echo 'make docs                            build the documentation into build/docs; a warning is an error'
 	@echo 'make dist                            build the wheel and the sdist into dist, and check them'
-	@echo 'make newcomer [VENV=.venv]               run what README and guides show, on a fresh clone, with a clock'
+	@echo 'make newcomer [VENV=.venv]           run what README and guides show, on a fresh clone, with a clock'
 	@echo 'make bench [ARGS=…]                  run the benchmarks, keep the results, write tables and charts'
 	@echo 'make clean                           remove .venv and what the tools left'
 
