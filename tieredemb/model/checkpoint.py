@@ -41,7 +41,7 @@ def save_checkpoint(
     cache with others which it does not have, and for what could not be loaded; `StorageFullError` or `CheckpointError`
     where the save fails, which leaves the last checkpoint as it was.
 
-    >>> model = nn.Sequential(TieredEmbeddingBag(1000, 4, optimizer=tieredemb.SGD(lr=0.1)), nn.Linear(4, 1))
+    >>> model = nn.Sequential(tieredemb.TieredEmbeddingBag(1000, 4), nn.Linear(4, 1))
     >>> tieredemb.save_checkpoint(model, "model.ckpt", extra={"epoch": 1})
     >>> tieredemb.load_checkpoint(model, "model.ckpt")
     {'epoch': 1}
@@ -75,6 +75,12 @@ def load_checkpoint(
     Raises `CheckpointError`, before anything changes, where the checkpoint is incomplete, damaged or of another model,
     and `StorageError` while batches are in flight or gradients wait for a step. Tables without an optimizer take the
     weights and scores of any.
+
+    >>> trained = nn.Sequential(tieredemb.TieredEmbeddingBag(1000, 4, capacity=50), nn.Linear(4, 1))
+    >>> tieredemb.save_checkpoint(trained, "model.ckpt", extra={"epoch": 1})
+    >>> model = nn.Sequential(tieredemb.TieredEmbeddingBag(1000, 4, capacity=200), nn.Linear(4, 1))
+    >>> tieredemb.load_checkpoint(model, "model.ckpt")
+    {'epoch': 1}
     """
     check_flag("dense", dense)
     sharded = found_sharded(model)

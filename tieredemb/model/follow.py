@@ -24,12 +24,13 @@ def follow(
     Each table follows the param group in which `model.parameters()` has put what stands for it, or else `group`: an
     index, or one of the optimizer's `param_groups`; the only one by default. `in_state_dict`: whether
     `optimizer.state_dict()` holds the tables' state; False for tables larger than memory, whose state
-    `tieredemb.save_checkpoint` saves. See `TieredModule.follow` for what happens to tables that followed another one.
+    `tieredemb.save_checkpoint` saves. See `TieredEmbeddingBag.follow` for what happens to tables that followed another
+    one.
 
-    Raises what `TieredModule.follow` raises for any module, before a table follows, and names that module; and
+    Raises what `TieredEmbeddingBag.follow` raises for any module, before a table follows, and names that module; and
     `ConfigError` for a model without tiered tables. Of sharded tables it is a collective.
 
-    >>> model = nn.Sequential(TieredEmbeddingBag(1000, 4, optimizer=torch.optim.Adam), nn.Linear(4, 1))
+    >>> model = nn.Sequential(tieredemb.TieredEmbeddingBag(1000, 4, optimizer=torch.optim.Adam), nn.Linear(4, 1))
     >>> optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     >>> tieredemb.follow(model, optimizer)
     >>> model(torch.tensor([[1, 2]])).sum().backward()

@@ -17,7 +17,7 @@ def stats(model: nn.Module) -> CacheStats:
     tables the rows that this rank owns. Subtract two snapshots to measure a stretch of work. Synchronises with a GPU,
     and raises what it has found wrong since. Raises `ConfigError` for a model without tiered tables.
 
-    >>> model = nn.Sequential(TieredEmbeddingBag(1000, 4), nn.Linear(4, 1))
+    >>> model = nn.Sequential(tieredemb.TieredEmbeddingBag(1000, 4), nn.Linear(4, 1))
     >>> before = tieredemb.stats(model)
     >>> out = model(torch.tensor([[1, 2], [2, 3]]))
     >>> (tieredemb.stats(model) - before).lookups
@@ -31,7 +31,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
     """Bytes of every allocation of a model's tables: of each set of tables that share a cache, under their names, a
     dict as the `memory_report()` of a module returns it. Raises `ConfigError` for a model without tiered tables.
 
-    >>> model = nn.Sequential(TieredEmbeddingBag(1000, 4), nn.Linear(4, 1))
+    >>> model = nn.Sequential(tieredemb.TieredEmbeddingBag(1000, 4), nn.Linear(4, 1))
     >>> list(tieredemb.memory_report(model))
     ['0.weight']
     """
@@ -41,7 +41,11 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
 
 def flush(model: nn.Module) -> None:
     """Writes the hot rows of all tables of a model back to cold storage; of sharded ones those of this rank. One that
-    fails keeps no other from being written. Raises `ConfigError` for a model without tiered tables."""
+    fails keeps no other from being written. Raises `ConfigError` for a model without tiered tables.
+
+    >>> model = nn.Sequential(tieredemb.TieredEmbeddingBag(1000, 4), nn.Linear(4, 1))
+    >>> tieredemb.flush(model)
+    """
     sharded = (module.flush for module in _sharded(model).values())
     _each([*(each.tables.flush for each in found_tables(model)), *sharded])
 
@@ -49,7 +53,12 @@ def flush(model: nn.Module) -> None:
 def close(model: nn.Module) -> None:
     """Flushes all tables of a model and closes their cold storage; the model is unusable afterwards. Gradients that
     wait for a step are dropped. One that fails keeps no other from being closed; a second call tries it again. Runs by
-    itself at exit. Raises `ConfigError` for a model without tiered tables."""
+    itself at exit. Raises `ConfigError` for a model without tiered tables.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, storage=tieredemb.File("user.rows"))
+    >>> model = nn.Sequential(bag, nn.Linear(4, 1))
+    >>> tieredemb.close(model)    # the file is clean now
+    """
     _each([module.close for module in tiered_modules(model).values()])
 
 
