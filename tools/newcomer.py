@@ -160,13 +160,14 @@ def main() -> int:
     parser.add_argument("--venv", type=Path, help="an environment in which all is installed; default: none")
     options = parser.parse_args()
     runs: list[Run] = []
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, load before {os.getloadavg()[0]:.1f}"
     with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
         print("| command or page | seconds | lines printed |\n|---|---|---|", flush=True)
         for each in first_hour(options.source.resolve(), Path(folder), options.venv):
             runs.append(each)
             print(each.row, flush=True)
     print(f"| all of it | {sum(each.seconds for each in runs):.1f} | {sum(each.lines for each in runs)} |\n")
-    print(f"*{platform.machine()}, {os.cpu_count()} cores, python {platform.python_version()}*")
+    print(f"*{machine}, python {platform.python_version()}*")
     failed = [each for each in runs if each.code]
     for each in failed:
         print(f"\n--- {each.name} printed, and ended with {each.code}:\n{each.printed}", file=sys.stderr)
