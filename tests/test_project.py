@@ -13,6 +13,7 @@ import tieredemb
 
 REPOSITORY = Path(__file__).parents[1]
 RELEASE = re.compile(r"^## \[(\d+\.\d+\.\d+)\] - (\d{4}-\d\d-\d\d)$", re.MULTILINE)
+TRIED = r"^\| (pinned|oldest) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \|"
 KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}  # of Keep a Changelog
 
 
@@ -40,6 +41,22 @@ def test_version_is_the_newest_of_the_changelog(changelog):
     order = [(date, [int(part) for part in version.split(".")]) for version, date in releases]
     assert order == sorted(order, reverse=True)
     assert releases[0][0] == tieredemb.__version__
+
+
+def test_versions_that_were_tried_are_those_of_the_project():
+    """The pinned ones, and the oldest that are allowed."""
+    rows = {
+        row[0]: row[1:] for row in re.findall(TRIED, (REPOSITORY / "docs" / "install.md").read_text(), re.MULTILINE)
+    }
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    pins = dict(re.findall(r"^([\w-]+)==(.*)$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE))
+    oldest = dict(wanted.split(">=") for wanted in project["dependencies"])
+    assert rows["pinned"][1:] == tuple(pins[name] for name in ("torch", "numpy", "numba"))
+    assert rows["oldest"][0] == project["requires-python"].removeprefix(">=")
+    assert all(
+        given.startswith(oldest[name])
+        for name, given in zip(("torch", "numpy", "numba"), rows["oldest"][1:], strict=True)
+    )
 
 
 def test_changelog_has_the_headings_of_keep_a_changelog(changelog):
