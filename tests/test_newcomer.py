@@ -18,7 +18,7 @@ git clone https://example.com/tieredemb && cd tieredemb
 pip install .            # not where an environment is given
 echo one; \\
     echo two  # a comment
-ls requests.be64.xz
+ls README.md
 ```
 ```python
 x = 1
@@ -62,7 +62,7 @@ def test_newcomer_runs_readme_and_guides_in_order(first_hour):
         "`git clone https://example.com/tieredemb && cd tieredemb`: not run (cloned)",
         "`pip install .`: not run (installed)",
         "`echo one; echo two`",
-        "`ls requests.be64.xz`",
+        "`ls README.md`",
         "README.md",
         "docs/guides/second.md",
         "docs/guides/first.md",

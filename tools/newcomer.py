@@ -10,10 +10,8 @@ Needs git and Python alone. Without `--venv` the README's own lines install what
 from __future__ import annotations
 
 import argparse
-import lzma
 import os
 import platform
-import random
 import re
 import shutil
 import subprocess
@@ -29,7 +27,6 @@ FENCE = re.compile(r"^```([^\n`]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INDEX = Path("docs/index.md")
 LIMIT = 1800.0  # seconds of one command or page
 DONE = ("git clone", "cd ")  # by the clone
-OWN_TRACE = "requests.be64.xz"  # of the reader, in the README
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +114,6 @@ def first_hour(source: Path, folder: Path, venv: Path | None) -> Iterator[Run]:
         for name in ("pyproject.toml", "constraints.txt"):  # older than what is installed: make installs nothing
             if (clone / name).exists():
                 os.utime(clone / name, (0, 0))
-    write_trace(clone / OWN_TRACE)
     for command in shell_lines(clone / "README.md"):
         reason = skipped(command, installed=venv is not None)
         if reason:
@@ -145,13 +141,6 @@ def environment_of(clone: Path, venv: Path | None) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTHON"))}
     kept["PATH"] = os.pathsep.join([str(clone / ".venv" / "bin"), kept["PATH"]])
     return kept if venv is None else kept | {"PYTHONPATH": str(clone)}
-
-
-def write_trace(path: Path) -> None:
-    """A trace of the reader's own: 100,000 requests for 10,000 ids."""
-    draw = random.Random(0)
-    ids = (min(int(draw.paretovariate(0.6)), 10_000) for _ in range(100_000))
-    path.write_bytes(lzma.compress(b"".join(number.to_bytes(8, "big") for number in ids)))
 
 
 def main() -> int:
