@@ -24,6 +24,14 @@ KINDS = {
     "SGD nesterov": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.5, "nesterov": True}),
     "SGD weight_decay": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.5, "dampening": 0.25, "weight_decay": 0.1}),
     "Adagrad weight_decay": (torch.optim.Adagrad, {"lr": 0.1, "weight_decay": 0.1}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.02, "betas": (0.8, 0.95)}),
+    "Adamax weight_decay": (torch.optim.Adamax, {"lr": 0.02, "weight_decay": 0.1}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.02, "betas": (0.8, 0.95), "momentum_decay": 0.1}),
+    "NAdam decoupled": (torch.optim.NAdam, {"lr": 0.02, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "NAdam weight_decay": (torch.optim.NAdam, {"lr": 0.02, "weight_decay": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9}),
+    "RMSprop centered": (torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9, "momentum": 0.5, "centered": True}),
+    "RMSprop weight_decay": (torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9, "momentum": 0.5, "weight_decay": 0.1}),
     "SparseAdam": (torch.optim.SparseAdam, {"lr": 0.05, "betas": (0.8, 0.95)}),
 }
 DENSE_KINDS = tuple(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from dataclasses import asdict
 
 import torch
 from torch import nn
@@ -139,6 +140,8 @@ def torch_optimizer(config: te.config.OptimizerConfig, params) -> torch.optim.Op
             eps=config.eps,
             initial_accumulator_value=config.initial_accumulator_value,
         )
+    if isinstance(config, te.Adamax | te.NAdam | te.RMSprop):
+        return getattr(torch.optim, type(config).__name__)(params, **asdict(config))
     if isinstance(config, te.RowWiseAdagrad):
         return RowWiseAdagradReference(params, lr=config.lr, eps=config.eps)
     if isinstance(config, te.SparseLion):

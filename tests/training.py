@@ -18,13 +18,19 @@ OPTIMIZERS = [
     te.SGD(lr=0.1, momentum=0.5, nesterov=True),
     te.SGD(lr=0.1, momentum=0.5, dampening=0.25, weight_decay=0.1),
     te.Adagrad(lr=0.1, weight_decay=0.1, initial_accumulator_value=0.1),
+    te.Adamax(lr=0.05, betas=(0.8, 0.95)),
+    te.NAdam(lr=0.05, betas=(0.8, 0.95), weight_decay=0.1, decoupled_weight_decay=True),
+    te.RMSprop(lr=0.02, alpha=0.9),
+    te.RMSprop(lr=0.02, alpha=0.9, momentum=0.5, centered=True),
 ]
 DENSE = [optimizer for optimizer in OPTIMIZERS if optimizer.is_dense]
 
 
 def name_of(optimizer):
     """Short and its own: what makes a kind dense is in it."""
-    told = [name for name in ("nesterov", "weight_decay") if optimizer.is_dense and getattr(optimizer, name, 0)]
+    told = [
+        name for name in ("nesterov", "weight_decay", "centered") if optimizer.is_dense and getattr(optimizer, name, 0)
+    ]
     return " ".join([type(optimizer).__name__, *told])
 
 

@@ -15,6 +15,9 @@ from tieredemb.conversion.restore import restore_embedding_bags
 from tieredemb.errors import TieredEmbError
 from tieredemb.lookup.optimizers.adagrad import Adagrad
 from tieredemb.lookup.optimizers.adam import Adam, AdamW
+from tieredemb.lookup.optimizers.adamax import Adamax
+from tieredemb.lookup.optimizers.nadam import NAdam
+from tieredemb.lookup.optimizers.rmsprop import RMSprop
 from tieredemb.lookup.optimizers.row_wise_adagrad import RowWiseAdagrad
 from tieredemb.lookup.optimizers.sgd import SGD
 from tieredemb.lookup.optimizers.sparse_adam import SparseAdam
@@ -48,11 +51,14 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "Adamax",
     "CacheStats",
     "File",
     "HostMemory",
+    "NAdam",
     "Normal",
     "Pmem",
+    "RMSprop",
     "RowWise",
     "RowWiseAdagrad",
     "ShardedTieredEmbeddingBagCollection",

@@ -355,8 +355,8 @@ class StateTensor(NamedTuple):
 class StepTerms(NamedTuple):
     """What a step without a gradient does to a row, in numbers of the step alone, for the closed form of several
     (`lookup/history.py`): with first and second moments m and v, m ← first · m, v ← root_second² · v,
-    w ← decay · w − weight · m / (point · √v + eps), or where there is no v, w ← decay · w − weight · m. `coupled`: 1
-    where the step has no such form and is to be replayed."""
+    w ← decay · w − weight · m / (point · √v + eps), or where there is no v, or none in the move (a `point` of 0),
+    w ← decay · w − weight · m. `coupled`: 1 where the step has no such form and is to be replayed."""
 
     weight: float
     point: float = 1.0
@@ -435,6 +435,15 @@ class OptimizerConfig(abc.ABC):
         """What the `step`-th step does to rows that have no gradient: nothing, unless the optimizer is dense. The CUDA
         recipe spells it too."""
         return StepTerms(weight=0.0)
+
+    def totals(self, steps: int) -> dict[str, float]:
+        """What torch keeps of a parameter after `steps` steps beside its tensors and their number, by name."""
+        return {}
+
+    @property
+    def fixed(self) -> dict[str, float]:
+        """Hyperparameters by name that must stay as they are, as `totals` are of steps that all had these."""
+        return {}
 
     @staticmethod
     def known() -> dict[str, type[OptimizerConfig]]:

@@ -38,6 +38,14 @@ def kept(request, tmp_path):
     return tmp_path
 
 
+def expected_of(kept, name):
+    """The rows of a model. Skips the test where the version did not have its optimizer."""
+    expected = torch.load(kept / "expected.pt")
+    if name not in expected:
+        pytest.skip(f"that version has written no {name}")
+    return expected[name]
+
+
 def check(rows, expected, *, later=False):
     """The same bits; of a few steps later within rounding, as formulas may be written anew."""
     assert rows.keys() == expected.keys()
@@ -57,13 +65,13 @@ def check_collection(model, expected):
 
 @pytest.mark.parametrize("name", [name for name in ONE_PROCESS if name not in ("converted", "unclean")])
 def test_kept_row_files_open_with_their_rows(kept, name):
-    expected = torch.load(kept / "expected.pt")[name]
+    expected = expected_of(kept, name)
     check_collection(collection(name, te.File(kept / name / "rows")), expected)
 
 
 @pytest.mark.parametrize("name", [name for name in ONE_PROCESS if name not in ("converted", "unclean")])
 def test_kept_row_files_open_again_after_they_were_used(kept, name):
-    expected = torch.load(kept / "expected.pt")[name]
+    expected = expected_of(kept, name)
     model = collection(name, te.File(kept / name / "rows"))
     train_collection(model, STEPS, LATER_STEPS)
     model.close()
@@ -74,7 +82,7 @@ def test_kept_row_files_open_again_after_they_were_used(kept, name):
 
 @pytest.mark.parametrize("name", [name for name in ONE_PROCESS if name != "converted"])
 def test_kept_checkpoints_load_with_their_rows(kept, name):
-    expected = torch.load(kept / "expected.pt")[name]
+    expected = expected_of(kept, name)
     model = collection(name)
     assert model.load_checkpoint(kept / name / "checkpoint") == {"step": STEPS}
     check_collection(model, expected)

@@ -28,6 +28,10 @@ SERIES = [
     te.AdamW(lr=0.01, weight_decay=0.1),
     te.SGD(lr=0.1, momentum=0.9),
     te.SGD(lr=0.1, weight_decay=0.1),
+    te.RMSprop(lr=0.01),
+    te.RMSprop(lr=0.001, momentum=0.9, centered=True),
+    te.RMSprop(lr=0.001, alpha=0.5, momentum=0.9),  # the mean of squares falls faster than the momentum
+    te.Adamax(lr=0.01),
 ]
 REPLAYED = [
     te.Adam(lr=0.01, weight_decay=0.1),
@@ -35,6 +39,10 @@ REPLAYED = [
     te.Adam(lr=0.01, betas=(0.9, 0.5)),
     te.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     te.Adagrad(lr=0.1, lr_decay=0.01, weight_decay=0.1),
+    te.RMSprop(lr=0.01, momentum=0.5, weight_decay=0.1),
+    te.Adamax(lr=0.01, weight_decay=0.1),
+    te.Adamax(lr=0.01, betas=(0.9, 0.8)),  # the maximum falls faster than the mean
+    te.NAdam(lr=0.01, weight_decay=0.1),
 ]
 
 
@@ -87,6 +95,13 @@ LONG = [
     te.SGD(lr=0.1, weight_decay=0.1),
     te.SGD(lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
     te.Adagrad(lr=0.02, lr_decay=0.01, weight_decay=0.1),
+    te.RMSprop(lr=0.01),
+    te.RMSprop(lr=0.001, momentum=0.9, centered=True),
+    te.RMSprop(lr=0.001, alpha=0.5, momentum=0.9),
+    te.Adamax(lr=0.01),
+    te.Adamax(lr=0.01, eps=1e-2),  # the maxima of rows that miss many steps fall to it
+    te.NAdam(lr=0.01),
+    te.NAdam(lr=0.01, momentum_decay=0.5, weight_decay=0.1, decoupled_weight_decay=True),
 ]
 
 
@@ -260,6 +275,9 @@ def test_a_row_first_used_late_has_decayed_since_the_start(device):
         (te.Adam(lr=0.1, betas=(0.9, 0.5)), 1.0),
         (te.AdamW(lr=0.1, weight_decay=0.5), 0.95),
         (te.SGD(lr=0.1, momentum=0.9), 1.0),
+        (te.RMSprop(lr=0.1, momentum=0.9, centered=True), 1.0),
+        (te.Adamax(lr=0.1), 1.0),
+        (te.NAdam(lr=0.1, weight_decay=0.5, decoupled_weight_decay=True), 0.95),
     ],
     ids=str,
 )

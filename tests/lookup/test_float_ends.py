@@ -27,9 +27,17 @@ MORE = [  # what the others have no example of
     te.SGD(lr=0.1, weight_decay=0.1),
     te.SGD(lr=0.05, momentum=0.9),
     te.SparseLion(lr=0.02),
+    te.RMSprop(lr=0.05),
+    te.RMSprop(lr=0.05, momentum=0.9, weight_decay=0.1),
+    te.RMSprop(lr=0.05, centered=True),
+    te.Adamax(lr=0.05),
+    te.Adamax(lr=0.05, weight_decay=0.1),
+    te.NAdam(lr=0.05),
+    te.NAdam(lr=0.05, eps=0.01, weight_decay=0.1),  # of a small eps the sign of L2 would hang on a rounding
 ]
 ALL = OPTIMIZERS + MORE
 OF_TORCH = [te.SGD(lr=0.1), te.SGD(lr=0.05, momentum=0.9), te.Adagrad(lr=0.1), te.SparseAdam(), te.Adam(), te.AdamW()]
+OF_TORCH += [te.RMSprop(momentum=0.9, centered=True), te.Adamax(), te.NAdam()]
 NAMES_OF_ALL = NAMES + [f"{name_of(each)} more {i}" for i, each in enumerate(MORE)]
 
 

@@ -192,6 +192,9 @@ OPTIMIZERS = {
     "row-wise Adagrad": te.RowWiseAdagrad(lr=0.1),
     "SparseAdam": te.SparseAdam(lr=0.01),
     "Adam, dense": te.Adam(lr=0.01, weight_decay=0.1),
+    "RMSprop, dense": te.RMSprop(lr=0.01, alpha=0.9, momentum=0.5, centered=True),
+    "Adamax, dense": te.Adamax(lr=0.01),
+    "NAdam, dense": te.NAdam(lr=0.01),
     "SGD, dense": te.SGD(lr=0.1, momentum=0.9, weight_decay=0.1),
 }
 

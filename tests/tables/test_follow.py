@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
 import math
 import pickle
 import re
@@ -371,6 +372,8 @@ def test_an_option_that_tables_lack_stops_the_step_before_anything_changes(devic
 def skip_what_torch_lacks(device, kind, flags):
     if device == "cuda" and flags.get("fused") and KINDS[kind][0] is torch.optim.Adagrad:
         pytest.skip("torch has no fused Adagrad on CUDA devices")
+    if not flags.keys() <= inspect.signature(KINDS[kind][0]).parameters.keys():
+        pytest.skip(f"torch's {kind} has no such flag")
 
 
 @pytest.mark.parametrize("flags", [{"foreach": True}, {"foreach": False}, {"fused": True}])
@@ -397,8 +400,8 @@ PARAMS = [nn.Parameter(torch.zeros(3, device="cpu"))]
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
-        (lambda: torch.optim.RMSprop(PARAMS), "cannot follow RMSprop.*torch.optim.Adagrad"),
-        (lambda: torch.optim.RMSprop, "cannot follow RMSprop"),
+        (lambda: torch.optim.Rprop(PARAMS), "cannot follow Rprop.*torch.optim.Adagrad"),
+        (lambda: torch.optim.Rprop, "cannot follow Rprop"),
         (lambda: Mine(PARAMS, lr=0.1), "Mine, a subclass of torch.optim.SGD"),
         (lambda: torch.optim.SGD(PARAMS, lr=0.1, maximize=True), "maximize=True"),
         (lambda: torch.optim.Adam(PARAMS, amsgrad=True), "amsgrad=True"),
@@ -890,7 +893,10 @@ def test_stand_ins_take_the_places_and_the_state_of_old_params(device, kind):
     assert not any(param is each for group in old.param_groups for param in group["params"] for each in weights)
     assert list(states(old)) == list(before)
     for key, entry in states(old).items():
+        totals = [(entry.pop(name), before[key].pop(name)) for name in ("mu_product",) if name in entry]
         assert all(equal(entry[name], value) for name, value in before[key].items())
+        for ours, value in totals:  # a product that each rounds in its own way
+            torch.testing.assert_close(ours, value)
     theirs.tables = tables
     other = KINDS[kind][0](twin.parameters(), **KINDS[kind][1])
     other.load_state_dict(reference)
@@ -1352,3 +1358,69 @@ def test_a_step_that_an_interrupt_ends_before_the_update_may_be_taken_again(devi
     optimizer.step()
     assert not equal(tensors(models[0])[1], before[1])
     assert kept is not None
+
+
+# --- NAdam's product of momenta ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [{"betas": (0.5, 0.95)}, {"momentum_decay": 0.2}], ids=str)
+def test_nadam_is_refused_a_momentum_of_which_no_product_is_kept(option):
+    (ours, _), (optimizer, _) = pair("NAdam")
+    loss_of(ours, 0).backward()
+    optimizer.step()
+    before, old = tensors(ours), dict(optimizer.param_groups[0])
+    optimizer.param_groups[0].update(option)
+    loss_of(ours, 1).backward()
+    with pytest.raises(ConfigError, match="mu_product is kept of steps that all have one"):
+        optimizer.step()
+    assert_same_bits(tensors(ours), before)
+    optimizer.param_groups[0].update({name: old[name] for name in option})
+    optimizer.step()
+
+
+def test_nadam_refuses_a_state_of_other_momenta():
+    (ours, _), (optimizer, _) = pair("NAdam")
+    loss_of(ours, 0).backward()
+    optimizer.step()
+    saved, before = copy.deepcopy(optimizer.state_dict()), tensors(ours)
+    next(entry for entry in saved["state"].values() if "lagging" in entry)["mu_product"] *= 0.9
+    with pytest.raises(InvalidInputError, match="'mu_product' of table"):
+        optimizer.load_state_dict(saved)
+    assert_same_bits(tensors(ours), before)
+
+
+# --- Adamax's eps -----------------------------------------------------------------------------------------------------
+
+
+def test_adamax_has_eps_in_the_state_of_rows_that_no_step_has_used():
+    (ours, theirs), optimizers = pair("Adamax", eps=0.25)
+    train([ours, theirs], optimizers, steps=3)
+    for entry, expected in zip(*(states(each).values() for each in optimizers), strict=True):
+        torch.testing.assert_close(entry["exp_inf"], expected["exp_inf"])
+        assert (entry["exp_inf"] >= 0.25).all()
+
+
+# --- RMSprop's parts --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("option", "value"), [("momentum", 0.5), ("centered", True)])
+def test_rmsprop_is_refused_what_its_rows_have_no_room_for(option, value):
+    (ours, _), (optimizer, _) = pair("RMSprop")
+    before = tensors(ours)
+    optimizer.param_groups[0][option] = value
+    loss_of(ours, 0).backward()
+    with pytest.raises(ConfigError, match=f"{option} of the param group.*without room"):
+        optimizer.step()
+    assert_same_bits(tensors(ours), before)
+
+
+def test_rmsprop_may_stop_what_it_began_with(device):
+    models, optimizers = pair("RMSprop centered")
+    train(models, optimizers, steps=4)
+    for each in optimizers:
+        each.param_groups[0].update(momentum=0.0, centered=False)
+    train(models, optimizers, steps=4, first=4)
+    for each in optimizers:
+        each.param_groups[0].update(momentum=0.5, centered=True)
+    train(models, optimizers, steps=6, first=8)
+    assert_equal_models(models)

@@ -36,6 +36,7 @@ ORDERS = 9  # moments of a sum; what it is expanded from, float32: its total, me
 SUM_IS_SERIES, SUM_EPS = 8, 9  # whether they may be used, and the eps beside them
 SUM_FIRST, SUM_SECOND, SUM_DECAY, SUMS = 10, 11, 12, 13  # as long as the sum grows: the products of its steps' factors
 WINDOW = 2048  # steps whose sums may still grow
+OVERFLOWING_SQUARES = 1e32  # of a mean of squares: divided by a correction for its bias it may have no float32
 FIRST_PRODUCT, SECOND_PRODUCT, DECAY_PRODUCT, UNIT_AT, EPS_AT, MOMENTS_AT = range(6)  # of an entry there, float64
 ENTRY = 15
 SUM_ENDS_AT = 5e-8  # what the terms of a sum, of a geometric series nearly, have fallen to when it ends

@@ -26,6 +26,8 @@ struct MissedSteps {
     float first, second;  // what falls meanwhile beside it: from the last replayed step on, if any
     float decay, later;   // of the weights: as long as the sum grows, and from then on
     bool is_decay_alone;  // `later` is all that happens
+    int end, stop;        // the step after which the sum grows no more, or the last one, and the last one
+    float counted;        // what `second` is at `end`
 };
 
 __device__ __forceinline__ float factor_between(const Past &past, int which, int start, int stop) {
@@ -34,7 +36,7 @@ __device__ __forceinline__ float factor_between(const Past &past, int which, int
 
 __device__ __forceinline__ MissedSteps missed_steps(const Past &past, int start, int stop) {
     if (past.coupled[stop] != past.coupled[start] || past.ends[start] < 0)
-        return {start, stop, nullptr, 1.0f, 1.0f, 1.0f, 1.0f, false};
+        return {start, stop, nullptr, 1.0f, 1.0f, 1.0f, 1.0f, false, stop, stop, 1.0f};
     const int end = past.ends[start] > 0 && past.ends[start] < stop ? past.ends[start] : stop;
     const float *sums = past.sums + (i64)start * SUMS;
     const bool series = sums[SUM_IS_SERIES] != 0.0f;
@@ -47,7 +49,10 @@ __device__ __forceinline__ MissedSteps missed_steps(const Past &past, int start,
                 series ? sums[SUM_SECOND] : 1.0f,
                 sums[SUM_DECAY],
                 1.0f,
-                false};
+                false,
+                stop,
+                stop,
+                sums[SUM_SECOND]};
     return {start,
             from,
             series ? sums : nullptr,
@@ -55,14 +60,17 @@ __device__ __forceinline__ MissedSteps missed_steps(const Past &past, int start,
             factor_between(past, SECOND_LOG, from, stop),
             factor_between(past, DECAY_LOG, start, end),
             factor_between(past, DECAY_LOG, end, stop),
-            false};
+            false,
+            end,
+            stop,
+            factor_between(past, SECOND_LOG, start, end)};
 }
 
 // The same of a row whose state is zeros, which such steps leave as it is: its weights decay, and no more, unless their
 // decay is part of the gradient.
 __device__ __forceinline__ MissedSteps missed_steps_of_still_row(const Past &past, int start, int stop) {
     if (past.coupled[stop] != past.coupled[start]) return missed_steps(past, start, stop);
-    return {start, start, nullptr, 1.0f, 1.0f, 1.0f, factor_between(past, DECAY_LOG, start, stop), true};
+    return {start, start, nullptr, 1.0f, 1.0f, 1.0f, factor_between(past, DECAY_LOG, start, stop), true, stop, stop, 1.0f};
 }
 
 __device__ __forceinline__ double log_of(double factor) { return factor > 1e-300 ? log(factor) : -690.0; }
@@ -132,7 +140,7 @@ __device__ __forceinline__ void step_append(const Past &past, int at, const Term
         entry[UNIT_AT] = unit;
         entry[EPS_AT] = other_eps ? nan("") : terms.eps;  // another eps in between: replayed from now on
         double weight = terms.weight * one;
-        const double off = point / unit - 1.0;
+        const double off = unit != 0.0 ? point / unit - 1.0 : 0.0;  // 0: moves have no second moment in them
         for (int k = 0; k < ORDERS; k++) {
             entry[MOMENTS_AT + k] = (fresh ? 0.0 : old[MOMENTS_AT + k] * terms.decay) + weight;
             weight *= off;
@@ -149,7 +157,8 @@ __device__ __forceinline__ void step_append(const Past &past, int at, const Term
     if (threadIdx.x == 0) {
         for (; first < at; first++) {
             const double *entry = after + (first % WINDOW) * ENTRY;
-            if (is_still || entry[FIRST_PRODUCT] < SUM_ENDS_AT * entry[SECOND_PRODUCT])
+            const double beside = entry[UNIT_AT] != 0.0 ? entry[SECOND_PRODUCT] : 1.0;
+            if (is_still || entry[FIRST_PRODUCT] < SUM_ENDS_AT * beside)
                 past.ends[first] = at;
             else if (at - first >= WINDOW)
                 past.ends[first] = -1;

@@ -14,7 +14,8 @@ A sum over 1/(√v · c_j + eps) is that of its Taylor series about the weighted
 such scalars, too. They are brought forward once a step for each s whose sum still grows: its terms fall by β1/√β2 a
 step, and end where they no longer count. The series is used where its first term left out is below 1e-7, else the steps
 are replayed, as far as the terms count: in the first few hundred steps of a table, where the corrections of the bias of
-the moments change quickly, and for betas whose terms differ much.
+the moments change quickly, and for betas whose terms differ much. Where moves have no v in them (a point of 0) the sum
+is that of weights and products alone, and v falls beside it.
 
 A row whose state is zeros, as before its first gradient, moves by nothing but decays: their product is all it takes.
 """

@@ -98,7 +98,7 @@ def step_append(step, terms, first, before, after, sums, ends, logs, coupled):
         new[UNIT_AT] = unit
         new[EPS_AT] = terms[TERM_EPS]
         weight = terms[TERM_WEIGHT] * one
-        off = point / unit - 1.0
+        off = point / unit - 1.0 if unit != 0.0 else 0.0  # 0: moves have no second moment in them
         for k in range(ORDERS):
             moment = 0.0 if fresh else old[MOMENTS_AT + k] * decay
             new[MOMENTS_AT + k] = moment + weight
@@ -113,7 +113,7 @@ def step_append(step, terms, first, before, after, sums, ends, logs, coupled):
             sums[s, SUM_IS_SERIES] = 0.0
             new[EPS_AT] = math.nan  # another eps in between: replayed from now on
         if s == first:
-            if is_still or one < SUM_ENDS_AT * two:
+            if is_still or one < (SUM_ENDS_AT * two if unit != 0.0 else SUM_ENDS_AT):
                 ends[s] = step
                 first += 1
             elif step - s >= WINDOW:

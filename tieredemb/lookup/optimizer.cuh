@@ -186,6 +186,7 @@ __device__ __forceinline__ bool is_still(const Place &place, int lane) {
 // What brings a row from step `last` to step `now`; all lanes of the row.
 __device__ __forceinline__ MissedSteps missed_by(const Place &place, int lane, const Past &past, i64 last, i64 now) {
     const int start = (int)(last - past.base), stop = (int)(now - past.base);
+    if constexpr (!Recipe::KEEPS_ZEROS) return missed_steps(past, start, stop);
     return is_still(place, lane) ? missed_steps_of_still_row(past, start, stop) : missed_steps(past, start, stop);
 }
 

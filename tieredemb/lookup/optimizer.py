@@ -144,6 +144,17 @@ def hyperparameters_after(
     return hyperparameters(optimizer, dict(options), np.array(steps, np.int64) + 1, scale)
 
 
+def check_fixed(optimizer: OptimizerConfig, hyper: Mapping[str, float]) -> None:
+    """Raises `ConfigError` where steps taken with the options of `optimizer` cannot be followed by one with `hyper`."""
+    for name, value in optimizer.fixed.items():
+        if hyper[name] != value:
+            raise ConfigError(
+                f"{name} of the param group of {type(optimizer).__name__} is {hyper[name]:g}, and the steps so far "
+                f"were taken with {value:g}: {', '.join(optimizer.totals(0))} is kept of steps that all have one "
+                f"{name}. Leave it as it is; of a OneCycleLR pass cycle_momentum=False. Nothing was changed"
+            )
+
+
 def new_history(optimizer: OptimizerConfig | None) -> History | None:
     """Where a dense optimizer keeps what its steps took; None for others."""
     if optimizer is None or not optimizer.is_dense:

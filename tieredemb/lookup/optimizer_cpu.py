@@ -197,6 +197,14 @@ def faded(value, factor):
 
 
 @inline
+def square_mean(v, gradient, share):
+    """The running mean of squares `v` with `share` of the square of `gradient` in it. It ends where torch's does: that
+    multiplies the gradient by its share first, and an infinite mean stays infinite."""
+    found = fma(fma(gradient, gradient, -v), share, v)
+    return found if found < F(math.inf) else (F(1.0) - share) * v + share * gradient * gradient
+
+
+@inline
 def is_still(state, home, words):
     """Whether the first `words` of a row's state are zeros."""
     d = 0
@@ -209,6 +217,8 @@ def is_still(state, home, words):
 def row_miss(weight, row, state, home, none, past, start, stop, row_catch_up, decayed):
     """Takes the steps that a row missed. One whose state is zeros, which a step without a gradient leaves as it is,
     has its weights decay and no more, unless their decay is part of the gradient."""
+    if decayed is None:
+        return row_catch_up(weight, row, state, home, none, past, start, stop)
     logs, coupled = past[6], past[7]
     if coupled[stop] != coupled[start] or not is_still(state, home, state.shape[1] - 1):
         return row_catch_up(weight, row, state, home, none, past, start, stop)
@@ -227,7 +237,7 @@ def row_bring(weight, row, state, home, none, dense, row_catch_up, decayed):
     past, start, stop)` is the recipe's: it takes the steps after `start` until `stop`, counted from the history's base,
     without a gradient (`none`, float32 (D,), zeros), and returns how many of them it has replayed. `decayed(weight,
     factor)` is a weight after steps that do nothing but decay it, by `factor` in all, which is not 1: `faded`, or what
-    the recipe's formula makes of an infinity."""
+    the recipe's formula makes of an infinity; None where a step changes a state of zeros."""
     clock, past, noted, rounding = dense
     now, base = past[0], past[1]
     place = clock.shape[1] - 1

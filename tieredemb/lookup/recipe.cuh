@@ -67,6 +67,14 @@ __device__ __forceinline__ float faded(float value, float factor) {
     return isfinite(value) ? __fmul_rn(value, factor) : value;
 }
 
+// The running mean of squares `v` with `share` of the square of `gradient` in it. It ends where torch's does: that
+// multiplies the gradient by its share first, and an infinite mean stays infinite.
+__device__ __forceinline__ float square_mean(float v, float gradient, float share) {
+    const float found = __fmaf_rn(__fmaf_rn(gradient, gradient, -v), share, v);
+    if (isfinite(found)) return found;
+    return __fadd_rn(__fmul_rn(__fsub_rn(1.0f, share), v), __fmul_rn(__fmul_rn(share, gradient), gradient));
+}
+
 // A recipe that moves the rows of the batch alone. Those of dense optimizers hide these.
 struct Sparse {
     static constexpr int STEP_NUMBERS = 0;  // of the numbers, those that change from step to step: the last ones
@@ -81,6 +89,7 @@ struct Sparse {
                                                      const Past &past) {
         return w;
     }
+    static constexpr bool KEEPS_ZEROS = true;  // a step without a gradient leaves a state of zeros as it is
     // A weight after missed steps that do nothing but decay it, by `factor` in all, which is not 1.
     static __device__ __forceinline__ float decayed(float w, float factor) { return faded(w, factor); }
 };

@@ -20,6 +20,7 @@ from tieredemb.sharding.states import RowStates, refuse_names
 from tieredemb.tables.followed_optimizer import FollowedOptimizer, GroupChoice
 from tieredemb.tables.followers import followers_of
 from tieredemb.tables.given_states import checked_entry, groups_of, state_of
+from tieredemb.tables.row_state import totals_of
 from tieredemb.tables.table_set import LoadedState
 from tieredemb.tables.torch_kinds import as_numbers, config_of, kind_of
 
@@ -149,7 +150,7 @@ class Following:
             steps, entry = self._states.gathered(config, table)
             is_there = is_there or bool(config.tensors) or config.is_dense
             if entry:
-                counted = {} if kind.step is None else {"step": kind.step(steps)}
+                counted = {} if kind.step is None else {"step": kind.step(steps), **totals_of(config, steps)}
                 state[state_dict["param_groups"][g]["params"][at]] = {**counted, **entry}
         if all(isinstance(number, int) for number in state):
             state = dict(sorted(state.items()))

@@ -13,6 +13,7 @@ from tieredemb.sharding.states import RowStates, refuse_names
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.given_states import only_group
 from tieredemb.tables.param_groups import options_in
+from tieredemb.tables.row_state import totals_of
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -64,9 +65,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         states, state = self._states(), {}
         states.announce(Phase.READ_STATE)
         for table in states.tables:
-            steps, entry = states.gathered(self._of_widths[0].config, table)
+            config = self._of_widths[0].config
+            steps, entry = states.gathered(config, table)
             if states.exchange.rank == 0:  # steps too of an optimizer without state, which random rounding goes by
-                state[table] = {"step": torch.tensor(float(steps), dtype=torch.float32, device="cpu"), **entry}
+                step = torch.tensor(float(steps), dtype=torch.float32, device="cpu")
+                state[table] = {"step": step, **totals_of(config, steps), **entry}
         groups = [self._of_widths[0].options() | {"params": [*states.tables]}]
         return {"state": state, "param_groups": groups, **states.elsewhere()}
 

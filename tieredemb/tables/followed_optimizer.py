@@ -20,7 +20,7 @@ import torch
 
 from tieredemb.config import OptimizerConfig, check_flag, is_whole, plain
 from tieredemb.errors import ConfigError, StorageError, UnsupportedError, shown
-from tieredemb.lookup.optimizer import Hyperparameters, hyperparameters_after, named_numbers, rows_of
+from tieredemb.lookup.optimizer import Hyperparameters, check_fixed, hyperparameters_after, named_numbers, rows_of
 from tieredemb.lookup.spoilt import why_refused
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.fingerprint import Fingerprint, steps_fingerprint
@@ -36,6 +36,7 @@ from tieredemb.tables.row_state import (
     loaded_state,
     state_tensors,
     steps_of,
+    totals_of,
 )
 from tieredemb.tables.stand_in import VALUE, Gradients, StandIn
 from tieredemb.tables.table_set import LoadedState, TableSet
@@ -399,7 +400,9 @@ class FollowedOptimizer:
                 f"the param group now means {type(config).__name__}, and the tables' rows hold the state of "
                 f"{type(self.config).__name__}; options that need another state cannot change. Nothing was changed"
             )
-        self.config.numbers(named_numbers(type(config), asdict(config)))
+        named = named_numbers(type(config), asdict(config))
+        self.config.numbers(named)
+        check_fixed(self.config, named)
 
     @property
     def _rate_there(self) -> torch.Tensor | None:
@@ -606,8 +609,8 @@ class FollowedOptimizer:
         `StorageFullError` where memory cannot hold them."""
         assert self.optimizer is not None
         assert self.config is not None
-        kind = kind_of(type(self.optimizer))
-        counted = {} if kind.step is None else {"step": kind.step(steps_of(self._tables, table))}
+        kind, steps = kind_of(type(self.optimizer)), steps_of(self._tables, table)
+        counted = {} if kind.step is None else {"step": kind.step(steps), **totals_of(self.config, steps)}
         return {**counted, **state_tensors(self._tables, self.config, table)}
 
     def add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:

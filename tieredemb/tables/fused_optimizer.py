@@ -14,7 +14,7 @@ import torch
 
 from tieredemb.config import OptimizerConfig, check_finite, is_number
 from tieredemb.errors import ConfigError, shown
-from tieredemb.lookup.optimizer import Hyperparameters, check_rate, hyperparameters, named_numbers
+from tieredemb.lookup.optimizer import Hyperparameters, check_fixed, check_rate, hyperparameters, named_numbers
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.fingerprint import Fingerprint
 from tieredemb.tables.given_states import only_group
@@ -28,6 +28,7 @@ from tieredemb.tables.row_state import (
     loaded_state,
     state_tensors,
     steps_of,
+    totals_of,
 )
 from tieredemb.tables.table_set import LoadedState, TableSet
 from tieredemb.tables.torch_kinds import as_numbers
@@ -196,9 +197,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Copies of all row states, and the param group. Raises `StorageFullError` where memory cannot hold them."""
         state: dict[int, dict[str, torch.Tensor]] = {}
         for table in range(len(self._tables.config.tables)):
-            step = torch.tensor(float(steps_of(self._tables, table)), dtype=torch.float32, device="cpu")
+            steps = steps_of(self._tables, table)
+            counted = {"step": torch.tensor(float(steps), dtype=torch.float32, device="cpu")}
+            counted |= totals_of(self._config, steps)
             tensors = state_tensors(self._tables, self._config, table)
-            state[table] = {"step": step, **tensors, **lagging_rows(self._tables, table)}
+            state[table] = {**counted, **tensors, **lagging_rows(self._tables, table)}
         return {"state": state, "param_groups": [self.options() | {"params": list(state)}]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -243,7 +246,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         own = self._own(options)
         # as JSON keeps a pair
         own |= {name: tuple(value) for name, value in own.items() if isinstance(value, list)}
-        self._config.numbers(named_numbers(type(self._config), asdict(replace(self._config, **own))))
+        named = named_numbers(type(self._config), asdict(replace(self._config, **own)))
+        self._config.numbers(named)
+        check_fixed(self._config, named)
         if "initial_lr" in options:
             check_finite("initial_lr of the param group", options["initial_lr"], low=0.0)
         for name, value in self.options().items():

@@ -3,14 +3,15 @@ of larger ones, entries that are loaded are of the whole, and what is taken of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import numpy as np
 import torch
 
-from tieredemb.config import OptimizerConfig, TablePart
-from tieredemb.errors import InvalidInputError
+from tieredemb.config import OptimizerConfig, TablePart, is_number
+from tieredemb.errors import InvalidInputError, shown
 from tieredemb.lookup.histories import Histories, StoredBytes
 from tieredemb.storage.host import ask_for_huge_pages
 from tieredemb.tables.given_states import MAX_DENSE_STEPS, MAX_STEPS, loaded_steps
@@ -54,6 +55,29 @@ def state_tensors(tables: TableSet, config: OptimizerConfig, table: int) -> dict
         for each, part in zip(found.values(), parts, strict=True):
             each[start : start + len(rows)] = part
     return found
+
+
+def totals_of(config: OptimizerConfig, steps: int) -> dict[str, torch.Tensor]:
+    """What torch keeps of a parameter after `steps` steps beside its tensors and their number, as it keeps it."""
+    totals = config.totals(steps)
+    return {name: torch.tensor(value, dtype=torch.float32, device="cpu") for name, value in totals.items()}
+
+
+def _check_totals(config: OptimizerConfig, entry: Mapping[str, Any], step: int, table: str) -> None:
+    """Raises `InvalidInputError` where an entry has other totals than its steps have with these options."""
+    for name, wanted in config.totals(step).items():
+        if name not in entry:
+            continue
+        given = entry[name]
+        if isinstance(given, torch.Tensor):
+            given = dense_numbers(f"{name!r} of table {table!r}", given)
+            given = given.item() if given.numel() == 1 else given
+        if not is_number(given) or not math.isclose(given, wanted, rel_tol=1e-3, abs_tol=1e-12):
+            raise InvalidInputError(
+                f"{name!r} of table {table!r} is {shown(given)}, and {step} steps of {config!r} make it "
+                f"{wanted:g}: it is of other options, or of options that have changed; load the state of an optimizer "
+                f"with these, or leave {name!r} out"
+            )
 
 
 def lagging_rows(tables: TableSet, table: int) -> dict[str, Any]:
@@ -127,6 +151,7 @@ def loaded_state(
         )  # torch keeps steps in float32, from 2²⁴ on rounded
     if not held and not shapes and not config.is_dense:
         return LoadedState(step, None)
+    _check_totals(config, entry, step, name)
     new = torch.full((1, 1), config.state_start, dtype=torch.float32, device="cpu")
     width = sum(width for _, width in shapes.values())
     words: tuple[torch.Tensor, ...] = ()

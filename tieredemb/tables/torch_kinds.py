@@ -17,6 +17,9 @@ from tieredemb.config import OptimizerConfig
 from tieredemb.errors import ConfigError, UnsupportedError, shown
 from tieredemb.lookup.optimizers.adagrad import Adagrad
 from tieredemb.lookup.optimizers.adam import Adam, AdamW
+from tieredemb.lookup.optimizers.adamax import Adamax
+from tieredemb.lookup.optimizers.nadam import NAdam
+from tieredemb.lookup.optimizers.rmsprop import RMSprop
 from tieredemb.lookup.optimizers.sgd import SGD
 from tieredemb.lookup.optimizers.sparse_adam import SparseAdam
 
@@ -57,6 +60,9 @@ KINDS: dict[type[torch.optim.Optimizer], Kind] = {
     torch.optim.SparseAdam: Kind(_of(SparseAdam), {"maximize": False}, int, takes_sparse=True),
     torch.optim.Adam: Kind(_of(Adam), {"decoupled_weight_decay": False, **_NOR_MAXIMA}, _tensor_step),
     torch.optim.AdamW: Kind(_of(AdamW), _NOR_MAXIMA, _tensor_step),
+    torch.optim.Adamax: Kind(_of(Adamax), _NEITHER, _tensor_step),
+    torch.optim.NAdam: Kind(_of(NAdam), _NEITHER, _tensor_step),
+    torch.optim.RMSprop: Kind(_of(RMSprop), _NEITHER, _tensor_step),
 }
 
 

@@ -1,19 +1,11 @@
 // Adam and AdamW over all rows: g ← g + weight_decay · w (that of rows in use, or of those that miss a step), m and v are running means of g and g²,
 // w ← decay · w − rate · m / (√v + step_eps).
-#include "recipe.cuh"
+#include "moments.cuh"
 
 struct Recipe : ElementWise {
     // lr / (1 − β1^t) · √(1 − β2^t): √v is not corrected for its bias, but eps is in its place
     static __device__ __forceinline__ double rate(const Hyper &hyper, double step) {
         return hyper.lr * sqrt(1.0 - pow(hyper.beta2, step)) / (1.0 - pow(hyper.beta1, step));
-    }
-
-    // The running mean of squares `v` with `share` of the square of `gradient` in it. It ends where torch's does: that
-    // multiplies the gradient by its share first, and an infinite mean stays infinite.
-    static __device__ __forceinline__ float square_mean(float v, float gradient, float share) {
-        const float found = __fmaf_rn(__fmaf_rn(gradient, gradient, -v), share, v);
-        if (isfinite(found)) return found;
-        return __fadd_rn(__fmul_rn(__fsub_rn(1.0f, share), v), __fmul_rn(__fmul_rn(share, gradient), gradient));
     }
 
     template <class State>
@@ -62,22 +54,7 @@ struct Recipe : ElementWise {
                                                      const Past &past) {
         for (int step = missed.start + 1; step <= missed.replayed; step++)
             w = element(w, 0.0f, state, past.rates[step], numbers_of(past, step));
-        const float m = state[0], v = state[1];
-        state[0] = isfinite(m) ? __fmul_rn(m, missed.first) : nanf("");  // as the first of the steps has it
-        state[1] = faded(v, missed.second);
-        if (missed.sums == nullptr) return missed.later != 1.0f ? faded(w, missed.later) : w;
-        const float *of = missed.sums;
-        const float x = __fsqrt_rn(v), share = __fdiv_rn(1.0f, __fmaf_rn(x, of[1], of[SUM_EPS]));
-        const float q = isfinite(x) ? __fmul_rn(x, share) : 0.0f;  // nothing moves by an infinite mean of squares
-        float series = __fmaf_rn(-q, of[7], of[6]);
-        series = __fmaf_rn(-q, series, of[5]);
-        series = __fmaf_rn(-q, series, of[4]);
-        series = __fmaf_rn(-q, series, of[3]);
-        series = __fmaf_rn(-q, series, of[2]);
-        series = __fmaf_rn(__fmul_rn(q, q), series, 1.0f);
-        const float moves = __fmul_rn(__fmul_rn(of[0], series), share);
-        w = __fmaf_rn(-moves, m, faded(w, missed.decay));
-        return faded(w, missed.later);
+        return means_catch_up(w, state, missed);
     }
 };
 

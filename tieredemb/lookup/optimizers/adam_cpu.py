@@ -3,34 +3,15 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from tieredemb.kernels.constants import (
-    DECAY_LOG,
-    FIRST_LOG,
-    SECOND_LOG,
-    SUM_DECAY,
-    SUM_EPS,
-    SUM_FIRST,
-    SUM_IS_SERIES,
-    SUM_SECOND,
-)
 from tieredemb.kernels.cpu import as_tuple, fma, inline, load, store
 from tieredemb.kernels.parallel_cpu import over_ranges
-from tieredemb.lookup.optimizer_cpu import factor_between, faded, row_bring, rows_walk, segments_walk
+from tieredemb.lookup.moments_cpu import means_catch_up
+from tieredemb.lookup.optimizer_cpu import faded, row_bring, rows_walk, segments_walk, square_mean
 
 F = np.float32
 NUMBERS = 5
-
-
-@inline
-def square_mean(v, gradient, share):
-    """The running mean of squares `v` with `share` of the square of `gradient` in it. It ends where torch's does: that
-    multiplies the gradient by its share first, and an infinite mean stays infinite."""
-    found = fma(fma(gradient, gradient, -v), share, v)
-    return found if found < F(math.inf) else (F(1.0) - share) * v + share * gradient * gradient
 
 
 @inline
@@ -60,49 +41,7 @@ def replay(weight, row, state, home, none, past, start, stop):
 @inline
 def row_catch_up(weight, row, state, home, none, past, start, stop):
     """Brings a row from step `start` to step `stop`; returns how many steps it has replayed."""
-    _, _, _, _, sums, ends, logs, coupled = past
-    width = none.shape[0]
-    of = sums[start]
-    has_no_end = coupled[stop] != coupled[start] or ends[start] < 0
-    if has_no_end or of[SUM_IS_SERIES] == F(0.0):
-        end = stop if has_no_end or ends[start] == 0 else np.int64(ends[start])
-        replay(weight, row, state, home, none, past, start, end)
-        if end < stop:
-            first = factor_between(logs, FIRST_LOG, end, stop)
-            second = factor_between(logs, SECOND_LOG, end, stop)
-            later = factor_between(logs, DECAY_LOG, end, stop)
-            for d in range(width):
-                store(state, home, d, load(state, home, d) * first)
-                store(state, home, width + d, faded(load(state, home, width + d), second))
-                store(weight, row, d, faded(load(weight, row, d), later))
-        return end - start
-    if ends[start] == 0:  # the sum grows: its own products are those until now
-        first, second, decay, later = of[SUM_FIRST], of[SUM_SECOND], of[SUM_DECAY], F(1.0)
-    else:
-        first = factor_between(logs, FIRST_LOG, start, stop)
-        second = factor_between(logs, SECOND_LOG, start, stop)
-        decay = factor_between(logs, DECAY_LOG, start, ends[start])
-        later = factor_between(logs, DECAY_LOG, ends[start], stop)
-    eps = of[SUM_EPS]
-    total, point, two, three, four, five, six, seven = of[0], of[1], of[2], of[3], of[4], of[5], of[6], of[7]
-    for d in range(width):
-        m = load(state, home, d)
-        v = load(state, home, width + d)
-        x = np.sqrt(v)
-        below = fma(x, point, eps)
-        share = F(1.0) / below
-        q = x * share if x < F(math.inf) else F(0.0)  # nothing moves by an infinite mean of squares
-        series = fma(-q, seven, six)
-        series = fma(-q, series, five)
-        series = fma(-q, series, four)
-        series = fma(-q, series, three)
-        series = fma(-q, series, two)
-        series = fma(q * q, series, F(1.0))
-        moved = fma(-(total * series * share), m, faded(load(weight, row, d), decay))
-        store(weight, row, d, faded(moved, later))
-        store(state, home, d, m * first if abs(m) < F(math.inf) else F(math.nan))  # as the first of the steps has it
-        store(state, home, width + d, faded(v, second))
-    return 0
+    return means_catch_up(weight, row, state, home, none, past, start, stop, replay, None, F(0.0))
 
 
 @inline
