@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 from devices import on_cpu
-from oracle import OracleCollection
+from oracle import OracleCollection, RowMeanAdagradReference
 from torch import nn
 from training import random_batch, table_configs
 
@@ -32,6 +32,7 @@ KINDS = {
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9}),
     "RMSprop centered": (torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9, "momentum": 0.5, "centered": True}),
     "RMSprop weight_decay": (torch.optim.RMSprop, {"lr": 0.01, "alpha": 0.9, "momentum": 0.5, "weight_decay": 0.1}),
+    "TorchRec": (RowMeanAdagradReference, {"lr": 0.1, "lr_decay": 0.01}),
     "SparseAdam": (torch.optim.SparseAdam, {"lr": 0.05, "betas": (0.8, 0.95)}),
 }
 DENSE_KINDS = tuple(

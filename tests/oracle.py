@@ -89,6 +89,45 @@ class RowWiseAdagradReference(torch.optim.Optimizer):
                 param -= group["lr"] * grad / (total.sqrt() + group["eps"])
 
 
+class RowMeanAdagradReference(torch.optim.Optimizer):
+    """TorchRec's `RowWiseAdagrad`, as its `step()` has it: rows move by the means of their gradients. A vector, which
+    TorchRec refuses, is one of rows of one element."""
+
+    def __init__(  # type: ignore[no-untyped-def]
+        self, params, lr=1e-2, lr_decay=0.0, weight_decay=0.0, initial_accumulator_value=0.0, eps=1e-10, *,
+        maximize=False, **unused,
+    ) -> None:  # fmt: skip
+        options = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay}
+        start = {"initial_accumulator_value": initial_accumulator_value, "maximize": maximize}
+        super().__init__(params, options | start)
+        for group in self.param_groups:
+            for param in group["params"]:
+                total = torch.full((len(param), 1), float(initial_accumulator_value), device=param.device)
+                self.state[param] |= {"step": torch.tensor(0.0), "sum": total}
+
+    @torch.no_grad()
+    def step(self, closure=None):  # type: ignore[no-untyped-def, override]
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state, mean = self.state[param], param.grad.reshape(len(param), -1).mean(1, keepdim=True)
+                state["step"] += 1
+                rate = group["lr"] / (1 + (state["step"].item() - 1) * group["lr_decay"])
+                state["sum"] += mean.square()
+                param -= (rate * mean / (state["sum"].sqrt() + group["eps"])).reshape(-1, *[1] * (param.ndim - 1))
+        return loss
+
+
+# as tables know TorchRec's, which need not be installed
+RowMeanAdagradReference.__module__, RowMeanAdagradReference.__qualname__ = (
+    "torchrec.optim.rowwise_adagrad",
+    "RowWiseAdagrad",
+)
+
+
 class SparseLionReference(torch.optim.Optimizer):
     """Lion on the rows of sparse gradients, as its paper writes it."""
 
@@ -142,6 +181,8 @@ def torch_optimizer(config: te.config.OptimizerConfig, params) -> torch.optim.Op
         )
     if isinstance(config, te.Adamax | te.NAdam | te.RMSprop):
         return getattr(torch.optim, type(config).__name__)(params, **asdict(config))
+    if isinstance(config, te.RowMeanAdagrad):
+        return RowMeanAdagradReference(params, **asdict(config))
     if isinstance(config, te.RowWiseAdagrad):
         return RowWiseAdagradReference(params, lr=config.lr, eps=config.eps)
     if isinstance(config, te.SparseLion):

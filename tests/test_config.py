@@ -59,6 +59,7 @@ CONSTRUCTORS = {
     te.Adamax: ("lr", "betas", "eps", "weight_decay"),
     te.NAdam: ("lr", "betas", "eps", "weight_decay", "momentum_decay"),
     te.RMSprop: ("lr", "alpha", "eps", "weight_decay", "momentum"),
+    te.RowMeanAdagrad: ("lr", "lr_decay", "initial_accumulator_value", "eps"),
     te.RowWiseAdagrad: ("lr", "initial_accumulator_value", "eps"),
     te.SparseAdam: ("lr", "betas", "eps"),
     te.SparseLion: ("lr", "betas", "weight_decay"),

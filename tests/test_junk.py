@@ -96,6 +96,7 @@ CALLS = {
     "Adamax": (te.Adamax, ("lr", "betas", "eps", "weight_decay")),
     "NAdam": (te.NAdam, ("lr", "betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay")),
     "RMSprop": (te.RMSprop, ("lr", "alpha", "eps", "weight_decay", "momentum", "centered")),
+    "RowMeanAdagrad": (te.RowMeanAdagrad, ("lr", "lr_decay", "initial_accumulator_value", "eps")),
     "RowWiseAdagrad": (te.RowWiseAdagrad, ("lr", "initial_accumulator_value", "eps")),
     "SparseAdam": (te.SparseAdam, ("lr", "betas", "eps")),
     "SparseLion": (lambda **given: te.SparseLion(**{"lr": 0.1} | given), ("lr", "betas", "weight_decay")),

@@ -11,6 +11,7 @@ OPTIMIZERS = [
     te.SGD(lr=0.1),
     te.Adagrad(lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1),
     te.RowWiseAdagrad(lr=0.1),
+    te.RowMeanAdagrad(lr=0.1, lr_decay=0.01, initial_accumulator_value=0.1),
     te.SparseAdam(lr=0.05, betas=(0.8, 0.95)),
     te.SparseLion(lr=0.02, betas=(0.7, 0.9), weight_decay=0.3),
     te.Adam(lr=0.05, betas=(0.8, 0.95)),

@@ -18,6 +18,7 @@ from tieredemb.lookup.optimizers.adam import Adam, AdamW
 from tieredemb.lookup.optimizers.adamax import Adamax
 from tieredemb.lookup.optimizers.nadam import NAdam
 from tieredemb.lookup.optimizers.rmsprop import RMSprop
+from tieredemb.lookup.optimizers.row_mean_adagrad import RowMeanAdagrad
 from tieredemb.lookup.optimizers.row_wise_adagrad import RowWiseAdagrad
 from tieredemb.lookup.optimizers.sgd import SGD
 from tieredemb.lookup.optimizers.sparse_adam import SparseAdam
@@ -59,6 +60,7 @@ __all__ = [
     "Normal",
     "Pmem",
     "RMSprop",
+    "RowMeanAdagrad",
     "RowWise",
     "RowWiseAdagrad",
     "ShardedTieredEmbeddingBagCollection",

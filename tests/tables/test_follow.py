@@ -16,6 +16,7 @@ import pytest
 import torch
 from devices import assert_close, assert_same_bits, equal, idle, randn
 from following import DENSE_KINDS, KINDS, loss_of, pair, states, tensors
+from oracle import RowMeanAdagradReference
 from torch import nn
 
 import tieredemb as te
@@ -408,6 +409,8 @@ PARAMS = [nn.Parameter(torch.zeros(3, device="cpu"))]
         (lambda: torch.optim.AdamW(PARAMS, amsgrad=True), "amsgrad=True"),
         (lambda: torch.optim.Adagrad(PARAMS, differentiable=True), "differentiable=True"),
         (lambda: torch.optim.SparseAdam(PARAMS, maximize=True), "maximize=True"),
+        (lambda: RowMeanAdagradReference(PARAMS, weight_decay=0.1), "torchrec.optim.RowWiseAdagrad has weight_decay"),
+        (lambda: torch.optim.Adadelta, "docs/guides/optimizers.md, under 'If you have another optimizer'"),
     ],
 )
 def test_kinds_and_options_that_tables_lack_are_refused_by_name(optimizer, said):

@@ -15,7 +15,7 @@ from torch import nn
 import tieredemb as te
 from tieredemb.errors import UnsupportedError
 
-MOVES_ALL = [kind for kind in DENSE_KINDS if kind not in ("SGD", "Adagrad")]
+MOVES_ALL = [kind for kind in DENSE_KINDS if kind not in ("SGD", "Adagrad", "TorchRec")]
 
 
 def step(model, optimizer, number, spoil=None):

@@ -1,6 +1,6 @@
 """Which torch optimizers tables can follow, and what each one's param group means to them.
 
-One entry a kind: the exact torch class (a subclass may do anything), how its param group becomes a config of ours, the
+One entry a kind: the exact class (a subclass may do anything), how its param group becomes a config of ours, the
 options that must keep one value, and the form in which torch keeps a parameter's state. A new kind is one more entry.
 """
 
@@ -20,6 +20,7 @@ from tieredemb.lookup.optimizers.adam import Adam, AdamW
 from tieredemb.lookup.optimizers.adamax import Adamax
 from tieredemb.lookup.optimizers.nadam import NAdam
 from tieredemb.lookup.optimizers.rmsprop import RMSprop
+from tieredemb.lookup.optimizers.row_mean_adagrad import RowMeanAdagrad
 from tieredemb.lookup.optimizers.sgd import SGD
 from tieredemb.lookup.optimizers.sparse_adam import SparseAdam
 
@@ -63,6 +64,12 @@ KINDS: dict[type[torch.optim.Optimizer], Kind] = {
     torch.optim.Adamax: Kind(_of(Adamax), _NEITHER, _tensor_step),
     torch.optim.NAdam: Kind(_of(NAdam), _NEITHER, _tensor_step),
     torch.optim.RMSprop: Kind(_of(RMSprop), _NEITHER, _tensor_step),
+}
+ELSEWHERE = {  # of libraries that need not be there, by where a class is defined: its public name, and its kind
+    "torchrec.optim.rowwise_adagrad.RowWiseAdagrad": (
+        "torchrec.optim.RowWiseAdagrad",
+        Kind(_of(RowMeanAdagrad), {"weight_decay": 0, "maximize": False}, _tensor_step, at_once=True),
+    ),
 }
 
 
@@ -113,8 +120,8 @@ def row_config(optimizer: object) -> OptimizerConfig | None:
 
 
 def known() -> str:
-    """The torch classes that tables can follow, in words."""
-    return ", ".join(f"torch.optim.{each.__name__}" for each in KINDS)
+    """The classes that tables can follow, in words."""
+    return ", ".join([*(f"torch.optim.{each.__name__}" for each in KINDS), *(name for name, _ in ELSEWHERE.values())])
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -130,14 +137,21 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def kind_of(optimizer: type[torch.optim.Optimizer]) -> Kind:
     """The kind of a torch class. Raises `UnsupportedError` for one that tables cannot follow."""
     kind = KINDS.get(optimizer)
+    if kind is None and _place(optimizer) in ELSEWHERE:
+        _, kind = ELSEWHERE[_place(optimizer)]
     if kind is None:
         base = next((each for each in KINDS if issubclass(optimizer, each)), None)
         which = f", a subclass of torch.optim.{base.__name__} that may do anything" if base else ""
         raise UnsupportedError(
             f"tables cannot follow {optimizer.__name__}{which}; they can follow {known()}, or be updated in backward "
-            f"by one of tieredemb's {', '.join(OptimizerConfig.known())}"
+            f"by one of tieredemb's {', '.join(OptimizerConfig.known())}. What to use in place of another optimizer is "
+            f"in docs/guides/optimizers.md, under 'If you have another optimizer'"
         )
     return kind
+
+
+def _place(optimizer: type) -> str:
+    return f"{optimizer.__module__}.{optimizer.__qualname__}"
 
 
 def as_numbers(group: Mapping[str, Any], *, waits: bool = True) -> dict[str, Any]:
@@ -173,7 +187,8 @@ def _number(name: str, value: Any, waits: bool) -> Any:
 def config_of(optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> OptimizerConfig:
     """The config of ours that a param group of a torch optimizer stands for, `as_numbers`. Changes nothing. Raises
     `UnsupportedError` for a kind or an option that tables lack, `ConfigError` for a value that is not allowed."""
-    kind, name = kind_of(optimizer), f"torch.optim.{optimizer.__name__}"
+    kind = kind_of(optimizer)
+    name, _ = ELSEWHERE.get(_place(optimizer), (f"torch.optim.{optimizer.__name__}", kind))
     for option, wanted in kind.must_be.items():
         value = options.get(option, wanted)
         if bool(value) if wanted is False else value != wanted:
@@ -188,5 +203,5 @@ def default_config(optimizer: type[torch.optim.Optimizer]) -> OptimizerConfig:
     """The config of ours for tables that will follow an optimizer of a torch class with its usual options."""
     kind_of(optimizer)
     make: Callable[..., torch.optim.Optimizer] = optimizer
-    probe = make([torch.nn.Parameter(torch.zeros((), device="cpu"))])
+    probe = make([torch.nn.Parameter(torch.zeros((1, 1), device="cpu"))])
     return config_of(optimizer, as_numbers(probe.param_groups[0]))
