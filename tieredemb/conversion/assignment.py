@@ -1,4 +1,4 @@
-"""Which optimizer trains each table that is replaced: the one that has its weight."""
+"""Which optimizer trains each table that is replaced: the one that its weight carries, or that has its weight."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from tieredemb.config import OptimizerConfig
+from tieredemb.conversion.carried import Carried, carried
 from tieredemb.conversion.found import Found
 from tieredemb.errors import ConfigError, shown
 from tieredemb.tables.torch_kinds import Optimizer, ToFollow, as_numbers, config_of, row_config, unwrapped
@@ -20,25 +21,28 @@ Optimizers = Optimizer | Sequence[torch.optim.Optimizer]
 class Assigned:
     """How one table is trained. `given`: what its module is built with · `config`: what its rows are laid out for ·
     `follows`: the torch optimizer that has its weight, whose place the table takes · `trains`: whether a backward may
-    reach it."""
+    reach it · `carried`: what an optimizer that its weight carries, and that steps in backward, has of it."""
 
     given: Optimizer
     config: OptimizerConfig | None
     follows: torch.optim.Optimizer | None
     trains: bool
+    carried: Carried | None = None
 
 
 def assign(found: Sequence[Found], optimizer: Optimizers) -> dict[str, Assigned]:
     """How each table is trained, by name. Changes nothing. Raises `UnsupportedError` for an optimizer or an option that
     tables lack, `ConfigError` for torch optimizers that have none of the weights, and for a weight that two have."""
+    if optimizer is None:
+        return {each.name: _in_backward(each) or _by_none(each) for each in found}
     optimizers = _torch_optimizers(optimizer)
     if optimizers is None:
         config, given = row_config(optimizer), cast("Optimizer", optimizer)
         trains, frozen = Assigned(given, config, None, True), Assigned(None, None, None, False)
         return {each.name: trains if each.module.weight.requires_grad else frozen for each in found}
-    assigned = {each.name: _by_weight(each, optimizers) for each in found}
+    assigned = {each.name: _in_backward(each) or _by_weight(each, optimizers) for each in found}
     trained = [each for each in found if each.module.weight.requires_grad]  # frozen ones need no optimizer
-    if trained and all(each.follows is None for each in assigned.values()):
+    if trained and all(each.config is None for each in assigned.values()):
         raise ConfigError(
             f"none of the {len(trained)} embeddings' weights that require a gradient is among the params of the "
             f"optimizer, so it trains none of them; build it over model.parameters() before the model is converted, or "
@@ -60,6 +64,18 @@ def _torch_optimizers(optimizer: Optimizers) -> list[torch.optim.Optimizer] | No
         if not isinstance(each, torch.optim.Optimizer):
             raise ConfigError(f"several optimizers must all be torch.optim.Optimizer instances, got {shown(each)}")
     return [unwrapped(each) for each in optimizer]
+
+
+def _by_none(found: Found) -> Assigned:
+    return Assigned(None, None, None, found.module.weight.requires_grad)
+
+
+def _in_backward(found: Found) -> Assigned | None:
+    """Of a weight that carries its optimizer: that steps in backward and drops the gradient, whoever else has it."""
+    of = carried(found)
+    if of is None:
+        return None
+    return Assigned(of.config, of.config, None, found.module.weight.requires_grad, of)
 
 
 def _by_weight(found: Found, optimizers: list[torch.optim.Optimizer]) -> Assigned:

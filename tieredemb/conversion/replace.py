@@ -14,6 +14,7 @@ from torch import nn
 from tieredemb.config import Capacity
 from tieredemb.conversion.assignment import Assigned, Optimizers, assign
 from tieredemb.conversion.caches import Settings, make_twins
+from tieredemb.conversion.carried import carries, release
 from tieredemb.conversion.found import Choice, Found, choose, find
 from tieredemb.conversion.known_regularisers import Weights
 from tieredemb.conversion.left_over import left_over, put_in_place
@@ -43,8 +44,9 @@ def replace_embedding_bags(
     `optimizer`: the torch optimizer that was built over the model's parameters, or several: each table then trains as
     its weight did, by the optimizer, in the param group and with the state that its weight had there. Or the class of
     one that the tables will `follow`, or an optimizer of tieredemb, applied in backward; without one they are not
-    trained · `include`, `exclude`: which embeddings: names as in `model.named_modules()`, patterns ("user*"), or a
-    function of name and module · `keywords`: those of `TieredEmbeddingBag` (policy, storage, device, …).
+    trained. A weight that carries an optimizer (`apply_optimizer_in_backward`) goes on by that, unless `optimizer` is a
+    class or one of tieredemb · `include`, `exclude`: which embeddings: names as in `model.named_modules()`, patterns
+    ("user*"), or a function of name and module · `keywords`: those of `TieredEmbeddingBag` (policy, storage, …).
 
     A twin is on the device of the weight that it replaces, unless `device` names another. A module that occurs in
     several places is replaced by one, also where plain lists, dicts and attributes of the model's modules hold it; a
@@ -89,12 +91,15 @@ def _convert(
     chosen = choose(find(model), include, exclude)
     able = [each for each in chosen if each.reason is None]
     assigned = assign(able, optimizer)
-    remarks = _remarks(chosen, able, assigned, optimizer)
+    remarks = [*_remarks(chosen, able, assigned, optimizer), *_remarks_on_carried(able, assigned)]
     twins = make_twins(able, assigned, capacity, _settings(keywords))
     old = {each.name: weakref.ref(each.module.weight) for each in able}
     modules = {each.name: weakref.ref(each.module) for each in able}
-    del chosen  # nothing here is to hold the weights from here on
+    carrying = [each for each in able if carries(each)]  # whose weights torch holds
+    del chosen  # nothing here is to hold the others from here on
     take_over(model, able, twins, assigned)
+    while carrying:
+        release(carrying.pop())
     if "" in twins:
         return twins[""], remarks, {}  # the caller has the old one
     held: dict[nn.Module, nn.Module] = {
@@ -163,7 +168,7 @@ def _remarks(
     tables = {id(each.module.weight) for each in able}
     remarks += [text for each in _followed(assigned) if (text := _of_meta(each, tables))]
     trained = [each for each in able if each.module.weight.requires_grad]
-    if optimizer is None and any(each.module.training for each in trained):
+    if optimizer is None and any(each.module.training and assigned[each.name].config is None for each in trained):
         remarks.append(
             "these tables will not train, as no optimizer was given; pass optimizer= (the torch optimizer built over "
             "model.parameters(), or one of tieredemb), or call model.eval() before to say that they only serve"
@@ -175,4 +180,21 @@ def _remarks(
                 f"not trained, as no optimizer given has their weights: {listed(alone)}; pass all optimizers, as "
                 f"optimizer=[one, other]"
             )
+    return remarks
+
+
+def _remarks_on_carried(able: list[Found], assigned: Mapping[str, Assigned]) -> list[str]:
+    """Of the weights that carry an optimizer which steps in backward: what the tables have of it."""
+    remarks = []
+    taken = {each.shown: of for each in able if (of := assigned[each.name].carried) is not None}
+    if taken:
+        by = [f"{shown} by {of.config!r}" for shown, of in taken.items()]
+        remarks.append(f"updated in backward, as apply_optimizer_in_backward has set their weights: {listed(by)}")
+    remarks += dict.fromkeys(of.remark for of in taken.values() if of.remark)
+    left = [each.shown for each in able if each.shown not in taken and carries(each)]
+    if left:
+        remarks.append(
+            f"no longer updated as apply_optimizer_in_backward has set their weights, but by the optimizer= that was "
+            f"given: {listed(left)}"
+        )
     return remarks

@@ -80,6 +80,11 @@ class _Taken:
         if way.follows is not None:
             self._state, self._optimizer = way.follows.state.get(weight), way.follows
             twin.follow(way.follows, instead_of=[weight])
+        if way.carried is not None and way.carried.state and is_new:
+            fused = twin.fused_optimizer
+            fused.load_state_dict(
+                {"state": {0: way.carried.state}, "param_groups": [fused.options() | {"params": [0]}]}
+            )
         twin.requires_grad_(way.trains)
         for parent, name in self._places:
             setattr(parent, name, twin)

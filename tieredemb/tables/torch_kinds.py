@@ -32,7 +32,8 @@ class Kind:
     `config`: makes a config of ours of a param group, whose tensors are numbers already · `must_be`: options of the
     group that have to keep a value, as nothing else is there for tables · `step`: a table's steps as torch keeps them
     beside a parameter's state, or None where it keeps none · `at_once`: whether torch has a state before the first
-    step · `takes_sparse`: whether it takes sparse gradients alone, which are of the rows of a batch.
+    step · `takes_sparse`: whether it takes sparse gradients alone, which are of the rows of a batch · `remark`: what
+    whoever has it on a parameter may take it for, and it is not.
     """
 
     config: Callable[[Mapping[str, Any]], OptimizerConfig]
@@ -40,6 +41,7 @@ class Kind:
     step: Callable[[int], Any] | None = None
     at_once: bool = False
     takes_sparse: bool = False
+    remark: str = ""
 
 
 def _of(ours: type[OptimizerConfig]) -> Callable[[Mapping[str, Any]], OptimizerConfig]:
@@ -68,7 +70,15 @@ KINDS: dict[type[torch.optim.Optimizer], Kind] = {
 ELSEWHERE = {  # of libraries that need not be there, by where a class is defined: its public name, and its kind
     "torchrec.optim.rowwise_adagrad.RowWiseAdagrad": (
         "torchrec.optim.RowWiseAdagrad",
-        Kind(_of(RowMeanAdagrad), {"weight_decay": 0, "maximize": False}, _tensor_step, at_once=True),
+        Kind(
+            _of(RowMeanAdagrad),
+            {"weight_decay": 0, "maximize": False},
+            _tensor_step,
+            at_once=True,
+            remark="torchrec.optim.RowWiseAdagrad moves a row by the mean of its gradient, and tables that take it "
+            "over do as well; for FBGEMM's rule, which TorchRec's sharded tables have in its place, pass "
+            "optimizer=tieredemb.RowWiseAdagrad(lr=…)",
+        ),
     ),
 }
 
