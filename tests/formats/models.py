@@ -42,6 +42,12 @@ def converted(storage=None):
     return model, optimizer
 
 
+def whole(tables, seed=0):
+    """The model of these tables and a dense layer."""
+    torch.manual_seed(seed)
+    return nn.ModuleDict({"tables": tables, "top": nn.Linear(2, 1)})
+
+
 def train_converted(model, optimizer, first, steps):
     for step in range(first, first + steps):
         draw = torch.Generator().manual_seed(step)

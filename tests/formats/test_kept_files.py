@@ -22,6 +22,7 @@ from formats.models import (
     sharded,
     train_collection,
     train_converted,
+    whole,
 )
 
 import tieredemb as te
@@ -101,6 +102,19 @@ def test_kept_checkpoints_of_a_converted_model_load(kept):
     model, optimizer = converted()
     for name in ("user", "word"):
         model[name].load_checkpoint(kept / "converted" / f"checkpoint-{name}")
+    check(converted_rows(model, optimizer), expected["now"])
+    train_converted(model, optimizer, STEPS, LATER_STEPS)
+    check(converted_rows(model, optimizer), expected["later"], later=True)
+
+
+def test_kept_checkpoints_of_a_whole_model_load(kept):
+    if not (kept / "converted" / "checkpoint-model").exists():
+        pytest.skip("that version saved no whole models")
+    expected = torch.load(kept / "expected.pt")["converted"]
+    model, optimizer = converted()
+    both = whole(model, seed=1)
+    assert te.load_checkpoint(both, kept / "converted" / "checkpoint-model") == {"step": STEPS}
+    assert torch.equal(both["top"].weight, whole(model)["top"].weight)
     check(converted_rows(model, optimizer), expected["now"])
     train_converted(model, optimizer, STEPS, LATER_STEPS)
     check(converted_rows(model, optimizer), expected["later"], later=True)

@@ -31,6 +31,7 @@ from formats.models import (
     sharded,
     train_collection,
     train_converted,
+    whole,
 )
 
 import tieredemb as te
@@ -60,6 +61,7 @@ def write_converted(where: Path) -> dict[str, dict[str, torch.Tensor]]:
     now = converted_rows(model, optimizer)
     for name in ("user", "word"):  # the item table shares the cache of the first
         model[name].save_checkpoint(where / f"checkpoint-{name}", extra={"step": STEPS})
+    te.save_checkpoint(whole(model), where / "checkpoint-model", extra={"step": STEPS})
     for module in model.values():
         module.close()
     again, optimizer = converted()
