@@ -85,10 +85,12 @@ def _exchange(model: nn.Module, able: Mapping[str, OneTable]) -> nn.Module:
             followed.put_param(param, state, name)
         undo.callback(swap, model, {own: each for each, own in made.items()})
         swap(model, made)
+        for followed, *_ in trained:
+            assert followed.optimizer is not None
+            undo.callback(followed.listen, followed.optimizer)
+            followed.unfollow()
         undo.pop_all()
     plan_no_calls(model)
-    for followed, *_ in trained:
-        followed.unfollow()
     return made.get(model, model)
 
 

@@ -141,6 +141,10 @@ class FollowedOptimizer:
         for stand_in in self.stand_ins:
             stand_in.follows()
         self.in_state_dict = in_state_dict
+        self.listen(optimizer)
+
+    def listen(self, optimizer: torch.optim.Optimizer) -> None:
+        """Hears of the steps of an optimizer that has its stand-ins among its params."""
         self.followers = followers_of(optimizer)  # each time: an interrupt may have come in between
         self.followers.add(self)
         self.optimizer = optimizer
