@@ -42,7 +42,7 @@ def restore_embedding_bags(model: nn.Module) -> nn.Module:
     Synchronises with a GPU.
 
     >>> model = nn.Sequential(nn.EmbeddingBag(1000, 4, mode="sum"), nn.Linear(4, 1)).eval()
-    >>> restore_embedding_bags(replace_embedding_bags(model))[0]
+    >>> tieredemb.restore_embedding_bags(tieredemb.replace_embedding_bags(model))[0]
     EmbeddingBag(1000, 4, mode='sum')
     """
     if not isinstance(model, nn.Module):
