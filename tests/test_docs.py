@@ -236,6 +236,12 @@ def test_signatures_have_the_types_of_their_source(site):
     assert returned is None
 
 
+def test_reference_names_every_optimizer_that_an_argument_takes():
+    written = re.search(r"py:type:: Optimizer\n   :canonical: (.*)", (REPOSITORY / "docs" / "api.md").read_text())[1]
+    ours = {name for name in tieredemb.__all__ if hasattr(getattr(tieredemb, name), "step_terms")}
+    assert ours == set(re.findall(r"(?<![\w.\[])[A-Z]\w+", written)) - {"None"}
+
+
 def test_signatures_have_a_type_for_each_argument(site):
     for name, value in documented().items():
         arguments = [

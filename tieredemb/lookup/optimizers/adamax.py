@@ -16,6 +16,9 @@ class Adamax(OptimizerConfig):
     """`torch.optim.Adamax`: Adam with a decayed maximum of the gradients' sizes in place of the root of the mean of
     their squares. Every row moves in every step, those outside the batch when they are next used. `weight_decay` is
     added to the gradient (L2): the steps that a row missed are then replayed one by one. State 2 D + 1 words a row.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, mode="sum", optimizer=tieredemb.Adamax(lr=2e-3))
+    >>> bag(torch.tensor([[1, 2]])).sum().backward()    # moves every row, unused ones when they are next used
     """
 
     lr: float = 2e-3

@@ -49,6 +49,9 @@ class NAdam(OptimizerConfig):
     `weight_decay` is added to the gradient (L2): the steps that a row missed are then replayed one by one; with
     `decoupled_weight_decay` it is taken off the weights, as `AdamW` does. `betas[0]` and `momentum_decay` cannot change
     later, as the product of all momenta is that of one schedule. State 2 D + 1 words a row.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, mode="sum", optimizer=tieredemb.NAdam(lr=2e-3))
+    >>> bag(torch.tensor([[1, 2]])).sum().backward()    # moves every row, unused ones when they are next used
     """
 
     lr: float = 2e-3

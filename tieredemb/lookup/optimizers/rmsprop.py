@@ -21,6 +21,9 @@ class RMSprop(OptimizerConfig):
     one.
 
     State D + 1 words a row; with `momentum` D more, and with `centered` D more.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, mode="sum", optimizer=tieredemb.RMSprop(lr=0.01, momentum=0.9))
+    >>> bag(torch.tensor([[1, 2]])).sum().backward()    # moves every row, unused ones when they are next used
     """
 
     lr: float = 0.01

@@ -16,6 +16,9 @@ class RowMeanAdagrad(OptimizerConfig):
     the row's gradient, and the row's accumulator adds up squares of that mean. It is here for models that are trained
     so already. TorchRec's sharded tables take FBGEMM's rule in its place, which is `RowWiseAdagrad`, and the one to
     begin with. State 1 word a row.
+
+    >>> bag = tieredemb.TieredEmbeddingBag(1000, 4, mode="sum", optimizer=tieredemb.RowMeanAdagrad(lr=0.02))
+    >>> bag(torch.tensor([[1, 2]])).sum().backward()    # moves rows 1 and 2
     """
 
     lr: float = 0.01
