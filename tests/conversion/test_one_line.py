@@ -180,7 +180,7 @@ def state_of(model, optimizer):
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
-        (lambda model: torch.optim.RMSprop(model.parameters()), UnsupportedError, "cannot follow RMSprop"),
+        (lambda model: torch.optim.Rprop(model.parameters()), UnsupportedError, "cannot follow Rprop"),
         (lambda model: torch.optim.Adam(model.parameters(), amsgrad=True), UnsupportedError, "amsgrad=True"),
         (lambda model: torch.optim.SGD(model.top.parameters(), lr=0.1), ConfigError, "none of the 3 embeddings"),
     ],

@@ -27,12 +27,15 @@ FOLLOWED = {
     "SparseAdam": (torch.optim.SparseAdam, {"lr": 0.05}),
     "Adam L2": (torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.05}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.05}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
 }
 FUSED = {
     "fused Adagrad": te.Adagrad(lr=0.1),
     "fused SGD": te.SGD(lr=0.1),
     "fused RowWiseAdagrad": te.RowWiseAdagrad(lr=0.1),
     "fused Adam": te.Adam(lr=0.05),
+    "fused NAdam": te.NAdam(lr=0.05),
     "fused SparseLion": te.SparseLion(lr=0.02),
 }
 KINDS = [*FOLLOWED, *FUSED]
