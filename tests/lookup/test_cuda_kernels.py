@@ -363,6 +363,9 @@ def test_update_equals_the_formula_and_repeats_its_bits(optimizer, width):
         step = g
     elif isinstance(optimizer, te.Adagrad):
         step = g / ((old + g * g).sqrt() + optimizer.eps)
+    elif isinstance(optimizer, te.RowMeanAdagrad):
+        mean = g.mean(1, keepdim=True)
+        step = (mean / ((old[:, :1] + mean * mean).sqrt() + optimizer.eps)).expand_as(g)
     elif isinstance(optimizer, te.RowWiseAdagrad):
         step = g / ((old[:, :1] + (g * g).mean(1, keepdim=True)).sqrt() + optimizer.eps)
     elif isinstance(optimizer, te.SparseLion):

@@ -47,7 +47,7 @@ def built(device="cpu", *, capacity=0.2, kind=torch.optim.Adam, seed=0, **option
 
 def train(model, optimizer, steps, device="cpu"):
     for step in steps:
-        ids = torch.randint(1000, (16, 3), generator=torch.Generator().manual_seed(step)).to(device)
+        ids = torch.randint(1000, (16, 3), generator=torch.Generator("cpu").manual_seed(step), device="cpu").to(device)
         optimizer.zero_grad()
         model(ids).square().mean().backward()
         optimizer.step()
