@@ -47,7 +47,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         # while dynamo traces, the first is true and a graph breaks; where it runs frames, it has left its callback
         traced = torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
-        if traced and torch.compiler.is_exporting():
+        # what is_exporting() returns, which torch before 2.13 takes for true wherever dynamo traces
+        if traced and torch.compiler._is_exporting_flag:
             raise no_export("torch.export")
         if not traced and (torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack()):
             check_not_recorded()
