@@ -61,6 +61,16 @@ def test_cache_hit_orders_what_must_be_ordered(tmp_path: Path) -> None:
             assert int(fetched[name, capacity]) > int(fetched["belady", capacity])
 
 
+def test_cache_hit_says_why_static_can_beat_belady(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ZIPF, "--capacity", "2000"]) == 0
+    printed = capsys.readouterr().out
+    rates = dict(
+        zip(*([cell.strip(" *|") for cell in line.split("|")] for line in printed.splitlines()[3:6:2]), strict=True)
+    )
+    assert float(rates["static"]) == 1.0 > float(rates["belady"])
+    assert "static, which never fetches its rows, can\n  have the higher hit rate" in printed
+
+
 def test_cache_hit_reads_a_file_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, table = tmp_path / "round.lis", tmp_path / "rates.csv"
     path.write_text("0 10 0 0\n" * 20)  # 0 … 9 in a circle: an LRU of all ten hits always, one of five never

@@ -1,4 +1,4 @@
-"""The real cache, as the benchmark drives it, against a dict that spells the policies out.
+"""The command's cache against the one that modules use, and against a dict that spells the policies out.
 
 The dict is exact up to ties: of rows of equal (score, last batch) any may go, so that rates agree closely, not to
 the last hit.
@@ -13,12 +13,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tieredemb.cache.host.cache import HostCache
 from tieredemb.cache_hit.generate import ZipfTrace, generate
 from tieredemb.cache_hit.options import parse_policy
 from tieredemb.cache_hit.run import Contender, Workload, capacity_for, contenders
 from tieredemb.cache_hit.traces import Trace
 from tieredemb.config import LFU, LRU, Policy
 from tieredemb.errors import ConfigError
+from tieredemb.storage.base import RowLayout
+from tieredemb.storage.host import HostMemory
 
 # the choice among equal rows moves the hit rate: a cache that forgets makes any, the dict the oldest (0.0036 seen)
 TIES, TIES_FORGETTING = 0.0025, 0.005
@@ -58,6 +61,51 @@ def hits_of_dict(ids: np.ndarray, batch_size: int, slots: int, policy: Policy, w
             resident -= set(heapq.nsmallest(short, unlocked, key=lambda row: (scores[row], last[row])))
         resident |= set(missed[: slots - len(resident)])
     return hits
+
+
+def counts_of_cache(workload: Workload, capacity: int, policy: Policy) -> tuple[int, int | None, int | None]:
+    """Hits, fetched rows and evictions of the measured batches, of the cache that modules plan by."""
+    ids, size = workload.trace.ids, workload.batch_size
+    cold = HostMemory().open(RowLayout(rows=workload.trace.rows, width=0), name="", identity={})
+    cache = HostCache(cold, slots=capacity, policy=policy, lock_window=workload.lock_window)
+    for batch, start in enumerate(range(0, ids.size, size)):
+        if batch == workload.first_batch:
+            before = cache.stats()
+        cache.plan(ids[start : start + size]).release()
+    counted = cache.stats() - before
+    cache.close()
+    return counted.hits, counted.rows_filled, counted.evictions
+
+
+def _measured(workload: Workload, capacity: int, policy: Policy) -> tuple[int, int | None, int | None]:
+    point = Contender(name="it", policy=policy).measure(workload, capacity)
+    return point.hits, point.fetched, point.evictions
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("word", ["lru", "lfu", "lrfu:20", "lrfu:200", "lrfu-forget:20"])
+def test_counts_are_those_of_the_cache(word: str, window: int) -> None:
+    """To the last one: with one access a batch no two rows are equal in score and last batch."""
+    trace = generate(ZipfTrace(alpha=0.9, rows=3000, accesses=8000, drift=0.05, drift_every=2000, seed=1))
+    workload = Workload(trace=trace, batch_size=1, lock_window=window)
+    for capacity in (40, 300):
+        policy = parse_policy(word)
+        assert _measured(workload, capacity, policy) == counts_of_cache(workload, capacity, policy)
+
+
+@pytest.mark.parametrize("word", ["lru", "lfu-forget", "lrfu:20"])
+def test_batches_larger_than_the_cache_are_counted_as_by_it(word: str) -> None:
+    trace = generate(ZipfTrace(alpha=0.9, rows=3000, accesses=8000))
+    workload = Workload(trace=trace, batch_size=64, lock_window=1)
+    assert _measured(workload, 40, parse_policy(word)) == counts_of_cache(workload, 40, parse_policy(word))
+
+
+@pytest.mark.parametrize("word", ["lru", "lfu-forget", "lrfu:300"])
+def test_hit_rates_of_large_batches_are_those_of_the_cache(word: str) -> None:
+    trace = generate(ZipfTrace(alpha=1.05, rows=200_000, accesses=400_000))
+    workload = Workload(trace=trace, batch_size=512)
+    hits, _, _ = counts_of_cache(workload, 4000, parse_policy(word))
+    assert _measured(workload, 4000, parse_policy(word))[0] == pytest.approx(hits, abs=0.002 * workload.lookups)
 
 
 @pytest.mark.parametrize("window", [0, 1, 3])

@@ -20,8 +20,9 @@ def _trace(*ids: int) -> Trace:
 def test_uses_name_their_next_use() -> None:
     uses = uses_of(_trace(2, 0, 2, 1, 0, 0, 2), 3)  # batches {0, 2}, {0, 1}, {2}
     assert uses.bounds.tolist() == [0, 2, 4, 5]
-    assert uses.occurrences.tolist() == [1, 2, 2, 1, 1]
-    assert uses.next_use.tolist() == [2, 4, 5, 5, 5]
+    assert uses.rows.tolist() == [2, 0, 1, 0, 2]
+    assert uses.occurrences.tolist() == [2, 1, 1, 2, 1]
+    assert uses.next_use.tolist() == [4, 3, 5, 5, 5]
 
 
 def test_belady_keeps_the_row_needed_first() -> None:

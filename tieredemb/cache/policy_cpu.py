@@ -9,7 +9,7 @@ import numpy as np
 
 from tieredemb.cache.policy import Scoring
 from tieredemb.kernels.constants import AGED, CLOCK, MAX_SCORE, MIN_SCORE
-from tieredemb.kernels.cpu import jit, prefetch
+from tieredemb.kernels.cpu import inline, jit, prefetch
 from tieredemb.kernels.parallel_cpu import even_bounds, over_ranges, parallel_for
 
 if TYPE_CHECKING:
@@ -58,25 +58,30 @@ def part_of(count: int, used: int, batch: int) -> slice:
     return slice(first, first + size)
 
 
+@inline
+def raised(old, now, kind, unit):
+    """A score after one more use at clock `now`."""
+    if kind == AGED:
+        high = max(old, now)
+        new = high
+        if old > MIN_SCORE:
+            distance = (high - min(old, now)) / unit
+            new = high + np.int64(unit * math.log2(1.0 + np.exp2(-distance)) + 0.5)
+    elif kind == CLOCK:
+        new = now
+    else:
+        new = max(old, MIN_SCORE) + 1
+    return np.uint32(min(new, MAX_SCORE))
+
+
 @over_ranges
 def score_raise(lo, hi, slots, score, now, kind, unit):
-    """score[s] after one more use at clock `now`, for each s in slots[lo:hi]."""
+    """One use at clock `now` of each slot in slots[lo:hi]."""
     for i in range(lo, hi):
         if i + 16 < hi:
             prefetch(score, slots[i + 16])
         s = slots[i]
-        old = np.int64(score[s])
-        if kind == AGED:
-            high = max(old, now)
-            new = high
-            if old > MIN_SCORE:
-                distance = (high - min(old, now)) / unit
-                new = high + np.int64(unit * math.log2(1.0 + np.exp2(-distance)) + 0.5)
-        elif kind == CLOCK:
-            new = now
-        else:
-            new = max(old, MIN_SCORE) + 1
-        score[s] = np.uint32(min(new, MAX_SCORE))
+        score[s] = raised(np.int64(score[s]), now, kind, unit)
 
 
 @jit

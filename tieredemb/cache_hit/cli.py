@@ -11,7 +11,7 @@ from tieredemb import plots
 from tieredemb.cache_hit.generate import ZipfTrace, generate
 from tieredemb.cache_hit.options import POLICY_HELP, capacity_rows, parse_policy, words
 from tieredemb.cache_hit.report import heading, hit_rate_table, target_table, write_csv
-from tieredemb.cache_hit.run import Contender, HitRate, Workload, capacity_for, contenders, sweep
+from tieredemb.cache_hit.run import Contender, HitRate, Workload, capacity_for, contenders, side_by_side, sweep
 from tieredemb.cache_hit.traces import FORMATS, Trace, read_trace
 from tieredemb.errors import ConfigError
 from tieredemb.progress import Advance, progress
@@ -24,8 +24,9 @@ batch size; the first half of the batches warms the cache up, the second half is
 stand four references: LRU, LFU that forgets evicted rows, the best static set of the measured half, and
 Belady's optimum with bypass, the last two of which know the future."""
 REFERENCE_NOTE = """\
-* reference; static: there from the start of the measured part, so it never misses a row for the first time;
-  belady: the fewest fetches possible for a cache that has to fetch a row before it can hit"""
+* reference; static: the rows used most in the measured part, in the cache before it begins; belady: the fewest
+  fetches possible for a cache that fetches a row at its first use. So static, which never fetches its rows, can
+  have the higher hit rate of the two"""
 EPILOG = """\
 trace formats, by name, each plain or .xz, .zst, .gz:
   be64   big-endian 64-bit keys                            *.be64, scarab*.trace
@@ -194,11 +195,13 @@ def _trace(arguments: argparse.Namespace) -> Trace:
 def _find_target(
     target: float, workload: Workload, chosen: list[Contender], measured: list[HitRate], quiet: bool
 ) -> None:
-    found: dict[str, HitRate | None] = {}
+    def search(contender: Contender, counted: Advance) -> HitRate | None:
+        known = [point for point in measured if point.policy == contender.name]
+        return capacity_for(target, contender, workload, known, counted)
+
     with _progress(f"capacity for {target:g}", None, quiet) as advance:
-        for contender in chosen:
-            known = [point for point in measured if point.policy == contender.name]
-            found[contender.name] = capacity_for(target, contender, workload, known, advance)
+        reached = list(side_by_side(search, chosen, advance))
+    found = dict(zip((contender.name for contender in chosen), reached, strict=True))
     print(f"\n{target_table(target, found, workload)}")
 
 

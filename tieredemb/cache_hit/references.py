@@ -23,10 +23,12 @@ from tieredemb.cache_hit.traces import Trace
 class Uses:
     """The P uses (row, batch) of a trace cut into batches, in batch order.
 
-    `occurrences`: int64 (P,), accesses of the use. `next_use`: int64 (P,), index of the row's next use, P for
-    none. `bounds`: int64 (batches + 1,), batch b holds the uses bounds[b] … bounds[b + 1] - 1.
+    `rows`: int64 (P,), those of a batch by first occurrence. `occurrences`: int64 (P,), accesses of the use.
+    `next_use`: int64 (P,), index of the row's next use, P for none. `bounds`: int64 (batches + 1,), batch b holds the
+    uses bounds[b] … bounds[b + 1] - 1.
     """
 
+    rows: NDArray[np.int64]
     occurrences: NDArray[np.int64]
     next_use: NDArray[np.int64]
     bounds: NDArray[np.int64]
@@ -34,16 +36,15 @@ class Uses:
 
 def uses_of(trace: Trace, batch_size: int) -> Uses:
     """Cuts `trace` into batches of `batch_size` accesses, the last one possibly shorter."""
-    batches = -(-trace.ids.size // batch_size)
-    batch_and_row = np.arange(trace.ids.size) // batch_size * trace.rows + trace.ids
-    distinct, occurrences = np.unique(batch_and_row, return_counts=True)
-    row = distinct % trace.rows
-    by_row = np.argsort(row, kind="stable")  # stable: within a row the batches stay in order
-    again = row[by_row[1:]] == row[by_row[:-1]]
-    next_use = np.full(distinct.size, distinct.size, np.int64)
-    next_use[by_row[:-1][again]] = by_row[1:][again]
-    bounds = np.searchsorted(distinct, np.arange(batches + 1) * trace.rows)
-    return Uses(occurrences=occurrences, next_use=next_use, bounds=bounds)
+    from tieredemb.cache_hit.references_cpu import next_uses, uses_number
+
+    bounds = np.zeros(-(-trace.ids.size // batch_size) + 1, np.int64)
+    rows, occurrences = np.empty(trace.ids.size, np.int64), np.zeros(trace.ids.size, np.int64)
+    uses_number(trace.ids, batch_size, bounds, rows, occurrences)  # type: ignore[no-untyped-call]
+    rows, occurrences = rows[: bounds[-1]].copy(), occurrences[: bounds[-1]].copy()
+    next_use = np.empty_like(rows)
+    next_uses(rows, np.full(trace.rows, rows.size), next_use)  # type: ignore[no-untyped-call]
+    return Uses(rows=rows, occurrences=occurrences, next_use=next_use, bounds=bounds)
 
 
 def belady(uses: Uses, capacity: int, first_batch: int) -> tuple[int, int]:

@@ -1,29 +1,36 @@
-"""Runs the real cache over a trace: its plan, its policy, its map, on rows of width 0, so that no weight is
-moved.
+"""Runs policies and references over a trace, and finds the capacity of a hit rate.
 
-Each run starts with an empty cache and goes over the whole trace, one plan a batch, the ticket released at
-once. Hits are counted from the first measured batch on; what comes before warms the cache up.
+Each run starts with an empty cache and goes over the whole trace, one plan a batch, which is over before the next one.
+Hits are counted from the first measured batch on; what comes before warms the cache up.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from tieredemb.cache_hit.options import parse_policy
 from tieredemb.cache_hit.references import Uses, belady, best_static, uses_of
+from tieredemb.cache_hit.simulation import simulate
 from tieredemb.cache_hit.traces import Trace
 from tieredemb.config import Policy
 from tieredemb.errors import ConfigError
 from tieredemb.progress import Advance
 
+AT_ONCE = 2  # runs: each takes 8 bytes for each row of the trace
 TARGET_PRECISION = 0.01  # the capacity of a target is bracketed this closely: hit rates move by far less over 1 %
 CLASSIC_POLICIES = {word: parse_policy(word) for word in ("lru", "lfu-forget")}
 """The references that are policies: plain LRU, and LFU as caches have it, where an evicted row loses its
 count."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +68,7 @@ class Workload:
 
     @cached_property
     def uses(self) -> Uses:
-        """The uses (row, batch), for Belady."""
+        """The uses (row, batch)."""
         return uses_of(self.trace, self.batch_size)
 
     def check_capacity(self, capacity: int) -> None:
@@ -116,7 +123,7 @@ class Contender:
         fetched: int | None = None
         evictions: int | None = None
         if self.policy is not None:
-            hits, fetched, evictions = _run_cache(workload, capacity, self.policy, advance)
+            hits, fetched, evictions = simulate(workload, capacity, self.policy, advance)
         elif self.name == "belady":
             hits, fetched = belady(workload.uses, capacity, workload.first_batch)
         else:
@@ -144,28 +151,21 @@ def contenders(policies: dict[str, Policy], *, references: bool) -> list[Contend
     return chosen
 
 
-def _run_cache(workload: Workload, capacity: int, policy: Policy, advance: Advance) -> tuple[int, int, int]:
-    """Hits, fetched rows and evictions of the measured batches."""
-    from tieredemb.cache.host.cache import HostCache
-    from tieredemb.storage.base import RowLayout
-    from tieredemb.storage.host import HostMemory
+def side_by_side(work: Callable[[Item, Advance], Result], items: Iterable[Item], advance: Advance) -> Iterator[Result]:
+    """`work(item, advance)` of each item, in their order, on `AT_ONCE` threads: runs are compiled code."""
+    lock, over = threading.Lock(), threading.Event()
 
-    ids, size = workload.trace.ids, workload.batch_size
-    cold = HostMemory().open(RowLayout(rows=workload.trace.rows, width=0), name="", identity={})
-    cache = HostCache(cold, slots=capacity, policy=policy, lock_window=workload.lock_window)
-    measured_from = workload.first_batch * size
-    before = cache.stats()
-    for start in range(0, ids.size, size):
-        if start == measured_from:
-            before = cache.stats()
-        batch = ids[start : start + size]
-        cache.plan(batch).release()
-        advance(batch.size)
-    counted = cache.stats() - before
-    cache.close()
-    if counted.lookups != workload.lookups:
-        raise RuntimeError(f"the cache counted {counted.lookups} lookups of {workload.lookups}; please report this")
-    return counted.hits, counted.rows_filled, counted.evictions
+    def counted(accesses: int) -> None:
+        if over.is_set():  # the caller was interrupted, and waits for this thread
+            raise CancelledError
+        with lock:
+            advance(accesses)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            yield from pool.map(lambda item: work(item, counted), items)
+        finally:
+            over.set()
 
 
 def sweep(
@@ -175,9 +175,9 @@ def sweep(
     advance: Advance = lambda accesses: None,
 ) -> Iterator[HitRate]:
     """Every contender at every capacity (rows)."""
-    for capacity in capacities:
-        for contender in chosen:
-            yield contender.measure(workload, capacity, advance)
+    _ = workload.uses  # once, and not by each thread
+    runs = [(capacity, contender) for capacity in capacities for contender in chosen]
+    return side_by_side(lambda run, counted: run[1].measure(workload, run[0], counted), runs, advance)
 
 
 def capacity_for(
