@@ -38,7 +38,7 @@ def rank_of(slot, slots, by_age, batch):
 @inline
 def leaves_before(ranks, slots, one, rank, slot):
     """Of equal ranks the lowest slot leaves first, as in `lowest_select`."""
-    return ranks[one] < rank or (ranks[one] == rank and slots[one] < slot)
+    return (ranks[one] < rank) | ((ranks[one] == rank) & (slots[one] < slot))
 
 
 @inline
@@ -55,22 +55,21 @@ def heap_push(ranks, slots, n, rank, slot):
 
 @inline
 def heap_drop(ranks, slots, n):
-    """Removes the lowest entry of the heap of the first `n`."""
+    """Removes the lowest entry of the heap of the first `n`: fills its place from below, to the end, where the last
+    entry then rises from, which mostly belongs there."""
     last = n - 1
     at = 0
-    below = 1
-    while below < last:
-        right = below + 1
-        if right < last and leaves_before(ranks, slots, right, ranks[below], slots[below]):
-            below = right
-        if not leaves_before(ranks, slots, below, ranks[last], slots[last]):
-            break
+    while 2 * at + 2 < last:
+        below = 2 * at + 1
+        below += leaves_before(ranks, slots, below + 1, ranks[below], slots[below])
         ranks[at] = ranks[below]
         slots[at] = slots[below]
         at = below
-        below = 2 * at + 1
-    ranks[at] = ranks[last]
-    slots[at] = slots[last]
+    if 2 * at + 1 < last:
+        ranks[at] = ranks[2 * at + 1]
+        slots[at] = slots[2 * at + 1]
+        at = 2 * at + 1
+    heap_push(ranks, slots, at, ranks[last], slots[last])
 
 
 @inline
