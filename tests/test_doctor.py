@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from tieredemb.__main__ import main
 from tieredemb.doctor import bandwidth, checks, examine, render
 from tieredemb.doctor.bandwidth import Rates, advice, check_bandwidth, rates_finding
 from tieredemb.doctor.finding import Check, Finding, ok
-from tieredemb.errors import StorageError
+from tieredemb.doctor.try_size import Trial, verdict
+from tieredemb.errors import ConfigError, StorageError
 
 PACKAGES = {"tieredemb", "python", "torch", "numpy", "numba", "cupy"}
 NAMES = PACKAGES | {"numba cache", "cpu", "memory", "huge pages", "disk", "memkind"}
@@ -338,3 +340,105 @@ def test_doctor_measures_the_gpu() -> None:
         assert found[name].values["read_gb_s"] > 1
         assert found[name].values["write_gb_s"] > 1
     assert found["gpu tier"].values["storage"] in ("UnifiedMemory()", "HostMemory()")
+
+
+# --- a size, tried ----------------------------------------------------------------------------------------------------
+
+
+def _tried(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, dict[str, Any]]:
+    assert main(["doctor", "--json", *options]) == 0
+    return {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+
+
+@pytest.mark.parametrize("width", ["1", "100"])
+def test_doctor_tries_a_size_in_the_memory_of_the_host(
+    width: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = _tried(capsys, "--size", "8MB", "--width", width)
+    assert found["unified memory"]["detail"] == "not tried: torch sees no GPU"
+    values = found["tried HostMemory"]["values"]
+    rows = 8_000_000 // (4 * int(width) + 4)
+    assert (values["row_bytes"], values["table_bytes"]) == (4 * int(width), rows * 4 * int(width))
+    assert min(values["read_gb_s"], values["write_gb_s"]) > 0
+    assert found["trust"]["values"]["trusted"]
+
+
+def test_doctor_tries_a_size_in_a_file_and_removes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = _tried(capsys, "--size", "8MB", "--path", str(tmp_path / "trial.rows"))
+    assert found["tried File"]["values"]["write_gb_s"] > 0
+    assert found["trust"]["values"]["trusted"]
+    assert "page cache" in found["trust"]["detail"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_refuses_a_size_beyond_the_memory_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["doctor", "--size", "900TB"]) == 2
+    refused = capsys.readouterr()
+    assert refused.out == ""
+    assert re.search(
+        r"838,190.3 GiB, and [\d.,]+ GiB of memory are available.*at most [\d.]+GiB, or --path", refused.err
+    )
+
+
+def test_doctor_refuses_a_size_beyond_the_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--size", "900TB", "--path", str(tmp_path / "trial.rows")]) == 2
+    assert "GiB are free on the disk of" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_overwrites_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = tmp_path / "user.rows"
+    kept.write_bytes(b"kept")
+    assert main(["doctor", "--size", "8MB", "--path", str(kept)]) == 2
+    assert "is to be a new file" in capsys.readouterr().err
+    assert kept.read_bytes() == b"kept"
+
+
+@pytest.mark.parametrize("options", [["--path", "x.rows"], ["--beyond-gpu"], ["--size", "3B"], ["--size", "much"]])
+def test_doctor_refuses_a_trial_of_no_size(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *options]) == 2
+    assert "size" in capsys.readouterr().err
+
+
+def test_doctor_takes_a_containers_limit_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "CGROUP", tmp_path)
+    for name, text in (("max", "1000000"), ("current", "400000"), ("stat", "anon 1\ninactive_file 50000\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert checks.available_memory() == 650_000
+
+
+def test_doctor_tries_no_more_managed_memory_than_the_gpu_has_free_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 20, 1 << 24))
+    with pytest.raises(ConfigError, match=r"2.0 MiB of managed memory, and the GPU has 1.0 MiB of 16.0 MiB free"):
+        Trial(size_bytes=2 << 20, width=32)
+    assert Trial(size_bytes=2 << 20, width=32, beyond_gpu=True).is_unified
+    assert Trial(size_bytes=1 << 20, width=32).is_unified
+
+
+@pytest.mark.parametrize(
+    ("gb_s", "is_same", "trusted", "said"),
+    [
+        (20.0, True, True, "is to be trusted here: all rows were read back as they were written, at 0.50 times"),
+        (19.0, True, False, "at 0.47 times the rate of 1 GiB: too slow to be trusted"),
+        (40.0, False, False, "rows were not read back as they were written"),
+    ],
+)
+def test_doctor_trusts_rows_that_come_back_and_not_too_slowly(
+    gb_s: float, is_same: bool, trusted: bool, said: str
+) -> None:
+    finding = verdict("UnifiedMemory", _rates(gb_s), _rates(40.0), is_same)
+    assert (finding.values["trusted"], finding.status) == (trusted, "ok" if trusted else "missing")
+    assert said in finding.detail
+    assert bool(finding.install) is not trusted
+
+
+@pytest.mark.usefixtures("gpu")
+def test_doctor_tries_a_size_on_the_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _tried(capsys, "--size", "64MiB")
+    assert found["tried UnifiedMemory"]["values"]["read_gb_s"] > 1
+    assert found["trust"]["values"]["trusted"]

@@ -2,6 +2,7 @@
 
 Each check returns `Finding`s and may fail without harm: an odd machine yields a finding of status "unknown",
 never a traceback. The checks of `checks` allocate nothing; with a GPU `bandwidth` measures it for some seconds.
+`--size` tries a table of that size (`try_size`), after it was checked that it fits.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from tieredemb.config import parse_bytes
 from tieredemb.doctor import checks
 from tieredemb.doctor.bandwidth import MAX_WIDTH, check_bandwidth
 from tieredemb.doctor.finding import Check, Finding, unknown
+from tieredemb.doctor.try_size import Trial, try_size
 from tieredemb.errors import ConfigError
 
 CHECKS: tuple[Check, ...] = (
@@ -66,6 +69,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="size of the table measured in, at most a quarter of what is free; 0B measures nothing "
         "(default: %(default)s)",
     )
+    trial = parser.add_argument_group("a table of your size, tried: allocated, random rows written and read back")
+    trial.add_argument(
+        "--size",
+        metavar="SIZE",
+        help="in managed memory on a GPU, else in the host's (200GB, 64GiB); what does not fit is refused. Measures "
+        "this table instead of --table",
+    )
+    trial.add_argument("--path", type=Path, metavar="FILE", help="in a new file instead, which is removed again")
+    trial.add_argument(
+        "--beyond-gpu", action="store_true", help="allow more managed memory than the GPU has free: unproven"
+    )
     parser.set_defaults(run=run)
 
 
@@ -75,9 +89,23 @@ def run(arguments: argparse.Namespace) -> int:
     if not 1 <= width <= MAX_WIDTH:
         raise ConfigError(f"--width must lie in 1 … {MAX_WIDTH}, got {width}")
 
+    trial = _trial(arguments)
+
     def check_gpu_bandwidth() -> list[Finding]:
         return check_bandwidth(width, table_bytes)
 
-    findings = examine((*CHECKS, check_gpu_bandwidth))
+    findings = examine((*CHECKS, check_gpu_bandwidth) if trial is None else CHECKS)
+    if trial is not None:
+        findings += try_size(trial)
     print(json.dumps([asdict(finding) for finding in findings], indent=2) if arguments.json else render(findings))
     return 0
+
+
+def _trial(arguments: argparse.Namespace) -> Trial | None:
+    """What `--size` asks for. Raises `ConfigError` where it does not fit."""
+    if arguments.size is None:
+        if arguments.path is not None or arguments.beyond_gpu:
+            raise ConfigError("--path and --beyond-gpu say where a table of --size SIZE is tried; give --size too")
+        return None
+    size = parse_bytes(arguments.size)
+    return Trial(size_bytes=size, width=arguments.width, path=arguments.path, beyond_gpu=arguments.beyond_gpu)

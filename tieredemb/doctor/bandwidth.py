@@ -112,24 +112,35 @@ def _measure_pinned(layout: RowLayout, device: torch.device) -> Rates:
 
 def _measure(cold: ColdRows, device: torch.device) -> Rates:
     """Reads and writes random rows of `cold` and closes it."""
+    try:
+        rates, _ = measure_on_gpu(cold, device)
+    finally:
+        cold.close()
+    return rates
+
+
+def measure_on_gpu(cold: ColdRows, device: torch.device) -> tuple[Rates, bool]:
+    """The rates of random rows, and whether rows were read back as they were written."""
     from tieredemb.kernels.compiler import Kernel, options
 
     rows, width = cold.layout.rows, cold.layout.width
     flags = options(torch.float32, width)
     gather = Kernel("doctor/probe.cu", "rows_gather", flags)
     scatter = Kernel("doctor/probe.cu", "rows_scatter", flags)
-    try:
-        cold.wait_until_committed()
-        cold.attach(device)
-        address = cold.weight.ctypes.data
-        n = max(1, min(rows, _ROUND_ROWS, _ROUND_BYTES // (4 * width)))
-        keys = torch.randint(rows, (_WARM_UP + _ROUNDS, n), device=device)
-        buffer = torch.zeros(n, width, device=device)
-        read_ms = _median_ms(lambda turn: gather(_BLOCKS, _THREADS, keys[turn], n, address, buffer))
-        write_ms = _median_ms(lambda turn: scatter(_BLOCKS, _THREADS, keys[turn], n, address, buffer))
-    finally:
-        cold.close()
-    return Rates(rows=n, row_bytes=4 * width, table_bytes=cold.layout.weight_bytes, read_ms=read_ms, write_ms=write_ms)
+    cold.wait_until_committed()
+    cold.attach(device)
+    address = cold.weight.ctypes.data
+    n = max(1, min(rows, _ROUND_ROWS, _ROUND_BYTES // (4 * width)))
+    keys = torch.randint(rows, (_WARM_UP + _ROUNDS, n), device=device)
+    buffer = torch.zeros(n, width, device=device)
+    read_ms = _median_ms(lambda turn: gather(_BLOCKS, _THREADS, keys[turn], n, address, buffer))
+    write_ms = _median_ms(lambda turn: scatter(_BLOCKS, _THREADS, keys[turn], n, address, buffer))
+    rates = Rates(rows=n, row_bytes=4 * width, table_bytes=cold.layout.weight_bytes, read_ms=read_ms, write_ms=write_ms)
+    distinct: torch.Tensor = keys.unique()[:n]  # type: ignore[no-untyped-call]
+    content = (distinct[:, None] * 31 + torch.arange(width, device=device)).remainder(1 << 24).float()
+    scatter(_BLOCKS, _THREADS, distinct, len(distinct), address, content)
+    gather(_BLOCKS, _THREADS, distinct, len(distinct), address, buffer)
+    return rates, bool((buffer[: len(distinct)] == content).all())
 
 
 # --- saying it --------------------------------------------------------------------------------------------------------

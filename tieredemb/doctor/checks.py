@@ -19,6 +19,7 @@ from tieredemb.doctor.finding import GIB, Finding, missing, ok
 from tieredemb.kernels.cache_directory import find_place
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+CGROUP = Path("/sys/fs/cgroup")
 DRIVER = Path("/proc/driver/nvidia/version")
 WITH_GPU = "with an NVIDIA GPU: "
 
@@ -100,9 +101,14 @@ def check_memory() -> list[Finding]:
 
 
 def available_memory() -> int | None:
-    """Bytes that can be taken without swapping, where the kernel tells."""
+    """Bytes that can be taken without swapping, or beyond a container's limit, where the kernel tells."""
     kib = _first_match(Path("/proc/meminfo"), r"^MemAvailable:\s*(\d+) kB$")
-    return int(kib) * 1024 if kib else None
+    known = [int(kib) * 1024] if kib else []
+    limit, used = (_first_match(CGROUP / name, r"^(\d+)$") for name in ("memory.max", "memory.current"))
+    if limit and used:  # a container's; of what it has used, the cache of files makes room
+        cached = _first_match(CGROUP / "memory.stat", r"^inactive_file (\d+)$")
+        known.append(max(0, int(limit) - int(used) + int(cached or 0)))
+    return min(known, default=None)
 
 
 def check_huge_pages() -> list[Finding]:
