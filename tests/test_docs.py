@@ -89,6 +89,20 @@ def test_page_python_runs(page, tmp_path, monkeypatch):
             torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any("hit_rate" in code for _, code in blocks(page, "python"))]
+)
+def test_page_prints_no_hit_rate_of_zero(page, tmp_path, monkeypatch, capsys):
+    """The first hit rate that a reader sees is one of a cache at work, not of a first batch."""
+    monkeypatch.chdir(tmp_path)
+    code = [code for _, code in blocks(page, "python")]
+    last = max(number for number, block in enumerate(code) if "hit_rate" in block)
+    exec("\n".join(code[: last + 1]), {"__name__": "__page__"})
+    printed = re.findall(r"^(0\.\d+|1\.0)(?: (0\.\d+|1\.0))?", capsys.readouterr().out, re.MULTILINE)
+    assert printed
+    assert all(float(rate) > 0.2 for line in printed for rate in line if rate)
+
+
 def test_pages_show_python():
     assert len(list(blocks("README.md", "python"))) >= 5
     assert all(list(blocks(page, "python")) for page in DOCS if "/guides/" in page)

@@ -259,6 +259,22 @@ def files_of(path):
     return sorted(each.name for each in path.parent.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("widths", "names"),
+    [
+        ({"user": 4, "item": 4}, ["rows"]),
+        ({"user": 4}, ["rows.user"]),
+        ({"user": 4, "item": 2}, ["rows.item", "rows.user"]),
+    ],
+)
+def test_files_are_named_as_the_guide_says(tmp_path, widths, names):
+    """`path` where all tables share one cache, else, and for a table alone, with the name of the first module."""
+    model = nn.ModuleDict({name: nn.EmbeddingBag(10, width, mode="sum") for name, width in widths.items()}).eval()
+    te.replace_embedding_bags(model, capacity=5, storage=te.File(tmp_path / "rows"))
+    assert files_of(tmp_path / "rows") == names
+    assert model["user"].row_files()["files"] == sorted(str(tmp_path / name) for name in names)
+
+
 def test_conversion_has_a_file_for_each_cache(trained):
     path, _ = trained
     assert files_of(path) == ["user.rows.user", "user.rows.word"]

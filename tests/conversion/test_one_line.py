@@ -563,6 +563,22 @@ def test_a_penalty_over_parameters_leaves_tables_alone(device):
 # --- describe ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("rows", "slots", "percent"),
+    [
+        (2000, 2000, "100 %"),
+        (2000, 1996, "99.8 %"),
+        (2000, 210, "10.5 %"),
+        (2000, 1, "0.05 %"),
+        (900_000, 9, "0.001 %"),
+    ],
+)
+def test_describe_writes_a_share_without_an_exponent(rows, slots, percent, capsys):
+    model = nn.Sequential(nn.EmbeddingBag(rows, 1, mode="sum")).eval()
+    te.describe(te.replace_embedding_bags(model, capacity=slots))
+    assert f"{slots} rows of {rows} ({percent})" in capsys.readouterr().out
+
+
 def test_describe_tells_what_a_model_is(capsys):
     model = nn.ModuleDict({"a": nn.EmbeddingBag(2000, 8), "b": Scaled(9, 4), "top": nn.Linear(8, 1)})
     optimizer = torch.optim.Adam(

@@ -74,8 +74,16 @@ def _cache(tables: TableSet, group: Group, caches: list[Cache]) -> str:
     where = "CPU" if device.type == "cpu" else str(device)
     number = f"{caches.index(group.cache) + 1}: " if len(caches) > 1 else ""
     return (
-        f"{number}{group.slots} rows of {rows} ({100 * group.slots / rows:.2g} %), {where} over {group.cache.cold.kind}"
+        f"{number}{group.slots} rows of {rows} ({_percent(group.slots / rows)}), {where} over {group.cache.cold.kind}"
     )
+
+
+def _percent(share: float) -> str:
+    """Two digits, of a large share three: "0.25 %", "5 %", "99.8 %", "100 %"; never an exponent."""
+    percent = 100 * share
+    if percent < 0.0001:
+        return "under 0.0001 %"
+    return f"{percent:.3g} %" if percent >= 9.95 else f"{float(f'{percent:.2g}'):.6f}".rstrip("0").rstrip(".") + " %"
 
 
 def _trainer(module: LookupModule, engine: Engine) -> str:
