@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from examples.dlrm import locality, report, synthetic
+from examples.dlrm.comparison import against_torch
 from examples.dlrm.config import DTYPES, CacheConfig, CheckpointConfig, ModelConfig, TrainConfig
 from examples.dlrm.criteo import CriteoFile, Log, LogError
 from examples.dlrm.optional import require
@@ -110,6 +111,10 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--graph", action="store_true", help="on a GPU: each step as one CUDA graph, same numbers")
     group.add_argument("--profile", type=Path, help="chrome trace of some steps to write (.json or .json.gz)")
     group.add_argument("--plot", type=Path, help="picture of loss and hit rate to write")
+    group.add_argument(
+        "--compare", type=int, default=8000, metavar="N", help="train plain torch on the first N samples too; 0: do not"
+    )
+    group.add_argument("--verbose", action="store_true", help="print what was moved, and every allocation")
     group.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -198,13 +203,13 @@ def _train(options: argparse.Namespace, device: str, processes: Processes) -> No
     say = print if processes.is_first else _nothing
     tier = options.tier if options.tier != "auto" else "unified" if device == "cuda" else "host"
     config, saving = _train_config(options, tier, device), _saving(options)
-    log: Log
-    if options.data is not None:
-        log, name = CriteoFile(options.data, rows=options.rows), options.data.name
-    else:
-        log, name = _generated(options), "generated log"
-    capacity, place = report.capacity_text(config.cache.capacity), report.device_text(device)
-    with Trainer(config, log, saving, processes) as trainer:
+    with ExitStack() as around:
+        bar = None
+        if processes.is_first and not options.quiet:
+            bar = around.enter_context(closing(report.Bar()))
+        log, name = _log(options)
+        capacity, place = report.capacity_text(config.cache.capacity), report.device_text(device)
+        trainer = around.enter_context(Trainer(config, log, saving, processes))
         several = f" in {processes.size} processes" if processes.size > 1 else ""
         say(
             f"{name}: {trainer.train_rows:,} rows to train, {len(log) - trainer.train_rows:,} to test; "
@@ -212,16 +217,7 @@ def _train(options: argparse.Namespace, device: str, processes: Processes) -> No
         )
         if config.graph and not config.captures:
             say("--graph: on the CPU there is nothing to capture, and steps run as without it")
-        with ExitStack() as around:
-            profile = None
-            if options.profile is not None and processes.is_first:
-                profile = around.enter_context(StepProfile(options.profile, device, replays=config.captures))
-            on_step = (lambda: None) if profile is None else profile.step
-            if options.quiet or not processes.is_first:
-                trainer.run(on_step=on_step)
-            else:
-                bar = around.enter_context(closing(report.Bar(trainer.total_samples, trainer.progress.samples)))
-                trainer.run(bar, on_step)
+        profile = _trained(options, trainer, processes, bar)
         predicted = trainer.predict()
         if not processes.is_first:
             return
@@ -229,7 +225,18 @@ def _train(options: argparse.Namespace, device: str, processes: Processes) -> No
         memory = {} if config.reference else trainer.collection.memory_report()
         if processes.size > 1:
             memory = {"of the first process": memory}
-        print(report.summary(trainer.progress, scores, tier, memory, place))
+        apart = ""
+        if options.compare and not config.reference:
+            apart = against_torch(config, log, trainer.progress.points, options.compare, processes)
+        run = report.Run(
+            progress=trainer.progress,
+            scores=scores,
+            tier=tier,
+            memory=memory,
+            device=place,
+            samples_per_second=trainer.samples_per_second,
+            against_torch=apart,
+        )
         if profile is not None:
             print(profile.summary())
         if options.plot is not None:
@@ -237,6 +244,33 @@ def _train(options: argparse.Namespace, device: str, processes: Processes) -> No
                 options.plot, trainer.progress, scores, f"DLRM on {name}, trained on {place}, capacity {capacity}"
             )
             print(f"plot written to {options.plot}")
+        print(report.summary(run, verbose=options.verbose))
+
+
+def _trained(
+    options: argparse.Namespace, trainer: Trainer, processes: Processes, bar: report.Bar | None
+) -> StepProfile | None:
+    """Trains to the end; returns the profile of some steps, where one is wanted."""
+    with ExitStack() as around:
+        profile = None
+        if options.profile is not None and processes.is_first:
+            config = trainer.config
+            profile = around.enter_context(StepProfile(options.profile, config.device, replays=config.captures))
+        on_step = (lambda: None) if profile is None else profile.step
+        if bar is None:
+            trainer.run(on_step=on_step)
+        else:
+            bar.begin(trainer.total_samples, trainer.progress.samples)
+            trainer.run(bar, on_step)
+            bar.close()
+    return profile
+
+
+def _log(options: argparse.Namespace) -> tuple[Log, str]:
+    """The log, and its name."""
+    if options.data is not None:
+        return CriteoFile(options.data, rows=options.rows), options.data.name
+    return _generated(options), "generated log"
 
 
 def _nothing(_: str) -> None:

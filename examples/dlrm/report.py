@@ -46,12 +46,18 @@ def device_text(device: str) -> str:
 
 
 class Bar:
-    """A progress bar over `total` samples, `done` of which an earlier run trained. It shows loss and hit rate of the
-    last interval, and samples/s."""
+    """A progress bar that is there before log and tables are. It shows loss and hit rate of the last interval, and
+    samples/s."""
 
-    def __init__(self, total: int, done: int) -> None:
+    def __init__(self) -> None:
         tqdm = require("tqdm", "tqdm", "the progress bar").tqdm
-        self._bar: Any = tqdm(total=total, initial=done, unit=" samples", unit_scale=True, dynamic_ncols=True)
+        self._bar: Any = tqdm(desc="preparing log and tables", unit=" samples", unit_scale=True, dynamic_ncols=True)
+
+    def begin(self, total: int, done: int) -> None:
+        """The training begins: of `total` samples an earlier run trained `done`."""
+        self._bar.reset(total)
+        self._bar.n = self._bar.initial = done
+        self._bar.set_description("training")
 
     def __call__(self, point: Point) -> None:
         self._bar.set_postfix_str(f"loss {point.loss:.4f}, hit rate {_percent(point.hit_rate)}", refresh=False)
@@ -70,26 +76,52 @@ def last_tenth(points: list[Point]) -> Point:
     return Point(last[-1].samples, loss, float(np.mean(looked_up)) if looked_up else float("nan"))
 
 
-def summary(progress: Progress, scores: Scores, tier: str, memory: dict[str, Any], device: str) -> str:
-    """The run as a table of text. `tier`: name of the cold tier; `memory`: the collection's `memory_report()`;
-    `device`: what trained."""
-    last, stats = last_tenth(progress.points), progress.stats
-    filled, written = _size(stats.bytes_filled), _size(stats.bytes_written_back)
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run leaves to tell. tier: name of the cold tier; memory: the collection's `memory_report()`, empty for the
+    reference; device: what trained; samples_per_second: without compiling; against_torch: see `comparison`, "" where it
+    was not asked for."""
+
+    progress: Progress
+    scores: Scores
+    tier: str
+    memory: dict[str, Any]
+    device: str
+    samples_per_second: float
+    against_torch: str = ""
+
+
+def summary(run: Run, *, verbose: bool) -> str:
+    """The run as a table of text: the memory, the hit rate and the distance from plain torch come last. `verbose`: with
+    what was moved, and each allocation."""
+    progress, last, stats = run.progress, last_tenth(run.progress.points), run.progress.stats
     lines = [
         ("train loss, all", f"{_mean_loss(progress.points):.4f}"),
         ("train loss, last tenth", f"{last.loss:.4f}"),
-        ("test log loss", f"{scores.log_loss:.4f}"),
-        ("test AUC", f"{scores.auc:.4f}"),
-        ("samples/s", f"{progress.samples / progress.seconds:,.0f} on {device}"),
+        ("test log loss", f"{run.scores.log_loss:.4f}"),
+        ("test AUC", f"{run.scores.auc:.4f}"),
+        ("samples/s", f"{run.samples_per_second:,.0f} on {run.device}, without compiling"),
     ]
-    if stats.lookups:  # nothing to say of the reference, which has no cache
+    leaves = _leaves(run.memory)
+    if stats.lookups and verbose:
+        filled, written = _size(stats.bytes_filled), _size(stats.bytes_written_back)
         lines += [
-            ("hit rate, all", _percent(stats.hit_rate)),
-            ("hit rate, last tenth", _percent(last.hit_rate)),
-            (f"moved {tier} → cache", f"{filled} ({stats.rows_filled:,} rows filled, new ones generated in place)"),
-            (f"moved cache → {tier}", f"{written} ({stats.rows_written_back:,} rows written back)"),
-            *((f"memory, {name}", _size(size)) for name, size in _leaves(memory)),
+            (f"moved {run.tier} → cache", f"{filled} ({stats.rows_filled:,} rows filled, new ones generated in place)"),
+            (f"moved cache → {run.tier}", f"{written} ({stats.rows_written_back:,} rows written back)"),
+            *((f"memory, {name}", _size(size)) for name, size in leaves),
         ]
+    if stats.lookups:  # nothing to say of the reference, which has no cache
+        cache, tables = (sum(size for name, size in leaves if f".{part}." in name) for part in ("cache", "cold"))
+        share = f" ({100 * cache / tables:.2g} %)" if cache < tables else ""
+        lines += [
+            (
+                "memory",
+                f"{_size(cache)} of cache for {_size(tables)} of tables with optimizer state{share}, in {run.tier}",
+            ),
+            ("hit rate", f"{_percent(stats.hit_rate)} of lookups, {_percent(last.hit_rate)} in the last tenth"),
+        ]
+    if run.against_torch:
+        lines.append(("against plain torch", run.against_torch))
     width = max(len(name) for name, _ in lines)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)
 

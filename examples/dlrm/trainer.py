@@ -8,6 +8,7 @@ in an order that depends on them; the tables do not).
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ class Trainer:
             )
         self.progress = Progress(loss_sum=torch.zeros((), dtype=torch.float64, device=config.device))
         self._stats_base = CacheStats()
+        self._rates: list[float] = []
         self.collection = tiered_tables(config, self.processes)
         try:
             self.model = self._model().to(config.device)
@@ -96,23 +98,37 @@ class Trainer:
     def total_samples(self) -> int:
         return self.train_rows * self.config.epochs
 
+    @property
+    def samples_per_second(self) -> float:
+        """The median of this run's intervals, so that the few in which kernels are compiled do not count."""
+        return statistics.median(self._rates) if self._rates else float("nan")
+
     def run(
-        self, on_point: Callable[[Point], None] = lambda point: None, on_step: Callable[[], None] = lambda: None
+        self,
+        on_point: Callable[[Point], None] = lambda point: None,
+        on_step: Callable[[], None] = lambda: None,
+        stop_samples: int | None = None,
     ) -> None:
         """Trains to the end, saving as asked for. `on_point` hears of each finished interval, `on_step` of each
-        step."""
+        step. `stop_samples`: ends with the interval that reaches so many samples."""
         batches_an_epoch = -(-self.train_rows // self.config.batch_size)
         steps_a_point = -(-batches_an_epoch // POINTS)
         began, before = time.perf_counter(), self.progress.seconds
+        since = began, self.progress.samples  # when the interval began, and where
         with _deterministic():
             for batch in self._remaining():
                 self._step(batch)
                 on_step()
                 progress = self.progress
                 if progress.step % steps_a_point == 0 or progress.samples == self.total_samples:
-                    on_point(self._finish_point())
+                    point = self._finish_point()
+                    self._rates.append((progress.samples - since[1]) / (time.perf_counter() - since[0]))
+                    on_point(point)
+                    since = time.perf_counter(), progress.samples
                 progress.seconds = before + time.perf_counter() - began
                 self._save_if_due()
+                if stop_samples is not None and not progress.pending and progress.samples >= stop_samples:
+                    return
 
     def predict(self) -> tuple[Tensor, Tensor]:
         """Labels and click probabilities of the held-out rows, float64 (rows,) on the CPU. Trains nothing."""

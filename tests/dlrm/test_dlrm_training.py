@@ -533,14 +533,67 @@ def test_command_trains_reports_and_plots(device: str, tmp_path: Path, capsys: p
     tier, place = ("host", "the CPU") if device == "cpu" else ("unified", torch.cuda.get_device_name())
     assert main(["train", "--data", str(data), *small, "--plot", str(picture)]) == 0
     shown = capsys.readouterr()
-    moved = f"moved {tier} → cache"
-    for name in ("train loss", "test AUC", "test log loss", "samples/s", "hit rate", moved, "memory"):
+    for name in ("train loss", "test AUC", "test log loss"):
         assert name in shown.out
     assert f"2,400 rows to train, 600 to test; on {place}, tier {tier}, capacity 5 % of the rows" in shown.out
     assert re.search(rf"samples/s +[\d,]+ on {re.escape(place)}", shown.out)
     assert "samples/s, loss" in shown.err
     assert "hit rate" in shown.err
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def _printed(capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+    assert main(["train", *SMALL_OPTIONS, "--device", "cpu", "--threads", "1", "--rows", "4000", *options]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_command_ends_with_memory_hit_rate_and_the_distance_from_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--quiet", "--compare", "2000", "--plot", str(tmp_path / "run.png")]
+    memory, hits, apart = _printed(capsys, *options)[-3:]
+    assert re.fullmatch(
+        r"memory +[\d.]+ KiB of cache for [\d.]+ MiB of tables with optimizer state \(.* %\), in host", memory
+    )
+    assert re.fullmatch(r"hit rate +[1-9][\d.]* % of lookups, [1-9][\d.]* % in the last tenth", hits)
+    found = re.search(r"the first ([\d,]+) samples (0\.\d+), of plain torch (0\.\d+); .* by (0\.\d+) at most", apart)
+    assert found is not None
+    assert 1000 < int(found[1].replace(",", "")) <= 2000
+    assert float(found[2]) == pytest.approx(float(found[3]), abs=2e-4)
+    assert float(found[4]) < 1e-3
+
+
+def test_command_prints_allocations_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = _printed(capsys, "--quiet", "--compare", "0")
+    verbose = _printed(capsys, "--quiet", "--compare", "0", "--verbose")
+    assert not any("plan_scratch" in line or line.startswith("moved") for line in quiet)
+    assert sum("plan_scratch" in line for line in verbose) == 1
+    assert sum(line.startswith("moved ") for line in verbose) == 2
+    assert not any("plain torch" in line for line in quiet + verbose)
+
+
+@pytest.mark.parametrize("options", [["--optimizer", "row-wise-adagrad"], ["--dtype", "bf16"]])
+def test_command_says_why_it_compares_with_a_stored_figure(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = _printed(capsys, "--quiet", *options)[-1]
+    assert re.search(
+        r"not measured here \(.+\); on the first 10,000 rows of Criteo's log .* 0.7377, of plain torch 0.7378", last
+    )
+
+
+def test_bar_is_there_before_the_log_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--data", str(tmp_path / "no.tsv")]) == 1
+    shown = capsys.readouterr().err
+    assert shown.index("preparing log and tables") < shown.index("error: ")
+
+
+def test_rate_leaves_out_the_interval_that_compiles() -> None:
+    """A first interval of seconds, as where kernels are compiled, does not count."""
+    with Trainer(SMALL, GeneratedLog(rows=4_000)) as run:
+        slow = iter([3.0])
+        run.run(on_step=lambda: time.sleep(next(slow, 0.0)))
+        assert run.samples_per_second > 2 * run.progress.samples / run.progress.seconds
 
 
 def test_command_says_that_the_cpu_has_no_graphs(capsys: pytest.CaptureFixture[str]) -> None:
