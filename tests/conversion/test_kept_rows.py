@@ -12,7 +12,14 @@ import torch
 from torch import nn
 
 import tieredemb as te
-from tieredemb.errors import ConfigError, StorageError, StorageExistsError, StorageFormatError, UncleanFileError
+from tieredemb.errors import (
+    CheckpointError,
+    ConfigError,
+    StorageError,
+    StorageExistsError,
+    StorageFormatError,
+    UncleanFileError,
+)
 from tieredemb.lookup.histories import Histories
 from tieredemb.storage.file.rows import FileRows
 
@@ -483,3 +490,24 @@ def test_a_conversion_that_was_killed_before_all_files_were_written_begins_anew(
     plain = model_of(1)
     assert all(torch.equal(rows, plain[name].weight) for name, rows in rows_of(model).items())
     close(model)
+
+
+# --- checkpoints of a part of a model ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "more", "said"),
+    [
+        ("word", {}, "key spaces width4 (tables 'user', 'item'), this model has width8 (tables 'weight')"),
+        ("user", {"more": 4}, "(there width4 (tables 'user', 'item'), here width4 (tables 'user', 'item', 'more'))"),
+    ],
+)
+def test_checkpoint_of_a_part_names_the_tables_of_both(tmp_path, module, more, said):
+    saved = te.replace_embedding_bags(model_of().eval(), capacity=5)
+    saved["user"].save_checkpoint(tmp_path / "part")
+    model = model_of()
+    model.update({name: nn.EmbeddingBag(10, width, mode="sum") for name, width in more.items()})
+    te.replace_embedding_bags(model.eval(), capacity=5)
+    with pytest.raises(CheckpointError) as refused:
+        model[module].load_checkpoint(tmp_path / "part")
+    assert said in str(refused.value)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError
+from tieredemb.errors import CheckpointError, StorageError, StorageFullError, TieredEmbError, some_of
 from tieredemb.storage.base import ColdRows, RowLayout
 from tieredemb.storage.checkpoint.files import (
     Array,
@@ -398,6 +398,9 @@ def _open_files(
             manifest = again
 
 
+_NAME_LETTERS = 64  # of a table's name, which a manifest may say anything about
+
+
 def _compare(
     path: str,
     manifest: Manifest,
@@ -410,10 +413,12 @@ def _compare(
     """Raises `CheckpointError` that names the first thing in which the checkpoint is another model's. `ignored`: of
     spaces that may have other state, the fields of identities that are not compared · `seedless`: see `opened`."""
     found_spaces = {space_of(name) for name in manifest.spaces}
+    stored_tables = {space_of(each): _table_names(entry.identity) for each, entry in manifest.spaces.items()}
+    own_tables = {name: _table_names((identities or {}).get(name, {})) for name in spaces}
     if found_spaces != set(spaces):
         raise CheckpointError(
-            f"the checkpoint in {path!r} has the key spaces {sorted(found_spaces)}, this model has "
-            f"{sorted(spaces)}; load it into a model of the same tables"
+            f"the checkpoint in {path!r} has the key spaces {_spaces_text(stored_tables)}, this model has "
+            f"{_spaces_text(own_tables)}; load it into a model of the same tables"
         )
     for each, entry in manifest.spaces.items():
         name = space_of(each)
@@ -437,9 +442,28 @@ def _compare(
         if not found and tables and steps != tables:
             found = f"metadata.steps has {steps} numbers in the checkpoint and this model {tables} tables"
         if found:
+            of_both = (_spaces_text({name: tables[name]}) for tables in (stored_tables, own_tables))
             raise CheckpointError(
-                f"the checkpoint in {path!r} is of another model: {found} (key space {name!r}); nothing was changed"
+                f"the checkpoint in {path!r} is of another model: {found} (there {next(of_both)}, here "
+                f"{next(of_both)}); nothing was changed"
             )
+
+
+def _table_names(identity: Mapping[str, Any]) -> list[str]:
+    """Of the tables of a key space, as far as its identity says so: that of another program's may say anything."""
+    tables = identity.get("tables")
+    names = (
+        [each.get("name") for each in tables if isinstance(each, Mapping)] if isinstance(tables, list | tuple) else []
+    )
+    return [name for name in names if isinstance(name, str)]
+
+
+def _spaces_text(tables: Mapping[str, list[str]]) -> str:
+    """Key spaces by name with their tables: "width8 (tables 'user', 'tags')"."""
+    return ", ".join(
+        f"{space} (tables {some_of([name[:_NAME_LETTERS] for name in names])})" if names else space
+        for space, names in sorted(tables.items())
+    )
 
 
 @contextlib.contextmanager
