@@ -69,7 +69,7 @@ HEADLINES = (
     ),
     Headline(
         "**GPU memory.** The tables of a DLRM take {cached} MiB of GPU memory with a cache of 1 %, and {whole} MiB "
-        "held whole. Its step takes {ratio} times as long.",
+        "held whole. With the cache, a step takes {ratio} times as long as with whole tables.",
         {
             "cached": Figure("cuda-dlrm", "HBM of the tables", "1 % cache"),
             "whole": Figure("cuda-dlrm", "HBM of the tables", "all resident"),
