@@ -4,7 +4,7 @@
 
 struct Recipe : ElementWise {
     // of the state: the mean of squares, then that of gradients and then the momentum, where there is room for them
-    static constexpr int MEAN = TENSORS > 1 ? 1 : 0, BUFFER = TENSORS - 1;
+    static constexpr int AVERAGE = TENSORS > 1 ? 1 : 0, BUFFER = TENSORS - 1;
 
     static __device__ __forceinline__ double rate(const Hyper &hyper, double step) { return hyper.lr; }
 
@@ -22,8 +22,8 @@ struct Recipe : ElementWise {
         float v = __fmaf_rn(__fmul_rn(numbers.one_less_alpha, gradient), gradient, __fmul_rn(numbers.alpha, state[0]));
         state[0] = v;
         if (is_centered(numbers)) {
-            const float mean = __fmaf_rn(__fsub_rn(gradient, state[MEAN]), numbers.one_less_alpha, state[MEAN]);
-            state[MEAN] = mean;
+            const float mean = __fmaf_rn(__fsub_rn(gradient, state[AVERAGE]), numbers.one_less_alpha, state[AVERAGE]);
+            state[AVERAGE] = mean;
             v = __fmaf_rn(-mean, mean, v);  // all of it rounded as torch's: of equal gradients hardly anything is left
         }
         float move = __fdiv_rn(gradient, __fadd_rn(__fsqrt_rn(v), numbers.eps));
@@ -58,7 +58,7 @@ struct Recipe : ElementWise {
         const Numbers numbers = numbers_of(past, missed.start + 1);  // each of the steps uses all that there is
         state[0] = faded(state[0], missed.second);
         if (is_centered(numbers))
-            state[MEAN] = isfinite(state[MEAN]) ? __fmul_rn(state[MEAN], missed.second) : nanf("");
+            state[AVERAGE] = isfinite(state[AVERAGE]) ? __fmul_rn(state[AVERAGE], missed.second) : nanf("");
         if (has_buffer(numbers)) {
             w = __fmaf_rn(-missed.sums[0], state[BUFFER], w);
             state[BUFFER] = faded(state[BUFFER], missed.first);
