@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import tieredemb as te
 from tieredemb.errors import StorageFullError
+from tieredemb.kernels.parallel_cpu import Pass
 from tieredemb.pipeline.pace import SharedPace
 from tieredemb.sharding.collection import ShardedTieredEmbeddingBagCollection
 from tieredemb.sharding.exchange import Exchange
@@ -67,6 +69,40 @@ def test_ahead_or_not_bits_are_the_same(worlds, size, depth, optimizer, capacity
         assert waiting == 0
     for name, weight in expected.items():
         assert equal(answers[0][1][name], weight)
+
+
+def free_amid_updates(rank, size, optimizer):
+    """Whether another thread, as one that plans ahead, got at the rows of each width while rows were updated."""
+    model, free = model_of(optimizer, capacity=0.5), []
+    caches = [shard.engine.tables.groups[0].cache for shard in model._held]
+    run = Pass.run
+
+    def try_locks():
+        for cache in caches:
+            free.append(cache.lock.acquire(blocking=False))
+            if free[-1]:
+                cache.lock.release()
+
+    def tried(update):
+        other = threading.Thread(target=try_locks)
+        other.start()
+        other.join()
+        run(update)
+
+    Pass.run = tried
+    try:
+        step_of(model, batch_of(TABLES, 0, rank, samples=uneven), weighted=False)
+    finally:
+        Pass.run = run
+    model.close()
+    return free
+
+
+def test_an_update_keeps_other_threads_from_the_rows_of_all_widths(worlds):
+    """One that plans ahead may replace the arrays of a cache whose rows the update is about to reach."""
+    for free in worlds(3).run(free_amid_updates, te.Adagrad(lr=0.1)):
+        assert len(free) == 4  # two caches, in the update of each
+        assert not any(free)
 
 
 HAPPENS = 4  # the step in which something does

@@ -14,6 +14,7 @@ import torch
 from tieredemb.cache.base import Cache
 from tieredemb.cache.changes import Change
 from tieredemb.cache.host.clients import Planners
+from tieredemb.cache.locks import Locks
 from tieredemb.cache.tickets import Ticket
 from tieredemb.config import MODES
 from tieredemb.kernels.parallel_cpu import Pass
@@ -391,7 +392,7 @@ class HostCall(Call):
     def apply(sets: Sequence[Collected]) -> None:
         sets = [[(call, grad.contiguous()) for call, grad in calls] for calls in sets]
         grads_of = [[grad for _, grad in calls] for calls in sets]
-        with sets[0][0][0].context.tables.placed.now.rows.again():
+        with _rows_of([calls[0][0].context.tables for calls in sets]):
             todo = _update_together(sets) if len(sets) > 1 else []
             if not todo:
                 for calls in sets:
@@ -427,6 +428,14 @@ class HostCall(Call):
 def _rounding(group: HostGroup, keys: Array, *, ahead: int = 0) -> Any:
     """See `Group.rounding`, which rows that are rounded to nearest need not ask."""
     return NEAREST if group.draws is None else group.rounding(keys, ahead=ahead)
+
+
+def _rows_of(tables: Sequence[TableSet]) -> Locks:
+    """The locks of the rows of all caches that these tables are in: a plan on another thread, which may replace a
+    cache's arrays, is kept from each of them."""
+    if len(tables) == 1:
+        return tables[0].placed.now.rows.again()
+    return Locks({group.cache for each in tables for group in each.placed.now.groups}, plans=False)
 
 
 def _no_rows() -> Pass:
