@@ -329,7 +329,7 @@ def test_a_large_batch_between_fetched_ahead_steps(device, monkeypatch, large):
 
 
 def test_results_of_steps_before_a_capture_keep_their_memory_until_they_are_read(gpu):
-    """Their stream may be another purpose's as well, which allocates as soon as one was dropped."""
+    """Their stream may have another owner next, which allocates as soon as one was dropped."""
     function = SimpleNamespace(device=torch.device("cuda", 0), _beside=torch.cuda.Stream())
     result = StepFunction.beside(function, lambda: {"loss": [torch.full((1 << 20,), 7.0, device="cuda")]})
     torch.cuda._sleep(20_000_000)

@@ -174,7 +174,7 @@ class Recording:
         """Records what this thread launches inside, which must not wait for the device. `changing`: tensors whose
         places `replay` is told, none empty and no two in one place; inside they are given to kernels of ours alone, and
         not to cooperative ones."""
-        stream = side_stream(self._device, self._priority, "capture")  # streams are few: another's would be captured
+        stream = side_stream(self._device, self._priority, "capture")
         launched: list[_Node] = []
 
         def hear(signature: Signature, packed: bytes, stream: int) -> None:

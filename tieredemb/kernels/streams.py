@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -20,11 +23,35 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
+_IDLE: defaultdict[tuple[int, int], list[Any]] = defaultdict(list)  # streams of a device and priority, to be used again
+
+
+def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """A stream of `device` that nothing else uses while the returned object lives. Does not synchronise.
+
+    `torch.cuda.Stream()` hands out 32 streams of a priority in turn. Where two threads get the same one, what one of
+    them launches becomes part of a graph that the other captures, and does not run. A stream that is given back is
+    kept for the next owner: torch's allocator may yet record an event there.
+    """
+    from tieredemb.kernels.compiler import cupy
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    idle = _IDLE[index, priority]
+    try:
+        made = idle.pop()
+    except IndexError:
+        with cupy().cuda.Device(index):
+            made = cupy().cuda.Stream(non_blocking=True, priority=priority)
+    stream: torch.cuda.Stream = torch.cuda.ExternalStream(made.ptr, index)  # type: ignore[no-untyped-call]
+    weakref.finalize(stream, idle.append, made).atexit = False
+    return stream
+
+
 @functools.cache
 def side_stream(device: torch.device, priority: int = 0, name: str = "") -> torch.cuda.Stream:
     """One stream a device, priority and name, for all that runs beside others: torch's allocator keeps memory for
     each."""
-    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+    return own_stream(device, priority)
 
 
 _STREAMS: dict[tuple[int, int, int], torch.cuda.Stream] = {}
@@ -88,8 +115,5 @@ def outside_capture(device: torch.device) -> Iterator[None]:
     if not torch.cuda.is_current_stream_capturing():
         yield
         return
-    stream = side_stream(device, -1)
-    with torch.cuda.stream(stream):
-        joined = torch.cuda.is_current_stream_capturing()  # streams are few, and it may be one of the capture's
-    with torch.cuda.stream(side_stream(device) if joined else stream):
+    with torch.cuda.stream(side_stream(device, 0, "outside captures")):
         yield

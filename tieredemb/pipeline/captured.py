@@ -14,7 +14,7 @@ from tieredemb.cache.device.planner import LARGE
 from tieredemb.cache.locks import Locks
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.captures import Capture, no_collector
-from tieredemb.kernels.streams import capture_lock, on_device, side_stream
+from tieredemb.kernels.streams import capture_lock, on_device, own_stream, side_stream
 from tieredemb.modules.forwards import Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.batches import detached, tensors_of
@@ -77,8 +77,8 @@ class StepFunction(Generic[R]):
         self._fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
         self._alike = self._optimizers_alike()
         with on_device(self.device):
-            self._beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            self._captures = side_stream(self.device, 0, "capture")  # streams are few: another's would be captured
+            self._beside = own_stream(self.device)
+            self._captures = side_stream(self.device, 0, "capture")
 
     def _caches(self) -> list[DeviceCache]:
         groups = (group for engine in self._engines for group in engine.tables.groups)
@@ -145,8 +145,8 @@ class StepFunction(Generic[R]):
 
     def beside(self, run: Callable[[], R]) -> R:
         """What `run` returns, on a stream of its own, as torch asks for the steps before a capture. The caller uses it
-        on the current one, of which torch's allocator is told: streams are few, and who has the same one for another
-        purpose may be given memory of it as soon as it was dropped."""
+        on the current one, of which torch's allocator is told: it may else give memory of the result to what runs
+        there next."""
         current = torch.cuda.current_stream(self.device)
         self._beside.wait_stream(current)
         try:

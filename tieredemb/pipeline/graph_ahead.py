@@ -24,7 +24,7 @@ from tieredemb.cache.base import Cache
 from tieredemb.cache.device.cache import DeviceCache
 from tieredemb.cache.device.ledger import NOTHING_PLANNED
 from tieredemb.cache.device.ticket import DeviceTicket
-from tieredemb.kernels.streams import on_device, on_stream
+from tieredemb.kernels.streams import on_device, on_stream, own_stream
 from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.plan_executors import StreamExecutor
 from tieredemb.pipeline.turns import Lookups, PlannedCall, Turn, TurnGraph, states_of
@@ -45,7 +45,7 @@ class StepAhead(Generic[R]):
     def __init__(self, step: StepFunction[R]) -> None:
         self._step = step
         # no other executor's streams: captures fork into them, and what other threads launch there would be captured
-        brings, plans = (torch.cuda.Stream(step.device, priority=-1) for _ in range(2))  # type: ignore[no-untyped-call]
+        brings, plans = (own_stream(step.device, -1) for _ in range(2))
         self._executor, self._plans = StreamExecutor(step.device, brings), plans
         self._settles = plans  # where is done what has to come before the next plan
         # of this batch, and of the next ones

@@ -16,7 +16,7 @@ import torch
 
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.collectives import hold, is_over
-from tieredemb.kernels.streams import on_stream
+from tieredemb.kernels.streams import on_stream, own_stream
 from tieredemb.pipeline.captured import StepFunction
 from tieredemb.pipeline.graph_ahead import StepAhead, forked
 from tieredemb.pipeline.turns import Lookups, PlannedCall, Turn
@@ -35,7 +35,7 @@ class StepAheadTogether(StepAhead[R]):
         super().__init__(step)
         self._agreement = agreement
         # ids go to the ranks that own their rows before the last plan has settled, behind which the next one is made
-        self._settles = self._executor.behind = torch.cuda.Stream(step.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._settles = self._executor.behind = own_stream(step.device, -1)
 
     def ends_in_time(self) -> bool:
         """See `Holder`."""

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from tieredemb.kernels.collectives import hold, is_over
-from tieredemb.kernels.streams import on_device, on_stream
+from tieredemb.kernels.streams import on_device, on_stream, own_stream
 from tieredemb.pipeline.batches import tensors_of
 from tieredemb.pipeline.buffers import waits_to_load
 from tieredemb.pipeline.captured import StepFunction
@@ -33,7 +33,7 @@ class StepTogether(Generic[R]):
         self._result: R | None = None
         self._ran: torch.cuda.Event | None = None  # comes once the last replay is over
         with on_device(step.device):
-            self._beside = torch.cuda.Stream(step.device, priority=-1)  # type: ignore[no-untyped-call]
+            self._beside = own_stream(step.device, -1)
 
     def ends_in_time(self) -> bool:
         """See `Holder`."""

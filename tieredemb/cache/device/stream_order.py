@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from tieredemb.kernels.inference import inference
-from tieredemb.kernels.streams import current_stream, on_stream
+from tieredemb.kernels.streams import current_stream, on_stream, own_stream
 
 
 class Place(NamedTuple):
@@ -202,7 +202,7 @@ class SideStream:
     def run(self, function: Callable[[], object]) -> torch.cuda.Event:
         """Calls `function` on the side stream, behind the last `mark`; returns what comes once its work is done."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+            self._stream = own_stream(self._device, -1)
         self._mark.wait(self._stream)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         try:
