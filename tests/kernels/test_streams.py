@@ -12,6 +12,10 @@ DEVICE = torch.device("cuda", 0)
 IN_TURN = 32  # streams of a priority that torch hands out
 
 
+class Owner:
+    pass
+
+
 def handles(streams):
     return [stream.cuda_stream for stream in streams]
 
@@ -19,7 +23,8 @@ def handles(streams):
 def test_each_owner_has_a_stream_of_its_own(gpu):
     """torch's own streams come in turn, so that the 33rd is the first one again."""
     of_torch = handles(torch.cuda.Stream(priority=p) for p in (0, -1) for _ in range(IN_TURN))
-    mine = [own_stream(DEVICE, p) for p in (0, -1) for _ in range(IN_TURN + 8)]
+    owner = Owner()
+    mine = [own_stream(owner, DEVICE, p) for p in (0, -1) for _ in range(IN_TURN + 8)]
     named = [side_stream(DEVICE, -1), side_stream(DEVICE, -1, "worker"), side_stream(DEVICE, -1, "capture")]
     found = handles([*mine, *named])
     assert len(set(found)) == len(found)
@@ -28,18 +33,20 @@ def test_each_owner_has_a_stream_of_its_own(gpu):
 
 
 def test_a_stream_is_used_again_once_its_owner_is_gone(gpu):
-    first = own_stream(DEVICE, -1)
-    handle = first.cuda_stream
+    owner = Owner()
+    first = own_stream(owner, DEVICE, -1)
     with torch.cuda.stream(first):
         ones = torch.ones(1000, device="cuda")
     ones.record_stream(first)
-    del first, ones
+    del owner
     gc.collect()
-    again = [own_stream(DEVICE, -1) for _ in range(3)]
-    assert handle in handles(again)
-    with torch.cuda.stream(again[0]):
+    del ones
+    owner = Owner()
+    again = own_stream(owner, DEVICE, -1)
+    assert again.cuda_stream == first.cuda_stream
+    with torch.cuda.stream(again):
         assert torch.ones(1000, device="cuda").sum().item() == 1000
 
 
 def test_streams_have_the_priority_that_is_asked_for(gpu):
-    assert [own_stream(DEVICE, p).priority for p in (0, -1)] == [0, -1]
+    assert [own_stream(Owner(), DEVICE, p).priority for p in (0, -1)] == [0, -1]

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -23,27 +22,28 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-_IDLE: defaultdict[tuple[int, int], list[Any]] = defaultdict(list)  # streams of a device and priority, to be used again
+_IDLE: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # streams of a device and priority, to be used again
 
 
-def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """A stream of `device` that nothing else uses while the returned object lives. Does not synchronise.
+def own_stream(owner: object, device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """A stream of `device` that nothing else uses while `owner` lives. Does not synchronise.
 
     `torch.cuda.Stream()` hands out 32 streams of a priority in turn. Where two threads get the same one, what one of
     them launches becomes part of a graph that the other captures, and does not run. A stream that is given back is
-    kept for the next owner: torch's allocator may yet record an event there.
+    never destroyed, and the next owner gets it: torch's allocator may yet record an event there.
     """
     from tieredemb.kernels.compiler import cupy
 
     index = torch.cuda.current_device() if device.index is None else device.index
     idle = _IDLE[index, priority]
     try:
-        made = idle.pop()
+        handle = idle.pop()
     except IndexError:
+        runtime = cupy().cuda.runtime
         with cupy().cuda.Device(index):
-            made = cupy().cuda.Stream(non_blocking=True, priority=priority)
-    stream: torch.cuda.Stream = torch.cuda.ExternalStream(made.ptr, index)  # type: ignore[no-untyped-call]
-    weakref.finalize(stream, idle.append, made).atexit = False
+            handle = runtime.streamCreateWithPriority(runtime.streamNonBlocking, priority)
+    weakref.finalize(owner, idle.append, handle).atexit = False
+    stream: torch.cuda.Stream = torch.cuda.ExternalStream(handle, index)  # type: ignore[no-untyped-call]
     return stream
 
 
@@ -51,7 +51,7 @@ def own_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
 def side_stream(device: torch.device, priority: int = 0, name: str = "") -> torch.cuda.Stream:
     """One stream a device, priority and name, for all that runs beside others: torch's allocator keeps memory for
     each."""
-    return own_stream(device, priority)
+    return own_stream(side_stream, device, priority)
 
 
 _STREAMS: dict[tuple[int, int, int], torch.cuda.Stream] = {}

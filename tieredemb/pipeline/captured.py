@@ -77,7 +77,7 @@ class StepFunction(Generic[R]):
         self._fused = [each for each in optimizers if isinstance(each, FusedOptimizer)]
         self._alike = self._optimizers_alike()
         with on_device(self.device):
-            self._beside = own_stream(self.device)
+            self._beside = own_stream(self, self.device)
             self._captures = side_stream(self.device, 0, "capture")
 
     def _caches(self) -> list[DeviceCache]:

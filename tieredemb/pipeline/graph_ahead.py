@@ -45,7 +45,7 @@ class StepAhead(Generic[R]):
     def __init__(self, step: StepFunction[R]) -> None:
         self._step = step
         # no other executor's streams: captures fork into them, and what other threads launch there would be captured
-        brings, plans = (own_stream(step.device, -1) for _ in range(2))
+        brings, plans = (own_stream(self, step.device, -1) for _ in range(2))
         self._executor, self._plans = StreamExecutor(step.device, brings), plans
         self._settles = plans  # where is done what has to come before the next plan
         # of this batch, and of the next ones

@@ -35,7 +35,7 @@ class StepAheadTogether(StepAhead[R]):
         super().__init__(step)
         self._agreement = agreement
         # ids go to the ranks that own their rows before the last plan has settled, behind which the next one is made
-        self._settles = self._executor.behind = own_stream(step.device, -1)
+        self._settles = self._executor.behind = own_stream(self, step.device, -1)
 
     def ends_in_time(self) -> bool:
         """See `Holder`."""

@@ -33,7 +33,7 @@ class StepTogether(Generic[R]):
         self._result: R | None = None
         self._ran: torch.cuda.Event | None = None  # comes once the last replay is over
         with on_device(step.device):
-            self._beside = own_stream(step.device, -1)
+            self._beside = own_stream(self, step.device, -1)
 
     def ends_in_time(self) -> bool:
         """See `Holder`."""

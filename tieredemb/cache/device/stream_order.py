@@ -202,7 +202,7 @@ class SideStream:
     def run(self, function: Callable[[], object]) -> torch.cuda.Event:
         """Calls `function` on the side stream, behind the last `mark`; returns what comes once its work is done."""
         if self._stream is None:
-            self._stream = own_stream(self._device, -1)
+            self._stream = own_stream(self, self._device, -1)
         self._mark.wait(self._stream)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         try:
