@@ -77,7 +77,8 @@ REASONS = (
         "shapes drawn by a seed on a GPU",
         "cuda-shapes",
         r"^step",
-        "Each width is a cache of its own, planned by itself, and small batches are bound by Python.",
+        "Each batch has another number of ids, so no launch is recorded, and each width is planned by itself: Python "
+        "launches everything anew. `graph_step` with `max_ids` takes the launches away.",
     ),
 )
 
