@@ -309,4 +309,7 @@ class Cache(abc.ABC):
                 "the 'spawn' method (a DataLoader's workers must not touch the module)"
             )
         if self._closed or self.cold.released:
-            raise StorageError("this cache was closed; build a new module over the same storage to go on")
+            raise StorageError(
+                "the cache of these tables was closed, by close() or tieredemb.close(model); to go on, build a new "
+                "module over the same storage"
+            )
