@@ -13,7 +13,8 @@ from datetime import timedelta
 START = multiprocessing.get_context("spawn")
 FORKED = multiprocessing.get_context("forkserver")  # of worlds of a test each: their processes start in a moment
 FORKED.set_forkserver_preload(["sharding.ranks", "tieredemb.cache.host.cache", "numba.np.arraymath"])
-WAIT_S = {"cpu": 30, "cuda": 120}  # on a GPU the first ones wait for compilers
+WAIT_S = {"cpu": 30, "cuda": 120}  # for each other; on a GPU the first ones wait for compilers
+ANSWER_S = 4  # times as long a test waits for them: on a busy machine compilers take longer
 
 
 def on_cpu(value):
@@ -54,10 +55,12 @@ def serve(rank, size, meeting, pipe, device):
 
 
 class World:
-    """`size` processes, each a rank, whose default device is `device`; `start`: how they start."""
+    """`size` processes, each a rank, whose default device is `device`; `start`: how they start · `wait_s`: how long one
+    may take to answer · `is_lost`: whether one did not, so that the next answers would be those of calls before."""
 
-    def __init__(self, size, device="cpu", start=START):
+    def __init__(self, size, device="cpu", start=START, wait_s=None):
         self.size, self.device = size, device
+        self.wait_s, self.is_lost = wait_s or ANSWER_S * WAIT_S[device], False
         self._meeting = tempfile.TemporaryDirectory(prefix="tieredemb-world-")
         meeting = os.path.join(self._meeting.name, "store")
         self.pipes, self.processes = [], []
@@ -87,7 +90,9 @@ class World:
     def _answers(self):
         answers = []
         for rank, pipe in enumerate(self.pipes):
-            assert pipe.poll(WAIT_S[self.device]), f"rank {rank} of {self.size} does not answer"
+            if not pipe.poll(self.wait_s):
+                self.is_lost = True
+                raise AssertionError(f"rank {rank} of {self.size} does not answer within {self.wait_s} s")
             answers.append(pipe.recv())
         return answers
 
@@ -95,18 +100,21 @@ class World:
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            process.join(10)
+            process.join(0 if self.is_lost else 10)
             process.kill()
         self._meeting.cleanup()
 
 
-def kept(device="cpu"):
-    """What a fixture `worlds` yields, and ends: worlds by their size, each started when a test first asks for it."""
+def kept(device="cpu", wait_s=None):
+    """What a fixture `worlds` yields, and ends: worlds by their size, each started when a test first asks for it, and
+    anew after one that was lost, so that one test that hangs is one that fails."""
     started = {}
 
     def world(size):
+        if size in started and started[size].is_lost:
+            started.pop(size).close()
         if size not in started:
-            started[size] = World(size, device)
+            started[size] = World(size, device, wait_s=wait_s)
         return started[size]
 
     yield world
