@@ -26,6 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="interrupt every line and fail every system call, which takes an hour, instead of an even sample",
     )
     parser.addoption(
+        "--golden", action="store_true", help="run all golden programs, which takes minutes, instead of a sample"
+    )
+    parser.addoption(
         "--built-into",
         metavar="DIRECTORY",
         type=Path,

@@ -1,0 +1,119 @@
+"""The command line: `python -m tests.golden`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from devices import default_device
+
+from golden import programs, run
+
+CPU_FILE = programs.HERE / "cpu.json"
+COVERAGE_FILE = programs.HERE / "COVERAGE.md"
+
+
+def main(args: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.golden", description=programs.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("draw", help="draw all programs anew, and count what they cover")
+    for name, what in (("show", "print programs"), ("run", "run programs, and print their hashes")):
+        commands.add_parser(name, help=what).add_argument("numbers", type=int, nargs="+")
+    for name, what in (("record", "run all, and keep their hashes"), ("compare", "run all, and compare the hashes")):
+        chosen = commands.add_parser(name, help=what)
+        chosen.add_argument("file", type=Path, nargs="?", default=CPU_FILE)
+        chosen.add_argument("--only", type=int, nargs="+", help="these programs")
+    for name in ("run", "record", "compare"):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        commands.choices[name].add_argument("--device", choices=("cpu", "cuda"), default=device)
+    chosen = parser.parse_args(args)
+    if chosen.command == "draw":
+        found = programs.draw()
+        programs.save(found)
+        COVERAGE_FILE.write_text(programs.coverage(found))
+        return 0
+    all_of_them = programs.load()
+    if chosen.command == "show":
+        for number in chosen.numbers:
+            print(all_of_them[number])
+        return 0
+    if chosen.command == "run":
+        for number, digests, seconds in run_all([all_of_them[n] for n in chosen.numbers], chosen.device):
+            print(all_of_them[number])
+            print(f"  {text(digests)}   ({seconds:.1f} s)")
+        return 0
+    if chosen.command == "record":
+        return record(chosen.file, all_of_them, chosen.device)
+    return compare(chosen.file, [each for each in all_of_them if chosen.only is None or each.number in chosen.only])
+
+
+@contextmanager
+def worlds(device: str):
+    """Worlds of ranks, each started when a program first asks for it."""
+    from sharding.worlds import kept
+
+    started = kept(device, wait_s=300)  # the first programs wait for compilers
+    try:
+        yield next(started)
+    finally:
+        started.close()
+
+
+def run_all(chosen: Iterable[programs.Program], device: str):
+    """(number, digests, seconds) of each."""
+    with worlds(device) as world, default_device(device):
+        for program in chosen:
+            begun = time.perf_counter()
+            with tempfile.TemporaryDirectory() as directory:
+                digests = run.run(program, Path(directory), world)
+            yield program.number, digests, time.perf_counter() - begun
+
+
+def text(digests: dict[str, str]) -> str:
+    return "  ".join(f"{name} {value}" for name, value in digests.items())
+
+
+def record(file: Path, chosen: list[programs.Program], device: str) -> int:
+    found, begun = {}, time.perf_counter()
+    for number, digests, _ in run_all(chosen, device):
+        found[number] = digests
+    save(file, found, device)
+    print(f"{len(found)} programs in {time.perf_counter() - begun:.0f} s: {file}")
+    return 0
+
+
+def save(file: Path, found: dict[int, dict[str, str]], device: str) -> None:
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    lines = ",\n".join(f'  "{number}": {json.dumps(digests)}' for number, digests in sorted(found.items()))
+    file.write_text(f'{{"device": "{device}", "machine": "{name}", "programs": {{\n{lines}\n}}}}\n')
+
+
+def load(file: Path) -> dict[str, Any]:
+    kept = json.loads(file.read_text())
+    return kept | {"programs": {int(number): digests for number, digests in kept["programs"].items()}}
+
+
+def compare(file: Path, chosen: list[programs.Program]) -> int:
+    """Prints a line a program; returns 1 if any differs."""
+    kept, different = load(file), 0
+    for number, digests, seconds in run_all(chosen, kept["device"]):
+        unlike = differs(kept["programs"].get(number), digests)
+        different += bool(unlike)
+        print(f"| {number} | {seconds:.1f} s | {unlike or 'same'} |", flush=True)
+    print(f"{len(chosen) - different} of {len(chosen)} programs have the bits of {file}")
+    return int(different > 0)
+
+
+def differs(before: dict[str, str] | None, now: dict[str, str]) -> str:
+    """Which sections do, in words."""
+    if before is None:
+        return "was not recorded"
+    unlike = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return f"differs in {', '.join(unlike)}" if unlike else ""
