@@ -88,8 +88,10 @@ def _lines(figure: Figure, chart: Lines) -> None:
         xs, ys = zip(*points, strict=True)
         axis.plot(xs, ys, marker="o", color=COLORS[name], label=name)
         for x, y in points:
+            is_lowest = y == min(other for _, others in chart.lines for at, other in others if at == x)
+            place = (0, -15 if is_lowest else 7)  # under the lowest line: the figures of two that are close part
             axis.annotate(
-                figure_text(y), (x, y), xytext=(0, 7), textcoords="offset points", ha="center", fontsize="small"
+                figure_text(y), (x, y), xytext=place, textcoords="offset points", ha="center", fontsize="small"
             )
     axis.set_xscale("log")
     axis.set_yscale("log")
