@@ -84,3 +84,21 @@ def circles(modules: dict[str, Path]) -> list[list[str]]:
     for name in modules:
         follow(name, [])
     return found
+
+
+def circle_groups(modules: dict[str, Path]) -> list[list[str]]:
+    """Files that reach one another by imports, those under `TYPE_CHECKING` included: the largest such groups, each in
+    order. To read one of a group is to read them all."""
+    imported = {name: own_imports(name, modules) for name in modules}
+
+    def reached_from(name: str) -> set[str]:
+        reached, todo = set[str](), [name]
+        while todo:
+            new = imported[todo.pop()] - reached
+            reached |= new
+            todo += new
+        return reached
+
+    reached = {name: reached_from(name) for name in modules}
+    groups = {tuple(sorted(other for other in reached[name] if name in reached[other])) for name in modules}
+    return [list(group) for group in sorted(groups) if group]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from source_imports import circles, imports_of, modules_of
+from source_imports import circle_groups, circles, imports_of, modules_of
 
 PACKAGE = Path(__file__).parents[1] / "tieredemb"
 
@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = (
     | dict.fromkeys(TOOLS, SURFACES | TOOLS)
     | {SURFACE: SURFACES}
 )
+CIRCLES, FILES_IN_CIRCLES = 6, 24  # typing imports counted: limits, which only fall; they end at 0
 COMPILERS = {"numba", "llvmlite", "cupy", "cuda", "triton"}
 
 
@@ -73,6 +74,16 @@ def test_imports_go_down_only():
 
 def test_no_files_import_each_other_in_a_circle():
     assert circles(modules_of(PACKAGE)) == []
+
+
+def test_circles_of_typing_imports_only_fall():
+    """Above a limit: have one of the files import the other no more, not even for a type; a third one that both import
+    often does it. Below: make what was found the limit."""
+    groups = circle_groups(modules_of(PACKAGE))
+    found = "\n".join(", ".join(group) for group in groups)
+    assert (len(groups), sum(map(len, groups))) == (CIRCLES, FILES_IN_CIRCLES), (
+        f"files that import one another:\n{found}"
+    )
 
 
 @pytest.fixture
@@ -139,6 +150,18 @@ def test_circles_of_types_alone_are_none(tree):
     (tree / "cache" / "op.py").write_text(late)
     (tree / "cache" / "other.py").write_text("from tieredemb.cache import op\n")
     assert circles(modules_of(tree)) == []
+    assert circle_groups(modules_of(tree)) == [["tieredemb.cache.op", "tieredemb.cache.other"]]
+
+
+def test_circles_that_share_a_file_are_one_group(tree):
+    for name, source in {
+        "op": "from tieredemb.cache import left, right",
+        "left": "from tieredemb.cache import op",
+        "right": "from tieredemb.cache import op, leaf",
+        "leaf": "",
+    }.items():
+        (tree / "cache" / f"{name}.py").write_text(source + "\n")
+    assert circle_groups(modules_of(tree)) == [["tieredemb.cache.left", "tieredemb.cache.op", "tieredemb.cache.right"]]
 
 
 def test_layers_new_part_needs_a_layer(tree):
