@@ -22,9 +22,10 @@ from benchmarks.cuda_step import release, say
 from benchmarks.cuda_workload import CudaWorkload, batches
 from benchmarks.record import Record, measured
 from benchmarks.timing import Quantiles
+from benchmarks.warm_steps import GPU, GPU_TABLES
 from tieredemb.kernels import recording
 
-TABLES, ROWS, WIDTH, BATCH, SHARE = 26, 200_000, 64, 2048, 0.1
+TABLES, ROWS, WIDTH, BATCH, SHARE = GPU_TABLES, GPU.rows, GPU.width, GPU.samples, GPU.capacity
 STEPS, WARM_UP = 100, 80
 LR = 0.05
 NEVER = 10**9  # times that launches come before they are recorded

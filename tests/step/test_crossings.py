@@ -1,44 +1,83 @@
-"""How far a call is spread: changes of file in the sequence of the package's Python calls of one warm step.
+"""What the host does in one warm step: Python calls of the package, the files that they are in, and changes of file in
+their sequence. The counts are the same on every machine.
 
-Who reads a step follows them. A count that rises by more than a few is a wall in the wrong place; look at the sequence
-(`Calls.files`) before the number here is raised.
+Calls are time of the host, which is most of a small step; files and crossings are what a reader of a step goes through.
+When a test of this module fails:
+
+- A count above its limit: find the new calls and take them out. Print what `tests/counters.py` counts, `Calls.files`,
+  here and at the last commit that passes, and compare. A limit is raised only for something that users asked for and
+  that cannot be had otherwise, in a commit that says so.
+- A count below its limit: write the count into `LIMITS` as the new limit, in the commit that made it fall. Otherwise
+  the next change could use up what this one has won.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from counters import Calls, calls_of_a_step
 
 import tieredemb as te
 
-PACKAGE = str(Path(te.__file__).parent)
+sys.path.append(str(Path(__file__).parents[2]))  # the benchmarks are no part of the installed package
+
+from benchmarks.warm_steps import PATHS
+
 ROWS, IDS = 1000, 10
+LIMITS = {  # Python calls of a warm step, and files that they are in
+    "collection of 4": (143, 25),
+    "4 converted, following Adam": (1076, 44),
+    "26 converted, following SGD": (3619, 44),
+    "collection of 4, prefetched": (206, 31),
+    "sharded collection of 4, on 2 ranks": (576, 46),
+}
+SLACK = 0.02  # of a limit: this much below it, a count is not yet a new limit
 
 
-class Calls:
-    """The files of the package whose functions this thread calls inside, in order."""
+# --- calls and files of a step ----------------------------------------------------------------------------------------
 
-    def __init__(self):
-        self.files = []
 
-    def __enter__(self):
-        sys.setprofile(self._hear)
-        return self
+def of_rank(rank, size, name):
+    return calls_of_a_step(PATHS["cpu"][name])
 
-    def __exit__(self, *_):
-        sys.setprofile(None)
 
-    def _hear(self, frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            self.files.append(frame.f_code.co_filename)
+def advice(kind, count, limit):
+    """What to do about a count, or None where it is at its limit or a little below."""
+    if count > limit:
+        return f"{count:g} {kind} are above the limit of {limit}: take the new ones out (see this module's docstring)"
+    if count < (1 - SLACK) * limit:
+        return f"{count:g} {kind} are below the limit of {limit}: good; make {count:g} the limit in LIMITS"
+    return None
 
-    @property
-    def crossings(self):
-        return sum(one != other for one, other in itertools.pairwise(self.files))
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_step_makes_few_calls_in_few_files(name, request):
+    path = PATHS["cpu"][name]
+    if path.ranks == 1:
+        counts = calls_of_a_step(path)
+    else:
+        counts = request.getfixturevalue("worlds")(path.ranks).run(of_rank, name)[0]
+    found = map(advice, ("Python calls", "files"), counts, LIMITS[name])
+    assert not [each for each in found if each]
+
+
+def test_every_step_has_limits():
+    assert list(LIMITS) == list(PATHS["cpu"])
+
+
+def test_limits_only_fall():
+    assert (
+        advice("calls", 101, 100)
+        == "101 calls are above the limit of 100: take the new ones out (see this module's docstring)"
+    )
+    assert advice("calls", 97, 100) == "97 calls are below the limit of 100: good; make 97 the limit in LIMITS"
+    assert advice("calls", 100, 100) is advice("calls", 98, 100) is None
+
+
+# --- changes of file --------------------------------------------------------------------------------------------------
 
 
 def collection(storage=None):
