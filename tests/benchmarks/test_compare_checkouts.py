@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # the benchmarks are no part of
 
 from benchmarks import compare_checkouts
 from benchmarks.compare_checkouts import Ratio, confidence_of_each, ratio_of
+from benchmarks.warm_steps import PATHS, Size, timed
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -75,6 +76,14 @@ def test_checkout_is_compared_with_itself(capsys):
     heading, line = capsys.readouterr().out.splitlines()
     assert "wall time of a step on cpu, intervals of 95.0% each" in heading
     assert line.startswith("collection of 4, prefetched ")
+
+
+@pytest.mark.parametrize("name", PATHS["cuda"])
+def test_paths_of_a_gpu_make_steps(name):
+    """Tried out on the CPU, with small tables."""
+    path = PATHS["cuda"][name]
+    with path.make("cpu", **(path.keywords | {"size": Size(batches=3)})) as step:
+        assert timed(step, 5, "cpu", "wall") > 0
 
 
 def test_each_side_imports_its_own_package(tmp_path):
