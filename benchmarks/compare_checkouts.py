@@ -169,7 +169,7 @@ def one_round(old: Path, new: Path, chosen: argparse.Namespace, order: random.Ra
 
 def ratios_of(both: Sequence[Checkout], name: str, pairs: int, order: random.Random) -> list[float]:
     first = [checkout.seconds(name, 10) for checkout in both]
-    steps = max(5, round(BLOCK_SECONDS / max(first)))
+    steps = max(3, round(BLOCK_SECONDS / max(first)))
     found = []
     for _ in range(pairs):
         seconds = {i: both[i].seconds(name, steps) for i in order.sample((0, 1), 2)}
