@@ -109,6 +109,14 @@ def test_head_that_no_history_has_is_refused(field, value, match):
         new_histories(ADAM, 1).parsed(StoredBytes(HEAD.pack(*fields) + data[HEAD.size :]))
 
 
+def test_head_of_the_last_step_that_rows_can_note_is_refused_for_its_bytes_alone():
+    data = history_of(5).to_bytes()
+    fields = list(HEAD.unpack_from(data))
+    fields[4] = 2**32 - 1
+    with pytest.raises(ValueError, match=r"has \d+ bytes, and histories of such steps"):
+        new_histories(ADAM, 1).parsed(StoredBytes(HEAD.pack(*fields) + data[HEAD.size :]))
+
+
 @pytest.mark.parametrize("size", ["as it says", "larger"])
 def test_history_of_holes_is_refused_before_it_is_read(size):
     """A sparse file that claims 80 million steps has 8 GiB, and none of them on the disk."""

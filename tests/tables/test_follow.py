@@ -611,6 +611,19 @@ def test_a_gradient_that_is_not_finite_can_be_made_an_error(device):
         te.clip_grad_norm_(models[0], 0.1, error_if_nonfinite=True)
 
 
+@pytest.mark.parametrize("factor", [0.5, 2.0, -1.0])
+def test_a_gradient_is_applied_with_its_factor(device, factor):
+    bag = make()
+    optimizer = torch.optim.SGD(bag.parameters(), lr=1.0)
+    bag.follow(optimizer)
+    (stand_in,) = bag.parameters()
+    before = weight(bag)
+    bag(torch.tensor([[1, 2]])).sum().backward()
+    stand_in.grad.mul_(factor)
+    optimizer.step()
+    assert equal(weight(bag)[[1, 2]], before[[1, 2]] - factor)
+
+
 def test_a_gradient_is_multiplied_by_one_factor_and_by_no_more():
     bag = make()
     optimizer = torch.optim.SGD(bag.parameters(), lr=1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -257,6 +258,16 @@ def test_file_refuses_another_meaning_of_its_rows(device, tmp_path):
             make(storage=te.File(path), **other)
     make(storage=te.File(path), capacity=9, policy=te.LRU(), optimizer=te.SparseAdam(lr=5.0)).close()
     make(storage=te.File(path), init=te.Normal(mean=0, std=1)).close()
+
+
+def test_tables_on_a_file_are_neither_copied_nor_pickled(device, tmp_path):
+    bag, twin = make(storage=te.File(tmp_path / "rows")), make()
+    for copied in (copy.deepcopy, pickle.dumps):
+        step(bag, 1, 2)
+        step(twin, 1, 2)
+        with pytest.raises(ConfigError, match=r"on the file tier cannot be copied or pickled.*save_checkpoint"):
+            copied(bag)
+    assert same(everything(bag), everything(twin))
 
 
 def test_module_that_is_collected_closes_its_file(device, tmp_path):
