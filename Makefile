@@ -10,6 +10,7 @@ WORKERS ?= $(if $(ARGS),,-n auto --maxprocesses 8)
 INSTALLED := .venv/.installed
 TRAINABLE := .venv/.trainable
 CLIENTS := build/clients
+MUTANTS := build/mutants/environment
 
 help:
 	@echo 'make train [DATA=log.tsv] [ARGS=…]   train the example DLRM, on a generated log without DATA'
@@ -20,6 +21,7 @@ help:
 	@echo 'make dist                            build the wheel and the sdist into dist, and check them'
 	@echo 'make newcomer [VENV=.venv]           run what README and guides show, on a fresh clone, with a clock'
 	@echo 'make bench [ARGS=…]                  run the benchmarks, keep the results, write tables and charts'
+	@echo 'make mutants [ARGS=…]                break the code in 200 places, one by one, and see whether tests fail; hours'
 	@echo 'make clean                           remove .venv and what the tools left'
 
 train: $(TRAINABLE)
@@ -53,6 +55,10 @@ newcomer:
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# may be interrupted: the same command goes on
+mutants: $(MUTANTS)/.installed
+	$(MUTANTS)/bin/python -m tools.mutants $(ARGS)
+
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -80,13 +86,21 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(call install,dev)
 	@touch $(TRAINABLE) $@
 
-# an environment of its own, in which the packages of .venv are found as well: torch is not installed twice, and the
-# libraries add nothing to .venv
+# $(call beside,directory,requirements): an environment of its own, in which the packages of .venv are found as well:
+# torch is not installed twice, and the libraries add nothing to .venv
+define beside
+$(BIN)/python -m venv --without-pip --clear $(1)
+$(PIP) --python $(1)/bin/python install --no-deps --requirement $(2)
+$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	>"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+endef
+
 $(CLIENTS)/.installed: $(INSTALLED) tests/clients/requirements.txt
-	$(BIN)/python -m venv --without-pip --clear $(CLIENTS)
-	$(PIP) --python $(CLIENTS)/bin/python install --no-deps --requirement tests/clients/requirements.txt
-	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		>"$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	$(call beside,$(CLIENTS),tests/clients/requirements.txt)
 	@touch $@
 
-.PHONY: help train test test-clients lint docs dist newcomer bench clean
+$(MUTANTS)/.installed: $(INSTALLED) tools/mutants/requirements.txt
+	$(call beside,$(MUTANTS),tools/mutants/requirements.txt)
+	@touch $@
+
+.PHONY: help train test test-clients lint docs dist newcomer bench mutants clean
