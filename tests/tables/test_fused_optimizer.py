@@ -168,6 +168,14 @@ def test_state_dict_of_torch_continues_here_and_back(device, config):
     assert_close(again.weight, reference.weight)
 
 
+def test_state_dict_has_what_the_state_of_unused_rows_starts_with(device):
+    bag, _ = make(te.Adagrad(lr=0.1, initial_accumulator_value=0.5))
+    step(bag, 3, 4)
+    (state,) = bag.fused_optimizer.state_dict()["state"].values()
+    used = torch.isin(torch.arange(ROWS), torch.tensor([3, 4]))
+    assert equal(state["sum"], torch.where(used, 1.5, 0.5)[:, None].expand(-1, WIDTH))
+
+
 def test_state_dict_of_other_shapes_is_refused_before_anything_changes(device):
     bag, _ = make(te.SparseAdam(lr=0.1))
     step(bag, 1)
