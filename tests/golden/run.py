@@ -1,6 +1,6 @@
 """Runs a program: trains its model, saves and loads it, and hashes what is left.
 
-All numbers are drawn, gradients too, and nothing is multiplied as a matrix, so that every processor has the same bits.
+Numbers are drawn, gradients too, and no matrices are multiplied: the bits do not depend on a processor's vector units.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ _IDLE: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # streams of
 def own_stream(owner: object, device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     """A stream of `device` that nothing else uses while `owner` lives. Does not synchronise.
 
-    `torch.cuda.Stream()` hands out 32 streams of a priority in turn. Where two threads get the same one, what one of
-    them launches becomes part of a graph that the other captures, and does not run. A stream that is given back is
-    never destroyed, and the next owner gets it: torch's allocator may yet record an event there.
+    `torch.cuda.Stream()` returns one of 32 streams of a priority, by turns. If two threads use the same one, and one of
+    them captures a graph there, the launches of the other are captured too, and do not run. A stream is never
+    destroyed, because torch's allocator may still record an event there: the next owner gets it.
     """
     from tieredemb.kernels.compiler import cupy
 

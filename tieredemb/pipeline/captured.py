@@ -144,9 +144,8 @@ class StepFunction(Generic[R]):
                 engine.ids_may_exceed_bags.discard(thread)
 
     def beside(self, run: Callable[[], R]) -> R:
-        """What `run` returns, on a stream of its own, as torch asks for the steps before a capture. The caller uses it
-        on the current one, of which torch's allocator is told: it may else give memory of the result to what runs
-        there next."""
+        """What `run` returns, on a stream of its own, as torch requires for the steps before a capture. The caller uses
+        the result on the current stream: `record_stream` keeps its memory until that stream has read it."""
         current = torch.cuda.current_stream(self.device)
         self._beside.wait_stream(current)
         try:

@@ -431,8 +431,8 @@ def _rounding(group: HostGroup, keys: Array, *, ahead: int = 0) -> Any:
 
 
 def _rows_of(tables: Sequence[TableSet]) -> Locks:
-    """The locks of the rows of all caches that these tables are in: a plan on another thread, which may replace a
-    cache's arrays, is kept from each of them."""
+    """The locks of the rows of all caches of these tables. A plan on another thread may replace the arrays of a cache
+    whose lock is free."""
     if len(tables) == 1:
         return tables[0].placed.now.rows.again()
     return Locks({group.cache for each in tables for group in each.placed.now.groups}, plans=False)
