@@ -55,7 +55,8 @@ def captures(device, monkeypatch):
     for module in (captured, graph_alone):
         monkeypatch.setattr(module, "on_device", lambda _: nothing())
     monkeypatch.setattr(captured, "capture_lock", lambda _: nothing())
-    monkeypatch.setattr(captured, "side_stream", lambda *_: stream)
+    for name in ("own_stream", "side_stream"):
+        monkeypatch.setattr(captured, name, lambda *_: stream)
     monkeypatch.setattr(captured, "DeviceGroup", HostGroup)
     monkeypatch.setattr(graphs, "_gpus", lambda forwards: [cpu for _ in forwards])
     monkeypatch.setattr(captured, "check_capturable", lambda *_: None)
