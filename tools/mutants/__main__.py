@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from tools.mutants import chosen
 from tools.mutants.sample import ROOMS, Mutant, diff, drawn, mutated
@@ -34,6 +38,10 @@ KILLED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 NOT_FOUND = "ERROR: not found: "
 ALIVE = ("survived", "no test")
 
+Seen = dict[str, tuple[int, float]]  # tests: how many of the lines they run, and their seconds
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__.partition("\n")[0])
@@ -41,34 +49,65 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200, help="mutants of the sample (200)")
     parser.add_argument("--first", type=int, help="run only so many of them, from the sample's beginning")
     parser.add_argument("--budget", type=float, default=90.0, metavar="SECONDS", help="of tests a mutant (90)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="of them at a time (as many as cores)")
     parser.add_argument("--map", action=argparse.BooleanOptionalAction, default=True, help="complete the map first")
     parser.add_argument("--report", action="store_true", help="only print what is recorded")
     args = parser.parse_args()
     if args.report:
         return report()
-    scratch = Scratch()
-    tests = TestsMap(scratch)
-    for module in tests.missing() if args.map else ():
-        print(tests.record(module), flush=True)
-    sources = chosen.Sources(scratch.root)
-    sample = drawn(scratch.root, args.seed, args.count)
+    scratches = [Scratch(str(number)) for number in range(args.jobs)]
+    tests = TestsMap(scratches[0].root)
+    for line in _at_a_time(tests.record, tests.missing() if args.map else [], scratches):
+        print(line, flush=True)
+    tests.read()
+    sources = chosen.Sources(scratches[0].root)
+    sample = drawn(scratches[0].root, args.seed, args.count)
     settings = {"seed": args.seed, "count": args.count, "package": git("rev-parse", "HEAD:tieredemb")}
     results = _results(settings)
+    todo = []
     for number, mutant in enumerate(sample[: args.first]):
         known = results.get(number)
         if known is not None and (known["outcome"] not in ALIVE or known["map"] == tests.digest):
             continue
         seen = tests.tests_of(sources.places_of(mutant.file, mutant.line))
-        if not seen and tests.missing():
-            continue  # the map may yet find some
-        results[number] = settings | {"number": number, "map": tests.digest}
-        results[number] |= asdict(mutant) | tried(scratch, seen, mutant, args.budget)
+        if seen or not tests.missing():  # else the map may yet find some
+            todo.append((number, mutant, seen))
+
+    def outcome(mutant: tuple[int, Mutant, Seen], scratch: Scratch) -> dict[str, Any]:
+        number, what, seen = mutant
+        head = settings | {"number": number, "map": tests.digest} | asdict(what)
+        return head | tried(scratch, seen, what, args.budget)
+
+    for result in _at_a_time(outcome, todo, scratches):
+        results[result["number"]] = result
         _write(results)
-        print(_line(results[number]), flush=True)
+        print(_line(result), flush=True)
     report()
 
 
-def tried(scratch: Scratch, seen: dict[str, tuple[int, float]], mutant: Mutant, budget_s: float) -> dict[str, Any]:
+def _at_a_time(
+    work: Callable[[Item, Scratch], Outcome], items: Iterable[Item], scratches: Sequence[Scratch]
+) -> Iterator[Outcome]:
+    """What `work` makes of each item, in the order in which they end; one at a time in a scratch."""
+    free: SimpleQueue[Scratch] = SimpleQueue()
+    for scratch in scratches:
+        free.put(scratch)
+
+    def one(item: Item) -> Outcome:
+        scratch = free.get()
+        try:
+            return work(item, scratch)
+        finally:
+            free.put(scratch)
+
+    pool = ThreadPoolExecutor(len(scratches))
+    try:
+        yield from (each.result() for each in as_completed([pool.submit(one, item) for item in items]))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def tried(scratch: Scratch, seen: Seen, mutant: Mutant, budget_s: float) -> dict[str, Any]:
     """What becomes of a mutant that these tests see."""
     source = (scratch.root / mutant.file).read_text()
     text = mutated(source, mutant)

@@ -31,13 +31,16 @@ class Result:
 
 
 class Scratch:
-    """A checkout of HEAD in `build/mutants/tree`, with a cache of kernels and temporary files of its own."""
+    """A checkout of HEAD in `build/mutants/NAME/tree`, with a cache of kernels, temporary files and coverage's data of
+    its own."""
 
-    def __init__(self) -> None:
-        self.root, self.kernels, self.temporary = (BUILD / name for name in ("tree", "kernels", "temporary"))
+    def __init__(self, name: str) -> None:
+        names = ("tree", "kernels", "temporary", "coverage")
+        self.root, self.kernels, self.temporary, self.coverage = (BUILD / name / each for each in names)
         shutil.rmtree(self.root, ignore_errors=True)
         self.root.mkdir(parents=True)
         self.kernels.mkdir(mode=0o700, exist_ok=True)
+        self.coverage.mkdir(exist_ok=True)
         archive = subprocess.Popen(["git", "archive", "HEAD"], cwd=REPOSITORY, stdout=subprocess.PIPE)
         subprocess.run(["tar", "-x", "-C", self.root], stdin=archive.stdout, check=True)
         archive.wait()

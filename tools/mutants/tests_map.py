@@ -43,33 +43,32 @@ class TestsMap:
 
     __test__ = False
 
-    def __init__(self, scratch: Scratch) -> None:
-        self._scratch = scratch
+    def __init__(self, root: Path) -> None:
+        self._root = root
         self._folder = BUILD / "map" / git("rev-parse", "HEAD:tieredemb")[:12]
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._read()
+        self.read()
 
     def missing(self) -> list[str]:
         """Files of tests that have yet to be recorded."""
         return [module for module in self._modules() if not self._path(module, "json").exists()]
 
-    def record(self, module: str) -> str:
-        """Runs a file of tests; returns a line about it."""
-        data = BUILD / "coverage"
-        data.mkdir(exist_ok=True)
+    def record(self, module: str, scratch: Scratch) -> str:
+        """Runs a file of tests; returns a line about it. `read` then finds what it has recorded."""
+        data = scratch.coverage
         for path in data.glob("coverage*"):
             path.unlink()
         config, seconds = data / "config", data / "seconds.json"
-        config.write_text(CONFIG.format(root=self._scratch.root, data=data))
+        config.write_text(CONFIG.format(root=scratch.root, data=data))
         seconds.write_text("{}")
         start = time.monotonic()
         args = ["-p", "tools.mutants.contexts", "-o", "timeout=900", module]
         environment = {"COVERAGE_PROCESS_START": str(config), "MUTANTS_SECONDS": str(seconds)}
-        self._scratch.pytest(args, seconds=LIMIT_S, **environment)
-        _combine(data, self._path(module, "coverage"), self._scratch.root)
-        self._path(module, "json").write_text(seconds.read_text())
-        self._read()
-        return f"{module}: {len(self._seconds[module])} tests in {time.monotonic() - start:.0f} s"
+        scratch.pytest(args, seconds=LIMIT_S, **environment)
+        _combine(data, self._path(module, "coverage"), scratch.root)
+        passed = json.loads(seconds.read_text())
+        self._path(module, "json").write_text(json.dumps(passed))
+        return f"{module}: {len(passed)} tests in {time.monotonic() - start:.0f} s"
 
     def tests_of(self, places: dict[str, set[int]]) -> dict[str, tuple[int, float]]:
         """The tests that run one of these lines: how many of them, and the test's seconds. A file of tests whose
@@ -89,14 +88,14 @@ class TestsMap:
 
     def _modules(self) -> Iterator[str]:
         for room in ROOMS:
-            for path in sorted((self._scratch.root / "tests" / room).glob("test_*.py")):
-                yield str(path.relative_to(self._scratch.root))
+            for path in sorted((self._root / "tests" / room).glob("test_*.py")):
+                yield str(path.relative_to(self._root))
 
     def _path(self, module: str, kind: str) -> Path:
-        content = hashlib.sha256((self._scratch.root / module).read_bytes()).hexdigest()[:12]
+        content = hashlib.sha256((self._root / module).read_bytes()).hexdigest()[:12]
         return self._folder / f"{Path(module).parent.name}-{Path(module).stem}-{content}.{kind}"
 
-    def _read(self) -> None:
+    def read(self) -> None:
         paths = {module: self._path(module, "json") for module in self._modules()}
         self._seconds = {module: json.loads(path.read_text()) for module, path in paths.items() if path.exists()}
         names = " ".join(path.name for module, path in paths.items() if module in self._seconds)
