@@ -104,7 +104,7 @@ def runs(rank, size, events):
     step, patches = Step(model), pytest.MonkeyPatch()
     patches.setattr(graph_together, "on_device", lambda device: contextlib.nullcontext())
     patches.setattr(torch.cuda, "CUDAGraph", lambda: Graph(step))
-    patches.setattr(torch.cuda, "Stream", lambda *given, **named: None)
+    patches.setattr(graph_together, "own_stream", lambda *given: None)
     patches.setattr(torch.cuda, "Event", lambda: Event(1))
     patches.setattr(graph_together, "on_stream", lambda stream: contextlib.nullcontext())
     patches.setattr(Captures, "wait_for_stream", lambda agreement: step.did.append("wait"))
