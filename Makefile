@@ -6,7 +6,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-WORKERS ?= $(if $(ARGS),,-n auto --maxprocesses 8)
+WORKERS ?= $(if $(ARGS),,-n auto --maxprocesses 8 --dist loadfile)
 INSTALLED := .venv/.installed
 TRAINABLE := .venv/.trainable
 CLIENTS := build/clients

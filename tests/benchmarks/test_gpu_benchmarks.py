@@ -63,7 +63,7 @@ def run(name, *args):
         ),
     ],
 )
-def test_benchmark_keeps_its_records_for_the_docs(name, ops, tmp_path):
+def test_benchmark_keeps_its_records_for_the_docs(name, ops, tmp_path, capsys):
     args = ("--directory", str(tmp_path)) if name == "tiers" else ()
     run(name, "--results", str(tmp_path / "results"), *args)
     records = load(tmp_path / "results", f"cuda-{name}")["records"]
@@ -72,19 +72,10 @@ def test_benchmark_keeps_its_records_for_the_docs(name, ops, tmp_path):
     text = tables.rewrite(f"<!-- benchmarks:cuda-{name} -->\n<!-- /benchmarks -->", tmp_path / "results")
     assert all(f"| {op}, " in text for op in ops)
     assert [path.name for path in tmp_path.iterdir()] == ["results"]  # the file of the file tier is gone
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-def test_dlrm_has_the_losses_of_a_resident_one(capsys):
-    run("dlrm", "--variants", "cached", "resident")
     out = capsys.readouterr().out
-    assert (out.count("the bits of all resident"), out.count("not that of all resident")) == (4, 0)
-
-
-def test_tiers_end_with_the_same_bits(tmp_path, capsys):
-    run("tiers", "--directory", str(tmp_path))
-    out = capsys.readouterr().out
-    assert "in the end the bits of HostMemory" in out
+    assert ("in the end the bits of HostMemory" in out) == (name == "tiers")
+    assert out.count("the bits of all resident") == (4 if name == "dlrm" else 0)
+    assert "not that of all resident" not in out
 
 
 def test_area_under_curve_is_that_of_sklearn():

@@ -4,6 +4,7 @@ and what is left of it. Each in a process of its own, with nothing compiled."""
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -238,8 +239,10 @@ OPTIMIZERS = [te.SGD(lr=0.1), te.SGD(lr=0.1, momentum=0.9), te.Adam(lr=0.1), te.
               te.SparseAdam(lr=0.1), te.RowWiseAdagrad(lr=0.1), te.SparseLion(lr=0.1)]  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [{}, {"dtype": torch.bfloat16}, {"dtype": torch.float16, "rounding": "stochastic"}])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+FORMATS = [{}, {"dtype": torch.bfloat16}, {"dtype": torch.float16, "rounding": "stochastic"}]
+
+
+@pytest.mark.parametrize(("optimizer", "rows"), [*zip(OPTIMIZERS, itertools.cycle(FORMATS), strict=False)], ids=repr)
 def test_what_is_compiled_beside_is_what_updates_call(monkeypatch, optimizer, rows):
     """The same kernels for the same types: others would be compiled for nothing."""
     bag = te.TieredEmbeddingBag(100, 4, mode="sum", capacity=50, optimizer=optimizer, device="cpu", **rows)

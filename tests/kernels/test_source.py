@@ -63,7 +63,7 @@ def test_structs_lie_as_the_compiler_lays_them(file):
             claims.append(f"sizeof({layout.name}::{field.name}) == {field.size}")
     assert claims
     asserts = "".join(f'static_assert({claim}, "");\n' for claim in claims)
-    compiled(file, "sm_90", row_flags(file, torch.float32, 12), asserts)
+    compiled(file, "compute_90", (*row_flags(file, torch.float32, 12), "--device-debug"), asserts)  # read alone
 
 
 def test_kernels_count_where_the_totals_have_it():

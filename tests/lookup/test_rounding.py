@@ -227,14 +227,13 @@ def test_bits_are_those_of_any_capacity_and_depth(device, optimizer, max_norm):
         assert_same_bits(trained(optimizer, capacity, depth=depth, max_norm=max_norm, evaluates=True), whole)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "dtype"), [*zip(OPTIMIZERS, itertools.cycle(HALVES), strict=False)])
 def test_a_file_goes_on_with_the_same_bits(device, optimizer, dtype, tmp_path):
     whole = trained(optimizer, 50, dtype=dtype)
     assert_same_bits(trained(optimizer, 3, dtype=dtype, storage=te.File(str(tmp_path / "rows"))), whole)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["SGD", "row-wise Adagrad", "Adam, dense"])
 def test_seeds_and_rounding_to_nearest_give_other_bits(device, optimizer):
     ones = te.Normal(mean=1.0, std=0.0)
     found = [

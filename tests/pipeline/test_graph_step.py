@@ -9,6 +9,7 @@ import pytest
 import torch
 from counters import Replays
 from devices import assert_same_bits, equal, idle, randint
+from pairs import parametrize_pairs
 from torch import nn
 from training import NAMES, OPTIMIZERS, bits, random_batch, table_configs
 
@@ -155,9 +156,7 @@ def test_beside_batches_in_flight_a_step_is_the_function(device):
 # --- with the next batch planned inside -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
-@pytest.mark.parametrize("capacity", [2, 40, 1.0])
-@pytest.mark.parametrize("depth", [1, 3])
+@parametrize_pairs(optimizer=OPTIMIZERS, capacity=[2, 40, 1.0], depth=[1, 3])
 def test_fetched_ahead_steps_have_the_bits_of_the_function(device, monkeypatch, optimizer, capacity, depth):
     tables, replays = table_configs(widths=(4, 5), rows=(1, 3, 100, ROWS)), Replays(monkeypatch)
     eager, graphed = (Run(tables, capacity=capacity, optimizer=optimizer) for _ in range(2))

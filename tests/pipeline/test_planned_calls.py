@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from devices import assert_same_bits, idle, randint
+from pairs import parametrize_pairs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -112,9 +113,7 @@ def calls_of(model):
     return hook.__self__
 
 
-@pytest.mark.parametrize("capacity", [0.03, 0.2, 1.0])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("kind", [Columns, Lists])
+@parametrize_pairs(kind=[Columns, Lists], optimizer=OPTIMIZERS, capacity=[0.03, 0.2, 1.0])
 def test_calls_are_planned_with_the_numbers_of_tables_apart(device, monkeypatch, kind, optimizer, capacity):
     calls = matrices(12)
     if kind is Lists:

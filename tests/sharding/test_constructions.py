@@ -109,9 +109,7 @@ def others_of(world, function, *args):
     return [value for _, value in answers]
 
 
-@pytest.mark.parametrize(
-    ("when", "size"), [*((when, 3) for when in MOMENTS), ("before", 2), ("before connecting", 2), ("filling rows", 2)]
-)
+@pytest.mark.parametrize(("when", "size"), [*((when, 3) for when in MOMENTS), ("before connecting", 2)])
 def test_a_rank_that_is_killed_ends_the_construction_on_all(tmp_path, when, size):
     for (name, text), left, more_threads in others_of(World(size, start=FORKED), is_killed, when, tmp_path):
         assert name == "PeerError"

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from devices import equal
+from pairs import parametrize_pairs
 from sharding.ranks import batch_of, joined, tables_of, uneven
 from sharding.test_sharded_failures import told
 
@@ -82,9 +83,7 @@ def follows(rank, size, kind, how, when):
     return seen, weights
 
 
-@pytest.mark.parametrize("how", ["plain", "clip", "scale", "late"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1, 2, 3])
+@parametrize_pairs(size=[1, 2, 3], kind=[*KINDS], how=["plain", "clip", "scale", "late"])
 def test_following_gives_the_bits_of_one_process(worlds, size, kind, how):
     make, options = KINDS[kind]
     model = te.TieredEmbeddingBagCollection(TABLES, capacity=1.0, optimizer=make)

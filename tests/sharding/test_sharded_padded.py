@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from devices import equal
+from pairs import parametrize_pairs
 from sharding import (
     test_sharded_agreement,
     test_sharded_following,
@@ -61,9 +62,11 @@ def test_tables_of_several_features(worlds, sharding):
     compare(worlds(2), SHARED, sharding, uneven, **keywords)
 
 
-@pytest.mark.parametrize("weighted", ["constant", True])
-@pytest.mark.parametrize("sharding", ["rows", "tables", "every other"])
-@pytest.mark.parametrize("options", [{}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}], ids=["", "freq", "norm"])
+@parametrize_pairs(
+    options=[{}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}],
+    sharding=["rows", "tables", "every other"],
+    weighted=["constant", True],
+)
 def test_weights_of_samples(worlds, options, sharding, weighted):
     tables = tables_of(widths=(4, 8), rows=(1, 3, 17, 40, 25, 9, 31), padding=(None, 0, 2))
     keywords = {"optimizer": te.Adagrad(lr=0.1), "capacity": 0.5, "shape": "some equal", "max_ids": MANY} | options

@@ -160,12 +160,21 @@ def refuses(rank, size, kind, state):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "where"),
-    [((0, 3), "all"), ((0, 3), "rank 0"), ((3, 0), "all"), ((2, 3), "rank 0"), ((1, 2), "all"), ((3, 1), "all")],
+    ("kind", "sizes", "where"),
+    [
+        ("SGD momentum", (0, 3), "all"),
+        ("SGD momentum", (2, 3), "rank 0"),
+        ("Adam L2", (0, 3), "rank 0"),
+        ("Adam L2", (1, 2), "all"),
+        ("AdamW", (3, 0), "all"),
+        ("SparseAdam", (3, 1), "all"),
+        ("SparseAdam", (0, 3), "rank 0"),
+        ("fused RowWiseAdagrad", (0, 3), "all"),
+        ("fused RowWiseAdagrad", (3, 1), "all"),
+        ("fused Adam", (2, 3), "rank 0"),
+        ("fused Adam", (3, 0), "all"),
+    ],
     ids=str,
-)
-@pytest.mark.parametrize(
-    "kind", ["SGD momentum", "Adam L2", "AdamW", "SparseAdam", "fused RowWiseAdagrad", "fused Adam"]
 )
 def test_what_any_number_of_processes_saved_any_other_goes_on_with(worlds, kind, sizes, where):
     first, later = sizes

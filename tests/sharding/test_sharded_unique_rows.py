@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from devices import equal
+from pairs import parametrize_pairs
 from sharding.ranks import batch_of, joined, seven, step_of, tables_of, uneven
 from sharding.test_sharded_training import compare
 from sharding.test_sharded_whole_tables import MIXED, SHARED, counts_sent, model_of
@@ -49,10 +50,10 @@ def test_a_row_comes_back_once_to_each_rank_that_asks_for_it(worlds, size, shape
 FEW = tables_of(modes=("sum", "mean", "max"), widths=(4, 8), rows=(1, 3, 5, 4, 2, 40, 7), padding=(None, 0, 2))
 
 
-@pytest.mark.parametrize("sharding", ["rows", "every other"])
-@pytest.mark.parametrize("capacity", [1, 1.0])
-@pytest.mark.parametrize("optimizer", [te.Adagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
 @pytest.mark.parametrize("tables", [FEW, SHARED], ids=["tables", "features"])
+@parametrize_pairs(
+    optimizer=[te.Adagrad(lr=0.1), te.Adam(lr=0.05)], capacity=[1, 1.0], sharding=["rows", "every other"]
+)
 def test_long_bags_of_few_rows(worlds, tables, optimizer, capacity, sharding):
     compare(worlds(3), tables, sharding, uneven, optimizer=optimizer, capacity=capacity, shape="long")
 

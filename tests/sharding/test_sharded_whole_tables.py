@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from devices import equal
+from pairs import parametrize_pairs
 from sharding.ranks import SHAPES, batch_of, joined, one_process, seven, sharding_of, step_of, tables_of, uneven
 from sharding.test_sharded_failures import told
 from sharding.test_sharded_memory import short
@@ -48,9 +49,11 @@ def test_tables_of_several_features(worlds, sharding):
     compare(worlds(2), SHARED, sharding, uneven, optimizer=te.Adagrad(lr=0.1), capacity=0.5, shape="some equal")
 
 
-@pytest.mark.parametrize("weighted", ["constant", True])
-@pytest.mark.parametrize("sharding", ["tables", "every other"])
-@pytest.mark.parametrize("options", [{}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}], ids=["", "freq", "norm"])
+@parametrize_pairs(
+    options=[{}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}],
+    sharding=["tables", "every other"],
+    weighted=["constant", True],
+)
 def test_weights_of_samples(worlds, options, sharding, weighted):
     tables = tables_of(widths=(4, 8), rows=(1, 3, 17, 40, 25, 9, 31), padding=(None, 0, 2))
     keywords = {"optimizer": te.Adagrad(lr=0.1), "capacity": 0.5, "shape": "some equal"} | options
@@ -137,9 +140,17 @@ def runs_ahead(rank, size, tables, sharding, depth, weighted, shape):
     return outputs, weights, found, waiting
 
 
-@pytest.mark.parametrize(("weighted", "shape"), [(False, "some equal"), (False, "ones"), (True, "some equal")])
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("sharding", ["tables", "every other"])
+@pytest.mark.parametrize(
+    ("sharding", "depth", "weighted", "shape"),
+    [
+        ("tables", 1, False, "some equal"),
+        ("tables", 3, False, "ones"),
+        ("tables", 3, True, "some equal"),
+        ("every other", 1, False, "ones"),
+        ("every other", 1, True, "some equal"),
+        ("every other", 3, False, "some equal"),
+    ],
+)
 def test_ahead_or_not_bits_are_the_same(worlds, sharding, depth, weighted, shape):
     tables = tables_of(widths=(4, 8)) if weighted else MIXED
     keywords = {"optimizer": te.Adagrad(lr=0.1), "capacity": 1.0}

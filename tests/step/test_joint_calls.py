@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from devices import assert_same_bits
+from pairs import parametrize_pairs
 from torch import nn
 
 import tieredemb as te
@@ -156,9 +157,7 @@ def ahead(kind, depth=1, steps=STEPS):
     return lambda model: te.prefetch(given(kind, steps), model, depth)
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("optimizer", [te.Adagrad(lr=0.1), torch.optim.SparseAdam], ids=["fused", "followed"])
+@parametrize_pairs(capacity=CAPACITIES, kind=KINDS, optimizer=[te.Adagrad(lr=0.1), torch.optim.SparseAdam])
 def test_training_has_the_bits_of_tables_planned_apart(joined, capacity, kind, optimizer):
     sparse = {"sparse": True} if isinstance(optimizer, type) else {}
     apart = train(*converted(kind, capacity, optimizer, **sparse), lambda _: given(kind))
@@ -195,9 +194,7 @@ def converted_dense(kind, capacity, optimizer, model=Model):
     return model, trained
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("optimizer", DENSE)
+@parametrize_pairs(optimizer=[*DENSE], kind=KINDS, capacity=CAPACITIES)
 def test_dense_optimizers_have_the_bits_of_tables_planned_apart(joined, optimizer, kind, capacity):
     apart = train(*converted_dense(kind, capacity, optimizer), lambda _: given(kind))
     assert not joined["plans"]
@@ -242,9 +239,7 @@ def test_captured_steps_of_dense_optimizers(joined_on_gpu, optimizer, fetched):
     assert joined_on_gpu["updates"] > 0
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("kind", ["equal", "offsets", "rows"])
-@pytest.mark.parametrize("fetched", [False, True])
+@parametrize_pairs(capacity=CAPACITIES, kind=["equal", "offsets", "rows"], fetched=[False, True])
 def test_captured_steps(joined_on_gpu, capacity, kind, fetched):
     sizes = "equal" if kind == "offsets" else kind
 
