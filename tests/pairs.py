@@ -4,23 +4,19 @@ arguments and more repeats each such pair many times."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 
-def parametrize_pairs(**arguments: Sequence[Any]) -> pytest.MarkDecorator:
+def parametrize_pairs(**arguments: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
     """As a `pytest.mark.parametrize` for each argument, but of the combinations only so many that each value of an
-    argument meets each value of every other one."""
-    values = list(arguments.values())
-    chosen = [[each[i] for each, i in zip(values, case, strict=True)] for case in pairwise([len(v) for v in values])]
-    cases = [pytest.param(*case, id="-".join(map(_name, case))) for case in chosen]
+    argument meets each value of every other one. The values of an argument may have names."""
+    named = [_named(values) for values in arguments.values()]
+    chosen = [[each[i] for each, i in zip(named, case, strict=True)] for case in pairwise([len(v) for v in named])]
+    cases = [pytest.param(*(value for _, value in case), id="-".join(name for name, _ in case)) for case in chosen]
     return pytest.mark.parametrize(list(arguments), cases)
-
-
-def _name(value: object) -> str:
-    return str(getattr(value, "__name__", value))
 
 
 def pairwise(counts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -36,5 +32,10 @@ def pairwise(counts: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def _pairs(case: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
-    numbered = enumerate(case)
-    return {(*first, *second) for first, second in itertools.combinations(numbered, 2)}
+    return {(*first, *second) for first, second in itertools.combinations(enumerate(case), 2)}
+
+
+def _named(values: Sequence[Any] | Mapping[str, Any]) -> list[tuple[str, Any]]:
+    if isinstance(values, Mapping):
+        return list(values.items())
+    return [(str(getattr(value, "__name__", value)), value) for value in values]

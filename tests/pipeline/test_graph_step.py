@@ -156,7 +156,7 @@ def test_beside_batches_in_flight_a_step_is_the_function(device):
 # --- with the next batch planned inside -------------------------------------------------------------------------------
 
 
-@parametrize_pairs(optimizer=OPTIMIZERS, capacity=[2, 40, 1.0], depth=[1, 3])
+@parametrize_pairs(optimizer=dict(zip(NAMES, OPTIMIZERS, strict=True)), capacity=[2, 40, 1.0], depth=[1, 3])
 def test_fetched_ahead_steps_have_the_bits_of_the_function(device, monkeypatch, optimizer, capacity, depth):
     tables, replays = table_configs(widths=(4, 5), rows=(1, 3, 100, ROWS)), Replays(monkeypatch)
     eager, graphed = (Run(tables, capacity=capacity, optimizer=optimizer) for _ in range(2))

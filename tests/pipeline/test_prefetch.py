@@ -19,6 +19,7 @@ import torch
 from counters import Plans
 from devices import assert_same_bits, equal, given_on_devices, idle, randint
 from hypothesis import strategies as st
+from pairs import parametrize_pairs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -87,9 +88,7 @@ def train(loop, model, forward):
 # --- the same bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
-@pytest.mark.parametrize("capacity", [1, 9, 1.0])
-@pytest.mark.parametrize("depth", [1, 3, 20])
+@parametrize_pairs(depth=[1, 3, 20], capacity=[1, 9, 1.0], optimizer=dict(zip(NAMES, OPTIMIZERS, strict=True)))
 def test_any_depth_gives_the_bits_of_the_plain_loop(device, depth, capacity, optimizer):
     tables = table_configs(modes=("sum", "mean", "max"), widths=(4, 5))
     batches = [random_batch(tables, 7, step) for step in range(8)]

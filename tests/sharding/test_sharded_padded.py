@@ -36,9 +36,14 @@ SHARED = [
 MANY = 1500  # more ids than any rank asks another for
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
-def test_every_optimizer(worlds, optimizer, size):
+def test_every_optimizer(worlds, optimizer):
+    compare(worlds(3), tables_of(), "both", seven, optimizer=optimizer, capacity=1.0, max_ids=200)
+
+
+@pytest.mark.parametrize("optimizer", [te.RowWiseAdagrad(lr=0.1), te.Adam(lr=0.05)], ids=["sparse", "dense"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_any_number_of_ranks(worlds, optimizer, size):
     compare(worlds(size), tables_of(), "both", seven, optimizer=optimizer, capacity=1.0, max_ids=200)
 
 

@@ -17,6 +17,7 @@ import torch
 from devices import assert_close, assert_same_bits, equal, idle, randn
 from following import DENSE_KINDS, KINDS, loss_of, pair, states, tensors
 from oracle import RowMeanAdagradReference
+from pairs import parametrize_pairs
 from torch import nn
 
 import tieredemb as te
@@ -50,9 +51,7 @@ def weight(bag):
 # --- the update -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backwards", [1, 2])
-@pytest.mark.parametrize("capacity", [1, 3, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
+@parametrize_pairs(kind=[*KINDS], capacity=[1, 3, 1.0], backwards=[1, 2])
 def test_training_is_that_of_whole_tables(device, kind, capacity, backwards):
     models, optimizers = pair(kind, capacity=capacity)
     train(models, optimizers, backwards=backwards)
@@ -436,10 +435,7 @@ def corrupt(model, where):
     )
 
 
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("where", ["nowhere", "table", "dense"])
-@pytest.mark.parametrize("flags", [{}, {"fused": True}])
-@pytest.mark.parametrize("kind", KINDS)
+@parametrize_pairs(kind=[*KINDS], flags=[{}, {"fused": True}], where=["nowhere", "table", "dense"], clips=[False, True])
 def test_an_unattached_scaler_skips_steps_of_tables_and_dense_part_alike(device, kind, flags, where, clips):
     skip_what_torch_lacks(device, kind, flags)
     if kind not in DENSE_KINDS and (where == "dense" or clips or flags):
@@ -483,9 +479,7 @@ def test_a_scaler_works_where_no_dense_parameter_is_left(device):
 # --- clipping ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("foreach", [None, False, True])
-@pytest.mark.parametrize("capacity", [1, 1.0])
-@pytest.mark.parametrize("kind", DENSE_KINDS)
+@parametrize_pairs(kind=[*DENSE_KINDS], capacity=[1, 1.0], foreach=[None, False, True])
 def test_torch_clips_by_the_global_norm(device, kind, capacity, foreach):
     models, optimizers = pair(kind, capacity=capacity)
     for step in range(3):
