@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coverage import CoverageData
+from coverage.exceptions import CoverageException
 
 from tools.mutants.scratch import BUILD, Scratch, git
 
@@ -108,7 +109,10 @@ def _combine(data: Path, target: Path, root: Path) -> None:
     combined = CoverageData(str(target))
     for path in sorted(data.glob("coverage.*")):
         part = CoverageData(str(path))
-        part.read()
+        try:
+            part.read()
+        except CoverageException:  # of a process that was killed as it wrote it
+            continue
         combined.update(part, map_path=lambda name: str(Path(name).relative_to(root)))
         part.close()
     combined.write()
