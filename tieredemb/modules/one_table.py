@@ -8,9 +8,8 @@ from tieredemb.errors import UnsupportedError
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.weight import TableWeight
-from tieredemb.step.call import untraced
 from tieredemb.step.engine import Engine
-from tieredemb.step.export import RESTORE
+from tieredemb.tables.export import RESTORE, untraced
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from tieredemb.errors import UnsupportedError
-from tieredemb.step.call import untraced
+from tieredemb.tables.export import untraced
 
 if TYPE_CHECKING:
     from tieredemb.modules.one_table import OneTable
