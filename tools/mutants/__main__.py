@@ -55,6 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.report:
         return report()
+    settings = {"seed": args.seed, "count": args.count, "package": git("rev-parse", "HEAD:tieredemb")}
     scratches = [Scratch(str(number)) for number in range(args.jobs)]
     tests = TestsMap(scratches[0].root)
     for line in _at_a_time(tests.record, tests.missing() if args.map else [], scratches):
@@ -62,7 +63,6 @@ def main() -> None:
     tests.read()
     sources = chosen.Sources(scratches[0].root)
     sample = drawn(scratches[0].root, args.seed, args.count)
-    settings = {"seed": args.seed, "count": args.count, "package": git("rev-parse", "HEAD:tieredemb")}
     results = _results(settings)
     todo = []
     for number, mutant in enumerate(sample[: args.first]):
