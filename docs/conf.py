@@ -32,7 +32,7 @@ autodoc_member_order = "bysource"
 toc_object_entries_show_parents = "hide"
 autodoc_typehints = "signature"  # of properties; those of functions and classes: see signatures.py
 autodoc_typehints_format = "short"
-autodoc_type_aliases = {"TableWeight": "torch.Tensor"}
+autodoc_type_aliases = {"TableTensor": "torch.Tensor"}
 python_maximum_signature_line_length = 88
 nitpick_ignore_regex = [  # types of others, whose pages a build has no network to read
     (

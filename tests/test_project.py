@@ -37,7 +37,8 @@ def test_version_has_one_source():
 
 def test_version_is_the_newest_of_the_changelog(changelog):
     releases = RELEASE.findall(changelog)
-    assert [version for version, _ in releases] == re.findall(r"^## \[(.*)\]", changelog, re.MULTILINE)
+    headings = re.findall(r"^## \[(.*)\]", changelog, re.MULTILINE)
+    assert [version for version, _ in releases] == headings[headings[0] == "Unreleased" :]
     order = [(date, [int(part) for part in version.split(".")]) for version, date in releases]
     assert order == sorted(order, reverse=True)
     assert releases[0][0] == tieredemb.__version__

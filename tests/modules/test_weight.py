@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -13,13 +15,16 @@ from torch import nn
 import tieredemb as te
 from tieredemb.errors import (
     BackwardError,
+    BrokenCacheError,
     ConfigError,
     DeviceMemoryError,
     InvalidInputError,
+    StorageError,
     StorageFullError,
     UnsupportedError,
 )
-from tieredemb.tables import table_set
+from tieredemb.tables import table_set, table_tensor
+from tieredemb.tables.group import Group
 
 OPTIMIZERS = [te.SGD(lr=0.1), te.AdamW(lr=0.1, weight_decay=0.1)]
 
@@ -70,7 +75,7 @@ def test_weight_tells_what_it_is_and_reads_nothing(device, monkeypatch, dtype):
     assert (weight.dtype, weight.device, weight.requires_grad) == (dtype, where, True)
     assert weight.is_cuda == (where.type == "cuda")
     assert (weight.nbytes, weight.is_floating_point()) == (160 * dtype.itemsize, True)
-    assert repr(weight) == f"TableWeight((40, 4), dtype={dtype}, device={str(where)!r})"
+    assert repr(weight) == f"TableTensor((40, 4), dtype={dtype}, device={str(where)!r})"
     assert torch.ones(160).view_as(weight).shape == (40, 4)
     ones = torch.ones(3, dtype=torch.float64)
     made = [
@@ -86,7 +91,8 @@ def test_weight_tells_what_it_is_and_reads_nothing(device, monkeypatch, dtype):
 
 def test_weight_with_gradients_is_refused_with_what_to_do(device):
     module, x = trained(te.SGD(lr=0.1)), randn(2, 4, seed=0)
-    for read in (lambda: x @ module.weight.T, lambda: nn.functional.linear(x, module.weight), lambda: module.weight[3]):
+    reads = (lambda: x @ module.weight.T, lambda: nn.functional.linear(x, module.weight), lambda: module.weight[3] + 0)
+    for read in reads:
         with pytest.raises(UnsupportedError, match=r"no_grad.*scores"):
             read()
     module.requires_grad_(False)
@@ -104,42 +110,253 @@ def test_requires_grad_of_the_weight_is_that_of_the_module(device):
     assert module.is_trainable
 
 
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def seeded(fill):
+    def filled(w):
+        torch.manual_seed(3)
+        fill(w)
+
+    return filled
+
+
+def assign_data(w):
+    w.data = torch.full((40, 4), 2.0)
+
+
+def in_place_operators(w):
+    w *= 2
+    w[:5] += 1
+    w[3, 1] -= 4
+
+
+def by_view_of_a_view(w):
+    w.view(4, 40).T[3].unsqueeze(0).squeeze().fill_(7)
+
+
 WRITES = {
-    "nn.init": lambda m: nn.init.xavier_uniform_(m.weight),
-    "nn.init of zeros": lambda m: nn.init.zeros_(m.weight),
-    "nn.init of normal values": lambda m: nn.init.normal_(m.weight),
-    "nn.init of data": lambda m: nn.init.uniform_(m.weight.data),
-    "data.copy_": lambda m: m.weight.data.copy_(torch.zeros(40, 4)),
-    "data.normal_": lambda m: m.weight.data.normal_(),
-    "a row of data": lambda m: m.weight.data[2].zero_(),
-    "an element of data": lambda m: m.weight.data.__setitem__((2, 0), 1.0),
-    "a view of a view": lambda m: m.weight.detach().T.view(4, 40).chunk(2)[1].mul_(2),
-    "a row": lambda m: m.weight.__setitem__(2, torch.zeros(4)),
-    "+=": lambda m: m.weight.__iadd__(1),
-    "data +=": lambda m: m.weight.data.__iadd__(1),
-    "out=": lambda m: torch.add(torch.ones(40, 4), 1, out=m.weight.data),
-    "assignment": lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(40, 4))),
-    "assignment of data": lambda m: setattr(m.weight, "data", torch.zeros(40, 4)),
+    "nn.init": seeded(nn.init.xavier_uniform_),
+    "nn.init of normal values": seeded(nn.init.normal_),
+    "nn.init by name": seeded(lambda w: nn.init.uniform_(tensor=w)),
+    "nn.init of data": seeded(lambda w: nn.init.uniform_(w.data)),
+    "data.copy_": lambda w: w.data.copy_(torch.arange(160.0).view(40, 4)),
+    "a row of data": lambda w: w.data[2].zero_(),
+    "an element of data": lambda w: w.data.__setitem__((2, 0), 1.0),
+    "some rows": lambda w: w.__setitem__(torch.tensor([3, 3, 39]), torch.ones(3, 4)),
+    "rows under a mask": lambda w: w.__setitem__(torch.arange(40) % 3 == 0, 0.0),
+    "columns": lambda w: w[:, 1:3].mul_(-1),
+    "every third row": lambda w: w[1::3].add_(1),
+    "transposed": lambda w: w.T[2].add_(1),
+    "flat": lambda w: w.view(-1)[::7].fill_(5),
+    "a view of a view": by_view_of_a_view,
+    "parts": lambda w: [part.mul_(2) for part in w.chunk(3)],
+    "rows one by one": lambda w: [row.mul_(2) for row in w],
+    "operators": in_place_operators,
+    "out=": lambda w: torch.mul(w, 0.5, out=w),
+    "by itself": lambda w: w.add_(w.flip(0)),
+    "a row by another": lambda w: w[0].copy_(w[1]),
+    "div_ by its norms": lambda w: w.div_(w.norm(dim=1, keepdim=True)),
+    "lerp_": lambda w: w.lerp_(torch.ones(40, 4), 0.25),
+    "clamp_": lambda w: w.clamp_(-0.1, 0.1),
+    "masked_fill_": lambda w: w.masked_fill_(torch.arange(40)[:, None] > 20, 1.0),
+    "index_add_": lambda w: w.index_add_(0, torch.tensor([1, 1, 5]), torch.ones(3, 4)),
+    "foreach": lambda w: torch._foreach_mul_([w, torch.ones(2)], 0.5),
+    "embedding with max_norm": lambda w: nn.functional.embedding(torch.tensor([1, 5, 5]), w, max_norm=0.1),
+    "assignment of data": assign_data,
+    "nothing": lambda w: w[:0].zero_(),
 }
 
 
+@pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS], ids=lambda each: type(each).__name__)
 @pytest.mark.parametrize("way", WRITES)
-def test_weight_refuses_what_would_change_no_row(device, way):
+def test_what_writes_to_the_weight_changes_the_rows_as_those_of_a_tensor(device, way, optimizer):
+    module = trained(optimizer)
+    plain = module.weight.detach().clone()
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            for weight in (module.weight, plain):
+                WRITES[way](weight)
+            assert equal(module.state_dict()["weight"], plain.cpu())
+            assert_close(module(torch.tensor([[1, 5, 39]])).cpu(), plain[[1, 5, 39]].cpu()[None])
+    assert idle(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tier", ["default", "host", "file"])
+@pytest.mark.parametrize("capacity", [1, 1.0])
+def test_rows_of_any_tier_and_dtype_are_written(device, tmp_path, tier, dtype, capacity):
+    module = trained(te.Adagrad(lr=0.1), storage=storages(tmp_path)[tier], dtype=dtype, capacity=capacity)
+    plain = module.weight.detach().clone()
+    state = module.fused_optimizer.state_dict()["state"][0]["sum"]
+    for weight in (module.weight.data, plain):
+        weight.mul_(3)
+        weight[7:9].sub_(0.25)
+    assert equal(module.state_dict()["weight"], plain.cpu())
+    assert equal(module.fused_optimizer.state_dict()["state"][0]["sum"], state)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: type(each).__name__)
+def test_written_rows_train_on_from_the_current_step(device, optimizer):
+    """As a table does whose rows were loaded, with the state that it had."""
+    written, loaded = trained(optimizer), trained(optimizer)
+    rows = loaded.state_dict()["weight"]
+    rows[10:20] = 0.5
+    loaded.load_state_dict({"weight": rows})
+    written.weight.data[10:20] = 0.5
+    for module in (written, loaded):
+        for seed in range(3):
+            module(randint(0, 40, (2, 3), seed=10 + seed)).square().sum().backward()
+    assert equal(written.state_dict()["weight"], loaded.state_dict()["weight"])
+
+
+@pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("way", ["div_ by its norms", "lerp_", "clamp_", "masked_fill_", "data.copy_", "by itself"])
+def test_large_tables_are_written_in_parts(device, monkeypatch, way, optimizer):
+    module = trained(optimizer)
+    plain = module.weight.detach().clone()
+    monkeypatch.setattr(table_tensor, "PART_BYTES", 100)
+    for name in ("PART_BYTES", "DENSE_BYTES"):
+        monkeypatch.setattr(table_set, name, 7 * 16)
+    with torch.no_grad():
+        for weight in (module.weight, plain):
+            WRITES[way](weight)
+    assert equal(module.state_dict()["weight"], plain.cpu())
+
+
+@pytest.mark.parametrize("make", ["Embedding", "EmbeddingBag"])
+def test_parameters_are_reset_as_those_of_torch(device, make):
+    plain = getattr(nn, make)(40, 4, padding_idx=3)
+    tiered = getattr(te, f"Tiered{make}")(40, 4, padding_idx=3, capacity=3)
+    model = nn.ModuleList([tiered])
+    for each in (nn.ModuleList([plain]), model):
+        torch.manual_seed(3)
+        each.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+    assert equal(tiered.state_dict()["weight"], plain.weight.detach().cpu())
+
+
+def test_a_pointwise_write_needs_no_memory_for_the_whole_table(monkeypatch):
+    module = te.TieredEmbedding(4000, 8, capacity=3, device="cpu")
+    monkeypatch.setattr(table_tensor, "PART_BYTES", 100)
+    monkeypatch.setattr(table_set, "available_memory_bytes", lambda: 4000)
+    module.weight.data.mul_(0).add_(2)
+    with pytest.raises(StorageFullError, match="as one tensor needs"):
+        module.weight.data.sort()
+    monkeypatch.undo()
+    assert torch.equal(module.state_dict()["weight"], torch.full((4000, 8), 2.0))
+
+
+def test_a_write_that_fails_on_its_way_leaves_the_table_in_doubt(monkeypatch):
+    module = trained(te.SGD(lr=0.1), device="cpu")
+    rows = module.state_dict()["weight"]
+    monkeypatch.setattr(table_tensor, "PART_BYTES", 100)
+    monkeypatch.setattr(table_set, "PART_BYTES", 7 * 16)
+    imports, calls = Group.import_weights, []
+
+    def interrupted(self, *given):
+        calls.append(given)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        imports(self, *given)
+
+    monkeypatch.setattr(Group, "import_weights", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        module.weight.data.mul_(2)
+    monkeypatch.undo()
+    for use in (
+        lambda: module(torch.tensor([1])),
+        lambda: module.weight.data[0].zero_(),
+        lambda: module.weight.data + 0,
+    ):
+        with pytest.raises(BrokenCacheError, match="writing to a table was interrupted by KeyboardInterrupt"):
+            use()
+    module.weight.data.copy_(rows)  # all of it, as load_state_dict() does
+    assert torch.equal(module.state_dict()["weight"], rows)
+
+
+def test_an_operation_that_fails_changes_no_row(device):
+    module = trained(te.SGD(lr=0.1))
+    rows = module.state_dict()["weight"]
+    for wrong in (lambda w: w.add_(torch.ones(3)), lambda w: w.copy_(torch.ones(41, 4)), lambda w: w[50].zero_()):
+        with pytest.raises((RuntimeError, IndexError)):
+            wrong(module.weight.data)
+    with pytest.raises(InvalidInputError, match=r"of shape \(40, 4\) can be replaced by a tensor of that shape"):
+        module.weight.data = torch.ones(40, 5)
+    assert equal(module.state_dict()["weight"], rows)
+
+
+def test_rows_that_wait_for_their_update_may_be_written(device):
+    """As weights are clipped after a backward."""
+    found = []
+    for convert in (False, True):
+        table = nn.Embedding(40, 4)
+        nn.init.constant_(table.weight, 0.5)
+        optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+        model = nn.ModuleList([table])
+        if convert:
+            te.replace_embedding_bags(model, capacity=3, optimizer=optimizer)
+        for ids in ([1, 2], [2, 30]):
+            model[0](torch.tensor(ids)).square().sum().backward()
+            model[0].weight.data.clamp_(-0.4, 0.4)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model[0].weight.detach().clone())
+    assert_close(found[1].cpu(), found[0].cpu())
+
+
+@pytest.mark.parametrize(
+    "way", ["set_", "resize_", "t_", "unsqueeze_", "squeeze_", "transpose_", "view of a dtype", "assignment"]
+)
+def test_what_a_table_cannot_become_is_refused(device, way):
     module = trained()
-    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        with context(), pytest.raises(UnsupportedError, match="load_state_dict"):
-            WRITES[way](module)
+    rows, w = module.state_dict()["weight"], module.weight.data
+    ways = {
+        "set_": lambda: w.set_(torch.ones(40, 4)),
+        "resize_": lambda: w.resize_(2, 2),
+        "t_": lambda: w.t_(),
+        "unsqueeze_": lambda: w.unsqueeze_(0),
+        "squeeze_": lambda: w.squeeze_(),
+        "transpose_": lambda: w.transpose_(0, 1),
+        "view of a dtype": lambda: w.view(torch.int32),
+        "assignment": lambda: setattr(module, "weight", nn.Parameter(torch.zeros(40, 4))),
+    }
+    with pytest.raises(UnsupportedError):
+        ways[way]()
+    assert equal(module.state_dict()["weight"], rows)
 
 
-def test_copies_of_the_weight_may_be_written(device):
+def test_what_writes_where_gradients_are_recorded_is_refused_as_by_torch(device):
+    module = trained(te.SGD(lr=0.1))
+    for write in (lambda: module.weight.mul_(2), lambda: module.weight[0].zero_()):
+        with pytest.raises(UnsupportedError, match=r"torch\.no_grad\(\), or to weight\.data"):
+            write()
+
+
+def test_views_of_the_weight_follow_the_table(device):
+    module = trained(te.SGD(lr=0.1))
+    row, flat = module.weight.data[1], module.weight.detach().view(-1)
+    module(torch.tensor([1])).sum().backward()
+    assert equal((row + 0).cpu(), module.state_dict()["weight"][1])
+    module.load_state_dict({"weight": torch.ones(40, 4)})
+    assert (flat == 1).all()
+    module.close()
+    with pytest.raises(StorageError):
+        row + 0
+
+
+def test_copies_of_the_weight_are_tensors_of_their_own(device):
     module = trained()
     before = module.state_dict()["weight"]
-    module.weight.data.clone().zero_()
-    (module.weight.data * 2).zero_()
+    for copied in (module.weight.data.clone(), module.weight.data * 2, copy.deepcopy(module.weight)):
+        assert type(copied) is torch.Tensor
+        copied.zero_()
     assert_close(torch.zeros(40, 4).copy_(module.weight.data), before)
-    if device == "cpu":  # else it is another copy
-        assert not module.weight.detach().cpu().numpy().flags.writeable
-        assert not np.asarray(module.weight.detach().cpu()).flags.writeable
+    assert torch.equal(pickle.loads(pickle.dumps(module.weight)).cpu(), before)
+    assert module.weight.data.tolist() == before.tolist()
+    if device == "cpu":
+        for array in (module.weight.detach().numpy(), np.asarray(module.weight.detach())):
+            assert not array.flags.writeable  # what is written there would be lost
+            assert (array == before.numpy()).all()
     assert equal(module.state_dict()["weight"], before)
 
 

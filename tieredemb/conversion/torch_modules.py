@@ -56,7 +56,7 @@ def torch_module(module: OneTable) -> Embedding:
         made = nn.EmbeddingBag(module.num_embeddings, module.embedding_dim, **settings)
     else:
         made = nn.Embedding(module.num_embeddings, module.embedding_dim, **settings)
-    made.weight.requires_grad_(module._trains)
+    made.weight.requires_grad_(module.trains)
     made.train(module.training)
     for name, own in vars(module).items():
         if name in vars(made) and name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):

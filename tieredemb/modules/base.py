@@ -149,10 +149,10 @@ class TieredModule(LookupModule):
     @property
     def is_trainable(self) -> bool:
         """Whether a backward updates the rows."""
-        return self.engine.optimizer is not None and self._trains
+        return self.engine.optimizer is not None and self.trains
 
     @property
-    def _trains(self) -> bool:
+    def trains(self) -> bool:
         """Whether gradients are wanted: not of a frozen module, nor where the stand-ins are, as `requires_grad_(False)`
         of a model around it does."""
         if self._frozen:
@@ -177,8 +177,8 @@ class TieredModule(LookupModule):
     def _lookup(self, batch: Batch) -> torch.Tensor:
         """Pools a batch: (B, ΣD)."""
         if LISTENERS and not inside_backward():
-            tell(self, batch, trains=torch.is_grad_enabled() and self._trains)
-        return self.engine.lookup(batch, self._context, self._hook if self._trains else self._hook.detach())
+            tell(self, batch, trains=torch.is_grad_enabled() and self.trains)
+        return self.engine.lookup(batch, self._context, self._hook if self.trains else self._hook.detach())
 
     def _planned(self, *given: torch.Tensor) -> torch.Tensor | None:
         """The output of a forward that was planned for what it is `given`, which was checked with that; None where it
@@ -190,7 +190,7 @@ class TieredModule(LookupModule):
         for part in given:
             if not isinstance(part, torch.Tensor):
                 return None
-        return self.engine.lookup_planned(given, self._context, self._hook if self._trains else self._hook.detach())
+        return self.engine.lookup_planned(given, self._context, self._hook if self.trains else self._hook.detach())
 
     @abc.abstractmethod
     def _batch(self, *inputs: Any) -> Batch:
@@ -205,7 +205,7 @@ class TieredModule(LookupModule):
         memory: CallMemory | None = None,
     ) -> Planned:
         """See `LookupModule`."""
-        trains = trains and self._trains
+        trains = trains and self.trains
         return self.engine.plan_ahead(
             executor, inputs, self._batch, self._context, trains=trains, ages=ages, memory=memory
         )

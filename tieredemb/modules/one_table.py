@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+import torch
+
 from tieredemb.errors import UnsupportedError
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.base import TieredModule
-from tieredemb.modules.weight import TableWeight
 from tieredemb.step.engine import Engine
 from tieredemb.tables.export import RESTORE, untraced
 from tieredemb.tables.table_set import TableSet
+from tieredemb.tables.table_tensor import TableTensor
 from tieredemb.tables.torch_kinds import Optimizer
 
 
@@ -41,16 +43,18 @@ class OneTable(TieredModule):
 
     @property
     @untraced
-    def weight(self) -> TableWeight:
-        """The table as a tensor to read, (num_embeddings, embedding_dim) in the rows' dtype on the module's device.
+    def weight(self) -> TableTensor:
+        """The table as a tensor, (num_embeddings, embedding_dim) in the rows' dtype on the module's device.
 
-        Shape, dtype and device cost nothing. What computes with it reads a copy of the whole table, anew each time, and
-        waits for a GPU: under `torch.no_grad()` or `torch.inference_mode()`, of a frozen module, or as
-        `weight.detach()` and `weight.data`. Setting its `requires_grad` freezes or thaws the module.
+        Shape, dtype and device cost nothing. What computes with it reads a copy of the rows, anew each time, and waits
+        for a GPU: under `torch.no_grad()` or `torch.inference_mode()`, of a frozen module, or as `weight.detach()` and
+        `weight.data`. What writes to it there (in-place operations, `nn.init`, an index, `weight.data = rows`), or to a
+        view of it, changes the rows on every tier; optimizer state stays. Setting its `requires_grad` freezes or thaws
+        the module.
 
-        Raises `UnsupportedError` where a gradient would have to reach the table, for all that would write to the copy
-        (in-place operations, `nn.init`, assignment), and for its `grad`; `StorageFullError` or `DeviceMemoryError`
-        where memory cannot hold the copy: `tieredemb.scores` multiplies with tables of any size.
+        Raises `UnsupportedError` where a gradient would have to reach the table, for its `grad`, and for what a table
+        has not, as storage; `StorageFullError` or `DeviceMemoryError` where memory cannot hold the rows:
+        `tieredemb.scores` multiplies with tables of any size, and what is pointwise writes to them.
 
         >>> embedding = tieredemb.TieredEmbedding(1000, 4)
         >>> embedding.weight.shape
@@ -58,8 +62,20 @@ class OneTable(TieredModule):
         >>> with torch.no_grad():
         ...     (torch.ones(2, 4) @ embedding.weight.T).shape
         torch.Size([2, 1000])
+        >>> embedding.weight.data[0] = 1.0
+        >>> embedding(torch.tensor([0])).tolist()
+        [[1.0, 1.0, 1.0, 1.0]]
         """
-        return TableWeight(self)
+        return TableTensor(self, 0)
+
+    def reset_parameters(self) -> None:
+        """Draws all rows anew, as that of `nn.Embedding`: normal values of torch's generator, and zeros for padding.
+        Optimizer state stays. Waits for a GPU. Raises `StorageFullError` or `DeviceMemoryError` where memory cannot
+        hold the table: pass init= for one of any size."""
+        rows = self.weight.detached()
+        torch.nn.init.normal_(rows)
+        if self.padding_idx is not None:
+            rows[self.padding_idx].zero_()
 
     def _weight_key(self, table: int) -> str:
         return "weight"

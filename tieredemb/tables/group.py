@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -233,12 +233,21 @@ class Group(abc.ABC):
 
     def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
         """As that of the cache, but rows of a dense optimizer as they are at the steps that were taken."""
+        self._export(self.cache.export_rows, start, stop, weight, state)
+
+    def copy_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
+        """The same for who is amid a call of the cache, and holds its locks."""
+        self._export(self.cache.copy_rows, start, stop, weight, state)
+
+    def _export(
+        self, export: Callable[[int, int, Array, Array], None], start: int, stop: int, weight: Array, state: Array
+    ) -> None:
         history = self.history
         if history is None:
-            self.cache.export_rows(start, stop, weight, state)
+            export(start, stop, weight, state)
             return
         rows = self._room(start, stop)
-        self.cache.export_rows(start, stop, rows.weight, rows.state)
+        export(start, stop, rows.weight, rows.state)
         self._catch_up(rows, history, np.arange(start, stop))
         weight[:], state[:] = rows.weight[:, : weight.shape[1]], rows.state[:, : state.shape[1]]
 

@@ -290,20 +290,33 @@ class TableSet:
 
     # --- tables as tensors ------------------------------------------------------------------------------------------
 
-    def weight(self, table: int, device: torch.device = _CPU, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A copy of a table's weights (rows, D) on a device, as they are at the steps that were taken. `dtype`: of the
-        copy, by default that of the rows. Raises `StorageFullError` or `DeviceMemoryError` where memory cannot hold
-        it."""
+    def weight(
+        self,
+        table: int,
+        device: torch.device = _CPU,
+        dtype: torch.dtype | None = None,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> torch.Tensor:
+        """A copy of a table's weights (rows, D) on a device, as they are at the steps that were taken; of the rows
+        `start` … `stop` − 1 alone. `dtype`: of the copy, by default that of the rows. Raises `StorageFullError` or
+        `DeviceMemoryError` where memory cannot hold it."""
         config, own = self.config.tables[table], self.weight_dtype(table)
-        out = self._empty(table, config.embedding_dim, dtype or own, device)
+        stop = config.num_embeddings if stop is None else stop
+        out = self._empty(table, config.embedding_dim, dtype or own, device, stop - start)
         if device.type == "cpu" and out.dtype == own:
-            for start, stop in self._parts("copying weights", table, _row_bytes(out)):
-                self._read(table, start, out[start:stop])
+            for first, last in self._parts("copying weights", table, _row_bytes(out), start=start, stop=stop):
+                self._read(table, first, out[first - start : last - start])
         else:
-            for start, rows in self.weight_parts(table):
-                out[start : start + len(rows)] = rows.to(device)
+            for first, rows in self.weight_parts(table, start, stop):
+                out[first - start : first - start + len(rows)] = rows.to(device)
         self.check_faults()
         return out
+
+    def empty_weight(self, table: int, device: torch.device, rows: int) -> torch.Tensor:
+        """A tensor (rows, D) for weights of a table. Raises as `weight` does."""
+        return self._empty(table, self.config.tables[table].embedding_dim, self.weight_dtype(table), device, rows)
 
     def weight_dtype(self, table: int) -> torch.dtype:
         """Of a table's weights as a tensor."""
@@ -314,17 +327,17 @@ class TableSet:
         group, position, _ = self.locate(table)
         return self._replaced, group.steps[position]
 
-    def weight_parts(self, table: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def weight_parts(self, table: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
         """A table's weights in parts, as `weight` copies them: first row, and a CPU tensor (K, D), which is overwritten
         by the next part."""
         config = self.config.tables[table]
-        dtype = self.weight_dtype(table)
-        most = max(1, min(config.num_embeddings, PART_BYTES // (config.embedding_dim * dtype.itemsize)))
+        dtype, stop = self.weight_dtype(table), config.num_embeddings if stop is None else stop
+        most = max(1, min(stop - start, PART_BYTES // (config.embedding_dim * dtype.itemsize)))
         part = torch.empty((most, config.embedding_dim), dtype=dtype, device="cpu")
-        for start in range(0, config.num_embeddings, most):
-            rows = part[: config.num_embeddings - start]
-            self._read(table, start, rows)
-            yield start, rows
+        for first in range(start, stop, most):
+            rows = part[: stop - first]
+            self._read(table, first, rows)
+            yield first, rows
 
     def _read(self, table: int, start: int, out: torch.Tensor) -> None:
         """Copies the weights of the rows from `start` on to a CPU tensor (K, D)."""
@@ -346,6 +359,48 @@ class TableSet:
             change.has_begun = True
             for table, weight in weights.items():
                 self._write_weight(table, weight)
+
+    def set_rows(self, table: int, start: int, rows: torch.Tensor) -> None:
+        """Overwrites the weights of the rows from `start` on with (K, D), rounded to the rows' dtype. Raises as
+        `change_rows` does."""
+
+        def given(first: int, part: torch.Tensor) -> torch.Tensor:
+            return rows[first - start : first - start + len(part)]
+
+        self.change_rows(table, start, start + len(rows), given, reads=False)
+
+    def change_rows(
+        self,
+        table: int,
+        start: int,
+        stop: int,
+        change: Callable[[int, torch.Tensor], torch.Tensor],
+        *,
+        reads: bool = True,
+    ) -> None:
+        """Overwrites the weights of the rows `start` … `stop` − 1, one part after the other, with what `change` returns
+        for the number of its first row and a CPU tensor (K, D) that has its weights, if it `reads` them. Rows of a
+        dense optimizer are at the current step then. Interrupted after the first part, it leaves the table's weights in
+        doubt. Raises `StorageFullError` before anything changes."""
+        group, _, key = self.locate(table)
+        config, dtype = self.config.tables[table], self.weight_dtype(table)
+        row = group.cache.cold.layout.format
+        with self.locked():
+            if reads or stop - start < config.num_embeddings:  # else all doubts of them end here
+                self._read(table, start, torch.empty((0, config.embedding_dim), dtype=dtype))
+            with self.changing("writing to a table", [self._part(table, "weight")]) as changed:
+                group.cache.cold.reserve_range(key + start, key + stop)
+                row_bytes = config.embedding_dim * dtype.itemsize
+                for first, last in self._parts(
+                    "writing to a table", table, row_bytes, PART_BYTES, start=start, stop=stop
+                ):
+                    part = torch.empty((last - first, config.embedding_dim), dtype=dtype, device="cpu")
+                    if reads:
+                        with carried(part, row) as rows:
+                            group.copy_rows(key + first, key + last, rows, np.empty((len(part), 0), np.uint32))
+                    new = encoded(change(first, part).detach().to(device="cpu"), row)
+                    changed.has_begun = True
+                    group.import_weights(key + first, new)
 
     def _part(self, table: int, kind: str) -> Part:
         """What may be in doubt of a table, its "weight" or its "state", as the cache's owner names it."""
@@ -446,20 +501,31 @@ class TableSet:
                 part.copy_(each[start:stop].detach())
             group.import_states(first + start, rows.numpy().view(np.uint32), step)
 
-    def _parts(self, title: str, table: int, row_bytes: int, at_once: int = COPY_BYTES) -> Iterator[tuple[int, int]]:
-        """The rows of a table, of which `row_bytes` a row are copied, in parts (start, stop) of so many bytes `at_once`
-        or fewer; shows how far they are."""
-        rows = self.config.tables[table].num_embeddings
+    def _parts(
+        self,
+        title: str,
+        table: int,
+        row_bytes: int,
+        at_once: int = COPY_BYTES,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> Iterator[tuple[int, int]]:
+        """The rows `start` … `stop` − 1 of a table, by default all, of which `row_bytes` a row are copied, in parts
+        (first, one after the last) of so many bytes `at_once` or fewer; shows how far they are."""
+        rows = (self.config.tables[table].num_embeddings if stop is None else stop) - start
         most = max(1, at_once // max(1, row_bytes))
         if self.locate(table)[0].is_dense:
             most = max(1, min(COPY_ROWS, DENSE_BYTES // max(1, row_bytes)))
         with progress(title, rows * row_bytes) as advance:
-            for start, stop in _chunks(rows, most):
-                yield start, stop
-                advance((stop - start) * row_bytes)
+            for first, last in _chunks(rows, most):
+                yield start + first, start + last
+                advance((last - first) * row_bytes)
 
-    def _empty(self, table: int, width: int, dtype: torch.dtype, device: torch.device = _CPU) -> torch.Tensor:
-        rows = self.config.tables[table].num_embeddings
+    def _empty(
+        self, table: int, width: int, dtype: torch.dtype, device: torch.device = _CPU, rows: int | None = None
+    ) -> torch.Tensor:
+        rows = self.config.tables[table].num_embeddings if rows is None else rows
         on_gpu = device.type == "cuda"
         check_memory(self.config.tables[table].name, rows * width * dtype.itemsize, device)
         out = torch.empty((rows, width), dtype=dtype, device=device)

@@ -1,0 +1,339 @@
+"""A table as a tensor: what computes with it reads rows, and what writes to it changes them, on any tier.
+
+A `TableTensor` has no storage. It is a table, (rows, D), or a view of one: `geometry`, a tensor on the meta device,
+says which elements of the whole table it has, by sizes, strides and an offset. An operation reads the rows in which
+these are into a plain tensor, runs on that, and writes the rows back if it has changed them. So views are live, as
+those of a plain tensor are. What is pointwise changes large tables in parts; everything else needs memory for all rows
+that it reads. Each operation waits for a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tieredemb.cache.locks import Locks
+from tieredemb.errors import InvalidInputError, UnsupportedError, shown
+from tieredemb.tables.export import untraced
+from tieredemb.tables.table_set import PART_BYTES, TableSet
+
+# they change each element by itself
+_POINTWISE = {
+    "abs_", "add_", "addcdiv_", "addcmul_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "copy_", "div_", "exp_",
+    "fill_", "floor_", "lerp_", "masked_fill_", "mul_", "nan_to_num_", "neg_", "pow_", "reciprocal_", "relu_", "round_",
+    "rsqrt_", "sigmoid_", "sign_", "sqrt_", "sub_", "tanh_", "zero_",
+}  # fmt: skip
+_OVERWRITE = {"copy_", "fill_", "zero_", "uniform_", "normal_"}  # all elements of their first argument, whatever it was
+_RESHAPE = {
+    "as_strided_", "resize_", "resize_as_", "resize_as_sparse_", "set_", "squeeze_", "swapaxes_", "swapdims_", "t_",
+    "transpose_", "unsqueeze_", "rename_",
+}  # fmt: skip
+
+
+class Module(Protocol):
+    """Who has a table, as its tensor knows it."""
+
+    tables: TableSet
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients reach the table."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Whether they do from here on."""
+
+
+class TableTensor(torch.Tensor):
+    """Table number `table` of a `module`, or a view of it. `is_detached`: whether it is to be read where gradients are
+    recorded, though none reaches the table through it."""
+
+    module: Module
+    table: int
+    geometry: torch.Tensor
+    is_detached: bool
+
+    @staticmethod
+    def __new__(
+        cls, module: Module, table: int, geometry: torch.Tensor | None = None, is_detached: bool = False
+    ) -> TableTensor:
+        tables = module.tables
+        if geometry is None:
+            config = tables.config.tables[table]
+            shape = (config.num_embeddings, config.embedding_dim)
+            geometry = torch.empty(shape, dtype=tables.weight_dtype(table), device="meta")
+        made: TableTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            geometry.size(),
+            strides=geometry.stride(),
+            storage_offset=geometry.storage_offset(),
+            dtype=geometry.dtype,
+            device=tables.config.device,
+        )
+        made.module, made.table, made.geometry, made.is_detached = module, table, geometry, is_detached
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The rows of the table in which its elements are: the first, and the one after the last."""
+        if self.numel() == 0:
+            return 0, 0
+        first = self.geometry.storage_offset()
+        last = first + sum(
+            (size - 1) * stride for size, stride in zip(self.geometry.size(), self.geometry.stride(), strict=True)
+        )
+        width = self.module.tables.config.tables[self.table].embedding_dim
+        return first // width, last // width + 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all elements of its rows, in their order, as (K, D)."""
+        width = self.module.tables.config.tables[self.table].embedding_dim
+        return self.geometry.dim() == 2 and self.geometry.size(1) == width and self.geometry.is_contiguous()
+
+    def detached(self) -> TableTensor:
+        """The same elements, to be read where gradients are recorded."""
+        return TableTensor(self.module, self.table, self.geometry, is_detached=True)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"TableTensor({tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A copy has memory of its own, and is no table."""
+        if id(self) not in memo:
+            memo[id(self)] = self.detached().clone()
+        copied: torch.Tensor = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detached().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    @untraced
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(first, TableTensor):
+            if func == _T.requires_grad.__get__:
+                return first.module.trains and not first.is_detached
+            if func in (_T.requires_grad_, _T.requires_grad.__set__):
+                first.module.requires_grad_(*args[1:], **kwargs)
+                return first
+            if func == _T.data.__get__:
+                return first.detached()
+            if func == _T.data.__set__:
+                return _replace(first, *args[1:], **kwargs)
+            if func in _LISTS:
+                return func(first.detached().clone(), *args[1:], **kwargs)
+            if func in _ARRAYS:
+                array = func(first.detached().clone().cpu(), *args[1:], **kwargs)
+                array.flags.writeable = False  # what is written to it would be lost
+                return array
+            if func in _OF_A_PARAMETER:
+                raise UnsupportedError(_NO_PARAMETER)
+            if func in _OF_MEMORY:
+                raise UnsupportedError(_NO_MEMORY)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        if name == "detach":
+            return args[0].detached()
+        if name.endswith("_like") or name.startswith("new_"):
+            args, kwargs = tree_map_only(TableTensor, _empty, (args, kwargs))
+            return func(*args, **kwargs)
+        written = [each for each in _written(func, args, kwargs) if isinstance(each, TableTensor)]
+        if written and name in _RESHAPE:
+            raise UnsupportedError(
+                f"a table cannot be changed by {name}: it has no memory of its own, and its shape stays; "
+                f"copy_() and load_state_dict() set its rows"
+            )
+        if not written and _is_view(func):
+            return _view(func, args, kwargs)
+        _check_gradients(tree_leaves((args, kwargs)), written)
+        if written and name in _POINTWISE and _nbytes(written) > PART_BYTES and _in_parts(written, args, kwargs):
+            return _change_in_parts(func, args, kwargs)
+        return _run(func, name, args, kwargs, written)
+
+
+def _replace(table: TableTensor, value: Any) -> None:
+    """`table.data = value`. Raises `InvalidInputError` for what has another shape."""
+    if not isinstance(value, torch.Tensor) or value.shape != table.shape:
+        raise InvalidInputError(
+            f"the data of a table of shape {tuple(table.shape)} can be replaced by a tensor of that shape, got "
+            f"{shown(value)}"
+        )
+    with torch.no_grad():
+        table.detached().copy_(value)
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    """A view, or several, of the first argument."""
+    base = args[0]
+    shown = func(base.geometry, *args[1:], **kwargs)
+    if any(each.dtype != base.dtype for each in tree_leaves(shown)):
+        raise UnsupportedError("a table cannot be viewed as another dtype; take a copy of it, by clone()")
+    return tree_map_only(torch.Tensor, lambda each: TableTensor(base.module, base.table, each, base.is_detached), shown)
+
+
+def _run(func: Any, name: str, args: Any, kwargs: Any, written: Sequence[TableTensor]) -> Any:
+    """Runs an operation on copies of the rows that it needs, and writes back those that it has changed."""
+    used = [each for each in tree_leaves((args, kwargs)) if isinstance(each, TableTensor)]
+    changed = dict.fromkeys(_source(each) for each in written)
+    copies: dict[tuple[int, int], _Copy] = {}
+    with Locks(group.cache for tables in {each.module.tables for each in written} for group in tables.groups):
+        for source in dict.fromkeys(map(_source, used)):
+            those = [each for each in used if _source(each) == source]
+            is_read = not (name in _OVERWRITE and len(those) == 1 and source in changed and those[0].is_whole)
+            copies[source] = _Copy(those, is_read=is_read)
+        plain: dict[int, TableTensor] = {}
+
+        def copy(each: TableTensor) -> torch.Tensor:
+            found = copies[_source(each)].of(each)
+            plain[id(found)] = each
+            held.append(found)
+            return found
+
+        held: list[torch.Tensor] = []  # whose ids are known
+        plain_args, plain_kwargs = tree_map_only(TableTensor, copy, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        for source in changed:
+            copies[source].write()
+    return tree_map_only(torch.Tensor, lambda each: plain.get(id(each), each), result)
+
+
+class _Copy:
+    """Rows of a table in a plain tensor: all that some views of it need."""
+
+    def __init__(self, views: Sequence[TableTensor], *, is_read: bool) -> None:
+        self._module, self._table = views[0].module, views[0].table
+        filled = [each.rows for each in views if each.numel()]
+        self._start = min((start for start, _ in filled), default=0)
+        stop = max((stop for _, stop in filled), default=0)
+        tables, device = self._module.tables, views[0].device
+        if is_read:
+            self._rows = tables.weight(self._table, device, start=self._start, stop=stop)
+        else:
+            self._rows = tables.empty_weight(self._table, device, stop - self._start)
+
+    def of(self, view: TableTensor) -> torch.Tensor:
+        """The elements of a view."""
+        offset = view.geometry.storage_offset() - self._start * self._rows.size(1)
+        return self._rows.as_strided(view.geometry.size(), view.geometry.stride(), offset if view.numel() else 0)
+
+    def write(self) -> None:
+        if len(self._rows):
+            self._module.tables.set_rows(self._table, self._start, self._rows)
+
+
+def _change_in_parts(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same in place, one part of the rows after the other."""
+    base = args[0]
+    start, stop = base.rows
+
+    def change(first: int, rows: torch.Tensor) -> torch.Tensor:
+        some = slice(first - start, first - start + len(rows))
+
+        def part(each: torch.Tensor) -> torch.Tensor:
+            if each is base:
+                return on_device
+            return each[some] if each.dim() == 2 and len(each) == len(base) else each
+
+        on_device = rows.to(base.device)
+        part_args, part_kwargs = tree_map_only(torch.Tensor, part, (args, kwargs))
+        func(*part_args, **part_kwargs)
+        return on_device
+
+    base.module.tables.change_rows(base.table, start, stop, change)
+    return base
+
+
+def _in_parts(written: Sequence[TableTensor], args: Any, kwargs: Any) -> bool:
+    """Whether the rows that are written can be changed one after the other, by rows of the other arguments."""
+    base = args[0]
+    if len(written) != 1 or written[0] is not base or not base.is_whole:
+        return False
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each is not base]
+    return all(
+        each.dim() < 2 or (each.dim() == 2 and (len(each) == 1 or len(each) == len(base)))
+        for each in tensors
+        if not (isinstance(each, TableTensor) and _source(each) == _source(base))
+    ) and not any(isinstance(each, TableTensor) and _source(each) == _source(base) for each in tensors)
+
+
+def _check_gradients(leaves: Sequence[Any], written: Sequence[TableTensor]) -> None:
+    """Raises `UnsupportedError` where torch would record a gradient of a table that is read or written as a whole."""
+    if not torch.is_grad_enabled():
+        return
+    for each in leaves:
+        if isinstance(each, TableTensor) and not each.is_detached and each.module.trains:
+            raise UnsupportedError(_NO_WRITE if any(each is one for one in written) else _NO_GRADIENT)
+
+
+_T: Any = torch.Tensor  # whose descriptors and dunder methods are not all typed
+_LISTS = {_T.tolist}
+_ARRAYS = {_T.numpy, _T.__array__}
+_OF_A_PARAMETER = {
+    _T.grad.__get__, _T.grad.__set__, _T.is_leaf.__get__, _T.backward, _T.register_hook, _T.retain_grad,
+    _T.register_post_accumulate_grad_hook,
+}  # fmt: skip
+_OF_MEMORY = {_T.data_ptr, _T.untyped_storage, _T.storage, _T.share_memory_, _T.pin_memory, _T.__dlpack__}
+
+_NO_PARAMETER = (
+    "the weight of a tiered table is no parameter, and its gradient no tensor: backward applies it to the rows; pass "
+    "an optimizer to the module, or let it follow(optimizer) a torch optimizer, and clip by tieredemb.clip_grad_norm_"
+)
+_NO_MEMORY = "the weight of a tiered table has no memory of its own; take a copy of it, by weight.detach().clone()"
+_NO_WRITE = (
+    "a table is written to where gradients are recorded, which torch refuses for parameters, too; write under "
+    "torch.no_grad(), or to weight.data"
+)
+_NO_GRADIENT = (
+    "no gradient reaches a tiered table through its weight as a whole; read it under torch.no_grad(), or as "
+    "weight.detach(), or take tieredemb.scores(module, x), which has a gradient for x. To train rows, call the module. "
+    "Where a model computes with whole weights in training (scores of all items, a graph's propagation), every row "
+    "moves in every step and no cache helps: leave that embedding out of the conversion by exclude="
+)
+
+
+def _source(each: TableTensor) -> tuple[int, int]:
+    return id(each.module.tables), each.table
+
+
+def _nbytes(those: Iterable[TableTensor]) -> int:
+    return sum(each.numel() * each.element_size() for each in those)
+
+
+def _empty(each: TableTensor) -> torch.Tensor:
+    """A tensor of its shape, dtype and device, without its rows."""
+    return torch.empty((), dtype=each.dtype, device=each.device).expand(each.shape)
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    infos = [each.alias_info for each in func._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an operation writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """What an operation writes to."""
+    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _written_arguments(func)]
+    return tree_leaves(given)
