@@ -155,10 +155,7 @@ class TableTensor(torch.Tensor):
             return func(*args, **kwargs)
         written = [each for each in _written(func, args, kwargs) if isinstance(each, TableTensor)]
         if written and name in _RESHAPE:
-            raise UnsupportedError(
-                f"a table cannot be changed by {name}: it has no memory of its own, and its shape stays; "
-                f"copy_() and load_state_dict() set its rows"
-            )
+            raise UnsupportedError(_NO_SHAPE.format(name))
         if not written and _is_view(func):
             return _view(func, args, kwargs)
         _check_gradients(tree_leaves((args, kwargs)), written)
@@ -207,7 +204,12 @@ def _run(func: Any, name: str, args: Any, kwargs: Any, written: Sequence[TableTe
 
         held: list[torch.Tensor] = []  # whose ids are known
         plain_args, plain_kwargs = tree_map_only(TableTensor, copy, (args, kwargs))
-        result = func(*plain_args, **plain_kwargs)
+        try:
+            result = func(*plain_args, **plain_kwargs)
+        except RuntimeError as error:
+            if written and "resize" in str(error):  # an operation in place whose result is larger
+                raise UnsupportedError(_NO_SHAPE.format(name)) from error
+            raise
         for source in changed:
             copies[source].write()
     return tree_map_only(torch.Tensor, lambda each: plain.get(id(each), each), result)
@@ -298,6 +300,10 @@ _NO_MEMORY = "the weight of a tiered table has no memory of its own; take a copy
 _NO_WRITE = (
     "a table is written to where gradients are recorded, which torch refuses for parameters, too; write under "
     "torch.no_grad(), or to weight.data"
+)
+_NO_SHAPE = (
+    "a table cannot be changed by {}: it has no memory of its own, and its shape stays; copy_() and load_state_dict() "
+    "set its rows"
 )
 _NO_GRADIENT = (
     "no gradient reaches a tiered table through its weight as a whole; read it under torch.no_grad(), or as "
