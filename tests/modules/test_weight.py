@@ -75,7 +75,6 @@ def test_weight_tells_what_it_is_and_reads_nothing(device, monkeypatch, dtype):
     assert (weight.dtype, weight.device, weight.requires_grad) == (dtype, where, True)
     assert weight.is_cuda == (where.type == "cuda")
     assert (weight.nbytes, weight.is_floating_point()) == (160 * dtype.itemsize, True)
-    assert repr(weight) == f"TableTensor((40, 4), dtype={dtype}, device={str(where)!r})"
     assert torch.ones(160).view_as(weight).shape == (40, 4)
     ones = torch.ones(3, dtype=torch.float64)
     made = [
@@ -342,6 +341,20 @@ def test_views_of_the_weight_follow_the_table(device):
     module.close()
     with pytest.raises(StorageError):
         row + 0
+
+
+def test_the_weight_is_printed_with_its_first_rows_and_its_tier(device):
+    module = te.TieredEmbedding(40, 2, init=te.Normal(mean=0.5, std=0.0), capacity=3, storage=te.HostMemory())
+    where = f"dtype=torch.float32, device={str(module.weight.device)!r}, tier='host')"
+    rows = ",\n        ".join(["[0.5000, 0.5000]"] * 3)
+    assert repr(module.weight) == f"TableTensor([{rows}], …, size=(40, 2), {where}"
+    assert repr(module.weight[7]) == f"TableTensor([0.5000, 0.5000], size=(2,), {where}"
+    assert repr(module.weight[7, 1]) == f"TableTensor(0.5000, size=(), {where}"
+    assert repr(module.weight.T) == f"TableTensor(…, size=(2, 40), {where}"
+    assert repr(module.weight[:0]) == f"TableTensor([], size=(0, 2), {where}"
+    weight = module.weight
+    module.close()
+    assert repr(weight) == f"TableTensor(<StorageError>, …, size=(40, 2), {where}"
 
 
 def test_copies_of_the_weight_are_tensors_of_their_own(device):

@@ -17,10 +17,11 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tieredemb.cache.locks import Locks
-from tieredemb.errors import InvalidInputError, UnsupportedError, shown
+from tieredemb.errors import InvalidInputError, TieredEmbError, UnsupportedError, shown
 from tieredemb.tables.export import untraced
 from tieredemb.tables.table_set import PART_BYTES, TableSet
 
+_SHOWN = 3  # rows, where a table is printed
 # they change each element by itself
 _POINTWISE = {
     "abs_", "add_", "addcdiv_", "addcmul_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "copy_", "div_", "exp_",
@@ -102,7 +103,23 @@ class TableTensor(torch.Tensor):
         return TableTensor(self.module, self.table, self.geometry, is_detached=True)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"TableTensor({tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+        """Its first rows, size, dtype, device and tier. Reads those rows, where they lie side by side."""
+        start, stop = self.rows
+        values, head = "…", torch.Tensor.detach(self)
+        if self.dim() and len(self) > _SHOWN and self.is_whole:
+            head, (start, stop) = head[:_SHOWN], (0, _SHOWN)
+        if stop - start <= _SHOWN:
+            try:
+                text = str(head.clone()).removeprefix("tensor(")
+                values = text[: text.rfind("]") + 1] or text.rstrip(")")
+            except TieredEmbError as error:  # closed, or in doubt
+                values = f"<{type(error).__name__}>"
+        more = ", …" if self.numel() > head.numel() and values != "…" else ""
+        group, _, _ = self.module.tables.locate(self.table)
+        return (
+            f"TableTensor({values}{more}, size={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}, "
+            f"tier={group.cache.cold.kind!r})"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A copy has memory of its own, and is no table."""
@@ -134,7 +151,7 @@ class TableTensor(torch.Tensor):
             if func in _LISTS:
                 return func(first.detached().clone(), *args[1:], **kwargs)
             if func in _ARRAYS:
-                array = func(first.detached().clone().cpu(), *args[1:], **kwargs)
+                array = func(first.detached().clone(), *args[1:], **kwargs)
                 array.flags.writeable = False  # what is written to it would be lost
                 return array
             if func in _OF_A_PARAMETER:
