@@ -30,6 +30,23 @@ class Sources:
     def tree(self, file: str) -> ast.Module:
         return ast.parse((self._root / file).read_text())
 
+    @functools.cache  # noqa: B019
+    def _used_by(self, file: str) -> dict[str, set[str]]:
+        """What a file defines, and the names that each definition uses."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for name, node in _definitions(self.tree(file)):
+            found[name] |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        return found
+
+    @functools.cache  # noqa: B019
+    def _imported(self, file: str) -> dict[str, set[str]]:
+        """The names that a file imports from each module, inside functions too."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for node in ast.walk(self.tree(file)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                found[node.module] |= {alias.asname or alias.name for alias in node.names}
+        return found
+
     def places_of(self, file: str, line: int) -> Places:
         """Lines that run what stands in this line."""
         node = _function_at(self.tree(file), line)
@@ -57,7 +74,7 @@ class Sources:
         """The lines of functions that use what `file` defines by these names, or by what it defines with them."""
         grown = True
         while grown:
-            using = {name for name, node in _definitions(self.tree(file)) if _used(node) & names}
+            using = {name for name, used in self._used_by(file).items() if used & names}
             grown, names = not using <= names, names | using
         twin = file.replace("_cpu.py", ".py")
         if twin == file:
@@ -70,7 +87,7 @@ class Sources:
             return
         module = file.removesuffix(".py").replace("/", ".")
         for other in self.files:
-            taken = names & _imported(self.tree(other), module)
+            taken = names & self._imported(other).get(module, set())
             if taken:
                 self._add_uses(other, taken, places, steps - 1)
 
@@ -105,18 +122,8 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
                     yield target.id, node
 
 
-def _used(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-
-
 def _lines_of_names(function: ast.AST, names: frozenset[str]) -> set[int]:
     return {each.lineno for each in ast.walk(function) if isinstance(each, ast.Name) and each.id in names}
-
-
-def _imported(tree: ast.Module, module: str) -> set[str]:
-    """The names that a file imports from a module, inside functions too."""
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == module]
-    return {alias.asname or alias.name for node in found for alias in node.names}
 
 
 def order(tests: dict[str, tuple[int, float]], room: str, budget_s: float) -> list[str]:
