@@ -10,7 +10,7 @@ from test_docs import DOCS, blocks
 
 import tieredemb
 
-for package in ("torchfm", "torch_rechub", "deepctr_torch"):
+for package in ("torchfm", "torch_rechub", "deepctr_torch", "torchkge"):
     beside.require(package)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +45,7 @@ def names_of_the_reader():
 
 def test_guide_shows_every_library():
     text = "".join(block for _, _, block in BLOCKS)
-    assert all(f"from {package}" in text for package in ("torchfm", "torch_rechub", "deepctr_torch"))
+    assert all(f"from {package}" in text for package in ("torchfm", "torch_rechub", "deepctr_torch", "torchkge"))
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

@@ -105,7 +105,7 @@ def text(outcomes: dict[str, str]) -> str:
         f"Of the {len(outcomes)} operators in `torch.testing` that take a tensor of floats, in place or not, "
         f"{len(outcomes) - len(refused)} do with a table what they do with a tensor that has its rows "
         f"(torch {torch.__version__.partition('+')[0]}). These raise `UnsupportedError`, as they change the shape of a "
-        f"tensor in place, or read its memory as another dtype: {names}."
+        f"tensor in place: {names}."
     )
 
 

@@ -86,17 +86,25 @@ class TableTensor(torch.Tensor):
         if self.numel() == 0:
             return 0, 0
         first = self.geometry.storage_offset()
-        last = first + sum(
-            (size - 1) * stride for size, stride in zip(self.geometry.size(), self.geometry.stride(), strict=True)
-        )
-        width = self.module.tables.config.tables[self.table].embedding_dim
-        return first // width, last // width + 1
+        steps = zip(self.geometry.size(), self.geometry.stride(), strict=True)
+        stop = first + sum((size - 1) * stride for size, stride in steps) + 1
+        size, row = self.element_size(), self._row_bytes
+        start = first * size // row
+        while start * row % size:  # elements may be larger than those of the table, as complex numbers are
+            start -= 1
+        return start, -(-stop * size // row)
+
+    @property
+    def _row_bytes(self) -> int:
+        tables = self.module.tables
+        return tables.config.tables[self.table].embedding_dim * tables.weight_dtype(self.table).itemsize
 
     @property
     def is_whole(self) -> bool:
         """Whether it has all elements of its rows, in their order, as (K, D)."""
-        width = self.module.tables.config.tables[self.table].embedding_dim
-        return self.geometry.dim() == 2 and self.geometry.size(1) == width and self.geometry.is_contiguous()
+        tables, shape = self.module.tables, self.geometry.size()
+        is_row = len(shape) == 2 and shape[1] == tables.config.tables[self.table].embedding_dim
+        return is_row and self.dtype == tables.weight_dtype(self.table) and self.geometry.is_contiguous()
 
     def detached(self) -> TableTensor:
         """The same elements, to be read where gradients are recorded."""
@@ -158,6 +166,8 @@ class TableTensor(torch.Tensor):
                 raise UnsupportedError(_NO_PARAMETER)
             if func in _OF_MEMORY:
                 raise UnsupportedError(_NO_MEMORY)
+        if torch.is_grad_enabled() and not _only_looks(func, first, args):
+            args, kwargs = tree_map_only(TableTensor, functools.cache(_read), (tuple(args), kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -196,8 +206,6 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     """A view, or several, of the first argument."""
     base = args[0]
     shown = func(base.geometry, *args[1:], **kwargs)
-    if any(each.dtype != base.dtype for each in tree_leaves(shown)):
-        raise UnsupportedError("a table cannot be viewed as another dtype; take a copy of it, by clone()")
     return tree_map_only(torch.Tensor, lambda each: TableTensor(base.module, base.table, each, base.is_detached), shown)
 
 
@@ -211,15 +219,12 @@ def _run(func: Any, name: str, args: Any, kwargs: Any, written: Sequence[TableTe
             those = [each for each in used if _source(each) == source]
             is_read = not (name in _OVERWRITE and len(those) == 1 and source in changed and those[0].is_whole)
             copies[source] = _Copy(those, is_read=is_read)
-        plain: dict[int, TableTensor] = {}
+        given: list[tuple[torch.Tensor, TableTensor]] = []
 
         def copy(each: TableTensor) -> torch.Tensor:
-            found = copies[_source(each)].of(each)
-            plain[id(found)] = each
-            held.append(found)
-            return found
+            given.append((copies[_source(each)].of(each), each))
+            return given[-1][0]
 
-        held: list[torch.Tensor] = []  # whose ids are known
         plain_args, plain_kwargs = tree_map_only(TableTensor, copy, (args, kwargs))
         try:
             result = func(*plain_args, **plain_kwargs)
@@ -229,7 +234,8 @@ def _run(func: Any, name: str, args: Any, kwargs: Any, written: Sequence[TableTe
             raise
         for source in changed:
             copies[source].write()
-    return tree_map_only(torch.Tensor, lambda each: plain.get(id(each), each), result)
+    tables = {id(plain): each for plain, each in given}
+    return tree_map_only(torch.Tensor, lambda each: tables.get(id(each), each), result)
 
 
 class _Copy:
@@ -248,8 +254,12 @@ class _Copy:
 
     def of(self, view: TableTensor) -> torch.Tensor:
         """The elements of a view."""
-        offset = view.geometry.storage_offset() - self._start * self._rows.size(1)
-        return self._rows.as_strided(view.geometry.size(), view.geometry.stride(), offset if view.numel() else 0)
+        flat, first = self._rows.view(-1), view.geometry.storage_offset()
+        if view.dtype != flat.dtype:
+            ratio = max(1, view.element_size() // flat.element_size())
+            flat = flat[: len(flat) // ratio * ratio].view(view.dtype)
+        offset = first - self._start * self._rows.size(1) * self._rows.element_size() // view.element_size()
+        return flat.as_strided(view.geometry.size(), view.geometry.stride(), offset if view.numel() else 0)
 
     def write(self) -> None:
         if len(self._rows):
@@ -283,12 +293,47 @@ def _in_parts(written: Sequence[TableTensor], args: Any, kwargs: Any) -> bool:
     base = args[0]
     if len(written) != 1 or written[0] is not base or not base.is_whole:
         return False
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each is not base]
-    return all(
-        each.dim() < 2 or (each.dim() == 2 and (len(each) == 1 or len(each) == len(base)))
-        for each in tensors
-        if not (isinstance(each, TableTensor) and _source(each) == _source(base))
-    ) and not any(isinstance(each, TableTensor) and _source(each) == _source(base) for each in tensors)
+    others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each is not base]
+    if any(isinstance(each, TableTensor) and _source(each) == _source(base) for each in others):
+        return False
+    return all(each.dim() < 2 or (each.dim() == 2 and len(each) in (1, len(base))) for each in others)
+
+
+class _Read(torch.autograd.Function):
+    """Reads a table where gradients are recorded. `hook`, float32 (0,), asks for the gradient that then is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, hook: torch.Tensor, table: TableTensor) -> torch.Tensor:
+        return table.detached().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise UnsupportedError(_NO_GRADIENT)
+
+
+def _read(each: TableTensor) -> torch.Tensor:
+    """What is read in its place, so that a backward that reaches the table is refused."""
+    if each.is_detached or not each.module.trains:
+        return each
+    found: torch.Tensor = _Read.apply(torch.zeros(0, requires_grad=True), each)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _only_looks(func: Callable[..., Any], first: Any, args: Sequence[Any]) -> bool:
+    """Whether a function reads no rows, or writes to `first`: it makes views, or tells what a tensor is."""
+    name = getattr(func, "__name__", "")
+    if name == "__getitem__":
+        leaves = tree_leaves(args[1:])
+        return not any(isinstance(each, torch.Tensor | list) or hasattr(each, "__array__") for each in leaves)
+    if name in ("to", "reshape_as") and not isinstance(first, TableTensor):  # as it
+        return True
+    if name in _CONTIGUOUS:
+        return isinstance(first, TableTensor) and first.geometry.is_contiguous()
+    if name in _LOOKS or name.endswith("_like") or name.startswith("new_"):
+        return True
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    in_place |= name.startswith("__i") and name.endswith("__") and hasattr(_T, f"__{name[3:]}")
+    return in_place and isinstance(first, TableTensor)
 
 
 def _check_gradients(leaves: Sequence[Any], written: Sequence[TableTensor]) -> None:
@@ -300,6 +345,15 @@ def _check_gradients(leaves: Sequence[Any], written: Sequence[TableTensor]) -> N
             raise UnsupportedError(_NO_WRITE if any(each is one for one in written) else _NO_GRADIENT)
 
 
+_CONTIGUOUS = {"contiguous", "flatten", "ravel", "reshape"}  # views of what is
+_LOOKS = {
+    "__get__", "__hash__", "__iter__", "__len__", "__repr__", "__set__", "adjoint", "alias", "as_strided", "chunk",
+    "detach", "diagonal", "dim", "dsplit", "element_size", "expand", "expand_as", "get_device", "hsplit",
+    "is_complex", "is_contiguous", "is_floating_point", "is_same_size", "is_tensor", "moveaxis", "movedim", "narrow",
+    "ndimension", "nelement", "numel", "permute", "select", "size", "split", "split_with_sizes", "squeeze",
+    "storage_offset", "stride", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "type", "type_as", "unbind",
+    "unflatten", "unfold", "unsqueeze", "view", "view_as", "vsplit",
+}  # fmt: skip
 _T: Any = torch.Tensor  # whose descriptors and dunder methods are not all typed
 _LISTS = {_T.tolist}
 _ARRAYS = {_T.numpy, _T.__array__}
@@ -323,10 +377,11 @@ _NO_SHAPE = (
     "set its rows"
 )
 _NO_GRADIENT = (
-    "no gradient reaches a tiered table through its weight as a whole; read it under torch.no_grad(), or as "
-    "weight.detach(), or take tieredemb.scores(module, x), which has a gradient for x. To train rows, call the module. "
-    "Where a model computes with whole weights in training (scores of all items, a graph's propagation), every row "
-    "moves in every step and no cache helps: leave that embedding out of the conversion by exclude="
+    "no gradient reaches a tiered table through its weight as a whole, which the loss depends on; read it under "
+    "torch.no_grad(), or as weight.detach(), or take tieredemb.scores(module, x), which has a gradient for x. To train "
+    "rows, call the module. Where a model computes with whole weights in training (scores of all items, a graph's "
+    "propagation), every row moves in every step and no cache helps: leave that embedding out of the conversion by "
+    "exclude="
 )
 
 
