@@ -40,7 +40,9 @@ def converted(model, **keywords):
 
 
 def rows_of(model):
-    return {name: module.weight.detach().cpu() for name, module in model.named_modules() if hasattr(module, "stats")}
+    return {
+        name: module.weight.detach().cpu().clone() for name, module in model.named_modules() if hasattr(module, "stats")
+    }
 
 
 def step(model, optimizer, seed):
