@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import math
 
 import numpy as np
@@ -207,3 +209,12 @@ def test_shown_gives_the_size_of_an_integer_that_is_too_long():
 )
 def test_some_of_names_the_first(names, said):
     assert some_of([*names]) == said
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "SparseAdam", "Adam", "AdamW", "Adamax", "NAdam", "RMSprop"])
+def test_hyperparameters_default_to_those_of_torch(name):
+    theirs = inspect.signature(getattr(torch.optim, name)).parameters
+    ours = {each.name: each.default for each in dataclasses.fields(getattr(te, name)) if each.name in theirs}
+    ours.pop("lr" if name == "SGD" else "", None)  # which is to be given
+    assert len(ours) > 2
+    assert {option: theirs[option].default for option in ours} == ours

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tieredemb.config import Normal
+from tieredemb.kernels.cpu import jit
 from tieredemb.storage.initial import InitialRows, InitialTable
+from tieredemb.storage.initial_cpu import normal_of
 
 
 @pytest.mark.parametrize("has_last_step", [False, True])
@@ -20,3 +22,23 @@ def test_the_state_of_every_row_begins_alike(words, value, has_last_step):
     initial.generate(np.array([0, 41]), np.arange(2), weight, state, words)
     assert initial.state(words).dtype == np.uint32
     assert initial.state(words).tolist() == state[0].tolist() == state[1].tolist()
+
+
+@jit
+def normals(bits, out):
+    for i in range(bits.shape[0]):
+        out[i] = normal_of(bits[i])
+
+
+def test_normal_values_are_the_quantiles_of_their_random_bits():
+    """All tails of 31 bits that are powers of two and a little more, and many between: a float32's rounding off."""
+    special = pytest.importorskip("scipy.special")
+    random = np.random.default_rng(0).integers(0, 1 << 31, 200_000, dtype=np.uint32)
+    edges = np.concatenate([(np.uint32(1) << np.arange(31, dtype=np.uint32)) + np.uint32(add) for add in range(4)])
+    bits = np.concatenate([random, edges, np.array([0, (1 << 31) - 1], np.uint32)])
+    found, mirrored = np.empty(len(bits), np.float32), np.empty(len(bits), np.float32)
+    normals(bits, found)
+    normals(bits | np.uint32(1 << 31), mirrored)
+    tail = (bits * np.float32(2.0**-32) + np.float32(2.0**-33)).astype(np.float64)
+    np.testing.assert_allclose(found, -special.ndtri(tail), rtol=2e-6, atol=1e-6)
+    np.testing.assert_array_equal(mirrored, -found)
