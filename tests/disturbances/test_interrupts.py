@@ -134,7 +134,14 @@ def test_interrupt_of_what_is_being_recorded(gpu, device, pair, name, request, m
     campaign(pair, act, request)
 
 
-@pytest.mark.parametrize("name", [name for name in ACTS if name != "accumulate"])
+def written(module: Any, number: int) -> None:
+    module.weight.data[number % 7 : number % 7 + 9].add_(0.25)
+
+
+ACTS_OF_A_TABLE = {name: act for name, act in ACTS.items() if name != "accumulate"} | {"write": written}
+
+
+@pytest.mark.parametrize("name", ACTS_OF_A_TABLE)
 @pytest.mark.parametrize(
     "optimizer", [te.SparseAdam(lr=0.1), te.Adam(lr=0.1, weight_decay=0.1)], ids=["sparse", "dense"]
 )
@@ -143,7 +150,7 @@ def test_interrupt_of_a_table_that_shares_its_cache(device, request, tmp_path, n
     beside = pair.twin.beside
     before = contents(beside)
     with torch.autograd.set_multithreading_enabled(False):
-        campaign(pair, ACTS[name], request)
+        campaign(pair, ACTS_OF_A_TABLE[name], request)
     assert same(contents(beside), before)
     if pair.broken == 0:
         assert same(contents(pair.module.beside), before)
