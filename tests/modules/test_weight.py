@@ -23,7 +23,8 @@ from tieredemb.errors import (
     StorageFullError,
     UnsupportedError,
 )
-from tieredemb.tables import table_set, table_tensor
+from tieredemb.step import table_tensor
+from tieredemb.tables import table_set
 from tieredemb.tables.group import Group
 
 OPTIMIZERS = [te.SGD(lr=0.1), te.AdamW(lr=0.1, weight_decay=0.1)]

@@ -48,6 +48,7 @@ def ends_after(function):
 
 def left_behind(path):
     """What a construction leaves in this process, beside the threads of its process groups: groups, open row files."""
+    gc.collect()  # of an error's frames
     files = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     return len(dist.distributed_c10d._world.pg_map), [file for file in files if file.startswith(str(path))]
 

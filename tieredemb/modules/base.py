@@ -26,9 +26,9 @@ from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import CallContext, inside_backward
 from tieredemb.step.engine import Engine
+from tieredemb.step.export import RESTORE
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.storage.base import CARRIERS
-from tieredemb.tables.export import RESTORE
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.stand_in import StandIn, are_as_made, are_trained, check_written

@@ -24,10 +24,10 @@ from tieredemb.modules.keyed import (
     sibling,
 )
 from tieredemb.step.batch import Batch
+from tieredemb.step.call import untraced
 from tieredemb.step.engine import Engine
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import table_set_config
-from tieredemb.tables.export import untraced
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
 

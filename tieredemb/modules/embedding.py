@@ -14,9 +14,9 @@ from tieredemb.modules.inputs import as_ids
 from tieredemb.modules.one_table import OneTable
 from tieredemb.modules.pretrained import given_rows, pretrained_arguments
 from tieredemb.step.batch import Batch
+from tieredemb.step.call import untraced
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import table_set_config
-from tieredemb.tables.export import untraced
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tieredemb.lookup.bags import Places
+from tieredemb.step.export import no_export
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
-from tieredemb.tables.export import no_export
 from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from tieredemb.errors import BackwardError, ConfigError, InputTypeError, InvalidInputError, UnsupportedError, shown
 from tieredemb.modules.base import TieredModule
-from tieredemb.tables.export import untraced
+from tieredemb.step.call import untraced
 from tieredemb.tables.table_set import TableSet
 
 

@@ -48,12 +48,11 @@ from tieredemb.sharding.shard import Held, Shard, own_tables
 from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.together import Together
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import BackwardPass, inside_backward
+from tieredemb.step.call import BackwardPass, inside_backward, untraced
 from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import TableSetConfig, table_set_config
-from tieredemb.tables.export import untraced
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.group import row_layout, slot_bytes
 from tieredemb.tables.shares import Sharer, shares

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tieredemb.step.call import BACKWARDS, Call, check_backward
-from tieredemb.tables.export import untraced
+from tieredemb.step.call import BACKWARDS, Call, check_backward, untraced
 
 
 class Came(dict[int, Call]):

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tieredemb.cache.locks import Locks
 from tieredemb.errors import InvalidInputError, TieredEmbError, UnsupportedError, shown
-from tieredemb.tables.export import untraced
+from tieredemb.step.call import untraced
 from tieredemb.tables.table_set import PART_BYTES, TableSet
 
 _SHOWN = 3  # rows, where a table is printed
