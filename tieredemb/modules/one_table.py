@@ -9,10 +9,10 @@ import torch
 from tieredemb.errors import UnsupportedError
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.base import TieredModule
+from tieredemb.modules.table_tensor import TableTensor
 from tieredemb.step.call import untraced
 from tieredemb.step.engine import Engine
 from tieredemb.step.export import RESTORE
-from tieredemb.step.table_tensor import TableTensor
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
 
