@@ -237,8 +237,6 @@ def test_a_fork_takes_a_core_that_is_left(monkeypatch, affinity, processes, swit
 
 OPTIMIZERS = [te.SGD(lr=0.1), te.SGD(lr=0.1, momentum=0.9), te.Adam(lr=0.1), te.AdamW(lr=0.1), te.Adagrad(lr=0.1),
               te.SparseAdam(lr=0.1), te.RowWiseAdagrad(lr=0.1), te.SparseLion(lr=0.1)]  # fmt: skip
-
-
 FORMATS = [{}, {"dtype": torch.bfloat16}, {"dtype": torch.float16, "rounding": "stochastic"}]
 
 

@@ -102,8 +102,9 @@ def text(outcomes: dict[str, str]) -> str:
     refused = sorted(name for name, outcome in outcomes.items() if outcome == "refused")
     names = ", ".join(f"`{name}`" for name in refused)
     return (
-        f"Of the {len(outcomes)} operators in `torch.testing` that take a tensor of floats, in place or not, "
-        f"{len(outcomes) - len(refused)} do with a table what they do with a tensor that has its rows "
+        f"{len(outcomes)} operators of `torch.testing` that take a tensor of floats, in place or not, were tried on a "
+        f"CPU without gradients, with up to {SAMPLES} samples of arguments each: "
+        f"{len(outcomes) - len(refused)} of them do with a table what they do with a tensor that has its rows "
         f"(torch {torch.__version__.partition('+')[0]}). These raise `UnsupportedError`, as they change the shape of a "
         f"tensor in place: {names}."
     )

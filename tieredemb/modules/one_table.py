@@ -53,9 +53,10 @@ class OneTable(TieredModule):
         view of it, changes the rows on every tier; optimizer state stays. Setting its `requires_grad` freezes or thaws
         the module.
 
-        Raises `UnsupportedError` where a gradient would have to reach the table, for its `grad`, and for what a table
-        has not, as storage; `StorageFullError` or `DeviceMemoryError` where memory cannot hold the rows:
-        `tieredemb.scores` multiplies with tables of any size, and what is pointwise writes to them.
+        Raises `UnsupportedError` in a backward that reaches the table this way, for writes where gradients are
+        recorded, for `grad`, and for what a table lacks, such as storage; `StorageFullError` or `DeviceMemoryError`
+        where memory cannot hold the rows: `tieredemb.scores` multiplies with tables of any size, and pointwise
+        operations write to them.
 
         >>> embedding = tieredemb.TieredEmbedding(1000, 4)
         >>> embedding.weight.shape

@@ -120,7 +120,7 @@ class TableTensor(torch.Tensor):
             try:
                 text = str(head.clone()).removeprefix("tensor(")
                 values = text[: text.rfind("]") + 1] or text.rstrip(")")
-            except TieredEmbError as error:  # closed, or in doubt
+            except TieredEmbError as error:  # closed, or broken
                 values = f"<{type(error).__name__}>"
         more = ", …" if self.numel() > head.numel() and values != "…" else ""
         group, _, _ = self.module.tables.locate(self.table)
@@ -205,8 +205,12 @@ def _replace(table: TableTensor, value: Any) -> None:
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     """A view, or several, of the first argument."""
     base = args[0]
-    shown = func(base.geometry, *args[1:], **kwargs)
-    return tree_map_only(torch.Tensor, lambda each: TableTensor(base.module, base.table, each, base.is_detached), shown)
+    geometry = func(base.geometry, *args[1:], **kwargs)
+
+    def view(each: torch.Tensor) -> TableTensor:
+        return TableTensor(base.module, base.table, each, base.is_detached)
+
+    return tree_map_only(torch.Tensor, view, geometry)
 
 
 def _run(func: Any, name: str, args: Any, kwargs: Any, written: Sequence[TableTensor]) -> Any:
@@ -300,10 +304,11 @@ def _in_parts(written: Sequence[TableTensor], args: Any, kwargs: Any) -> bool:
 
 
 class _Read(torch.autograd.Function):
-    """Reads a table where gradients are recorded. `hook`, float32 (0,), asks for the gradient that then is refused."""
+    """Reads a table where gradients are recorded. `leaf`, float32 (0,), requires a gradient, so that autograd calls the
+    backward, which is refused."""
 
     @staticmethod
-    def forward(ctx: Any, hook: torch.Tensor, table: TableTensor) -> torch.Tensor:
+    def forward(ctx: Any, leaf: torch.Tensor, table: TableTensor) -> torch.Tensor:
         return table.detached().clone()
 
     @staticmethod

@@ -378,16 +378,17 @@ class TableSet:
         *,
         reads: bool = True,
     ) -> None:
-        """Overwrites the weights of the rows `start` … `stop` − 1, one part after the other, with what `change` returns
-        for the number of its first row and a CPU tensor (K, D) that has its weights, if it `reads` them. Rows of a
-        dense optimizer are at the current step then. Interrupted after the first part, it leaves the table's weights in
-        doubt. Raises `StorageFullError` before anything changes."""
+        """Overwrites the weights of the rows `start` … `stop` − 1, one part after the other. `change` is called with
+        the number of a part's first row and a CPU tensor (K, D), which has the part's weights if `reads`, and returns
+        the new ones. Rows of a dense optimizer are at the current step then. Waits for a GPU. Interrupted after the
+        first part, it leaves the cache broken (`BrokenCacheError`) until the table is written as a whole. Raises
+        `StorageFullError` before anything changes."""
         group, _, key = self.locate(table)
         config, dtype = self.config.tables[table], self.weight_dtype(table)
         row = group.cache.cold.layout.format
         with self.locked():
-            if reads or stop - start < config.num_embeddings:  # else all doubts of them end here
-                self._read(table, start, torch.empty((0, config.embedding_dim), dtype=dtype))
+            if reads or stop - start < config.num_embeddings:  # else a broken table is whole again
+                self._read(table, start, torch.empty((0, config.embedding_dim), dtype=dtype, device="cpu"))
             with self.changing("writing to a table", [self._part(table, "weight")]) as changed:
                 group.cache.cold.reserve_range(key + start, key + stop)
                 row_bytes = config.embedding_dim * dtype.itemsize
