@@ -6,6 +6,7 @@ import argparse
 import json
 import tempfile
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from golden import programs, run
 
 CPU_FILE = programs.HERE / "cpu.json"
 COVERAGE_FILE = programs.HERE / "COVERAGE.md"
+RAISED = "raised"
 
 
 def main(args: Sequence[str]) -> int:
@@ -67,12 +69,16 @@ def worlds(device: str):
 
 
 def run_all(chosen: Iterable[programs.Program], device: str):
-    """(number, digests, seconds) of each."""
+    """(number, digests, seconds) of each; of one that raises, the error is in place of its digests."""
     with worlds(device) as world, default_device(device):
         for program in chosen:
             begun = time.perf_counter()
-            with tempfile.TemporaryDirectory() as directory:
-                digests = run.run(program, Path(directory), world)
+            try:
+                with tempfile.TemporaryDirectory() as directory:
+                    digests = run.run(program, Path(directory), world)
+            except Exception as error:  # the programs after it run as well
+                traceback.print_exc()
+                digests = {RAISED: f"{type(error).__name__}: {error}".splitlines()[0]}
             yield program.number, digests, time.perf_counter() - begun
 
 
@@ -81,12 +87,16 @@ def text(digests: dict[str, str]) -> str:
 
 
 def record(file: Path, chosen: list[programs.Program], device: str) -> int:
+    """Keeps those of programs that end; returns 1 if any raised."""
     found, begun = {}, time.perf_counter()
     for number, digests, _ in run_all(chosen, device):
-        found[number] = digests
+        if RAISED in digests:
+            print(f"program {number} raised {digests[RAISED]}", flush=True)
+        else:
+            found[number] = digests
     save(file, found, device)
-    print(f"{len(found)} programs in {time.perf_counter() - begun:.0f} s: {file}")
-    return 0
+    print(f"{len(found)} of {len(chosen)} programs in {time.perf_counter() - begun:.0f} s: {file}")
+    return int(len(found) < len(chosen))
 
 
 def save(file: Path, found: dict[int, dict[str, str]], device: str) -> None:
@@ -113,6 +123,8 @@ def compare(file: Path, chosen: list[programs.Program]) -> int:
 
 def differs(before: dict[str, str] | None, now: dict[str, str]) -> str:
     """Which sections do, in words."""
+    if RAISED in now:
+        return f"raised {now[RAISED]}"
     if before is None:
         return "was not recorded"
     unlike = [name for name in {**before, **now} if before.get(name) != now.get(name)]

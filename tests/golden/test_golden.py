@@ -46,3 +46,16 @@ def test_a_difference_is_named():
     assert command.differs(before, {"rows": "1", "scores": "3"}) == "differs in scores"
     assert command.differs(before, {"rows": "1"}) == "differs in scores"
     assert command.differs(None, before) == "was not recorded"
+    assert command.differs(before, {command.RAISED: "ValueError: 3"}) == "raised ValueError: 3"
+
+
+def test_programs_after_one_that_raises_are_recorded(monkeypatch, tmp_path, capsys):
+    def raises_once(program, directory, world):
+        if program.number == 1:
+            raise ValueError("of program 1")
+        return {"rows": "0"}
+
+    monkeypatch.setattr(run, "run", raises_once)
+    assert command.record(tmp_path / "bits.json", ALL[:3], "cpu") == 1
+    assert "program 1 raised ValueError: of program 1" in capsys.readouterr().out
+    assert command.load(tmp_path / "bits.json")["programs"] == {0: {"rows": "0"}, 2: {"rows": "0"}}
