@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
+import os
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ from golden import programs, run
 CPU_FILE = programs.HERE / "cpu.json"
 COVERAGE_FILE = programs.HERE / "COVERAGE.md"
 RAISED = "raised"
+Ran = tuple[int, dict[str, str], float]  # number, digests, seconds
+_worker: list[Any] = []  # in a process of a pool: its device, what ends its worlds, and its worlds
 
 
 def main(args: Sequence[str]) -> int:
@@ -32,6 +37,8 @@ def main(args: Sequence[str]) -> int:
         chosen = commands.add_parser(name, help=what)
         chosen.add_argument("file", type=Path, nargs="?", default=CPU_FILE)
         chosen.add_argument("--only", type=int, nargs="+", help="these programs")
+        jobs = max(1, (os.cpu_count() or 1) // 2)  # a program has up to three ranks
+        chosen.add_argument("--jobs", type=int, default=jobs, help="in so many processes at once")
     for name in ("run", "record", "compare"):
         device = "cuda" if torch.cuda.is_available() else "cpu"
         commands.choices[name].add_argument("--device", choices=("cpu", "cuda"), default=device)
@@ -51,12 +58,13 @@ def main(args: Sequence[str]) -> int:
             print(all_of_them[number])
             print(f"  {text(digests)}   ({seconds:.1f} s)")
         return 0
+    wanted = [each for each in all_of_them if chosen.only is None or each.number in chosen.only]
     if chosen.command == "record":
-        return record(chosen.file, all_of_them, chosen.device)
-    return compare(chosen.file, [each for each in all_of_them if chosen.only is None or each.number in chosen.only])
+        return record(chosen.file, wanted, chosen.device, chosen.jobs)
+    return compare(chosen.file, wanted, chosen.jobs)
 
 
-@contextmanager
+@contextlib.contextmanager
 def worlds(device: str):
     """Worlds of ranks, each started when a program first asks for it."""
     from sharding.worlds import kept
@@ -68,31 +76,49 @@ def worlds(device: str):
         started.close()
 
 
-def run_all(chosen: Iterable[programs.Program], device: str):
-    """(number, digests, seconds) of each; of one that raises, the error is in place of its digests."""
-    with worlds(device) as world, default_device(device):
-        for program in chosen:
-            begun = time.perf_counter()
-            try:
-                with tempfile.TemporaryDirectory() as directory:
-                    digests = run.run(program, Path(directory), world)
-            except Exception as error:  # the programs after it run as well
-                traceback.print_exc()
-                digests = {RAISED: f"{type(error).__name__}: {error}".splitlines()[0]}
-            yield program.number, digests, time.perf_counter() - begun
+def run_all(chosen: Sequence[programs.Program], device: str, jobs: int = 1) -> Iterator[Ran]:
+    """Runs each, in `jobs` processes, in order; of one that raises, the error is in place of its digests."""
+    if jobs == 1:
+        with worlds(device) as world:
+            yield from (run_one(program, device, world) for program in chosen)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=_start_worker, initargs=(device,)) as pool:
+        yield from pool.map(_run_in_worker, chosen)
+
+
+def run_one(program: programs.Program, device: str, world: Callable[[int], Any]) -> Ran:
+    begun = time.perf_counter()
+    try:
+        with tempfile.TemporaryDirectory() as directory, default_device(device):
+            digests = run.run(program, Path(directory), world)
+    except Exception as error:  # the programs after it run as well
+        traceback.print_exc()
+        digests = {RAISED: f"{type(error).__name__}: {error}".splitlines()[0]}
+    return program.number, digests, time.perf_counter() - begun
+
+
+def _start_worker(device: str) -> None:
+    _worker.extend((device, contextlib.ExitStack()))
+    _worker.append(_worker[1].enter_context(worlds(device)))
+
+
+def _run_in_worker(program: programs.Program) -> Ran:
+    device, _, world = _worker
+    return run_one(program, device, world)
 
 
 def text(digests: dict[str, str]) -> str:
     return "  ".join(f"{name} {value}" for name, value in digests.items())
 
 
-def record(file: Path, chosen: list[programs.Program], device: str) -> int:
+def record(file: Path, chosen: list[programs.Program], device: str, jobs: int = 1) -> int:
     """Keeps those of programs that end; returns 1 if any raised."""
     found, begun = {}, time.perf_counter()
-    for number, digests, _ in run_all(chosen, device):
-        if RAISED in digests:
-            print(f"program {number} raised {digests[RAISED]}", flush=True)
-        else:
+    for number, digests, seconds in run_all(chosen, device, jobs):
+        raised = RAISED in digests
+        print(f"| {number} | {seconds:.1f} s | {differs(digests, digests) if raised else 'recorded'} |", flush=True)
+        if not raised:
             found[number] = digests
     save(file, found, device)
     print(f"{len(found)} of {len(chosen)} programs in {time.perf_counter() - begun:.0f} s: {file}")
@@ -110,10 +136,10 @@ def load(file: Path) -> dict[str, Any]:
     return kept | {"programs": {int(number): digests for number, digests in kept["programs"].items()}}
 
 
-def compare(file: Path, chosen: list[programs.Program]) -> int:
+def compare(file: Path, chosen: list[programs.Program], jobs: int = 1) -> int:
     """Prints a line a program; returns 1 if any differs."""
     kept, different = load(file), 0
-    for number, digests, seconds in run_all(chosen, kept["device"]):
+    for number, digests, seconds in run_all(chosen, kept["device"], jobs):
         unlike = differs(kept["programs"].get(number), digests)
         different += bool(unlike)
         print(f"| {number} | {seconds:.1f} s | {unlike or 'same'} |", flush=True)

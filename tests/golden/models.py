@@ -18,6 +18,7 @@ from golden.draws import DTYPES, Batch, Inputs, tables_of
 from golden.programs import Program
 
 FUSED = dict(zip(NAMES, OPTIMIZERS, strict=True))
+MOST_IDS = 250 * 3 * 6  # of a forward
 
 
 class Members(nn.Module):
@@ -105,7 +106,7 @@ class Trained:
         sharding: Any = {"row-wise": te.RowWise(), "table-wise": te.TableWise()}.get(program.sharding)
         if sharding is None:
             sharding = {t.name: (te.RowWise(), te.TableWise())[n % 2] for n, t in enumerate(self.tables)}
-        most = 250 * 3 * 6 if program.max_ids == "given" else None
+        most = MOST_IDS if program.max_ids == "given" else None
         return te.ShardedTieredEmbeddingBagCollection(
             self.tables, sharding=sharding, average=False, max_ids=most, **keywords
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 import tieredemb as te
 from golden.digests import Saved, bytes_of, digest, loss_of, without
 from golden.draws import DTYPES, Batch, Draws, tables_of
-from golden.models import Trained
+from golden.models import MOST_IDS, Trained
 from golden.programs import Program
 
 STEPS, RESUMED_AT, INTERRUPTED_AT = 8, 4, 5
@@ -52,7 +52,7 @@ def train(program: Program, directory: Path, rank: int = 0) -> Left:
             te.load_checkpoint(trained.model, directory / "between", optimizer=trained.dense)
         run = trained.step
         if program.step == "captured":
-            run = te.graph_step(trained.step)
+            run = te.graph_step(trained.step, max_ids=MOST_IDS)
         while step < end:
             try:
                 for batch in _loop(program, trained, [draws.batch(number) for number in range(step, end)], step):

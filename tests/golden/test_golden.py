@@ -57,5 +57,5 @@ def test_programs_after_one_that_raises_are_recorded(monkeypatch, tmp_path, caps
 
     monkeypatch.setattr(run, "run", raises_once)
     assert command.record(tmp_path / "bits.json", ALL[:3], "cpu") == 1
-    assert "program 1 raised ValueError: of program 1" in capsys.readouterr().out
+    assert "raised ValueError: of program 1" in capsys.readouterr().out
     assert command.load(tmp_path / "bits.json")["programs"] == {0: {"rows": "0"}, 2: {"rows": "0"}}

@@ -33,13 +33,13 @@ def test_each_owner_has_a_stream_of_its_own(gpu):
 
 
 def test_a_stream_is_used_again_once_its_owner_is_gone(gpu):
+    gc.collect()  # owners of other tests, whose streams are free from then on
     owner = Owner()
     first = own_stream(owner, DEVICE, -1)
     with torch.cuda.stream(first):
         ones = torch.ones(1000, device="cuda")
     ones.record_stream(first)
     del owner
-    gc.collect()
     del ones
     owner = Owner()
     again = own_stream(owner, DEVICE, -1)
