@@ -23,6 +23,7 @@ from golden import programs, run
 CPU_FILE = programs.HERE / "cpu.json"
 COVERAGE_FILE = programs.HERE / "COVERAGE.md"
 RAISED = "raised"
+Recorded = dict[int, dict[str, str]]  # digests by number
 Ran = tuple[int, dict[str, str], float]  # number, digests, seconds
 _worker: list[Any] = []  # in a process of a pool: its device, what ends its worlds, and its worlds
 
@@ -60,7 +61,8 @@ def main(args: Sequence[str]) -> int:
         return 0
     wanted = [each for each in all_of_them if chosen.only is None or each.number in chosen.only]
     if chosen.command == "record":
-        return record(chosen.file, wanted, chosen.device, chosen.jobs)
+        before = load(chosen.file)["programs"] if chosen.only is not None else {}
+        return record(chosen.file, wanted, chosen.device, chosen.jobs, before)
     return compare(chosen.file, wanted, chosen.jobs)
 
 
@@ -112,20 +114,23 @@ def text(digests: dict[str, str]) -> str:
     return "  ".join(f"{name} {value}" for name, value in digests.items())
 
 
-def record(file: Path, chosen: list[programs.Program], device: str, jobs: int = 1) -> int:
-    """Keeps those of programs that end; returns 1 if any raised."""
-    found, begun = {}, time.perf_counter()
+def record(
+    file: Path, chosen: list[programs.Program], device: str, jobs: int = 1, before: Recorded | None = None
+) -> int:
+    """Keeps those of programs that end, beside those of `before`; returns 1 if any raised."""
+    found, failed, begun = dict(before or {}), 0, time.perf_counter()
     for number, digests, seconds in run_all(chosen, device, jobs):
         raised = RAISED in digests
         print(f"| {number} | {seconds:.1f} s | {differs(digests, digests) if raised else 'recorded'} |", flush=True)
         if not raised:
             found[number] = digests
+        failed += raised
     save(file, found, device)
-    print(f"{len(found)} of {len(chosen)} programs in {time.perf_counter() - begun:.0f} s: {file}")
-    return int(len(found) < len(chosen))
+    print(f"{len(chosen) - failed} of {len(chosen)} programs in {time.perf_counter() - begun:.0f} s: {file}")
+    return int(failed > 0)
 
 
-def save(file: Path, found: dict[int, dict[str, str]], device: str) -> None:
+def save(file: Path, found: Recorded, device: str) -> None:
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     lines = ",\n".join(f'  "{number}": {json.dumps(digests)}' for number, digests in sorted(found.items()))
     file.write_text(f'{{"device": "{device}", "machine": "{name}", "programs": {{\n{lines}\n}}}}\n')

@@ -65,7 +65,8 @@ class Draws:
         return found
 
     def _add(self, found: Inputs, rng: np.random.RandomState, tables: list[te.TableConfig], samples: int) -> None:
-        sizes = [self._sizes(rng, samples) for _ in tables]
+        of_sizes = rng if self.program.sizes_vary else np.random.RandomState(self.program.number)
+        sizes = [self._sizes(of_sizes, samples) for _ in tables]
         ids = [self._ids(rng, int(n.sum()), table) for n, table in zip(sizes, tables, strict=True)]
         total = sum(map(len, ids))
         found.ids.append(on_device(np.concatenate(ids)))

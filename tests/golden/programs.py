@@ -112,10 +112,17 @@ class Program:
         return self.face not in ("embedding", "rows collection")
 
     @property
+    def sizes_vary(self) -> bool:
+        """Whether a step has other bags than the one before. Captured steps take batches of any lengths in ids, offsets
+        and weights; of one length in all else."""
+        return self.step == "eager" or (self.is_pooled and self.weights != "with gradient")
+
+    @property
     def scores_are_timed(self) -> bool:
         """Whether scores depend on how far a thread that plans ahead has come: when its plans are given up, as after an
-        interrupt and where a member is left out, or when an evaluation takes its turn among them. Nothing else does."""
-        gives_up = self.interrupt != "none" or self.calls == "any order, some left out"
+        interrupt, where a member is left out, and when a captured step starts to plan by itself, or when an evaluation
+        takes its turn among them. Nothing else does."""
+        gives_up = self.interrupt != "none" or self.calls == "any order, some left out" or self.step == "captured"
         return self.prefetch != "0" and (gives_up or self.evaluation != "none")
 
     @property

@@ -52,7 +52,7 @@ def train(program: Program, directory: Path, rank: int = 0) -> Left:
             te.load_checkpoint(trained.model, directory / "between", optimizer=trained.dense)
         run = trained.step
         if program.step == "captured":
-            run = te.graph_step(trained.step, max_ids=MOST_IDS)
+            run = te.graph_step(trained.step, max_ids=MOST_IDS if program.sizes_vary else None)
         while step < end:
             try:
                 for batch in _loop(program, trained, [draws.batch(number) for number in range(step, end)], step):
