@@ -379,6 +379,8 @@ def test_the_weight_is_printed_with_its_first_rows_and_its_tier(device):
     assert repr(module.weight[7, 1]) == f"TableTensor(0.5000, size=(), {where}"
     assert repr(module.weight.T) == f"TableTensor(…, size=(2, 40), {where}"
     assert repr(module.weight[:0]) == f"TableTensor([], size=(0, 2), {where}"
+    half = te.TieredEmbedding(40, 2, init=te.Normal(mean=0.5, std=0.0), dtype=torch.float16, capacity=3)
+    assert repr(half.weight[7, 1]).startswith("TableTensor(0.5000, size=(), dtype=torch.float16, ")
     weight = module.weight
     module.close()
     assert repr(weight) == f"TableTensor(<StorageError>, …, size=(40, 2), {where}"

@@ -118,8 +118,9 @@ class TableTensor(torch.Tensor):
             head, (start, stop) = head[:_SHOWN], (0, _SHOWN)
         if stop - start <= _SHOWN:
             try:
-                text = str(head.clone()).removeprefix("tensor(")
-                values = text[: text.rfind("]") + 1] or text.rstrip(")")
+                text = str(head.clone().reshape(head.shape or 1)).removeprefix("tensor(")
+                values = text[: text.rfind("]") + 1]
+                values = values if self.dim() else values[1:-1]
             except TieredEmbError as error:  # closed, or broken
                 values = f"<{type(error).__name__}>"
         more = ", …" if self.numel() > head.numel() and values != "…" else ""
