@@ -38,7 +38,7 @@ def main(args: Sequence[str]) -> int:
         chosen = commands.add_parser(name, help=what)
         chosen.add_argument("file", type=Path, nargs="?", default=CPU_FILE)
         chosen.add_argument("--only", type=int, nargs="+", help="these programs")
-        jobs = max(1, (os.cpu_count() or 1) // 2)  # a program has up to three ranks
+        jobs = min(8, max(1, (os.cpu_count() or 1) // 2))  # each has up to seven processes, each with memory of a GPU
         chosen.add_argument("--jobs", type=int, default=jobs, help="in so many processes at once")
     for name in ("run", "record", "compare"):
         device = "cuda" if torch.cuda.is_available() else "cpu"
