@@ -19,8 +19,8 @@ import tieredemb as te
 from tieredemb.errors import ConfigError, UnsupportedError
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag
+from tieredemb.step.table_parameter import TableParameter
 from tieredemb.tables.group import slot_bytes
-from tieredemb.tables.stand_in import StandIn
 
 ROWS = {"user": 40, "item": 30, "city": 5}
 
@@ -110,7 +110,7 @@ def test_each_table_has_the_group_and_the_place_of_its_weight(device):
         ]
         optimizers.append(torch.optim.SGD(groups, lr=0.1))
     converted(model, optimizer=optimizers[0])
-    places = [[type(param) is StandIn for param in group["params"]] for group in optimizers[0].param_groups]
+    places = [[type(param) is TableParameter for param in group["params"]] for group in optimizers[0].param_groups]
     assert places == [[True], [False, True, False, True]]
     assert_trains_alike(model, plain, *optimizers)
 
@@ -545,16 +545,19 @@ def test_a_converted_model_trains_in_ddp_of_one_process(tmp_path):
     assert_same_bits(losses[:3], losses[3:])
 
 
-def test_a_penalty_over_parameters_leaves_tables_alone(device):
+def test_a_penalty_is_over_the_dense_layers_alone(device):
     model, plain = pair()
     optimizer, reference = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, plain))
     converted(model, optimizer=optimizer)
     for seed in range(3):
         for net, its in ((model, optimizer), (plain, reference)):
             its.zero_grad()
-            dense = net.parameters() if net is model else net.top.parameters()
-            penalty = sum(param.square().sum() for param in dense)
-            (net(randint(0, 40, (6, 3), seed=seed)).square().mean() + 0.1 * penalty).backward()
+            loss = net(randint(0, 40, (6, 3), seed=seed)).square().mean()
+            if net is model:
+                with pytest.raises(UnsupportedError, match=r"L2 regulariser.*weight_decay"):
+                    (0.1 * sum(param.square().sum() for param in net.parameters())).backward()
+                its.zero_grad()
+            (loss + 0.1 * sum(param.square().sum() for param in net.top.parameters())).backward()
             its.step()
     for name, value in weights(model).items():
         assert_close(value, weights(plain)[name])
@@ -590,7 +593,7 @@ def test_describe_tells_what_a_model_is(capsys):
     said = capsys.readouterr().out
     assert "a.weight  2000      8  62.5 KiB  100 rows of 2000 (5 %)" in said
     assert "torch.optim.Adam, param group 1" in said
-    assert "1 table, 2,000 rows, 16,000 numbers (62.5 KiB) beside the 45 that parameters() counts" in said
+    assert "1 table, 2,000 rows, 16,000 numbers (62.5 KiB), among the 16,045 that parameters() counts" in said
     assert "'b' is a Scaled, a subclass with its own forward" in said
     several = nn.ModuleDict({"a": nn.Embedding(50, 4), "b": nn.Embedding(50, 4), "c": nn.Embedding(50, 2)}).eval()
     te.describe(te.replace_embedding_bags(several, capacity=0.1))
@@ -607,5 +610,8 @@ def test_describe_tells_what_a_model_is(capsys):
         assert trainer in capsys.readouterr().out
     te.describe(te.TieredEmbedding(5, 2, optimizer=te.SGD(lr=0.1)).requires_grad_(False))
     assert "nothing: frozen" in capsys.readouterr().out
+    mixed = nn.ModuleList([te.TieredEmbedding(5, 2, optimizer=each) for each in (torch.optim.SGD, te.SGD(lr=0.1))])
+    te.describe(mixed)
+    assert "10 rows, 20 numbers (80 B), 10 of them among the 10 that parameters() counts" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"torch.nn.Module"):
         te.describe("model")

@@ -76,7 +76,7 @@ def train(module: Any, number: int, samples: int = 3) -> None:
 
 def contents(module: Any) -> list[torch.Tensor]:
     """Weights, optimizer states and steps of all tables, as they are at the current step."""
-    follows = bool(module.engine.stand_ins)
+    follows = bool(module.engine.table_parameters)
     optimizer = module.engine.optimizer.optimizer if follows else module.fused_optimizer
     state = optimizer.state_dict()["state"]
     values = [value for entry in state.values() for name, value in entry.items() if name != "lagging"]

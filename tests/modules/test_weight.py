@@ -23,7 +23,7 @@ from tieredemb.errors import (
     StorageFullError,
     UnsupportedError,
 )
-from tieredemb.modules import table_tensor
+from tieredemb.step import table_tensor
 from tieredemb.tables import table_set
 from tieredemb.tables.group import Group
 

@@ -302,7 +302,7 @@ def test_a_collection_says_who_holds_what(worlds, size):
     for told_of, printed in worlds(size).run(describes):
         sizes = [(1, 4), (3, 8), (17, 4), (40, 8)]
         assert told_of == [f"t{t}: {rows} × {width}, {where}" for t, (rows, width) in enumerate(sizes)]
-        assert "4 tables, 61 rows, 416 numbers (1.6 KiB) beside the 0 that parameters() counts" in printed
+        assert "4 tables, 61 rows, 416 numbers (1.6 KiB), beside the 0 that parameters() counts" in printed
         (line,) = [line for line in printed if line.startswith("t2 ")]
         assert line.startswith("t2 17 4 272 B ")
         assert line.endswith(" CPU over host Adagrad, in backward")

@@ -14,8 +14,8 @@ from torch import nn
 
 import tieredemb as te
 from tieredemb.errors import ConfigError, InvalidInputError, TieredEmbError
+from tieredemb.step.table_parameter import TableParameter
 from tieredemb.tables.fused_optimizer import FusedOptimizer
-from tieredemb.tables.stand_in import StandIn
 
 TABLES = [
     te.TableConfig(name=name, num_embeddings=rows, embedding_dim=width)
@@ -121,7 +121,7 @@ def is_of_tables(path, optimizer):
     """Whether a place in a state dict is none of a dense layer's state, which torch alone looks at."""
     if path[0] != "state" or len(path) == 1 or isinstance(optimizer, FusedOptimizer):
         return True
-    return isinstance(optimizer.param_groups[0]["params"][path[1]], StandIn)
+    return isinstance(optimizer.param_groups[0]["params"][path[1]], TableParameter)
 
 
 def same(one, other):

@@ -10,6 +10,7 @@ from tieredemb.errors import ConfigError
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.modules.names import table_name
 from tieredemb.step.engine import Engine
+from tieredemb.step.table_parameter import TableParameter
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.group import Group
 from tieredemb.tables.table_set import TableSet
@@ -19,8 +20,8 @@ _HEADER = ("table", "rows", "width", "weights", "cache", "trained by")
 
 def describe(model: nn.Module) -> None:
     """Prints the tiered tables of a model: name, rows, width, bytes of all weights, the cache and tier behind it, and
-    what trains it; how many numbers they hold, which `parameters()` does not count; and the embeddings that are none,
-    with the reason where they could not be. Tables that share a cache show the number that it has in the list; of those
+    what trains it; how many numbers they hold, and whether `parameters()` counts them; and the embeddings that are no
+    tables, with the reason where they could not be. Tables that share a cache show the number that it has in the list; of those
     that several ranks hold, the cache is this rank's, of the rows that it owns. Raises `ConfigError` for what is no
     module. Does not synchronise.
 
@@ -29,7 +30,7 @@ def describe(model: nn.Module) -> None:
     table     rows  width   weights  cache                                 trained by
     0.weight  1000      4  15.6 KiB  10 rows of 1000 (1 %), CPU over host  nothing: no optimizer
     <BLANKLINE>
-    1 table, 1,000 rows, 4,000 numbers (15.6 KiB) beside the 5 that parameters() counts
+    1 table, 1,000 rows, 4,000 numbers (15.6 KiB), beside the 5 that parameters() counts
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -54,11 +55,13 @@ def describe(model: nn.Module) -> None:
             ))  # fmt: skip
     for line in _aligned([_HEADER, *lines]) if lines else ["no tiered tables"]:
         print(line)
-    counted = sum(param.numel() for param in model.parameters() if not hasattr(param, "gradients"))
     if lines:
+        among = sum(param.numel() for param in model.parameters() if isinstance(param, TableParameter))
+        counted = sum(param.numel() for param in model.parameters())
+        where = "beside" if not among else "among" if among == numbers else f"{among:,} of them among"
         many = "table" if len(lines) == 1 else "tables"
         print(
-            f"\n{len(lines)} {many}, {rows:,} rows, {numbers:,} numbers ({_bytes(size)}) beside the {counted:,} that "
+            f"\n{len(lines)} {many}, {rows:,} rows, {numbers:,} numbers ({_bytes(size)}), {where} the {counted:,} that "
             f"parameters() counts"
         )
     left = find(model)

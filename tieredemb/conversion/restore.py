@@ -100,7 +100,7 @@ def _reason(module: LookupModule) -> str | None:
         return f"is a {type(module).__name__}, which torch has no module for; state_dict() has copies of its tables"
     if type(module) not in KINDS:
         return f"is a {type(module).__name__}, a subclass that may do anything"
-    own = [name for name in module._parameters if name not in module.stand_ins]
+    own = [name for name in module._parameters if name not in module.table_parameters]
     if own or module._buffers or module._modules:
         return "has more than its table"
     return None

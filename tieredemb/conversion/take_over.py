@@ -119,7 +119,7 @@ class _Taken:
             state = torch_state(self._twin, weight)
         for group in optimizer.param_groups:
             for at, param in enumerate(group["params"]):
-                if param is followed.stand_ins[0]:
+                if param is followed.table_parameters[0]:
                     group["params"][at] = weight
         if state:
             optimizer.state[weight] = state

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tieredemb.errors import CheckpointError, ConfigError, ConfigTypeError, shown
+from tieredemb.step.table_parameter import TableParameter
 from tieredemb.tables.followers import followers_of
-from tieredemb.tables.stand_in import StandIn
 from tieredemb.tables.torch_kinds import unwrapped
 
 
@@ -27,7 +27,7 @@ class DenseOptimizer:
         self._names = names
         for g, group in enumerate(self._optimizer.param_groups):
             for at, param in enumerate(group["params"]):
-                if id(param) not in names and not isinstance(param, StandIn):
+                if id(param) not in names and not isinstance(param, TableParameter):
                     raise ConfigError(
                         f"the optimizer has a parameter of shape {tuple(param.shape)} (group {g}, number {at}) that is "
                         f"not of this model; pass the model that it was built for"

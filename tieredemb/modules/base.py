@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,23 +29,20 @@ from tieredemb.step.call import CallContext, inside_backward
 from tieredemb.step.engine import Engine
 from tieredemb.step.export import RESTORE
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
+from tieredemb.step.table_parameter import TableParameter, are_trained
 from tieredemb.storage.base import CARRIERS
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
-from tieredemb.tables.stand_in import StandIn, are_as_made, are_trained, check_written
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import unwrapped
 
 if TYPE_CHECKING:
     from tieredemb.step.call_memory import CallMemory
 
-MANY = 4  # stand-ins, of which asking all at once is faster than one by one
-
 
 class TieredModule(LookupModule):
-    """Base of the public modules: a face of an `engine`, which may have others. Its tables are no parameters:
-    `parameters()` holds nothing of them, but where they follow a torch optimizer: then it lists a stand-in a table, of
-    two numbers, which `state_dict()` leaves out."""
+    """Base of the public modules: a face of an `engine`, which may have others. Its tables are parameters where they
+    follow a torch optimizer, or are to, and else `parameters()` holds nothing of them."""
 
     engine: Engine
 
@@ -60,12 +58,8 @@ class TieredModule(LookupModule):
         self._context = self.engine.context(self.options)
         # a plain tensor, no Parameter: it only makes autograd ask for a gradient, and lies where the tables are
         self._hook = self._make_hook()
-        self._stand_ins = {self._stand_in_name(each.table): each for each in self.engine.stand_ins}
-        self._parameters.update(self._stand_ins)
-
-    def _stand_in_name(self, table: int) -> str:
-        """That of a table's stand-in among the parameters."""
-        return f"stand_in_{table}"
+        self._table_parameters = {self._weight_key(each.table): each for each in self.engine.table_parameters}
+        self._parameters.update(self._table_parameters)  # type: ignore[arg-type]
 
     def _make_hook(self) -> torch.Tensor:
         with no_inference():  # a module built in inference mode may be trained later
@@ -77,9 +71,9 @@ class TieredModule(LookupModule):
         return self.engine.tables
 
     @property
-    def stand_ins(self) -> Mapping[str, StandIn]:
+    def table_parameters(self) -> Mapping[str, TableParameter]:
         """What stands for its tables in a torch optimizer, by its name among the parameters."""
-        return self._stand_ins
+        return self._table_parameters
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -122,9 +116,9 @@ class TieredModule(LookupModule):
         """From now on the rows are updated by `optimizer.step()`, as the optimizer would update whole tables.
 
         All backward passes since the last step are one update; `zero_grad()` drops what they have brought. The options
-        are read from the param group at each step. Its params get a stand-in for each table: those of `parameters()`
-        that it has already, or new ones at the end of the `group` (an index, or one of its `param_groups`; the only one
-        by default), or in the places of the params `instead_of`, one a table, whose state becomes the tables'.
+        are read from the param group at each step. Each table is one of its params: as one of `parameters()` that it
+        has already, or at the end of the `group` (an index, or one of its `param_groups`; the only one by default), or
+        in the places of the params `instead_of`, one a table, whose state becomes the tables'.
         `in_state_dict`: whether `optimizer.state_dict()` holds the tables' state, and loading it sets that; False for
         tables larger than memory, whose state `save_checkpoint` saves.
 
@@ -153,24 +147,18 @@ class TieredModule(LookupModule):
 
     @property
     def trains(self) -> bool:
-        """Whether gradients are wanted: not of a frozen module, nor where the stand-ins are, as `requires_grad_(False)`
-        of a model around it does."""
+        """Whether gradients are wanted: not of a frozen module, nor where one of its tables is frozen. Raises
+        `UnsupportedError` where a table's parameter was replaced."""
         if self._frozen:
             return False
-        if len(self._stand_ins) >= MANY and are_as_made(self._stand_ins, self._parameters):
-            return are_trained(self._stand_ins)
-        for name, each in self._stand_ins.items():
-            if self._parameters.get(name, each) is not each:
-                raise UnsupportedError(
-                    f"parameter {name!r} of a tiered module was replaced by another tensor, as torch.func."
-                    f"functional_call() does it: it stands for a table whose rows stay as they are; leave it out of "
-                    f"what is replaced. {RESTORE}"
-                )
-            if each._version != each.unwritten or each.is_copy:
-                check_written(each)
-            if not each.requires_grad:
-                return False
-        return True
+        found, those = self._parameters, self._table_parameters
+        if not all(map(is_, map(found.get, those, those.values()), those.values())):
+            name = next(name for name, each in those.items() if found.get(name, each) is not each)
+            raise UnsupportedError(
+                f"parameter {name!r} of a tiered module was replaced by another tensor, as torch.func."
+                f"functional_call() does it: its rows stay as they are; leave it out of what is replaced. {RESTORE}"
+            )
+        return are_trained(those.values())
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
@@ -239,7 +227,7 @@ class TieredModule(LookupModule):
         optimizer."""
         check_flag("requires_grad", requires_grad)
         super().requires_grad_(bool(requires_grad))
-        self._frozen = not requires_grad and not self._stand_ins  # which say it themselves
+        self._frozen = not requires_grad and not self._table_parameters  # which say it themselves
         self._hook = self._make_hook()
         return self
 
@@ -311,22 +299,21 @@ class TieredModule(LookupModule):
         return f"tables.{self.tables.config.tables[table].name}.weight"
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._stand_ins:
-            destination.pop(prefix + name, None)
+        with self._without_tables():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
         for table in range(len(self.tables.config.tables)):
             destination[prefix + self._weight_key(table)] = self.tables.weight(table)
 
     @contextlib.contextmanager
-    def _without_stand_ins(self) -> Iterator[None]:
-        """They are no parameters inside, where others may be replaced: a table's key may be the name of its own."""
-        every = self._parameters | self._stand_ins
-        for name in self._stand_ins:
+    def _without_tables(self) -> Iterator[None]:
+        """These are no parameters inside, where others are replaced, loaded and saved."""
+        every: dict[str, Any] = self._parameters | self._table_parameters
+        for name in self._table_parameters:
             self._parameters.pop(name, None)
         try:
             yield
         finally:
-            others = dict(self._parameters)
+            others: dict[str, Any] = dict(self._parameters)
             self._parameters.clear()
             self._parameters.update({name: others.get(name, each) for name, each in every.items()})  # in their order
 
@@ -341,7 +328,7 @@ class TieredModule(LookupModule):
         error_msgs: list[str],
     ) -> None:
         # hooks run first, as they may rename keys; a subclass's own parameters are loaded there too
-        with self._without_stand_ins():
+        with self._without_tables():
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
             )
@@ -369,7 +356,7 @@ class TieredModule(LookupModule):
         if probe.device != self._hook.device:
             self.tables.check_moves([each.tables for each in _moved_together(self)])
             self.engine.check_no_gradient("move the tables")
-        with self._without_stand_ins():  # which move with the tables
+        with self._without_tables():  # which move with the tables
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.engine.move(probe.device)
         if probe.device != self._hook.device:  # of an interrupted move, too, or one of another module on the tables
@@ -399,12 +386,12 @@ class TieredModule(LookupModule):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_context"], state["_hook"], state["_stand_ins"]
-        return state
+        del state["_context"], state["_hook"], state["_table_parameters"]
+        return {"engine": state.pop("engine"), **state}  # with it its parameters, before those of the module are met
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for name in [name for name, each in self._parameters.items() if isinstance(each, StandIn)]:
+        for name in [name for name, each in self._parameters.items() if isinstance(each, TableParameter)]:
             del self._parameters[name]  # the tables have others now, which may have other names
         self._connect()
 

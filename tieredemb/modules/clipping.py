@@ -10,8 +10,8 @@ from torch import nn
 from tieredemb.config import check_flag, is_number, plain
 from tieredemb.errors import ConfigError, InputTypeError, InvalidInputError, shown
 from tieredemb.modules.lookup_module import LookupModule
-from tieredemb.tables.followed_optimizer import FollowedOptimizer
-from tieredemb.tables.stand_in import StandIn
+from tieredemb.step.table_gradient import TableGradient
+from tieredemb.step.table_parameter import TableParameter
 
 
 def clip_grad_norm_(
@@ -23,7 +23,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """As `torch.nn.utils.clip_grad_norm_`, for models with tables that follow a torch optimizer, and any `norm_type`.
 
-    `parameters`: a model, or parameters, among them the stand-ins of tables. Returns the norm of all gradients, float32
+    `parameters`: a model, or parameters, among them those of tables. Returns the norm of all gradients, float32
     (), tables' included: what torch returns for the model with whole tables. torch's own does the same with its usual
     `norm_type` of 2. Does not synchronise, unless `error_if_nonfinite`.
 
@@ -49,9 +49,9 @@ def clip_grad_norm_(
         parameters = _parameters_of(parameters)
     params = _given(parameters)
     with torch.no_grad():
-        dense = [each.grad for each in params if not isinstance(each, StandIn) and each.grad is not None]
+        dense = [each.grad for each in params if not isinstance(each, TableParameter) and each.grad is not None]
         norms = [torch.nn.utils.get_total_norm(dense, norm_type, False, foreach)] if dense else []
-        norms += _table_norms([each for each in params if isinstance(each, StandIn)], norm_type)
+        norms += [each.grad.known.norm(norm_type) for each in params if isinstance(each.grad, TableGradient)]
         total = torch.tensor(0.0)
         if norms:
             first = norms[0].device
@@ -89,36 +89,19 @@ def _given(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tens
     return params  # type: ignore[return-value]
 
 
-def _stand_ins(module: LookupModule) -> list[StandIn]:
-    return [each for engine in module.engines for each in engine.stand_ins]
+def _of_tables(module: LookupModule) -> list[TableParameter]:
+    return [each for engine in module.engines for each in engine.table_parameters]
 
 
 def _parameters_of(model: nn.Module) -> list[torch.Tensor]:
-    """With the stand-ins of sharded tables, which `parameters()` leaves out."""
-    stand_ins = [each for module in model.modules() if isinstance(module, LookupModule) for each in _stand_ins(module)]
-    return list({id(each): each for each in (*model.parameters(), *stand_ins)}.values())
-
-
-def _table_norms(stand_ins: list[StandIn], norm_type: float) -> list[torch.Tensor]:
-    """The norm of each table that has a gradient."""
-    norms = []
-    found: dict[int, torch.Tensor] = {}  # of all tables of a module
-    for each in stand_ins:
-        followed = None if each.gradients is None else each.gradients()
-        if not isinstance(followed, FollowedOptimizer) or followed.pending is None or each.grad is None:
-            continue
-        if norm_type == 2.0:
-            norms.append(each.grad[0])
-            continue
-        if id(followed) not in found:
-            found[id(followed)] = followed.pending.norms(norm_type)
-        norms.append(found[id(followed)][each.table])
-    return norms
+    """With those of sharded tables, which `parameters()` leaves out."""
+    tables = [each for module in model.modules() if isinstance(module, LookupModule) for each in _of_tables(module)]
+    return list({id(each): each for each in (*model.parameters(), *tables)}.values())
 
 
 def _check_clippable(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, LookupModule) and module.is_trainable and not _stand_ins(module):
+        if isinstance(module, LookupModule) and module.is_trainable and not _of_tables(module):
             raise ConfigError(
                 f"the tables of {name or 'the model'} are updated in backward, and their gradients are gone when it "
                 f"returns; build the module with a torch optimizer, or clip the other parameters alone"

@@ -9,6 +9,7 @@ import torch
 
 from tieredemb.config import TableConfig
 from tieredemb.errors import InvalidInputError
+from tieredemb.step.table_tensor import TableTensor
 from tieredemb.tables.given_tensors import dense_numbers
 
 
@@ -26,7 +27,8 @@ def given_weights(
         if state_dict.get(key) is None:
             continue
         try:
-            weight = dense_numbers(key, state_dict[key])
+            given = state_dict[key]
+            weight = dense_numbers(key, given.detached().clone() if isinstance(given, TableTensor) else given)
         except InvalidInputError as error:
             problems.append(str(error))
             continue

@@ -9,10 +9,10 @@ import torch
 from tieredemb.errors import UnsupportedError
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.base import TieredModule
-from tieredemb.modules.table_tensor import TableTensor
 from tieredemb.step.call import untraced
 from tieredemb.step.engine import Engine
 from tieredemb.step.export import RESTORE
+from tieredemb.step.table_tensor import TableTensor
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
 
@@ -68,7 +68,8 @@ class OneTable(TieredModule):
         >>> embedding(torch.tensor([0])).tolist()
         [[1.0, 1.0, 1.0, 1.0]]
         """
-        return TableTensor(self, 0)
+        parameter = self._table_parameters.get("weight")
+        return TableTensor(self, 0) if parameter is None else parameter
 
     def reset_parameters(self) -> None:
         """Draws all rows anew, as that of `nn.Embedding`: normal values of torch's generator, and zeros for padding.
@@ -80,10 +81,6 @@ class OneTable(TieredModule):
             rows[self.padding_idx].zero_()
 
     def _weight_key(self, table: int) -> str:
-        return "weight"
-
-    def _stand_in_name(self, table: int) -> str:
-        """That of the weight of torch's module, by which code picks parameters."""
         return "weight"
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.lookup_module import LookupModule
-from tieredemb.tables.stand_in import StandIn
+from tieredemb.step.table_parameter import TableParameter, are_trained
 
 
 class TrainedAs:
@@ -19,26 +19,23 @@ class TrainedAs:
         self._look()
 
     def _look(self) -> None:
-        """What tells that all is as it is, of those that follow a torch optimizer: their stand-ins, where these are
-        among the parameters, and whether they want gradients."""
-        self._stand_ins: list[tuple[dict[str, Any], str, StandIn, bool]] = []
+        """What tells that all is as it is, of those that follow a torch optimizer: the parameters of their tables,
+        where these are among the module's, by whether they want gradients."""
+        self._tables: list[tuple[dict[str, Any], str, TableParameter]] = []
         self._others = []
         for module, trains in self._modules:
-            if isinstance(module, TieredModule) and module.stand_ins:
+            if isinstance(module, TieredModule) and module.table_parameters and trains:
                 parameters: dict[str, Any] = module._parameters
-                self._stand_ins += [
-                    (parameters, name, each, each.requires_grad) for name, each in module.stand_ins.items()
-                ]
+                self._tables += [(parameters, name, each) for name, each in module.table_parameters.items()]
             else:
                 self._others.append((module, trains))
 
     def is_still_so(self) -> bool:
-        """Whether they do now. Raises what a forward would raise of one that was written to."""
-        for parameters, name, each, wanted in self._stand_ins:
-            if parameters.get(name) is not each or each.requires_grad is not wanted:
-                return self._ask()
-            if each._version != each.unwritten or each.is_copy:
-                return self._ask()
+        """Whether they do now."""
+        if any(parameters.get(name) is not each for parameters, name, each in self._tables):
+            return self._ask()
+        if not are_trained(each for _, _, each in self._tables):
+            return self._ask()
         return all(module.is_trainable is trains for module, trains in self._others)
 
     def _ask(self) -> bool:

@@ -315,7 +315,7 @@ class ShardedTieredEmbeddingBagCollection(PooledInputs, LookupModule):
         `TieredEmbeddingBag.follow`.
         A collective: what one rank raises all do, and then nobody follows.
 
-        The tables' stand-ins are added to the params of `group`, in the order of the tables; `parameters()` does not
+        The tables' parameters are added to the params of `group`, in the order of the tables; `parameters()` does not
         list them, as `DistributedDataParallel` would take them for its own. Their gradients are the norms over all
         ranks: who reads one, as `GradScaler` and `clip_grad_norm_` do of the params that they are given, does so on all
         ranks.

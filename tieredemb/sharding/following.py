@@ -73,19 +73,19 @@ class Following:
         self._order(optimizer)
 
     def _order(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts the stand-ins into the order of the tables, as those of one process are."""
-        stand_ins = dict(self._stand_ins())
+        """Puts their parameters into the order of the tables, as those of one process are."""
+        by_table = dict(self._table_parameters())
         for group in optimizer.param_groups:
             params = group["params"]
-            places = [at for at, param in enumerate(params) if any(param is each for each in stand_ins.values())]
+            places = [at for at, param in enumerate(params) if any(param is each for each in by_table.values())]
             if not places:
                 continue
             names = group.get("param_names")
             named = {id(params[at]): names[at] for at in places} if names else {}
-            for at, table in zip(places, sorted(stand_ins), strict=True):
-                params[at] = stand_ins[table]
+            for at, table in zip(places, sorted(by_table), strict=True):
+                params[at] = by_table[table]
                 if names:
-                    names[at] = named[id(stand_ins[table])]
+                    names[at] = named[id(by_table[table])]
 
     def _followed(self) -> Iterator[tuple[list[int], FollowedOptimizer]]:
         """What each width follows, and its tables' numbers in the collection."""
@@ -93,9 +93,9 @@ class Following:
             if isinstance(shard.engine.optimizer, FollowedOptimizer):
                 yield shard.tables, shard.engine.optimizer
 
-    def _stand_ins(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def _table_parameters(self) -> Iterator[tuple[int, torch.Tensor]]:
         for tables, followed in self._followed():
-            yield from zip(tables, followed.stand_ins, strict=True)
+            yield from zip(tables, followed.table_parameters, strict=True)
 
     # --- steps: those of each width are told of by themselves -------------------------------------------------------
 
@@ -117,13 +117,10 @@ class Following:
     def step(self, others: Sequence[Any]) -> None:
         """See `Follower`. It is never due."""
 
-    def drop_gradient(self) -> None:
-        """See `Follower`."""
-
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def _places(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
-        """Group and position of each table's stand-in, by the table."""
+        """Group and position of each table's parameter, by the table."""
         found = {}
         for tables, followed in self._followed():
             for number, g, at in followed.numbered(groups):

@@ -24,9 +24,9 @@ from tieredemb.step.call import LOOKUP, BackwardPass, Call, CallContext, Collect
 from tieredemb.step.gradient_norms import OverRanks
 from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
+from tieredemb.step.table_parameter import TableParameter, bind_all
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
-from tieredemb.tables.stand_in import StandIn
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer, is_torch_optimizer
 
@@ -62,7 +62,7 @@ class Engine:
         config = tables.config
         self.optimizer: FusedOptimizer | FollowedOptimizer | None = None
         if is_torch_optimizer(follows):
-            self.optimizer = FollowedOptimizer(self.tables, config.optimizer)
+            self.optimizer = self._to_follow(config.optimizer)
         elif config.optimizer is not None:
             self.optimizer = FusedOptimizer(self.tables, config.optimizer)
         self._connect()
@@ -105,12 +105,20 @@ class Engine:
                 f"this module's rows are updated in backward, by {type(self.tables.config.optimizer).__name__}; build "
                 f"it with the torch optimizer, its class or no optimizer at all for it to follow one"
             )
-        return self.optimizer or FollowedOptimizer(self.tables, None)
+        return self.optimizer or self._to_follow(None)
+
+    def _to_follow(self, config: OptimizerConfig | None) -> FollowedOptimizer:
+        """What is to follow a torch optimizer, with rows for `config`."""
+        is_sharded, tables = self._over_ranks is not None, self.tables
+        made = [TableParameter.of(tables, t, is_sharded=is_sharded) for t in range(len(tables.config.tables))]
+        followed = FollowedOptimizer(tables, config, made)
+        bind_all(followed, made)
+        return followed
 
     @property
-    def stand_ins(self) -> list[StandIn]:
-        """What stands for the tables in a torch optimizer: one a table, where they follow one or are to."""
-        return self.optimizer.stand_ins if isinstance(self.optimizer, FollowedOptimizer) else []
+    def table_parameters(self) -> list[TableParameter]:
+        """The tables as a torch optimizer has them among its params, where they follow one or are to."""
+        return self.optimizer.table_parameters if isinstance(self.optimizer, FollowedOptimizer) else []
 
     def check_no_gradient(self, call: str) -> None:
         """Raises `StorageError` where gradients of these tables, or of others that share their caches, wait for a step:
@@ -337,6 +345,8 @@ class Engine:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        if isinstance(self.optimizer, FollowedOptimizer):
+            bind_all(self.optimizer, self.optimizer.table_parameters)
         self._connect()
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import torch
 
@@ -24,11 +23,8 @@ from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError,
 from tieredemb.kernels.streams import outside_capture
 from tieredemb.step.call import Collected
 from tieredemb.step.gradient_norms import OverRanks, gradient_norms
-from tieredemb.tables.stand_in import TRACE
+from tieredemb.step.table_gradient import TRACE, Known, TableGradient
 from tieredemb.tables.table_set import TableSet
-
-ROUNDING = 1e-4  # of a norm that others have multiplied by several factors: their float32 roundings and ours
-LEAST = 1e-30  # below, float32 rounds more coarsely
 
 
 class PendingGradients:
@@ -52,10 +48,12 @@ class PendingGradients:
         self._zeros: list[torch.Tensor] | None = None  # what it is then, float32 (2,) for each table
         self._zeros_on: torch.device | None = None
         self._read: list[torch.Tensor] | None = None  # of each table float32 (2,): its norm and the trace
-        self._norms: torch.Tensor | None = None  # float32 (T,), as they were computed
         self._spoilt: torch.Tensor | None = None  # by what was multiplied in before; see `spoilt`
         self.applied: torch.Tensor | None = None  # the same of what is applied
         self._dropped: set[int] = set()
+        self._zeroed: set[int] = set()  # by hand, of calls that are collected
+        self._gradients: dict[int, TableGradient] = {}
+        self.epoch = 0  # see `Source`
         self._is_fresh = True  # whether nothing was left of the step before when the first backward came
         self._has_warned = False
         self._table_of_column: torch.Tensor | None = None
@@ -81,44 +79,61 @@ class PendingGradients:
             self._dropped = set()  # of zeros
         self._check_dropped()
         self._fold()
+        self.epoch += 1
         self._calls += collected
         self._left = False
 
-    # --- what stand-ins show ----------------------------------------------------------------------------------------
+    # --- what is found in `.grad` ------------------------------------------------------------------------------------
 
-    def read(self, table: int) -> torch.Tensor | None:
-        """The `.grad` of a stand-in, the same tensor until the next backward."""
-        if not self._calls:
-            self._is_fresh = True  # where somebody zeroes by hand
+    def read(self, table: int) -> TableGradient | None:
+        """The `.grad` of a table's parameter; None where it has no gradient."""
         if not self.is_there or table in self._dropped:
             return None
-        return self._values()[table]
-
-    def zeroed(self, table: int) -> torch.Tensor | None:
-        """See `Gradients`."""
-        self._is_fresh = True
-        if self._calls:  # what is collected is dropped, and zeros are left of it
-            self.drop()
-            self._left = True
-        return self.read(table)
+        config = self._tables.placed.now.config
+        found = self._gradients.get(table)
+        if found is None or found.device != config.device:
+            shape = (config.tables[table].num_embeddings, config.tables[table].embedding_dim)
+            found = self._gradients[table] = TableGradient(shape, config.device, Known(self, table))
+        return found
 
     def write(self, table: int, value: torch.Tensor | None) -> None:
-        """Replaces it by another one of the same kind; None drops the table's gradient."""
+        """Replaces it by a copy of it, or zeros; None drops the table's gradient."""
         if value is None:
             self._is_fresh = True
             self._dropped.add(table)
             if len(self._dropped) == self._count:
                 self.drop()
             return
-        if not isinstance(value, torch.Tensor) or value.shape != (2,) or value.dtype != torch.float32:
+        if not isinstance(value, TableGradient):
             raise InvalidInputError(
-                f"the gradient of a table's stand-in is float32 (2,), its norm and a constant, to be multiplied by one "
-                f"factor; got {shown(value)}"
+                f"the gradient of a table can be replaced by a copy of itself, multiplied by a number, by zeros or by "
+                f"None; got {shown(value)}"
             )
-        if not self.is_there or (not self._calls and value.device.type == "cpu" and bool(value.any())):
+        if not self.is_there:
             raise UnsupportedError("a table has no gradient before a backward, and takes none from outside")
         self._dropped.discard(table)
-        self._values()[table] = value.detach()
+        Known(self, table).overwrite(value.known)
+
+    def values(self, table: int) -> torch.Tensor:
+        """See `Source`."""
+        if not self.is_there or table in self._dropped:
+            raise UnsupportedError("this gradient of a table was dropped; read .grad of its parameter anew")
+        if not self._calls:
+            self._is_fresh = True  # where somebody zeroes by hand
+        return self._values()[table]
+
+    def zero(self, table: int) -> None:
+        """See `Source`."""
+        if not self._calls:
+            self._is_fresh, self._zeros = True, None
+            return
+        self._zeroed.add(table)
+        if self._read is not None:
+            self._read[table].zero_()
+        if len(self._zeroed | self._dropped) == self._count:  # what is collected is dropped, and zeros are left of it
+            dropped = set(self._dropped)
+            self.drop()
+            self._left, self._dropped = True, dropped
 
     def norms(self, norm_type: float) -> torch.Tensor:
         """The norms of the tables' gradients as they are now, float32 (T,); zero for those dropped. Does not
@@ -140,15 +155,18 @@ class PendingGradients:
             return self._zeros
         if self._read is None:
             with torch.no_grad():
-                self._norms = gradient_norms(self._tables, self._calls, 2.0, self._over_ranks)
-                trace = torch.full_like(self._norms, TRACE)
-                self._read = _apart(torch.stack([self._norms, trace], 1))
+                norms = gradient_norms(self._tables, self._calls, 2.0, self._over_ranks)
+                self._read = _apart(torch.stack([norms, torch.full_like(norms, TRACE)], 1))
+                for table in self._zeroed:
+                    self._read[table].zero_()
         return self._read
 
     # --- factors ----------------------------------------------------------------------------------------------------
 
     def _fold(self) -> None:
         """Multiplies what others have multiplied the gradients by into them. Does not synchronise."""
+        if self._zeroed:
+            self._values()
         if self._read is None:
             return
         with torch.no_grad():
@@ -161,7 +179,8 @@ class PendingGradients:
                     of = self._columns(values.device) if self._tables.config.pooled else call.tables_of_rows()[:, None]
                     scaled.append((call, (grad * factors[of]).masked_fill_(zeroed[of], 0.0)))
                 self._calls, self._spoilt = scaled, self._spoilt_by(factors, zeroed)
-        self._read = self._norms = None
+        self._read, self._zeroed = None, set()
+        self.epoch += 1
 
     def _spoilt_by(self, factors: torch.Tensor, zeroed: torch.Tensor) -> torch.Tensor:
         spoilt = factors * 0.0 if self._spoilt is None else factors * 0.0 + self._spoilt
@@ -187,9 +206,8 @@ class PendingGradients:
         return self._table_of_column
 
     def check(self) -> None:
-        """Raises `BackwardError` where some tables of the set have lost their gradient and others not, and
-        `UnsupportedError`, on the CPU, where a gradient was changed otherwise than by a factor. Warns where torch would
-        have added to the gradient of the step before."""
+        """Raises `BackwardError` where some tables of the set have lost their gradient and others not. Warns where
+        torch would have added to the gradient of the step before."""
         self._check_dropped()
         self._check_size()
         if not self._is_fresh and not self._has_warned:
@@ -199,27 +217,6 @@ class PendingGradients:
                 "tables do not; call optimizer.zero_grad() in each step",
                 stacklevel=6,  # where step() is called
             )
-        if self._tables.config.device.type != "cpu":
-            return
-        if not self._calls:
-            for table, left in enumerate(self._zeros or ()):
-                if bool(left.any()):
-                    self._zeros = None
-                    self._refuse_change(table)
-        if self._read is None or self._norms is None:
-            return
-        for table, (now, before) in enumerate(zip(self._read, self._norms.tolist(), strict=True)):
-            norm, trace = now.tolist()
-            wanted = before * (trace / TRACE)
-            if abs(norm) != float("inf") and abs(norm - wanted) > ROUNDING * abs(wanted) + LEAST:
-                self._refuse_change(table)
-
-    def _refuse_change(self, table: int) -> NoReturn:
-        raise UnsupportedError(
-            f"the gradient of table {self._tables.config.tables[table].name!r} was changed otherwise than by a factor, "
-            f"which is all that a table takes; clip by a norm, with torch's clip_grad_norm_ or "
-            f"tieredemb.clip_grad_norm_. Nothing was updated"
-        )
 
     def _check_size(self) -> None:
         if len(self._calls) > 1 and self._tables.config.device.type == "cuda":  # one alone was checked when it came
@@ -262,8 +259,9 @@ class PendingGradients:
 
     def _taken(self) -> Collected:
         calls, self._calls = self._calls, []
-        self._read = self._norms = self._spoilt = None
-        self._dropped = set()
+        self._read = self._spoilt = None
+        self._dropped, self._zeroed = set(), set()
+        self.epoch += 1
         return calls
 
 

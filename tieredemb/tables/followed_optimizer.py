@@ -1,9 +1,9 @@
 """Tables that follow a torch optimizer: their update comes with its `step()`, by the numbers of its param group.
 
-A stand-in a table lies among the optimizer's params (`StandIn`). Its `step()` is told of (`Followers`): before it what
-the tables will need is checked, before anything changes, and after it what was collected since the last step is
-applied. While the optimizer itself runs, stand-ins have no gradient, so that it leaves them alone whatever its kind.
-Stand-ins know the tables weakly: an optimizer keeps none alive.
+A parameter a table lies among the optimizer's params (`TableParameter`). Its `step()` is told of (`Followers`): before
+it what the tables will need is checked, before anything changes, and after it what was collected since the last step is
+applied. While the optimizer itself runs, these parameters have no gradient, so that it leaves them alone whatever its
+kind. They know the tables weakly: an optimizer keeps none alive.
 """
 
 from __future__ import annotations
@@ -38,16 +38,30 @@ from tieredemb.tables.row_state import (
     steps_of,
     totals_of,
 )
-from tieredemb.tables.stand_in import VALUE, Gradients, StandIn
 from tieredemb.tables.table_set import LoadedState, TableSet
 from tieredemb.tables.torch_kinds import as_numbers, config_of, kind_of
 
-_ADDED = "stand_in."  # how the names of stand-ins begin that were added to a group that names its params
 GroupChoice = int | dict[str, Any] | None
 
 
-class Pending(Gradients, Protocol):
+class Parameter(Protocol):
+    """A table, as an optimizer has it among its params."""
+
+    device: torch.device
+    requires_grad: bool
+
+    def move(self, device: torch.device) -> None:
+        """Lies on `device` from here on."""
+
+
+class Pending(Protocol):
     """What was collected for one set of tables since the last step."""
+
+    def read(self, table: int) -> torch.Tensor | None:
+        """The `.grad` of a table's parameter, or None where it has no gradient."""
+
+    def write(self, table: int, value: torch.Tensor | None) -> None:
+        """Replaces that; None drops the table's gradient."""
 
     @property
     def waiting(self) -> bool:
@@ -86,17 +100,13 @@ class FollowedOptimizer:
     """The torch optimizer that one set of tables follows, or will.
 
     `config`: what the tables' rows are laid out for · `optimizer`: the torch optimizer, None before `follow` ·
-    `stand_ins`: one a table · `pending`: what waits for its next step.
+    `table_parameters`: the tables as it has them among its params · `pending`: what waits for its next step.
     """
 
-    def __init__(self, tables: TableSet, config: OptimizerConfig | None) -> None:
-        device = tables.config.device
+    def __init__(self, tables: TableSet, config: OptimizerConfig | None, table_parameters: list[Any]) -> None:
         self._tables = tables
         self.config = config
-        self.stand_ins = [
-            StandIn(torch.full((2,), VALUE, dtype=torch.float32, device=device), table=t)
-            for t in range(len(tables.config.tables))
-        ]
+        self.table_parameters = table_parameters
         self._connect()
 
     def _connect(self) -> None:
@@ -104,7 +114,7 @@ class FollowedOptimizer:
         self.pending: Pending | None = None
         self.in_state_dict = True
         self.followers: Followers | None = None  # of the optimizer, these tables among them
-        self._place: tuple[int, list[int]] | None = None  # group and positions of the stand-ins, where they were last
+        self._place: tuple[int, list[int]] | None = None  # group and positions of its parameters, when last looked
         self._checked: Meaning | None = None  # what the param group meant when it was found to fit the rows
         self._loading: dict[int, LoadedState] | None = None
         self._steps = self._calls = 0  # taken, and applied by them; at the last of them the group meant:
@@ -112,8 +122,6 @@ class FollowedOptimizer:
         self._fingerprint = Fingerprint()
         self.on_device = DeviceOptions(self._tables)
         self._is_on_cpu = self._tables.config.device.type == "cpu"
-        for stand_in in self.stand_ins:
-            stand_in.gradients = weakref.ref(self)
 
     # --- following --------------------------------------------------------------------------------------------------
 
@@ -138,13 +146,11 @@ class FollowedOptimizer:
         if any(state.step for state in states.values()):  # else they are those of new tables, which need not be written
             self._tables.set_states(states, lambda: None)
         self._put(optimizer, index, old)
-        for stand_in in self.stand_ins:
-            stand_in.follows()
         self.in_state_dict = in_state_dict
         self.listen(optimizer)
 
     def listen(self, optimizer: torch.optim.Optimizer) -> None:
-        """Hears of the steps of an optimizer that has its stand-ins among its params."""
+        """Hears of the steps of an optimizer that has its parameters among its params."""
         self.followers = followers_of(optimizer)  # each time: an interrupt may have come in between
         self.followers.add(self)
         self.optimizer = optimizer
@@ -156,7 +162,7 @@ class FollowedOptimizer:
         group: GroupChoice = None,
         instead_of: Sequence[torch.Tensor] | None = None,
     ) -> tuple[list[torch.Tensor] | None, int, OptimizerConfig]:
-        """What `follow` is about to do: the params that stand-ins take the places of, the index of the param group, and
+        """What `follow` is about to do: the params whose places its own take, the index of the param group, and
         what that means. Raises what `follow` would, before it changes anything, but where rows cannot be laid out
         anew."""
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -222,13 +228,15 @@ class FollowedOptimizer:
         """Follows its optimizer no longer, for one of the same kind; state and steps start again, as torch's would."""
         assert self.optimizer is not None
         assert self.config is not None
-        tables = range(len(self.stand_ins))
+        tables = range(len(self.table_parameters))
         trained = [table for table in tables if steps_of(self._tables, table)]
         fresh = {table: loaded_state(self._tables, self.config, table, {}) for table in trained}
         if fresh:
             self._tables.set_states(fresh, lambda: None)
         for group in self.optimizer.param_groups:
-            kept = [at for at, each in enumerate(group["params"]) if not any(each is mine for mine in self.stand_ins)]
+            kept = [
+                at for at, each in enumerate(group["params"]) if not any(each is mine for mine in self.table_parameters)
+            ]
             for name in ("params", "param_names"):
                 if name in group:
                     group[name] = [group[name][at] for at in kept]
@@ -242,7 +250,7 @@ class FollowedOptimizer:
         self._place = None
 
     def _check_replaced(self, instead_of: Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
-        """The params that the stand-ins take the places of, checked."""
+        """The params whose places those of the tables take, checked."""
         if instead_of is None:
             return None
         if not isinstance(instead_of, Iterable) or isinstance(instead_of, str | type | torch.Tensor):
@@ -263,7 +271,7 @@ class FollowedOptimizer:
     def _chosen_group(
         self, optimizer: torch.optim.Optimizer, group: GroupChoice, old: list[torch.Tensor] | None
     ) -> int:
-        """Index of the param group for the stand-ins: where they or what they replace are, or the one asked for."""
+        """Index of the param group for the tables: where they or what they replace are, or the one asked for."""
         groups = optimizer.param_groups
         asked: int | None = None
         if isinstance(group, dict):
@@ -277,10 +285,10 @@ class FollowedOptimizer:
             if not is_whole(index) or not 0 <= index < len(groups):
                 raise ConfigError(f"group must be an index from 0 to {len(groups) - 1} or a dict, got {shown(group)}")
             asked = index
-        params: Sequence[torch.Tensor] = self.stand_ins
-        found = [_find(optimizer, each) for each in self.stand_ins]
+        params: Sequence[torch.Tensor] = self.table_parameters
+        found = [_find(optimizer, each) for each in self.table_parameters]
         if any(found) and old is not None:
-            raise ConfigError("the tables' stand-ins are among this optimizer's params already; leave instead_of out")
+            raise ConfigError("the tables are among this optimizer's params already; leave instead_of out")
         if old is not None:
             params, found = old, [_find(optimizer, each) for each in old]
             if not all(found):
@@ -323,24 +331,28 @@ class FollowedOptimizer:
     def _put(self, optimizer: torch.optim.Optimizer, index: int, old: list[torch.Tensor] | None) -> None:
         group = optimizer.param_groups[index]
         params = group["params"]
-        for table, stand_in in enumerate(self.stand_ins):
+        for table, parameter in enumerate(self.table_parameters):
             if old is not None:
                 at = next(i for i, each in enumerate(params) if each is old[table])
-                params[at] = stand_in
+                params[at] = parameter
                 optimizer.state.pop(old[table], None)
-            elif _find(optimizer, stand_in) is None:
-                params.append(stand_in)
+            elif _find(optimizer, parameter) is None:
+                params.append(parameter)
                 if "param_names" in group:
-                    group["param_names"].append(f"{_ADDED}{self._tables.config.tables[table].name}")
+                    group["param_names"].append(self._added_name(table))
+
+    def _added_name(self, table: int) -> str:
+        """What a group that names its params calls the parameter of a table that was added to it."""
+        return f"tables.{self._tables.config.tables[table].name}.weight"
 
     def put_param(self, param: torch.nn.Parameter, state: dict[str, Any], name: str) -> None:
-        """Puts `param` in the place of the stand-in of its one table, with the state that the optimizer is to have of
-        it. `name`: what a group that names its params calls it, where a stand-in was added to it."""
-        (stand_in,) = self.stand_ins
+        """Puts `param` in the place of that of its one table, with the state that the optimizer is to have of
+        it. `name`: what a group that names its params calls it, where the table's was added to it."""
+        (parameter,) = self.table_parameters
         group = self._found()[1]
-        at = next(i for i, each in enumerate(group["params"]) if each is stand_in)
+        at = next(i for i, each in enumerate(group["params"]) if each is parameter)
         group["params"][at] = param
-        if "param_names" in group and group["param_names"][at].startswith(_ADDED):
+        if "param_names" in group and group["param_names"][at] == self._added_name(0):
             group["param_names"][at] = name
         assert self.optimizer is not None
         if state:
@@ -368,11 +380,11 @@ class FollowedOptimizer:
         one."""
         assert self.optimizer is not None
         groups = self.optimizer.param_groups
-        if self._place is None or not _are_at(groups, *self._place, self.stand_ins):
-            found = [_find(self.optimizer, each) for each in self.stand_ins]
+        if self._place is None or not _are_at(groups, *self._place, self.table_parameters):
+            found = [_find(self.optimizer, each) for each in self.table_parameters]
             if not all(found) or len({place[0] for place in found if place}) > 1:
                 raise ConfigError(
-                    f"the stand-ins of the tables are no longer in one param group of the "
+                    f"the parameters of the tables are no longer in one param group of the "
                     f"{type(self.optimizer).__name__} that they follow; leave them where follow() has put them. "
                     f"Nothing was changed"
                 )
@@ -496,12 +508,12 @@ class FollowedOptimizer:
     def move(self) -> None:
         """Follows the tables to another device, if they are on one."""
         device = self._tables.config.device
-        if self.stand_ins[-1].device == device:
+        if self.table_parameters[-1].device == device:
             return
         self.on_device = DeviceOptions(self._tables)
         self._is_on_cpu = device.type == "cpu"
-        for stand_in in self.stand_ins:
-            stand_in.move(device)
+        for parameter in self.table_parameters:
+            parameter.move(device)
 
     # --- the optimizer's step ---------------------------------------------------------------------------------------
 
@@ -529,7 +541,7 @@ class FollowedOptimizer:
         if kind_of(type(self.optimizer)).takes_sparse:
             return
         bad = spoilt.isnan().nonzero().flatten().tolist()
-        if self.config.is_dense and len(bad) == len(self.stand_ins):
+        if self.config.is_dense and len(bad) == len(self.table_parameters):
             return
         why = why_refused(self._tables.config.tables[bad[0]].name, is_dense=self.config.is_dense)
         raise UnsupportedError(f"{why}. Nothing was updated")
@@ -562,31 +574,27 @@ class FollowedOptimizer:
         return [each for each in found if isinstance(each, FollowedOptimizer) and each is not self]
 
     @property
-    def is_gradient_there(self) -> bool:
-        """See `OfFollowed`."""
-        return self.pending is not None and self.pending.is_there
+    def tables(self) -> TableSet:
+        """Those that follow."""
+        return self._tables
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients are wanted of all of them."""
+        return all(each.requires_grad for each in self.table_parameters)
+
+    def requires_grad_(self, requires_grad: bool = True) -> None:
+        """Whether they are from here on."""
+        for each in self.table_parameters:
+            each.requires_grad = requires_grad
 
     def is_hidden_from(self, asks: FrameType) -> bool:
-        """See `OfFollowed`."""
+        """Whether the optimizer's own code asks, inside a step, which leaves out what has no gradient."""
         return self.followers is not None and self.followers.are_asking(asks)
 
     def read(self, table: int) -> torch.Tensor | None:
-        """The `.grad` of a stand-in."""
+        """The `.grad` of a table's parameter."""
         return None if self.pending is None else self.pending.read(table)
-
-    def zeroed(self, table: int) -> torch.Tensor | None:
-        """See `Gradients`."""
-        return None if self.pending is None else self.pending.zeroed(table)
-
-    def drop_all(self) -> None:
-        """See `OfFollowed`."""
-        if self.followers is not None:
-            self.followers.drop_gradients()
-
-    def drop_gradient(self) -> None:
-        """See `Follower`."""
-        if self.pending is not None:
-            self.pending.drop()
 
     def write(self, table: int, value: torch.Tensor | None) -> None:
         """Replaces it; None drops the table's gradient."""
@@ -596,11 +604,11 @@ class FollowedOptimizer:
     # --- saving -----------------------------------------------------------------------------------------------------
 
     def numbered(self, groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, int]]:
-        """Table, group and position of each stand-in; `groups` are the optimizer's own."""
-        for table, stand_in in enumerate(self.stand_ins):
+        """Table, group and position of each table's parameter; `groups` are the optimizer's own."""
+        for table, parameter in enumerate(self.table_parameters):
             for g, group in enumerate(groups):
                 for at, param in enumerate(group["params"]):
-                    if param is stand_in:
+                    if param is parameter:
                         yield table, g, at
 
     def has_state(self, table: int) -> bool:
@@ -618,7 +626,7 @@ class FollowedOptimizer:
         return {**counted, **state_tensors(self._tables, self.config, table)}
 
     def add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What the optimizer's `state_dict()` says of the stand-ins becomes the tables' state, in torch's form."""
+        """What the optimizer's `state_dict()` says of them becomes the tables' state, in torch's form."""
         assert self.optimizer is not None
         state = dict(state_dict["state"])
         for table, g, at in self.numbered(self.optimizer.param_groups):
@@ -673,11 +681,23 @@ class FollowedOptimizer:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy follows nobody: the torch optimizer is another's."""
-        return {"_tables": self._tables, "config": self.config, "stand_ins": self.stand_ins}
+        return {"_tables": self._tables, "config": self.config, "table_parameters": Beside(self.table_parameters)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._connect()
+
+
+class Beside(list[Any]):
+    """The parameters of tables, as these are copied or pickled: as long as it lives, they are copied beside them."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters)
+        for each in self:
+            each._beside = weakref.ref(self)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return list, (), None, iter(self)
 
 
 def _is_captured(device: torch.device) -> bool:

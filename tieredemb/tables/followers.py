@@ -44,9 +44,6 @@ class Follower(Protocol):
 
     in_state_dict: bool  # whether state dicts of the optimizer hold the tables' state
 
-    def drop_gradient(self) -> None:
-        """Sets the gradients of the tables to None."""
-
     def add_states(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The optimizer's `state_dict()`, with the tables' state."""
 
@@ -173,11 +170,6 @@ class Followers:
             around = around.f_back
         self._step = self.asks = None
         return False
-
-    def drop_gradients(self) -> None:
-        """The optimizer's `zero_grad()` sets those of all tables to None, asked for the first of them."""
-        for each in self.listed():
-            each.drop_gradient()
 
     @contextlib.contextmanager
     def states_left_out(self) -> Iterator[None]:

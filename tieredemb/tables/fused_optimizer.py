@@ -44,7 +44,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Settings and state of the update that a module's backward applies.
 
     Schedulers change `param_groups[0]["lr"]` as usual. `step()` does nothing, because the rows are up to date when
-    `backward()` returns. The params are one empty stand-in a table: no dense optimizer can reach a row.
+    `backward()` returns. The params are one empty parameter a table: no dense optimizer can reach a row.
     `state_dict()` holds the row states as torch's optimizer of the same name would: `{"state": {table: {"step", "sum",
     …}}, "param_groups": […]}`.
 
@@ -61,8 +61,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, tables: TableSet, config: OptimizerConfig) -> None:
         device = tables.config.device
-        stand_ins = [torch.nn.Parameter(torch.zeros((), device=device)) for _ in tables.config.tables]
-        super().__init__(stand_ins, asdict(config))
+        params = [torch.nn.Parameter(torch.zeros((), device=device)) for _ in tables.config.tables]
+        super().__init__(params, asdict(config))
         self._tables = tables
         self._config = config
         self._scaler: torch.amp.GradScaler | None = None

@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tieredemb.cache.locks import Locks
 from tieredemb.errors import InvalidInputError, TieredEmbError, UnsupportedError, shown
 from tieredemb.step.call import untraced
+from tieredemb.step.export import RESTORE
+from tieredemb.step.table_gradient import TableGradient
 from tieredemb.tables.table_set import PART_BYTES, TableSet
 
 _SHOWN = 3  # rows, where a table is printed
@@ -38,7 +40,9 @@ _RESHAPE = {
 class Module(Protocol):
     """Who has a table, as its tensor knows it."""
 
-    tables: TableSet
+    @property
+    def tables(self) -> TableSet:
+        """All that it has."""
 
     @property
     def trains(self) -> bool:
@@ -56,6 +60,7 @@ class TableTensor(torch.Tensor):
     table: int
     geometry: torch.Tensor
     is_detached: bool
+    _is_param = False
 
     @staticmethod
     def __new__(
@@ -98,6 +103,14 @@ class TableTensor(torch.Tensor):
     def _row_bytes(self) -> int:
         tables = self.module.tables
         return tables.config.tables[self.table].embedding_dim * tables.weight_dtype(self.table).itemsize
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether a gradient is asked of what is computed from it."""
+        return self.module.trains and not self.is_detached
+
+    def check_held(self) -> None:
+        """Raises `UnsupportedError` where its rows can be neither read nor written here."""
 
     @property
     def is_whole(self) -> bool:
@@ -148,11 +161,16 @@ class TableTensor(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(first, TableTensor):
-            if func == _T.requires_grad.__get__:
-                return first.module.trains and not first.is_detached
-            if func in (_T.requires_grad_, _T.requires_grad.__set__):
+            if first._is_param:
+                if func in _HOOKS:
+                    raise UnsupportedError(_NO_HOOKS)
+            elif func == _T.requires_grad.__get__:
+                return first.wants_gradient
+            elif func in (_T.requires_grad_, _T.requires_grad.__set__):
                 first.module.requires_grad_(*args[1:], **kwargs)
                 return first
+            elif func in _OF_A_PARAMETER:
+                raise UnsupportedError(_NO_PARAMETER)
             if func == _T.data.__get__:
                 return first.detached()
             if func == _T.data.__set__:
@@ -163,8 +181,6 @@ class TableTensor(torch.Tensor):
                 array = func(first.detached().clone(), *args[1:], **kwargs)
                 array.flags.writeable = False  # what is written to it would be lost
                 return array
-            if func in _OF_A_PARAMETER:
-                raise UnsupportedError(_NO_PARAMETER)
             if func in _OF_MEMORY:
                 raise UnsupportedError(_NO_MEMORY)
         if torch.is_grad_enabled() and not _only_looks(func, first, args):
@@ -178,9 +194,13 @@ class TableTensor(torch.Tensor):
         name = func._schema.name.removeprefix("aten::")
         if name == "detach":
             return args[0].detached()
+        if name == "full_like":  # of Adagrad, for a state that it never uses
+            return torch.full((), *args[1:2], dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
         if name.endswith("_like") or name.startswith("new_"):
             args, kwargs = tree_map_only(TableTensor, _empty, (args, kwargs))
             return func(*args, **kwargs)
+        if TableGradient in types:
+            raise UnsupportedError(_BY_HAND)
         written = [each for each in _written(func, args, kwargs) if isinstance(each, TableTensor)]
         if written and name in _RESHAPE:
             raise UnsupportedError(_NO_SHAPE.format(name))
@@ -217,6 +237,8 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 def _run(func: Any, name: str, args: Any, kwargs: Any, written: Sequence[TableTensor]) -> Any:
     """Runs an operation on copies of the rows that it needs, and writes back those that it has changed."""
     used = [each for each in tree_leaves((args, kwargs)) if isinstance(each, TableTensor)]
+    for each in used:
+        each.check_held()
     changed = dict.fromkeys(_source(each) for each in written)
     copies: dict[tuple[int, int], _Copy] = {}
     with Locks(group.cache for tables in {each.module.tables for each in written} for group in tables.groups):
@@ -309,19 +331,21 @@ class _Read(torch.autograd.Function):
     backward, which is refused."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, table: TableTensor) -> torch.Tensor:
-        return table.detached().clone()
+    def forward(ctx: Any, leaf: torch.Tensor, table: Sequence[TableTensor]) -> torch.Tensor:
+        return table[0].detached().clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        raise UnsupportedError(_NO_GRADIENT)
+        if (grad.is_cuda and torch.cuda.is_current_stream_capturing()) or bool((grad != 0).any()):
+            raise UnsupportedError(_NO_GRADIENT)
+        return None, None  # of a term whose factor is 0
 
 
 def _read(each: TableTensor) -> torch.Tensor:
     """What is read in its place, so that a backward that reaches the table is refused."""
-    if each.is_detached or not each.module.trains:
+    if not each.wants_gradient:
         return each
-    found: torch.Tensor = _Read.apply(torch.zeros(0, requires_grad=True), each)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Read.apply(torch.zeros(0, requires_grad=True), [each])  # type: ignore[no-untyped-call]
     return found
 
 
@@ -347,7 +371,7 @@ def _check_gradients(leaves: Sequence[Any], written: Sequence[TableTensor]) -> N
     if not torch.is_grad_enabled():
         return
     for each in leaves:
-        if isinstance(each, TableTensor) and not each.is_detached and each.module.trains:
+        if isinstance(each, TableTensor) and each.wants_gradient:
             raise UnsupportedError(_NO_WRITE if any(each is one for one in written) else _NO_GRADIENT)
 
 
@@ -363,17 +387,26 @@ _LOOKS = {
 _T: Any = torch.Tensor  # whose descriptors and dunder methods are not all typed
 _LISTS = {_T.tolist}
 _ARRAYS = {_T.numpy, _T.__array__}
-_OF_A_PARAMETER = {
-    _T.grad.__get__, _T.grad.__set__, _T.is_leaf.__get__, _T.backward, _T.register_hook, _T.retain_grad,
-    _T.register_post_accumulate_grad_hook,
-}  # fmt: skip
+_HOOKS = {_T.register_hook, _T.register_post_accumulate_grad_hook, _T.backward}
+_OF_A_PARAMETER = {_T.grad.__get__, _T.grad.__set__, _T.is_leaf.__get__, _T.retain_grad, *_HOOKS}
 _OF_MEMORY = {_T.data_ptr, _T.untyped_storage, _T.storage, _T.share_memory_, _T.pin_memory, _T.__dlpack__}
 
 _NO_PARAMETER = (
     "the weight of a tiered table is no parameter, and its gradient no tensor: backward applies it to the rows; pass "
     "an optimizer to the module, or let it follow(optimizer) a torch optimizer, and clip by tieredemb.clip_grad_norm_"
 )
-_NO_MEMORY = "the weight of a tiered table has no memory of its own; take a copy of it, by weight.detach().clone()"
+_NO_HOOKS = (
+    "a table calls no hooks of its gradient, which is nowhere held whole; change it between backward() and step(), "
+    "where it can be multiplied by a number and clipped by a norm, or hook the output of the module"
+)
+_BY_HAND = (
+    "an update by hand of a table by its gradient, which is nowhere held whole; the optimizer that the table follows "
+    "updates its rows, by tieredemb.follow(model, optimizer) and optimizer.step(). Nothing was changed"
+)
+_NO_MEMORY = (
+    f"the weight of a tiered table has no memory of its own; take a copy of it, by weight.detach().clone(). For "
+    f"torch.export, and other tools that take a model as tensors in memory: {RESTORE}"
+)
 _NO_WRITE = (
     "a table is written to where gradients are recorded, which torch refuses for parameters, too; write under "
     "torch.no_grad(), or to weight.data"
@@ -385,9 +418,10 @@ _NO_SHAPE = (
 _NO_GRADIENT = (
     "no gradient reaches a tiered table through its weight as a whole, which the loss depends on; read it under "
     "torch.no_grad(), or as weight.detach(), or take tieredemb.scores(module, x), which has a gradient for x. To train "
-    "rows, call the module. Where a model computes with whole weights in training (scores of all items, a graph's "
-    "propagation), every row moves in every step and no cache helps: leave that embedding out of the conversion by "
-    "exclude="
+    "rows, call the module. For an L2 regulariser leave the table out of it, and give its param group "
+    "weight_decay=2 * l2: the same gradient, unless the optimizer decouples it as AdamW does. Where a model computes "
+    "with whole weights in training (scores of all items, a graph's propagation), every row moves in every step and no "
+    "cache helps: leave that embedding out of the conversion by exclude="
 )
 
 

@@ -1,0 +1,200 @@
+"""A table as a parameter: what a torch optimizer that the table follows has among its params.
+
+It is an `nn.Parameter` of shape (rows, D) without storage. What computes with it reads rows, what writes to it changes
+them, as `TableTensor` says. Its `.grad` is a `TableGradient`. It knows what it belongs to weakly: an optimizer keeps no
+table alive.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tieredemb.errors import StorageError, UnsupportedError
+from tieredemb.kernels.inference import no_inference
+from tieredemb.step.table_tensor import Module, TableTensor
+from tieredemb.tables.table_set import TableSet
+
+
+class Followed(Module, Protocol):
+    """The tables of parameters, and what is known of their gradients. `optimizer`: that they follow."""
+
+    optimizer: torch.optim.Optimizer | None
+
+    def is_hidden_from(self, asks: FrameType) -> bool:
+        """Whether the optimizer's own code asks, inside a step, which leaves out what has no gradient."""
+
+    def read(self, table: int) -> torch.Tensor | None:
+        """The `.grad` of a table's parameter."""
+
+    def write(self, table: int, value: torch.Tensor | None) -> None:
+        """Replaces it; None drops the table's gradient."""
+
+
+class TableParameter(TableTensor):
+    """Table number `table` of who it is bound to. `is_sharded`: whether other processes have rows of it, too."""
+
+    _is_param = True  # which makes it an instance of nn.Parameter
+    _followed: weakref.ref[Followed] | None
+    _beside: weakref.ref[Any] | None  # see `Beside`
+    is_sharded: bool
+
+    @staticmethod
+    def __new__(  # type: ignore[misc]
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        table: int,
+        requires_grad: bool = True,
+        is_sharded: bool = False,
+    ) -> TableParameter:
+        with no_inference():  # it may be trained later
+            made: TableParameter = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=requires_grad
+            )
+            made.geometry = torch.empty(torch.Size(shape), dtype=dtype, device="meta")
+        made.table, made.is_detached, made.is_sharded = table, False, is_sharded
+        made._followed = made._beside = None
+        return made
+
+    @classmethod
+    def of(cls, tables: TableSet, table: int, *, is_sharded: bool = False) -> TableParameter:
+        """That of one of `tables`."""
+        config = tables.config.tables[table]
+        shape = config.num_embeddings, config.embedding_dim
+        return cls(shape, tables.weight_dtype(table), tables.config.device, table, is_sharded=is_sharded)
+
+    def bind(self, followed: Followed) -> None:
+        """Is one of these tables from here on."""
+        self._followed = weakref.ref(followed)
+
+    def move(self, device: torch.device) -> None:
+        """Lies on `device` from here on."""
+        shape, dtype, _, *rest = self._made_as
+        made = TableParameter(shape, dtype, device, *rest)
+        made._followed = self._followed
+        torch.utils.swap_tensors(self, made)  # type: ignore[no-untyped-call]
+
+    @property
+    def module(self) -> Followed:  # type: ignore[override]
+        """Raises `StorageError` where its tables are gone, and of what was copied or pickled without them."""
+        followed = None if self._followed is None else self._followed()
+        if followed is None:
+            raise StorageError(
+                "the tables of this parameter are gone: it lives as long as the module that it is a parameter of"
+            )
+        return followed
+
+    @property
+    def wants_gradient(self) -> bool:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.requires_grad
+
+    def check_held(self) -> None:
+        if self.is_sharded:
+            raise UnsupportedError(
+                "the rows of a sharded table lie on several ranks, and one of them alone can neither read nor write "
+                "them; state_dict() of the collection, a call of all ranks, has copies of its tables"
+            )
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """What is known of the table's gradient, float32 (rows, D); zeros from a step on until the next backward; None
+        without a gradient. Does not synchronise with a GPU."""
+        followed = None if self._followed is None else self._followed()
+        if followed is None or followed.is_hidden_from(sys._getframe(1)):
+            return None
+        return followed.read(self.table)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        followed = None if self._followed is None else self._followed()
+        if followed is not None:
+            followed.write(self.table, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    __hash__ = object.__hash__  # by which optimizers find a param's state
+
+    # --- copies -----------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Beside a copy of its tables a parameter of these; alone one with memory of its own."""
+        if id(self) not in memo:
+            memo[id(self)] = _unbound(*self._made_as) if self._is_beside else self._alone()
+        copied: torch.Tensor = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if self._is_beside:
+            return _unbound, self._made_as
+        return self._alone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call,no-any-return]
+
+    @property
+    def _made_as(self) -> tuple[Any, ...]:
+        return tuple(self.shape), self.dtype, self.device, self.table, self.wants_gradient, self.is_sharded
+
+    @property
+    def _is_beside(self) -> bool:
+        """Whether its tables are being copied or pickled, too, and it comes as a part of them."""
+        return self._beside is not None and self._beside() is not None
+
+    def _alone(self) -> torch.nn.Parameter:
+        with torch.no_grad():
+            return torch.nn.Parameter(self.detached().clone(), self.wants_gradient)
+
+
+def are_trained(parameters: Iterable[TableParameter]) -> bool:
+    """Whether a gradient is wanted of each. In compiled code, as each forward asks of many tables."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return all(map(_REQUIRES_GRAD, parameters))
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+def bind_all(followed: Followed, parameters: Sequence[torch.Tensor]) -> None:
+    """They are parameters of these tables from here on. One that was copied before its tables were, and has memory of
+    its own, becomes one."""
+    for table, each in enumerate(parameters):
+        if not isinstance(each, TableParameter) or each.device != followed.tables.config.device:
+            made = TableParameter.of(followed.tables, table)
+            made.requires_grad = each.requires_grad
+            torch.utils.swap_tensors(each, made)  # type: ignore[no-untyped-call]
+        assert isinstance(each, TableParameter)
+        each.bind(followed)
+
+
+def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before a step of an optimizer: raises `UnsupportedError` where a table has a gradient, and follows another one or
+    none, so that the step would not update its rows."""
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            if type(each) is not TableParameter or each._followed is None:
+                continue
+            followed = each._followed()
+            if followed is None or followed.optimizer is optimizer or followed.read(each.table) is None:
+                continue
+            theirs = followed.optimizer
+            other = "no optimizer" if theirs is None else f"another one, a {type(theirs).__name__}"
+            raise UnsupportedError(
+                f"this {type(optimizer).__name__} has a table among its params that follows {other}: only that updates "
+                f"its rows. Let all tables follow this one, before it is used: tieredemb.follow(model, optimizer)"
+            )
+
+
+register_optimizer_step_pre_hook(_refuse_others)
+
+
+def _unbound(*made_as: Any) -> TableParameter:
+    return TableParameter(*made_as)
