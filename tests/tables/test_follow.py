@@ -1129,6 +1129,30 @@ def test_a_term_of_the_loss_over_parameters_is_refused_where_it_counts(device, p
     assert moved.count_nonzero() == 2
 
 
+def test_gradients_by_hand_are_refused(device):
+    model, optimizer = follower()
+    parameters, ids = list(model.parameters()), torch.tensor([[1, 2]])
+    before = weight(model[0])
+    for unused in (False, True):
+        with pytest.raises(UnsupportedError, match=r"torch\.autograd\.grad cannot return the gradient of a table"):
+            torch.autograd.grad(model(ids).sum(), parameters, allow_unused=unused)
+    for hook in (parameters[0].register_hook, parameters[0].register_post_accumulate_grad_hook):
+        with pytest.raises(UnsupportedError, match="a table calls no hooks of its gradient"):
+            hook(lambda _: None)
+    model(ids).sum().backward()
+    for update in (
+        lambda p: p.add_(p.grad, alpha=-0.1),
+        lambda p: torch._foreach_add_([p], [p.grad], alpha=-0.1),
+        lambda p: p.data.sub_(0.1 * p.grad),
+        lambda p: p.addcdiv_(p.grad, p.grad**2),
+    ):
+        with torch.no_grad(), pytest.raises(UnsupportedError, match="an update by hand of a table by its gradient"):
+            update(parameters[0])
+    assert equal(weight(model[0]), before)
+    optimizer.step()
+    assert not equal(weight(model[0]), before)
+
+
 def follower():
     """A model of one table that follows the optimizer beside it."""
     bag = make(torch.optim.Adam)

@@ -21,9 +21,9 @@ _HEADER = ("table", "rows", "width", "weights", "cache", "trained by")
 def describe(model: nn.Module) -> None:
     """Prints the tiered tables of a model: name, rows, width, bytes of all weights, the cache and tier behind it, and
     what trains it; how many numbers they hold, and whether `parameters()` counts them; and the embeddings that are no
-    tables, with the reason where they could not be. Tables that share a cache show the number that it has in the list; of those
-    that several ranks hold, the cache is this rank's, of the rows that it owns. Raises `ConfigError` for what is no
-    module. Does not synchronise.
+    tables, with the reason where they could not be. Tables that share a cache show the number that it has in the list;
+    of those that several ranks hold, the cache is this rank's, of the rows that it owns. Raises `ConfigError` for what
+    is no module. Does not synchronise.
 
     >>> model = nn.Sequential(nn.EmbeddingBag(1000, 4), nn.Linear(4, 1)).eval()
     >>> tieredemb.describe(tieredemb.replace_embedding_bags(model))

@@ -159,6 +159,8 @@ class TableTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            raise UnsupportedError(_NO_AUTOGRAD_GRAD)
         first = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(first, TableTensor):
             if first._is_param:
@@ -398,6 +400,10 @@ _NO_PARAMETER = (
 _NO_HOOKS = (
     "a table calls no hooks of its gradient, which is nowhere held whole; change it between backward() and step(), "
     "where it can be multiplied by a number and clipped by a norm, or hook the output of the module"
+)
+_NO_AUTOGRAD_GRAD = (
+    "torch.autograd.grad cannot return the gradient of a table, which is nowhere held whole; leave tables out of its "
+    "inputs, and call backward(), whose gradients step() of the optimizer that the table follows applies"
 )
 _BY_HAND = (
     "an update by hand of a table by its gradient, which is nowhere held whole; the optimizer that the table follows "
