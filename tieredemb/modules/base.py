@@ -29,7 +29,7 @@ from tieredemb.step.call import CallContext, inside_backward
 from tieredemb.step.engine import Engine
 from tieredemb.step.export import RESTORE
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
-from tieredemb.step.table_parameter import TableParameter, are_trained
+from tieredemb.step.table_parameter import PLAIN, REQUIRES_GRAD, TableParameter
 from tieredemb.storage.base import CARRIERS
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
@@ -152,13 +152,16 @@ class TieredModule(LookupModule):
         if self._frozen:
             return False
         found, those = self._parameters, self._table_parameters
+        if not those:
+            return True
         if not all(map(is_, map(found.get, those, those.values()), those.values())):
             name = next(name for name, each in those.items() if found.get(name, each) is not each)
             raise UnsupportedError(
                 f"parameter {name!r} of a tiered module was replaced by another tensor, as torch.func."
                 f"functional_call() does it: its rows stay as they are; leave it out of what is replaced. {RESTORE}"
             )
-        return are_trained(those.values())
+        with PLAIN():  # in compiled code, as each forward asks of many tables
+            return all(map(REQUIRES_GRAD, those.values()))
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 

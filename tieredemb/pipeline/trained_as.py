@@ -8,7 +8,7 @@ from typing import Any
 
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.lookup_module import LookupModule
-from tieredemb.step.table_parameter import TableParameter, are_trained
+from tieredemb.step.table_parameter import PLAIN, REQUIRES_GRAD, TableParameter
 
 
 class TrainedAs:
@@ -34,8 +34,9 @@ class TrainedAs:
         """Whether they do now."""
         if any(parameters.get(name) is not each for parameters, name, each in self._tables):
             return self._ask()
-        if not are_trained(each for _, _, each in self._tables):
-            return self._ask()
+        with PLAIN():
+            if not all(REQUIRES_GRAD(each) for _, _, each in self._tables):
+                return self._ask()
         return all(module.is_trainable is trains for module, trains in self._others)
 
     def _ask(self) -> bool:

@@ -53,6 +53,7 @@ class PendingGradients:
         self._dropped: set[int] = set()
         self._zeroed: set[int] = set()  # by hand, of calls that are collected
         self._gradients: dict[int, TableGradient] = {}
+        self._gradients_on: torch.device | None = None
         self.epoch = 0  # see `Source`
         self._is_fresh = True  # whether nothing was left of the step before when the first backward came
         self._has_warned = False
@@ -87,11 +88,13 @@ class PendingGradients:
 
     def read(self, table: int) -> TableGradient | None:
         """The `.grad` of a table's parameter; None where it has no gradient."""
-        if not self.is_there or table in self._dropped:
+        if not (self._left or self._calls) or table in self._dropped:
             return None
         config = self._tables.placed.now.config
+        if self._gradients_on is not config.device:
+            self._gradients, self._gradients_on = {}, config.device
         found = self._gradients.get(table)
-        if found is None or found.device != config.device:
+        if found is None:
             shape = (config.tables[table].num_embeddings, config.tables[table].embedding_dim)
             found = self._gradients[table] = TableGradient(shape, config.device, Known(self, table))
         return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from types import FrameType
 from typing import Any, Protocol
@@ -23,19 +23,41 @@ from tieredemb.step.table_tensor import Module, TableTensor
 from tieredemb.tables.table_set import TableSet
 
 
-class Followed(Module, Protocol):
-    """The tables of parameters, and what is known of their gradients. `optimizer`: that they follow."""
-
-    optimizer: torch.optim.Optimizer | None
-
-    def is_hidden_from(self, asks: FrameType) -> bool:
-        """Whether the optimizer's own code asks, inside a step, which leaves out what has no gradient."""
+class Gradients(Protocol):
+    """Those of tables, by number."""
 
     def read(self, table: int) -> torch.Tensor | None:
-        """The `.grad` of a table's parameter."""
+        """The `.grad` of a table's parameter; None where it has none."""
 
     def write(self, table: int, value: torch.Tensor | None) -> None:
         """Replaces it; None drops the table's gradient."""
+
+
+class Asking(Protocol):
+    """All that follow an optimizer. `in_step`: whether that may be inside a step · `asks`: the frame of its own code,
+    inside one, that has asked for a gradient last."""
+
+    in_step: bool
+    asks: FrameType | None
+
+    def are_asking(self, frame: FrameType) -> bool:
+        """Whether `frame` is of the optimizer's own code, inside a step."""
+
+
+class Followed(Module, Protocol):
+    """The tables of parameters."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """That they follow."""
+
+    @property
+    def pending(self) -> Gradients | None:
+        """Their gradients."""
+
+    @property
+    def followers(self) -> Asking | None:
+        """All that follow it."""
 
 
 class TableParameter(TableTensor):
@@ -95,7 +117,7 @@ class TableParameter(TableTensor):
 
     @property
     def wants_gradient(self) -> bool:
-        with torch._C.DisableTorchFunctionSubclass():
+        with PLAIN():
             return self.requires_grad
 
     def check_held(self) -> None:
@@ -110,15 +132,20 @@ class TableParameter(TableTensor):
         """What is known of the table's gradient, float32 (rows, D); zeros from a step on until the next backward; None
         without a gradient. Does not synchronise with a GPU."""
         followed = None if self._followed is None else self._followed()
-        if followed is None or followed.is_hidden_from(sys._getframe(1)):
+        if followed is None or followed.pending is None:
             return None
-        return followed.read(self.table)
+        followers = followed.followers
+        if followers is not None and followers.in_step:  # the optimizer's own code leaves out what has no gradient
+            frame = sys._getframe(1)
+            if frame is followers.asks or followers.are_asking(frame):
+                return None
+        return followed.pending.read(self.table)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         followed = None if self._followed is None else self._followed()
-        if followed is not None:
-            followed.write(self.table, value)
+        if followed is not None and followed.pending is not None:
+            followed.pending.write(self.table, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -154,13 +181,9 @@ class TableParameter(TableTensor):
             return torch.nn.Parameter(self.detached().clone(), self.wants_gradient)
 
 
-def are_trained(parameters: Iterable[TableParameter]) -> bool:
-    """Whether a gradient is wanted of each. In compiled code, as each forward asks of many tables."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return all(map(_REQUIRES_GRAD, parameters))
-
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
+# inside, torch does not look for what a subclass may do otherwise: an attribute takes a tenth of the time
+PLAIN = torch._C.DisableTorchFunctionSubclass
+REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def bind_all(followed: Followed, parameters: Sequence[torch.Tensor]) -> None:
@@ -183,7 +206,9 @@ def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
             if type(each) is not TableParameter or each._followed is None:
                 continue
             followed = each._followed()
-            if followed is None or followed.optimizer is optimizer or followed.read(each.table) is None:
+            if followed is None or followed.optimizer is optimizer or followed.pending is None:
+                continue
+            if followed.pending.read(each.table) is None:
                 continue
             theirs = followed.optimizer
             other = "no optimizer" if theirs is None else f"another one, a {type(theirs).__name__}"

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from operator import is_
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -587,19 +586,6 @@ class FollowedOptimizer:
         """Whether they are from here on."""
         for each in self.table_parameters:
             each.requires_grad = requires_grad
-
-    def is_hidden_from(self, asks: FrameType) -> bool:
-        """Whether the optimizer's own code asks, inside a step, which leaves out what has no gradient."""
-        return self.followers is not None and self.followers.are_asking(asks)
-
-    def read(self, table: int) -> torch.Tensor | None:
-        """The `.grad` of a table's parameter."""
-        return None if self.pending is None else self.pending.read(table)
-
-    def write(self, table: int, value: torch.Tensor | None) -> None:
-        """Replaces it; None drops the table's gradient."""
-        if self.pending is not None:
-            self.pending.write(table, value)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 

@@ -94,6 +94,7 @@ class Followers:
         self._those: list[weakref.ref[Any]] = []
         self._groups: dict[tuple[int, bool], _Group] = {}
         self._step: tuple[Any, int] | None = None  # the frame of a step of the optimizer, and its thread
+        self.in_step = False  # or was, if an exception has ended that
         self.asks: FrameType | None = None  # a frame inside that, of code that asks for each table
         mine = weakref.ref(self)
 
@@ -168,7 +169,7 @@ class Followers:
                 self.asks = frame
                 return True
             around = around.f_back
-        self._step = self.asks = None
+        self._step, self.in_step, self.asks = None, False, None
         return False
 
     @contextlib.contextmanager
@@ -188,30 +189,30 @@ class Followers:
 
     def _before(self, frame: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the optimizer's step, in the `frame` that makes it. The step of a closure begins when that has run."""
-        self._step = self.asks = None
+        self._step, self.in_step, self.asks = None, False, None
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
             for each in self.listed():
                 each.check_step()
-            self._step = frame, threading.get_ident()
+            self._step, self.in_step = (frame, threading.get_ident()), True
             return None
         for each in self.listed():
             each.check_options_now()
         here = [frame]
 
         def run() -> Any:
-            self._step = self.asks = None
+            self._step, self.in_step, self.asks = None, False, None
             result = closure()
             for each in self.listed():
                 each.check_step()
-            self._step = here[0], threading.get_ident()
+            self._step, self.in_step = (here[0], threading.get_ident()), True
             return result
 
         return (args, {**kwargs, "closure": run}) if len(args) < 2 else ((args[0], run, *args[2:]), kwargs)
 
     def _after(self) -> None:
         """After the optimizer's step: tables that share caches take theirs as one."""
-        self._step = self.asks = None
+        self._step, self.in_step, self.asks = None, False, None
         due: dict[Hashable, list[Follower]] = {}
         for each in self.listed():
             if each.is_due:
