@@ -14,6 +14,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from devices import assert_close, assert_same_bits, equal, idle, randn
 from following import DENSE_KINDS, KINDS, loss_of, pair, states, tensors
 from oracle import RowMeanAdagradReference
@@ -643,11 +644,15 @@ def halved_through_data(p):
     p.grad.data /= torch.tensor(2.0)
 
 
+def halved_by_setting_data(p):
+    p.grad.data = p.grad.data / 2
+
+
 def negated_twice(p):
     p.grad = p.grad.neg().neg() * torch.full((1, 1), 0.5)
 
 
-@pytest.mark.parametrize("halve", [halved, halved_by_torch, halved_through_data, negated_twice])
+@pytest.mark.parametrize("halve", [halved, halved_by_torch, halved_through_data, halved_by_setting_data, negated_twice])
 def test_a_gradient_is_multiplied_by_numbers(device, halve):
     bag = make()
     optimizer = torch.optim.SGD(bag.parameters(), lr=1.0)
@@ -676,6 +681,11 @@ REFUSED = {
     "view": lambda g: g.view(-1),
     "cat": lambda g: torch.cat([g, g]),
     "numpy": lambda g: g.cpu().numpy(),
+    "half": lambda g: g.half(),
+    "floor": lambda g: g.div_(4, rounding_mode="floor"),
+    "norm of order 0": lambda g: g.norm(0),
+    "least": lambda g: g.norm(-math.inf),
+    "data": lambda g: setattr(g, "data", torch.ones(30, 4)),
     "tolist": lambda g: g.tolist(),
     "copy_": lambda g: g.copy_(torch.ones(30, 4)),
     "_foreach_add_": lambda g: torch._foreach_add_([g], 1.0),
@@ -701,7 +711,7 @@ def test_what_needs_the_elements_of_a_gradient_is_refused(device, name):
 def test_a_gradient_is_replaced_by_copies_of_itself_alone(device):
     (model, _), (optimizer, _) = pair("SGD")
     first, second, _ = model.tables.parameters()
-    with pytest.raises(InvalidInputError, match="a copy of itself"):
+    with pytest.raises(UnsupportedError, match="no gradient before a backward"):
         first.grad = torch.zeros(first.shape)
     loss_of(model, 1).backward()
     old = first.grad.clone()
@@ -712,6 +722,12 @@ def test_a_gradient_is_replaced_by_copies_of_itself_alone(device):
     loss_of(model, 2).backward()
     with pytest.raises(UnsupportedError, match="before its last backward"):
         first.grad = old
+    second.grad = torch.zeros(second.shape)
+    assert second.grad.norm() == 0 < first.grad.norm()
+    with pytest.raises(InvalidInputError, match="a copy of itself"):
+        first.grad = torch.ones(first.shape)
+    optimizer.zero_grad()
+    loss_of(model, 3).backward()
     first.grad = torch.zeros_like(first.grad)
     assert first.grad.norm() == 0 < second.grad.norm()
     kept, zeros = first.grad, torch.zeros_like(old)
@@ -1129,6 +1145,104 @@ def test_a_term_of_the_loss_over_parameters_is_refused_where_it_counts(device, p
     assert moved.count_nonzero() == 2
 
 
+def test_hooks_of_a_step_see_gradients_whenever_they_came(device):
+    """Before the tables followed, or after: in both they change what the step applies."""
+    rows = []
+    for late in (False, True):
+        bag = make()
+        optimizer = torch.optim.SGD(bag.parameters(), lr=1.0)
+
+        def halve(*_, bag=bag):
+            assert nn.utils.clip_grad_norm_(bag.parameters(), 1e9) > 0
+            bag.weight.grad.mul_(0.5)
+
+        if not late:
+            optimizer.register_step_pre_hook(halve)
+        bag.follow(optimizer)
+        if late:
+            optimizer.register_step_pre_hook(halve)
+        before = weight(bag)
+        bag(torch.tensor([[1, 2]])).sum().backward()
+        optimizer.step()
+        rows.append((before - weight(bag))[[1, 2]])
+    assert equal(*rows)
+    assert_close(rows[0], torch.full((2, 4), 0.5))
+
+
+def test_a_copy_of_an_optimizer_without_the_state_of_tables_is_told(device):
+    (model, _), (optimizer, _) = pair("Adam")
+    train([model], [optimizer], steps=2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    lost = copy.deepcopy(optimizer).state_dict()
+    with pytest.warns(UserWarning, match=r"none of 't0', 't1', 't2', whose state begins anew"):
+        optimizer.load_state_dict(lost)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.load_state_dict(saved)
+        optimizer.load_state_dict({**saved, "state": {}})
+
+
+def test_views_and_what_is_detached_freeze_no_table(device):
+    model, _ = follower()
+    parameter = model[0].weight
+    for each in (parameter.detach(), parameter.data, parameter.detach()[3]):
+        each.requires_grad_(False)
+        each.requires_grad = False
+        assert parameter.requires_grad
+        assert not each.requires_grad
+        assert each.is_leaf
+        assert each.grad is None
+        with pytest.raises(UnsupportedError, match=r"weight\.detach\(\)\.clone\(\)"):
+            each.requires_grad_()
+    parameter.requires_grad_(False)
+    nn.Embedding.from_pretrained(parameter.data)
+    with pytest.raises(UnsupportedError, match="records no gradients of its own"):
+        nn.Parameter(parameter.data)
+    assert not parameter.requires_grad
+
+
+def test_a_parameter_is_read_in_inference_mode(device):
+    model, _ = follower()
+    parameter = model[0].weight
+    with torch.inference_mode():
+        row, flat = parameter[3], parameter.view(-1)
+        assert equal(row + 0, parameter.detach()[3].clone())
+        assert repr(parameter).startswith("TableTensor(")
+        assert float(flat[12]) == float(row[0])
+
+
+def test_a_parameter_is_as_other_tensors_are(device):
+    model, _ = follower()
+    parameter = model[0].weight
+    assert parameter.data.new(parameter.size()).shape == parameter.shape
+    assert parameter.is_same_size(parameter.detach())
+    copy.copy(parameter).zero_()
+    assert not weight(model[0]).any()
+    with pytest.raises(UnsupportedError, match=r"parameter 'weight_orig' .*prune"):
+        nn.utils.prune.l1_unstructured(model[0], "weight", 0.5)
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "1.weight", "1.bias"]
+    torch.utils.swap_tensors(parameter, nn.Parameter(torch.zeros(30, 4)))
+    with pytest.raises(UnsupportedError, match="parameter 'weight' of a tiered module was replaced"):
+        model(torch.tensor([[1, 2]]))
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.Adam])
+def test_tables_go_with_their_module(device, optimizer):
+    """And not when garbage is collected, in a loop that builds one model after another."""
+    bag = make(optimizer)
+    if optimizer is not None:
+        its = optimizer(bag.parameters(), lr=0.1)
+        bag.follow(its)
+    gone = weakref.ref(bag.tables)
+    gc.collect()
+    gc.disable()
+    try:
+        del bag
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_gradients_by_hand_are_refused(device):
     model, optimizer = follower()
     parameters, ids = list(model.parameters()), torch.tensor([[1, 2]])
@@ -1339,8 +1453,13 @@ def test_each_of_many_tables_is_looked_at(device, which):
     parameter = list(model.parameters())[which]
     assert model(*given).requires_grad
     parameter.requires_grad = False
+    with pytest.raises(UnsupportedError, match=r"1 of the 5 tables of one module are frozen"):
+        model(*given)
+    for each in model.parameters():
+        each.requires_grad = False
     assert not model(*given).requires_grad
-    parameter.requires_grad = True
+    for each in model.parameters():
+        each.requires_grad = True
     assert model(*given).requires_grad
     with torch.no_grad():
         parameter.fill_(2.0)
@@ -1399,6 +1518,7 @@ def test_a_parameter_of_what_is_gone_says_so():
     del model
     gc.collect()
     assert parameter.shape == (30, 4)
+    assert repr(parameter) == "TableTensor(<StorageError>, size=(30, 4), dtype=torch.float32)"
     with pytest.raises(StorageError, match="tables of this parameter are gone"):
         parameter.detach().clone()
 

@@ -147,21 +147,30 @@ class TieredModule(LookupModule):
 
     @property
     def trains(self) -> bool:
-        """Whether gradients are wanted: not of a frozen module, nor where one of its tables is frozen. Raises
-        `UnsupportedError` where a table's parameter was replaced."""
+        """Whether gradients are wanted: not of a frozen module, nor of frozen tables. Raises `UnsupportedError` where a
+        table's parameter was replaced, or some tables are frozen and others not."""
         if self._frozen:
             return False
         found, those = self._parameters, self._table_parameters
         if not those:
             return True
-        if not all(map(is_, map(found.get, those, those.values()), those.values())):
-            name = next(name for name, each in those.items() if found.get(name, each) is not each)
+        are_there = all(map(is_, map(found.get, those, those.values()), those.values()))
+        if not are_there or {*map(type, those.values())} != {TableParameter}:
+            name = next(n for n, each in those.items() if type(found.get(n, each)) is not TableParameter)
             raise UnsupportedError(
                 f"parameter {name!r} of a tiered module was replaced by another tensor, as torch.func."
                 f"functional_call() does it: its rows stay as they are; leave it out of what is replaced. {RESTORE}"
             )
         with PLAIN():  # in compiled code, as each forward asks of many tables
-            return all(map(REQUIRES_GRAD, those.values()))
+            wanted: set[bool] = {*map(REQUIRES_GRAD, those.values())}
+        if len(wanted) > 1:
+            frozen = [name for name, each in those.items() if not each.wants_gradient]
+            raise UnsupportedError(
+                f"{len(frozen)} of the {len(those)} tables of one module are frozen ({', '.join(frozen)}), and the "
+                f"others not; tables of one module train together: freeze all of them, or give them modules of their "
+                f"own"
+            )
+        return wanted.pop()
 
     # --- forward and backward ---------------------------------------------------------------------------------------
 
@@ -365,6 +374,15 @@ class TieredModule(LookupModule):
         if probe.device != self._hook.device:  # of an interrupted move, too, or one of another module on the tables
             self._hook = self._make_hook()
         return self
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As `nn.Module.register_parameter`. Raises `UnsupportedError` for a table under another name."""
+        if isinstance(param, TableParameter):
+            raise UnsupportedError(
+                f"a table cannot become parameter {name!r} of a module, as torch.nn.utils.prune does it: its rows are "
+                f"looked up by the module that has it. {RESTORE}"
+            )
+        super().register_parameter(name, param)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> TieredModule:
         """As `nn.Module.apply`; warns where `fn` names `Embedding`, as code does that looks for `nn.Embedding` to begin

@@ -82,7 +82,14 @@ class Engine:
         """Where a torch optimizer is followed, gradients wait for its step."""
         self._pending: PendingGradients | None = None
         if isinstance(self.optimizer, FollowedOptimizer):
-            update, step_alone = ranged("update")(_update), ranged("update")(self._step_alone)
+            mine = weakref.ref(self)  # which frees the tables with it, and no collection of garbage later
+
+            def step_alone() -> None:
+                engine = mine()
+                if engine is not None:
+                    engine._step_alone()
+
+            update, step_alone = ranged("update")(_update), ranged("update")(step_alone)
             self._pending = self.optimizer.pending = PendingGradients(self.tables, update, step_alone, self._over_ranks)
 
     def follow(self, optimizer: torch.optim.Optimizer, **keywords: Any) -> None:

@@ -107,7 +107,8 @@ class PendingGradients:
             if len(self._dropped) == self._count:
                 self.drop()
             return
-        if not isinstance(value, TableGradient):
+        is_zeros = type(value) in (torch.Tensor, torch.nn.Parameter) and not bool(value.any())
+        if not isinstance(value, TableGradient) and not is_zeros:
             raise InvalidInputError(
                 f"the gradient of a table can be replaced by a copy of itself, multiplied by a number, by zeros or by "
                 f"None; got {shown(value)}"
@@ -115,6 +116,9 @@ class PendingGradients:
         if not self.is_there:
             raise UnsupportedError("a table has no gradient before a backward, and takes none from outside")
         self._dropped.discard(table)
+        if not isinstance(value, TableGradient):
+            self.zero(table)
+            return
         Known(self, table).overwrite(value.known)
 
     def values(self, table: int) -> torch.Tensor:

@@ -101,6 +101,8 @@ class Known:
         """Its norm of that order, float32 ()."""
         if order == 2.0:
             return self.values[0].abs()
+        if not order > 0:
+            _refuse(f"a norm of order {order}")
         if self.own is not None:
             raise UnsupportedError(
                 f"of a copy of a table's gradient its L2 norm alone is known, and not that of order {order}"
@@ -148,6 +150,8 @@ class TableGradient(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
+        if func == _DATA.__set__ and isinstance(args[0], TableGradient):
+            return _overwritten(func, args, {})
         if name in _FLAGS and isinstance(args[0], TableGradient):
             args = (args[0].known.values,)
         elif name in _OF_MEMORY:
@@ -195,6 +199,8 @@ def _view(func: Any, args: Any, kwargs: Any) -> TableGradient:
 
 
 def _copied(func: Any, args: Any, kwargs: Any) -> TableGradient:
+    if kwargs.get("dtype", torch.float32) not in (None, torch.float32):
+        _refuse(f"a gradient of {kwargs['dtype']}")
     return _like(args[0], func(args[0].known.values, *args[1:], **kwargs))
 
 
@@ -214,7 +220,7 @@ def _multiplied(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "mul" and _is(others[0]) and others[0].known is one.known:
         return TableGradient(one.shape, one.device, one.known, power=2)
     are_numbers = all(not isinstance(each, torch.Tensor) or (each.numel() == 1 and not _is(each)) for each in others)
-    if not are_numbers or (place == 1 and name != "mul"):
+    if not are_numbers or (place == 1 and name != "mul") or kwargs.get("rounding_mode") is not None:
         _refuse(name)
     numbers = [each.known.values if each is one else _number(each) for each in args]
     values = func(*numbers, **kwargs)
@@ -239,7 +245,8 @@ def _normed(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     order, dims = given.get("ord", given.get("p", 2)), given.get("dim")
     if dims not in (None, [], [0, 1], [-2, -1]) or given.get("keepdim"):
         _refuse("a norm over some of its dimensions")
-    return args[0].known.norm(2.0 if order is None else float(order))  # type: ignore[no-any-return]
+    found: torch.Tensor = args[0].known.norm(2.0 if order is None else float(order))
+    return found.to(given.get("dtype") or found.dtype)
 
 
 def _checked(func: Any, args: Any, kwargs: Any) -> Any:
@@ -293,6 +300,7 @@ def _unscaled_lists(func: Any, args: Any, kwargs: Any) -> None:
         func(those, *args[1:], **kwargs)
 
 
+_DATA: Any = torch.Tensor.data
 _FLAGS = {"isfinite", "isinf", "isnan"}  # of its two numbers: whether all of it is, or any
 _OF_MEMORY = {"tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"}
 _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {

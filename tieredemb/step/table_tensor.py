@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tieredemb.cache.locks import Locks
 from tieredemb.errors import InvalidInputError, TieredEmbError, UnsupportedError, shown
+from tieredemb.kernels.inference import no_inference
 from tieredemb.step.call import untraced
 from tieredemb.step.export import RESTORE
 from tieredemb.step.table_gradient import TableGradient
@@ -67,18 +68,19 @@ class TableTensor(torch.Tensor):
         cls, module: Module, table: int, geometry: torch.Tensor | None = None, is_detached: bool = False
     ) -> TableTensor:
         tables = module.tables
-        if geometry is None:
-            config = tables.config.tables[table]
-            shape = (config.num_embeddings, config.embedding_dim)
-            geometry = torch.empty(shape, dtype=tables.weight_dtype(table), device="meta")
-        made: TableTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            geometry.size(),
-            strides=geometry.stride(),
-            storage_offset=geometry.storage_offset(),
-            dtype=geometry.dtype,
-            device=tables.config.device,
-        )
+        with no_inference():  # views may outlast it
+            if geometry is None:
+                config = tables.config.tables[table]
+                shape = (config.num_embeddings, config.embedding_dim)
+                geometry = torch.empty(shape, dtype=tables.weight_dtype(table), device="meta")
+            made: TableTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls,
+                geometry.size(),
+                strides=geometry.stride(),
+                storage_offset=geometry.storage_offset(),
+                dtype=geometry.dtype,
+                device=tables.config.device,
+            )
         made.module, made.table, made.geometry, made.is_detached = module, table, geometry, is_detached
         return made
 
@@ -109,6 +111,15 @@ class TableTensor(torch.Tensor):
         """Whether a gradient is asked of what is computed from it."""
         return self.module.trains and not self.is_detached
 
+    def freeze(self, requires_grad: bool = True) -> TableTensor:
+        """Freezes the table (False), or thaws it. Raises `UnsupportedError` for what is not the table itself."""
+        rows = self.module.tables.config.tables[self.table].num_embeddings
+        if not self.is_detached and self.is_whole and len(self) == rows:
+            self.module.requires_grad_(requires_grad)
+        elif requires_grad or not self.is_detached:
+            raise UnsupportedError(_NO_LEAF)
+        return self
+
     def check_held(self) -> None:
         """Raises `UnsupportedError` where its rows can be neither read nor written here."""
 
@@ -125,7 +136,10 @@ class TableTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Its first rows, size, dtype, device and tier. Reads those rows, where they lie side by side."""
-        start, stop = self.rows
+        try:
+            start, stop = self.rows
+        except TieredEmbError as error:  # its module is gone
+            return f"TableTensor(<{type(error).__name__}>, size={tuple(self.shape)}, dtype={self.dtype})"
         values, head = "…", torch.Tensor.detach(self)
         if self.dim() and len(self) > _SHOWN and self.is_whole:
             head, (start, stop) = head[:_SHOWN], (0, _SHOWN)
@@ -142,6 +156,10 @@ class TableTensor(torch.Tensor):
             f"TableTensor({values}{more}, size={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r}, "
             f"tier={group.cache.cold.kind!r})"
         )
+
+    def __copy__(self) -> TableTensor:
+        """As of a tensor, the same elements once more."""
+        return self.detached()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A copy has memory of its own, and is no table."""
@@ -169,8 +187,9 @@ class TableTensor(torch.Tensor):
             elif func == _T.requires_grad.__get__:
                 return first.wants_gradient
             elif func in (_T.requires_grad_, _T.requires_grad.__set__):
-                first.module.requires_grad_(*args[1:], **kwargs)
-                return first
+                return first.freeze(*args[1:], **kwargs)
+            elif first.is_detached and func in (_T.is_leaf.__get__, _T.grad.__get__):
+                return True if func == _T.is_leaf.__get__ else None
             elif func in _OF_A_PARAMETER:
                 raise UnsupportedError(_NO_PARAMETER)
             if func == _T.data.__get__:
@@ -196,6 +215,8 @@ class TableTensor(torch.Tensor):
         name = func._schema.name.removeprefix("aten::")
         if name == "detach":
             return args[0].detached()
+        if name == "is_same_size":
+            return args[0].shape == args[1].shape
         if name == "full_like":  # of Adagrad, for a state that it never uses
             return torch.full((), *args[1:2], dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
         if name.endswith("_like") or name.startswith("new_"):
@@ -228,7 +249,8 @@ def _replace(table: TableTensor, value: Any) -> None:
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
     """A view, or several, of the first argument."""
     base = args[0]
-    geometry = func(base.geometry, *args[1:], **kwargs)
+    with no_inference():
+        geometry = func(base.geometry, *args[1:], **kwargs)
 
     def view(each: torch.Tensor) -> TableTensor:
         return TableTensor(base.module, base.table, each, base.is_detached)
@@ -382,7 +404,7 @@ _LOOKS = {
     "__get__", "__hash__", "__iter__", "__len__", "__repr__", "__set__", "adjoint", "alias", "as_strided", "chunk",
     "detach", "diagonal", "dim", "dsplit", "element_size", "expand", "expand_as", "get_device", "hsplit",
     "is_complex", "is_contiguous", "is_floating_point", "is_same_size", "is_tensor", "moveaxis", "movedim", "narrow",
-    "ndimension", "nelement", "numel", "permute", "select", "size", "split", "split_with_sizes", "squeeze",
+    "ndimension", "nelement", "new", "numel", "permute", "select", "size", "split", "split_with_sizes", "squeeze",
     "storage_offset", "stride", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "type", "type_as", "unbind",
     "unflatten", "unfold", "unsqueeze", "view", "view_as", "vsplit",
 }  # fmt: skip
@@ -400,6 +422,10 @@ _NO_PARAMETER = (
 _NO_HOOKS = (
     "a table calls no hooks of its gradient, which is nowhere held whole; change it between backward() and step(), "
     "where it can be multiplied by a number and clipped by a norm, or hook the output of the module"
+)
+_NO_LEAF = (
+    "a view of a table, or its detached weight, records no gradients of its own; take a copy of it, by "
+    "weight.detach().clone(), or call requires_grad_() of the module"
 )
 _NO_AUTOGRAD_GRAD = (
     "torch.autograd.grad cannot return the gradient of a table, which is nowhere held whole; leave tables out of its "

@@ -9,6 +9,7 @@ kind. They know the tables weakly: an optimizer keeps none alive.
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -634,17 +635,26 @@ class FollowedOptimizer:
         groups, saved = self.optimizer.param_groups, groups_of(state_dict)
         if [len(each["params"]) for each in groups] != [len(each["params"]) for each in saved]:
             return None  # torch refuses it
-        state, loading, entries = dict(state_of(state_dict)), {}, []
+        state, loading, entries, begins = dict(state_of(state_dict)), {}, [], list[str]()
         for table, g, at in self.numbered(groups):
             self.check_rows(config_of(type(self.optimizer), as_numbers(saved[g])))
             name = self._tables.config.tables[table].name
             entries.append(entry := checked_entry(state.pop(saved[g]["params"][at], {}), f"table {name!r}"))
             if self.in_state_dict and (self.config.tensors or self.config.is_dense):
                 loading[table] = loaded_state(self._tables, self.config, table, entry)
+                if not entry and state_of(state_dict) and steps_of(self._tables, table):
+                    begins.append(name)
         if self.in_state_dict:
             check_is_here(state_dict, entries)
         check_together(self.config, loading)
         check_lagging(self._tables, loading)
+        if begins:
+            warnings.warn(
+                f"the state dict has state of other parameters and none of {', '.join(map(repr, begins))}, whose state "
+                f"begins anew: a copy of an optimizer has none of the tables that follow it, only its own state_dict() "
+                f"has it",
+                stacklevel=4,
+            )
         self._loading = loading
         return {**state_dict, "state": state}
 

@@ -156,19 +156,23 @@ class Followers:
         return known.meaning(self._kind, group, waits=waits)
 
     def are_asking(self, frame: FrameType) -> bool:
-        """Whether `frame` is of the optimizer's own code: inside a step, on its thread. A step that an exception has
-        ended is over, whoever keeps its frame."""
+        """Whether `frame` is of the optimizer's own code: inside a step, on its thread, and not inside a hook of it. A
+        step that an exception has ended is over, whoever keeps its frame."""
         step = self._step
         if step is None or step[1] != threading.get_ident():
             return False
         if frame is self.asks:
             return True
         around: FrameType | None = frame
+        inside = None
         while around is not None:
             if around is step[0]:
+                own = step[0].f_locals.get("func")  # which the hooks of a step come before and after
+                if inside is not None and own is not None and inside.f_code is not own.__code__:
+                    return False
                 self.asks = frame
                 return True
-            around = around.f_back
+            inside, around = around, around.f_back
         self._step, self.in_step, self.asks = None, False, None
         return False
 
