@@ -249,3 +249,32 @@ def test_state_that_a_followed_optimizer_cannot_give_leaves_it_unfollowed(odd):
         bag.follow(optimizer, instead_of=[whole.weight])
     assert optimizer.param_groups[0]["params"][0] is whole.weight
     bag.follow(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+
+
+class Unreadable(torch.Tensor):
+    """As tensors of libraries are that lie elsewhere: it has a shape, and no numbers that could be copied."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.to:
+            raise TypeError("it lies elsewhere")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_tensor_that_cannot_be_copied_is_refused_before_anything_changes():
+    model, tables, optimizer = KINDS["Adam"]()
+    train(model, tables, optimizer, 0)
+    before, good = copy.deepcopy(tables.state_dict()), copy.deepcopy(optimizer.state_dict())
+    odd = torch.ones(12, 4).as_subclass(Unreadable)
+    with pytest.raises(InvalidInputError, match=r"exp_avg.*cannot be read \(it lies elsewhere\)"):
+        optimizer.load_state_dict(changed(good, ("state", 0, "exp_avg"), odd))
+    assert same(optimizer.state_dict(), good)
+    assert same(tables.state_dict(), before)
+
+
+def test_an_option_without_a_name_is_refused():
+    _, _, optimizer = KINDS["Adam"]()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0][3] = 1
+    with pytest.raises(InvalidInputError, match="must have names, got 3"):
+        optimizer.load_state_dict(state)
