@@ -95,13 +95,9 @@ def row_flags(file, dtype, width):
     return (*OPTIONS, *row.flags, *recipe_flags(optimizer))
 
 
-def rows_of(file):
-    """The rows that a file is compiled for: of one file, which several optimizers share, not all for each of them."""
-    return ROWS if file not in OPTIMIZERS or not OPTIMIZERS[file].is_dense else [(FLOAT, 1), (HALF, 6)]
-
-
 @pytest.mark.parametrize(
-    ("file", "dtype", "width"), [(file, *row) for file in (*BY_ROW, *OPTIMIZERS) for row in rows_of(file)]
+    ("file", "dtype", "width"),
+    [*((file, *row) for file in BY_ROW for row in ROWS), *each_second(OPTIMIZERS, ROWS)],
 )
 def test_row_kernel_compiles_for_every_format_and_width(file, dtype, width):
     assert read_for(file, row_flags(file, dtype, width))[0] == ""

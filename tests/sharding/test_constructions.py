@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from sharding.ranks import batch_of, seven, tables_of
 from sharding.test_sharded_failures import LONG, told
-from sharding.worlds import FORKED, World
+from sharding.worlds import World
 
 import tieredemb as te
 from tieredemb.sharding import construction, exchange
@@ -112,7 +112,7 @@ def others_of(world, function, *args):
 
 @pytest.mark.parametrize(("when", "size"), [*((when, 3) for when in MOMENTS), ("before connecting", 2)])
 def test_a_rank_that_is_killed_ends_the_construction_on_all(tmp_path, when, size):
-    for (name, text), left, more_threads in others_of(World(size, start=FORKED), is_killed, when, tmp_path):
+    for (name, text), left, more_threads in others_of(World(size), is_killed, when, tmp_path):
         assert name == "PeerError"
         assert MOMENTS[when] in text
         assert left == (1, [])
@@ -136,9 +136,7 @@ def is_killed_beside_a_busy_one(rank, size, path):
 
 
 def test_a_rank_does_not_wait_for_a_busy_one_where_another_was_killed(tmp_path):
-    for (name, text), has_raised in others_of(
-        World(3, start=FORKED), is_killed_beside_a_busy_one, tmp_path / "rank 0 has raised"
-    ):
+    for (name, text), has_raised in others_of(World(3), is_killed_beside_a_busy_one, tmp_path / "rank 0 has raised"):
         assert name == "PeerError"
         assert "rank 1 ended while building its rows" in text
         assert has_raised
@@ -159,7 +157,7 @@ def loses_its_store(rank, size):
 
 
 def test_a_killed_rank_that_serves_the_store_ends_the_construction():
-    for name, text in others_of(World(3, start=FORKED), loses_its_store):
+    for name, text in others_of(World(3), loses_its_store):
         assert name == "PeerError"
         assert text.startswith("rank 1 ended before constructing the sharded collection")
 

@@ -11,7 +11,7 @@ import traceback
 from datetime import timedelta
 
 START = multiprocessing.get_context("spawn")
-FORKED = multiprocessing.get_context("forkserver")  # of worlds of a test each: their processes start in a moment
+FORKED = multiprocessing.get_context("forkserver")  # one process imports for all, which start in a moment then
 FORKED.set_forkserver_preload(["sharding.ranks", "tieredemb.cache.host.cache", "numba.np.arraymath"])
 WAIT_S = {"cpu": 30, "cuda": 120}  # for each other; on a GPU the first ones wait for compilers
 ANSWER_S = 4  # times as long a test waits for them: on a busy machine compilers take longer
@@ -55,10 +55,11 @@ def serve(rank, size, meeting, pipe, device):
 
 
 class World:
-    """`size` processes, each a rank, whose default device is `device`; `start`: how they start · `wait_s`: how long one
+    """`size` processes, each a rank, whose default device is `device` · `wait_s`: how long one
     may take to answer · `is_lost`: whether one did not, so that the next answers would be those of calls before."""
 
-    def __init__(self, size, device="cpu", start=START, wait_s=None):
+    def __init__(self, size, device="cpu", wait_s=None):
+        start = FORKED if device == "cpu" else START  # CUDA takes no fork
         self.size, self.device = size, device
         self.wait_s, self.is_lost = wait_s or ANSWER_S * WAIT_S[device], False
         self._meeting = tempfile.TemporaryDirectory(prefix="tieredemb-world-")
