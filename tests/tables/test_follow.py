@@ -23,6 +23,7 @@ from torch import nn
 
 import tieredemb as te
 from tieredemb.errors import BackwardError, ConfigError, InvalidInputError, StorageError, UnsupportedError
+from tieredemb.step import pending_gradients
 from tieredemb.step.table_parameter import TableParameter
 
 
@@ -597,6 +598,23 @@ def test_a_norm_that_nobody_reads_is_never_computed(device, monkeypatch):
         nn.utils.clip_grad_norm_(models[0].parameters(), 0.1)
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2.0])
+def test_the_norms_of_all_tables_are_computed_at_once(device, monkeypatch, norm_type):
+    model = pair("Adagrad")[0][0]
+    counted, computed = [], pending_gradients.gradient_norms
+
+    def count(*args):
+        counted.append(args)
+        return computed(*args)
+
+    monkeypatch.setattr(pending_gradients, "gradient_norms", count)
+    loss_of(model, 1).backward()
+    for clip in (nn.utils.clip_grad_norm_, te.clip_grad_norm_):
+        counted.clear()
+        clip(model.parameters(), 0.1, norm_type)
+        assert len(counted) <= (2 if norm_type == 1 else 1)  # of another order, and for what they are multiplied by
+
+
 @pytest.mark.parametrize("where", ["table", "dense"])
 def test_a_gradient_that_is_not_finite_is_clipped_as_in_torch(device, where):
     models, optimizers = pair("SGD")
@@ -678,6 +696,9 @@ REFUSED = {
     "pow": lambda g: g**3,
     "fill_": lambda g: g.fill_(1.0),
     "abs": lambda g: (g**2).abs(),
+    "_foreach_mul_ of squares": lambda g: torch._foreach_mul_([g**2], 0.5),
+    "data of squares": lambda g: setattr(g, "data", g * g),
+    "_foreach_mul of a list": lambda g: torch._foreach_mul([g], [torch.ones(30, 4)]),
     "view": lambda g: g.view(-1),
     "cat": lambda g: torch.cat([g, g]),
     "numpy": lambda g: g.cpu().numpy(),
@@ -724,8 +745,9 @@ def test_a_gradient_is_replaced_by_copies_of_itself_alone(device):
         first.grad = old
     second.grad = torch.zeros(second.shape)
     assert second.grad.norm() == 0 < first.grad.norm()
-    with pytest.raises(InvalidInputError, match="a copy of itself"):
-        first.grad = torch.ones(first.shape)
+    for other in (torch.ones(first.shape), first.grad**2):
+        with pytest.raises(InvalidInputError, match="a copy of itself"):
+            first.grad = other
     optimizer.zero_grad()
     loss_of(model, 3).backward()
     first.grad = torch.zeros_like(first.grad)
@@ -1216,6 +1238,7 @@ def test_a_parameter_is_as_other_tensors_are(device):
     parameter = model[0].weight
     assert parameter.data.new(parameter.size()).shape == parameter.shape
     assert parameter.is_same_size(parameter.detach())
+    assert torch.full_like(parameter, 3, dtype=torch.int64).dtype == torch.int64
     copy.copy(parameter).zero_()
     assert not weight(model[0]).any()
     with pytest.raises(UnsupportedError, match=r"parameter 'weight_orig' .*prune"):

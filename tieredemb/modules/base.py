@@ -72,7 +72,7 @@ class TieredModule(LookupModule):
 
     @property
     def table_parameters(self) -> Mapping[str, TableParameter]:
-        """What stands for its tables in a torch optimizer, by its name among the parameters."""
+        """Its tables as parameters, by their names; none where they follow no torch optimizer."""
         return self._table_parameters
 
     @property
@@ -161,7 +161,7 @@ class TieredModule(LookupModule):
                 f"parameter {name!r} of a tiered module was replaced by another tensor, as torch.func."
                 f"functional_call() does it: its rows stay as they are; leave it out of what is replaced. {RESTORE}"
             )
-        with PLAIN():  # in compiled code, as each forward asks of many tables
+        with PLAIN():  # in compiled code, as each forward looks at many tables
             wanted: set[bool] = {*map(REQUIRES_GRAD, those.values())}
         if len(wanted) > 1:
             frozen = [name for name, each in those.items() if not each.wants_gradient]

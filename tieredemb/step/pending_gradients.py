@@ -48,6 +48,7 @@ class PendingGradients:
         self._zeros: list[torch.Tensor] | None = None  # what it is then, float32 (2,) for each table
         self._zeros_on: torch.device | None = None
         self._read: list[torch.Tensor] | None = None  # of each table float32 (2,): its norm and the trace
+        self._norms: tuple[object, torch.Tensor] | None = None  # float32 (T,), and of what they are
         self._spoilt: torch.Tensor | None = None  # by what was multiplied in before; see `spoilt`
         self.applied: torch.Tensor | None = None  # the same of what is applied
         self._dropped: set[int] = set()
@@ -148,10 +149,13 @@ class PendingGradients:
         if not self._calls:
             return torch.zeros(len(self._tables.config.tables), device=self._tables.config.device)
         self._fold()
-        norms = gradient_norms(self._tables, self._calls, norm_type, self._over_ranks)
-        for table in self._dropped:
-            norms[table].zero_()  # an assignment would copy the zero from the host, and wait
-        return norms
+        now = (norm_type, self.epoch, frozenset(self._dropped))
+        if self._norms is None or self._norms[0] != now:  # computed once for all tables
+            norms = gradient_norms(self._tables, self._calls, norm_type, self._over_ranks)
+            for table in self._dropped:
+                norms[table].zero_()  # an assignment would copy the zero from the host, and wait
+            self._norms = now, norms
+        return self._norms[1]
 
     def _values(self) -> list[torch.Tensor]:
         if not self._calls:
@@ -266,7 +270,7 @@ class PendingGradients:
 
     def _taken(self) -> Collected:
         calls, self._calls = self._calls, []
-        self._read = self._spoilt = None
+        self._read = self._norms = self._spoilt = None
         self._dropped, self._zeroed = set(), set()
         self.epoch += 1
         return calls

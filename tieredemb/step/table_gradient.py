@@ -5,7 +5,7 @@ it adds nothing to a norm. Whatever the gradient is multiplied by is read from t
 norm is zero or infinite: that factor is what the update multiplies the gradients of outputs by. So `GradScaler` finds
 infinities, `clip_grad_norm_` the right norm of any order, and both may scale it. What needs its elements is refused.
 
-The numbers are computed when they are first needed: a step in which nobody asks pays nothing.
+The numbers are computed when they are first needed: a step in which nobody reads them pays nothing.
 """
 
 from __future__ import annotations
@@ -107,21 +107,20 @@ class Known:
             raise UnsupportedError(
                 f"of a copy of a table's gradient its L2 norm alone is known, and not that of order {order}"
             )
-        return self.source.norms(order)[self.table]
+        return self.source.norms(order)[self.table].clone()
 
 
 class TableGradient(torch.Tensor):
-    """The gradient of a table, float32 (rows, D). `known`: what it is; views share it · `power`: 2 for its square."""
+    """The gradient of a table, float32 (rows, D). `known`: what it is; views share it."""
 
     known: Known
-    power: int
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], device: torch.device, known: Known, power: int = 1) -> TableGradient:
+    def __new__(cls, shape: Sequence[int], device: torch.device, known: Known) -> TableGradient:
         made: TableGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, torch.Size(shape), dtype=torch.float32, device=device
         )
-        made.known, made.power = known, power
+        made.known = known
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -150,9 +149,9 @@ class TableGradient(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if func == _DATA.__set__ and isinstance(args[0], TableGradient):
+        if func == _DATA.__set__ and _is(args[0]):
             return _overwritten(func, args, {})
-        if name in _FLAGS and isinstance(args[0], TableGradient):
+        if name in _FLAGS and args and _is(args[0]):
             args = (args[0].known.values,)
         elif name in _OF_MEMORY:
             _refuse(name)
@@ -162,14 +161,38 @@ class TableGradient(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
-        if any(_is(each) and each.power == 2 for each in args):
-            return args[0].known.values.square().sum() if func is torch.ops.aten.sum.default else _refuse(name)
         operation = _OPERATIONS.get(name)
         if operation is not None:
             return operation(func, args, kwargs)
         if name.endswith("_like") or name.startswith("new_"):
-            return func(*tree_map_only(TableGradient, _empty, args), **kwargs)
+            return func(*tree_map_only(TableGradient, empty_of, args), **kwargs)
         return _refuse(name)
+
+
+class SquaredGradient(torch.Tensor):
+    """The square of a table's gradient, float32 (rows, D), of which nothing but the sum is known."""
+
+    _sum: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, gradient: TableGradient) -> SquaredGradient:
+        made: SquaredGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, gradient.shape, dtype=torch.float32, device=gradient.device
+        )
+        made._sum = gradient.known.values.square().sum()
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"SquaredGradient(size={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.sum.default:
+            return args[0]._sum
+        return _refuse(func._schema.name.removeprefix("aten::"))
 
 
 _foreach_supported_types.append(TableGradient)  # torch clips lists that have one as it clips those of plain tensors
@@ -218,7 +241,7 @@ def _multiplied(func: Any, args: Any, kwargs: Any) -> Any:
     one, others = args[place], [each for at, each in enumerate(args) if at != place]
     is_mutable, name = func._schema.is_mutable, func._schema.name.removeprefix("aten::")
     if name == "mul" and _is(others[0]) and others[0].known is one.known:
-        return TableGradient(one.shape, one.device, one.known, power=2)
+        return SquaredGradient(one)
     are_numbers = all(not isinstance(each, torch.Tensor) or (each.numel() == 1 and not _is(each)) for each in others)
     if not are_numbers or (place == 1 and name != "mul") or kwargs.get("rounding_mode") is not None:
         _refuse(name)
@@ -231,11 +254,10 @@ def _number(each: Any) -> Any:
     return each.reshape(()) if isinstance(each, torch.Tensor) else each
 
 
-def _power(func: Any, args: Any, kwargs: Any) -> TableGradient:
-    """Its square, of which nothing but the sum is known."""
+def _power(func: Any, args: Any, kwargs: Any) -> SquaredGradient:
     if args[1] != 2:
         _refuse("pow")
-    return TableGradient(args[0].shape, args[0].device, args[0].known, power=2)
+    return SquaredGradient(args[0])
 
 
 def _normed(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
@@ -266,7 +288,9 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> Any:
 def _of_lists(func: Any, args: Any, kwargs: Any) -> Any:
     """A `_foreach_` operation by numbers on gradients of tables and of other parameters."""
     those, *others = args
-    if any(map(_is, tree_leaves((others, kwargs)))):
+    if any(
+        isinstance(each, torch.Tensor) and (_is(each) or each.numel() != 1) for each in tree_leaves((others, kwargs))
+    ):
         _refuse(func._schema.name.removeprefix("aten::"))
     plain = [each.known.values if _is(each) else each for each in those]
     results = func(plain, *others, **kwargs)
@@ -316,6 +340,6 @@ _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
 }  # fmt: skip
 
 
-def _empty(each: TableGradient) -> torch.Tensor:
-    """A tensor of its shape and device, without elements of its own."""
+def empty_of(each: torch.Tensor) -> torch.Tensor:
+    """A tensor of its shape, dtype and device, without elements of its own."""
     return torch.empty((), dtype=each.dtype, device=each.device).expand(each.shape)

@@ -33,11 +33,11 @@ class Gradients(Protocol):
         """Replaces it; None drops the table's gradient."""
 
 
-class Asking(Protocol):
-    """All that follow an optimizer. `in_step`: whether that may be inside a step · `asks`: the frame of its own code,
+class Steps(Protocol):
+    """Those of an optimizer. `step`: the one that it may be inside of · `asks`: the frame of its own code,
     inside one, that has asked for a gradient last."""
 
-    in_step: bool
+    step: tuple[Any, int] | None
     asks: FrameType | None
 
     def are_asking(self, frame: FrameType) -> bool:
@@ -56,7 +56,7 @@ class Followed(Module, Protocol):
         """Their gradients."""
 
     @property
-    def followers(self) -> Asking | None:
+    def followers(self) -> Steps | None:
         """All that follow it."""
 
 
@@ -135,7 +135,9 @@ class TableParameter(TableTensor):
         if followed is None or followed.pending is None:
             return None
         followers = followed.followers
-        if followers is not None and followers.in_step:  # the optimizer's own code leaves out what has no gradient
+        if (
+            followers is not None and followers.step is not None
+        ):  # the optimizer's own code leaves out what has no gradient
             frame = sys._getframe(1)
             if frame is followers.asks or followers.are_asking(frame):
                 return None

@@ -21,7 +21,7 @@ from tieredemb.errors import InvalidInputError, TieredEmbError, UnsupportedError
 from tieredemb.kernels.inference import no_inference
 from tieredemb.step.call import untraced
 from tieredemb.step.export import RESTORE
-from tieredemb.step.table_gradient import TableGradient
+from tieredemb.step.table_gradient import SquaredGradient, TableGradient, empty_of
 from tieredemb.tables.table_set import PART_BYTES, TableSet
 
 _SHOWN = 3  # rows, where a table is printed
@@ -218,11 +218,12 @@ class TableTensor(torch.Tensor):
         if name == "is_same_size":
             return args[0].shape == args[1].shape
         if name == "full_like":  # of Adagrad, for a state that it never uses
-            return torch.full((), *args[1:2], dtype=args[0].dtype, device=args[0].device).expand(args[0].shape)
+            kind = {name: kwargs.get(name) or getattr(args[0], name) for name in ("dtype", "device")}
+            return torch.full((), args[1], **kind).expand(args[0].shape)
         if name.endswith("_like") or name.startswith("new_"):
-            args, kwargs = tree_map_only(TableTensor, _empty, (args, kwargs))
+            args, kwargs = tree_map_only(TableTensor, empty_of, (args, kwargs))
             return func(*args, **kwargs)
-        if TableGradient in types:
+        if TableGradient in types or SquaredGradient in types:
             raise UnsupportedError(_BY_HAND)
         written = [each for each in _written(func, args, kwargs) if isinstance(each, TableTensor)]
         if written and name in _RESHAPE:
@@ -463,11 +464,6 @@ def _source(each: TableTensor) -> tuple[int, int]:
 
 def _nbytes(those: Iterable[TableTensor]) -> int:
     return sum(each.numel() * each.element_size() for each in those)
-
-
-def _empty(each: TableTensor) -> torch.Tensor:
-    """A tensor of its shape, dtype and device, without its rows."""
-    return torch.empty((), dtype=each.dtype, device=each.device).expand(each.shape)
 
 
 @functools.cache

@@ -93,8 +93,8 @@ class Followers:
         self._kind = type(optimizer)
         self._those: list[weakref.ref[Any]] = []
         self._groups: dict[tuple[int, bool], _Group] = {}
-        self._step: tuple[Any, int] | None = None  # the frame of a step of the optimizer, and its thread
-        self.in_step = False  # or was, if an exception has ended that
+        # the frame of a step of the optimizer, and its thread; of one that an exception has ended, too
+        self.step: tuple[Any, int] | None = None
         self.asks: FrameType | None = None  # a frame inside that, of code that asks for each table
         mine = weakref.ref(self)
 
@@ -158,7 +158,7 @@ class Followers:
     def are_asking(self, frame: FrameType) -> bool:
         """Whether `frame` is of the optimizer's own code: inside a step, on its thread, and not inside a hook of it. A
         step that an exception has ended is over, whoever keeps its frame."""
-        step = self._step
+        step = self.step
         if step is None or step[1] != threading.get_ident():
             return False
         if frame is self.asks:
@@ -173,7 +173,7 @@ class Followers:
                 self.asks = frame
                 return True
             inside, around = around, around.f_back
-        self._step, self.in_step, self.asks = None, False, None
+        self.step = self.asks = None
         return False
 
     @contextlib.contextmanager
@@ -193,30 +193,30 @@ class Followers:
 
     def _before(self, frame: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the optimizer's step, in the `frame` that makes it. The step of a closure begins when that has run."""
-        self._step, self.in_step, self.asks = None, False, None
+        self.step = self.asks = None
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
             for each in self.listed():
                 each.check_step()
-            self._step, self.in_step = (frame, threading.get_ident()), True
+            self.step = frame, threading.get_ident()
             return None
         for each in self.listed():
             each.check_options_now()
         here = [frame]
 
         def run() -> Any:
-            self._step, self.in_step, self.asks = None, False, None
+            self.step = self.asks = None
             result = closure()
             for each in self.listed():
                 each.check_step()
-            self._step, self.in_step = (here[0], threading.get_ident()), True
+            self.step = here[0], threading.get_ident()
             return result
 
         return (args, {**kwargs, "closure": run}) if len(args) < 2 else ((args[0], run, *args[2:]), kwargs)
 
     def _after(self) -> None:
         """After the optimizer's step: tables that share caches take theirs as one."""
-        self._step, self.in_step, self.asks = None, False, None
+        self.step = self.asks = None
         due: dict[Hashable, list[Follower]] = {}
         for each in self.listed():
             if each.is_due:

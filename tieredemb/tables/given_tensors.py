@@ -22,7 +22,7 @@ def dense_numbers(name: str, value: object, shape: tuple[int, ...] | None = None
     kind = _unreadable(value)
     try:
         value = value.detach()
-        kind = kind or _unreadable(value)  # what stands for the rows of a table reads them when it is detached
+        kind = kind or _unreadable(value)  # a subclass may be another tensor once it is detached
         if kind is None:
             value = value.resolve_neg()
             value[(slice(0, 1),) * value.dim()].to("cpu", torch.float32).numpy()
