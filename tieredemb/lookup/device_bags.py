@@ -49,12 +49,13 @@ class DeviceKeySpace:
         self.mode = upload(space.mode)
         self.table = upload(space.table) if space.is_shared else None
         self.padding = upload(space.padding)
+        self._first, self._resident = upload(space.first), upload(np.array(resident, np.int64)[space.table])
         self._paddings = {True: self.padding, False: upload(np.full_like(space.padding, -1))}
         self._fields = {
             "features": upload(space.features),
-            "first": upload(space.first),
+            "first": self._first,
             "size": upload(space.size),
-            "resident": upload(np.array(resident, np.int64)[space.table]),
+            "resident": self._resident,
             "n_features": len(space.features),
             "apart": apart,
         }
@@ -62,6 +63,11 @@ class DeviceKeySpace:
         self._features: dict[tuple[bool, Places | None], StructValue] = {}
         for dropped in self._paddings:
             self.features(padding_is_dropped=dropped)
+
+    def ids(self, keys: torch.Tensor, homes: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
+        """The ids of occurrences, int64 (N,), given their keys, homes and features, (N,); of those that have a home."""
+        slot = self._resident[feature]
+        return torch.where(slot < 0, keys - self._first[feature], homes - slot)
 
     def features(self, places: Places | None = None, *, padding_is_dropped: bool) -> StructValue:
         """What kernels know of the features; without `padding_is_dropped` none has any padding. Synchronises for

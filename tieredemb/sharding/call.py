@@ -73,6 +73,7 @@ class ShardedCall:
 
     row_bound: int | None = None
     is_over = False
+    requested: Any = None  # see `Call`: never here, where a gradient lies on several ranks
     # whether one size fits, and the most that it asks another rank for, where that matters; until the host has looked
     # (`_is_later`) both are taken for what they were before
     _fits, _is_later, _asks_for = False, False, Most(0, 0)

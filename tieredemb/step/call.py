@@ -138,6 +138,7 @@ class Call(abc.ABC):
         self.batch = batch
         self.parts: list[Any] = []  # what each group that is planned holds of it
         self.consumed = False
+        self.requested: Collected | None = None  # where its gradient goes if `torch.autograd.grad` asks for that alone
         # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
         self.within: weakref.ref[_CollectedCalls] | None = None
         self.keeps_rows = False  # whether the rows of the forward are needed for a gradient of the weights
@@ -286,8 +287,9 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, 
     call: Call = ctx.call
     of_rows, of_weights, _ = ctx.needs_input_grad
     # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the table's
-    trains = of_rows and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
-    if trains:
+    requested = call.requested
+    trains = requested is None and of_rows and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+    if trains or requested is not None:
         check_backward(call)
     grad = grad.detach()
     if grad.dtype is not torch.float32 or not grad.is_contiguous():
@@ -296,7 +298,9 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, 
     if of_weights:
         shape, dtype = ctx.weights_like
         weights_grad = call.weights_gradient(grad).to(dtype).reshape(shape)
-    if trains:
+    if requested is not None:
+        requested.append((call, grad))
+    elif trains:
         call.context.backward_pass.add((call, grad))
         call.consumed = True
     return None, weights_grad, None

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import LOOKUP, BackwardPass, Call, CallContext, Collected, inside_backward
 from tieredemb.step.gradient_norms import OverRanks
+from tieredemb.step.gradient_rows import GradientRows, batch_of
 from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.table_parameter import TableParameter, bind_all
@@ -89,8 +90,14 @@ class Engine:
                 if engine is not None:
                     engine._step_alone()
 
-            update, step_alone = ranged("update")(_update), ranged("update")(step_alone)
-            self._pending = self.optimizer.pending = PendingGradients(self.tables, update, step_alone, self._over_ranks)
+            def call_of(rows: Sequence[GradientRows]) -> Collected:
+                engine = mine()
+                return [] if engine is None else [engine._call_of(rows)]
+
+            self._pending = self.optimizer.pending = PendingGradients(
+                self.tables, self.optimizer.table_parameters, ranged("update")(_update), ranged("update")(step_alone),
+                call_of, self._over_ranks,
+            )  # fmt: skip
 
     def follow(self, optimizer: torch.optim.Optimizer, **keywords: Any) -> None:
         """See `TieredModule.follow`."""
@@ -303,6 +310,20 @@ class Engine:
         elif self._pending is not None:
             self._pending.add(collected)
         return kept is not None or self._pending is not None
+
+    def _call_of(self, rows: Sequence[GradientRows]) -> tuple[Call, torch.Tensor]:
+        """A call that looks up the rows that gradients reach, of each table, and the gradient of its output by which
+        its update is theirs."""
+        batch, grad = batch_of(self.tables.config, rows)
+        with torch.no_grad():
+            # as a forward is recomputed: it leaves no trace in scores
+            call = self.begin(batch, self.context(LookupOptions()), trains=True, recomputed=True, within=None)
+            try:
+                call.pool(None, differentiable=True)
+            except BaseException:
+                call.release()
+                raise
+        return call, grad
 
     def _step_alone(self) -> None:
         """Takes a step in which no row has a gradient."""

@@ -38,13 +38,19 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
     for listener in tuple(BACKWARDS):
         listener()
     # not in autograd.grad(…, inputs) or backward(inputs=…), which ask for other gradients than the tables'
-    if ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
+    requested = next((each.requested for each in ctx.came.values()), None)
+    if requested is not None or (
+        ctx.needs_input_grad[0] and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+    ):
         # which need not be contiguous: an update puts them together
         collected = [
             (ctx.came[at], grad.detach().to(torch.float32)) for at, grad in enumerate(grads) if grad is not None
         ]
         for call, _ in collected:
             check_backward(call)
+        if requested is not None:
+            requested += collected
+            return None, None, None
         if collected:
             collected[0][0].context.backward_pass.add(*collected)
         for call, _ in collected:

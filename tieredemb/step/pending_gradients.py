@@ -5,6 +5,9 @@ all of them as one batch. Of the gradient nothing is computed but each table's n
 others multiply it by meanwhile is multiplied into the gradients that are there then, as torch would multiply the
 gradient that it has; what a later backward brings is added to that.
 
+A gradient whose elements somebody needs or sets is held by row from there on. The update is then that of a call that
+looks up the rows of all tables' gradients once, and whose output has them as its gradient.
+
 As a parameter's, a table's `.grad` is there from a backward until it is set to None, and a step of the optimizer is
 one of the table then. After a step zeros are left of it, as after `zero_grad(set_to_none=False)`: the next step has no
 gradient, unless a backward comes before.
@@ -14,36 +17,61 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from tieredemb.config import features_of
-from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError, shown
+from tieredemb.errors import BackwardError, InvalidInputError, TieredEmbError, UnsupportedError, shown
 from tieredemb.kernels.streams import outside_capture
 from tieredemb.step.call import Collected
 from tieredemb.step.gradient_norms import OverRanks, gradient_norms
-from tieredemb.step.table_gradient import TRACE, Known, TableGradient
+from tieredemb.step.gradient_rows import GradientRows, rows_of_calls
+from tieredemb.step.table_gradient import TRACE, Known, TableGradient, norm_by_row
 from tieredemb.tables.table_set import TableSet
 
 
+class Parameter(Protocol):
+    """A table, as gradients come to it."""
+
+    hooks: Any
+    post_hooks: Any
+    has_hooks: bool  # whether any table ever had one
+
+    def through_hooks(self, rows: GradientRows) -> GradientRows:
+        """What its hooks make of a gradient."""
+
+    def call_post_hooks(self) -> None:
+        """After a backward has brought it a gradient."""
+
+
 class PendingGradients:
-    """What one set of tables has collected since the last step. `update`: applies calls in forward order, and releases
-    them · `step_alone`: takes a step in which no row has a gradient · `over_ranks`: see `gradient_norms`."""
+    """What one set of tables has collected since the last step. `parameters`: the tables · `update`: applies calls in
+    forward order, and releases them · `step_alone`: takes a step in which no row has a gradient · `call_of`: a call
+    and the gradient of its output, which come to the gradients that it is given, one a table · `over_ranks`: see
+    `gradient_norms`."""
 
     def __init__(
         self,
         tables: TableSet,
+        parameters: Sequence[Parameter],
         update: Callable[[Collected], None],
         step_alone: Callable[[], None],
+        call_of: Callable[[Sequence[GradientRows]], Collected],
         over_ranks: OverRanks | None = None,
     ) -> None:
         self._tables = tables
+        self._parameters = parameters
         self._over_ranks = over_ranks
         self._update = update
         self._step_alone = step_alone
+        self._call_of = call_of
         self._count = len(tables.config.tables)
         self._calls: Collected = []
+        self._by_row: dict[int, GradientRows] = {}  # of these tables the whole gradient, whatever the calls say
+        self.copies: weakref.WeakSet[Known] = weakref.WeakSet()  # see `Source`
         self._left = False  # whether a `.grad` is there that nothing was added to since the last step
         self._zeros: list[torch.Tensor] | None = None  # what it is then, float32 (2,) for each table
         self._zeros_on: torch.device | None = None
@@ -63,7 +91,7 @@ class PendingGradients:
     @property
     def waiting(self) -> bool:
         """Whether anything is collected."""
-        return bool(self._calls)
+        return bool(self._calls or self._by_row)
 
     @property
     def count(self) -> int:
@@ -73,23 +101,55 @@ class PendingGradients:
     @property
     def is_there(self) -> bool:
         """Whether the tables have a gradient, if of zeros."""
-        return self._left or bool(self._calls)
+        return self._left or self.waiting
 
     def add(self, collected: Collected) -> None:
         """Adds the calls of a backward pass."""
-        if not self._calls:
+        if not self.waiting:
             self._dropped = set()  # of zeros
         self._check_dropped()
         self._fold()
-        self.epoch += 1
+        by_row = self._added(collected) if self._by_row or self._parameters[0].has_hooks else {}
+        self._change()
+        self._by_row |= by_row
         self._calls += collected
         self._left = False
+        if self._parameters[0].has_hooks:
+            for each in self._parameters:
+                each.call_post_hooks()
+
+    def _added(self, collected: Collected) -> dict[int, GradientRows]:
+        """The gradients that are to be held by row, with those of calls that come to them."""
+        hooked = {table for table, each in enumerate(self._parameters) if each.hooks or each.post_hooks}
+        if not hooked and not self._by_row:
+            return {}
+        come, before = rows_of_calls(self._tables, collected), None
+        found = {}
+        for table in sorted(hooked | set(self._by_row)):
+            rows = self._parameters[table].through_hooks(come[table])
+            if table in self._by_row:
+                rows = self._by_row[table].plus(rows)
+            elif self._calls:
+                before = before or rows_of_calls(self._tables, self._calls)
+                rows = before[table].plus(rows)
+            found[table] = rows
+        return found
+
+    def _change(self) -> None:
+        """The gradients become others: copies of what they are find their rows before, if these can be found."""
+        for each in list(self.copies):
+            try:
+                each.find_rows()
+            except TieredEmbError:
+                each.lose_rows()
+        self.copies.clear()
+        self.epoch += 1
 
     # --- what is found in `.grad` ------------------------------------------------------------------------------------
 
     def read(self, table: int) -> TableGradient | None:
         """The `.grad` of a table's parameter; None where it has no gradient."""
-        if not (self._left or self._calls) or table in self._dropped:
+        if not (self._left or self._calls or self._by_row) or table in self._dropped:
             return None
         config = self._tables.placed.now.config
         if self._gradients_on is not config.device:
@@ -101,38 +161,82 @@ class PendingGradients:
         return found
 
     def write(self, table: int, value: torch.Tensor | None) -> None:
-        """Replaces it by a copy of it, or zeros; None drops the table's gradient."""
+        """Replaces it; None drops the table's gradient. Raises `InvalidInputError` for what is no gradient of it."""
         if value is None:
             self._is_fresh = True
             self._dropped.add(table)
             if len(self._dropped) == self._count:
                 self.drop()
             return
-        is_zeros = type(value) in (torch.Tensor, torch.nn.Parameter) and not bool(value.any())
-        if not isinstance(value, TableGradient) and not is_zeros:
+        config = self._tables.placed.now.config
+        shape = (config.tables[table].num_embeddings, config.tables[table].embedding_dim)
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
             raise InvalidInputError(
-                f"the gradient of a table can be replaced by a copy of itself, multiplied by a number, by zeros or by "
-                f"None; got {shown(value)}"
+                f"the gradient of a table of shape {shape} can be replaced by a tensor of that shape, or by None; got "
+                f"{shown(value)}"
             )
+        if isinstance(value, TableGradient):
+            rows = None if self.is_there and table not in self._dropped else value.known.rows()
+        else:
+            rows = GradientRows.of(value, shape, config.device)
         if not self.is_there:
-            raise UnsupportedError("a table has no gradient before a backward, and takes none from outside")
-        self._dropped.discard(table)
-        if not isinstance(value, TableGradient):
+            self._dropped = set(range(self._count))
+        if rows is None:
+            Known(self, table).overwrite(value.known)  # type: ignore[attr-defined]
+        elif len(rows.ids) or not self.is_there:
+            self.set_rows(table, rows)
+        else:
+            self._dropped.discard(table)
             self.zero(table)
-            return
-        Known(self, table).overwrite(value.known)
+
+    def rows(self, table: int, values: torch.Tensor | None = None) -> GradientRows:
+        """See `Source`."""
+        self._check_held()
+        numbers = self.values(table) if values is None else values
+        rows = self._by_row.get(table) or rows_of_calls(self._tables, self._calls)[table]
+        with torch.no_grad():
+            scaled = (rows.values * (numbers[1] / TRACE)).masked_fill_(numbers[0] == 0, 0.0)
+        return rows.with_values(scaled)
+
+    def set_rows(self, table: int, rows: GradientRows) -> None:
+        """See `Source`."""
+        self._check_settable(table, rows)
+        self._fold()
+        self._change()
+        self._by_row[table] = rows
+        self._dropped.discard(table)
+        self._left = False
+        self._norms = None
+
+    def _check_held(self) -> None:
+        """Raises `UnsupportedError` where gradients lie on several ranks."""
+        if self._over_ranks is not None:
+            raise UnsupportedError(
+                "the gradient of a sharded table lies on several ranks, and this operation needs its elements; it can "
+                "be multiplied by a number, and clipped by a norm"
+            )
+
+    def _check_settable(self, table: int, rows: GradientRows) -> None:
+        """Raises `UnsupportedError` for a gradient that no update can apply."""
+        self._check_held()
+        config = self._tables.config.tables[table]
+        if config.padding_idx is not None and bool(rows.at(rows.ids.new_tensor([config.padding_idx])).any()):
+            raise UnsupportedError(
+                f"row {config.padding_idx} of table {config.name!r} is its padding, which is never trained, and its "
+                f"gradient was set to what is not zero; leave that row out of it"
+            )
 
     def values(self, table: int) -> torch.Tensor:
         """See `Source`."""
         if not self.is_there or table in self._dropped:
             raise UnsupportedError("this gradient of a table was dropped; read .grad of its parameter anew")
-        if not self._calls:
+        if not self.waiting:
             self._is_fresh = True  # where somebody zeroes by hand
         return self._values()[table]
 
     def zero(self, table: int) -> None:
         """See `Source`."""
-        if not self._calls:
+        if not self.waiting:
             self._is_fresh, self._zeros = True, None
             return
         self._zeroed.add(table)
@@ -146,19 +250,25 @@ class PendingGradients:
     def norms(self, norm_type: float) -> torch.Tensor:
         """The norms of the tables' gradients as they are now, float32 (T,); zero for those dropped. Does not
         synchronise."""
-        if not self._calls:
+        if not self.waiting:
             return torch.zeros(len(self._tables.config.tables), device=self._tables.config.device)
         self._fold()
         now = (norm_type, self.epoch, frozenset(self._dropped))
         if self._norms is None or self._norms[0] != now:  # computed once for all tables
-            norms = gradient_norms(self._tables, self._calls, norm_type, self._over_ranks)
+            norms = self._new_norms(norm_type)
             for table in self._dropped:
                 norms[table].zero_()  # an assignment would copy the zero from the host, and wait
             self._norms = now, norms
         return self._norms[1]
 
+    def _new_norms(self, norm_type: float) -> torch.Tensor:
+        norms = gradient_norms(self._tables, self._calls, norm_type, self._over_ranks)
+        for table, rows in self._by_row.items():
+            norms[table].copy_(norm_by_row(rows, norm_type))
+        return norms
+
     def _values(self) -> list[torch.Tensor]:
-        if not self._calls:
+        if not self.waiting:
             device = self._tables.placed.now.config.device
             if self._zeros is None or self._zeros_on is not device:
                 with torch.no_grad(), outside_capture(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -166,7 +276,7 @@ class PendingGradients:
             return self._zeros
         if self._read is None:
             with torch.no_grad():
-                norms = gradient_norms(self._tables, self._calls, 2.0, self._over_ranks)
+                norms = self._new_norms(2.0)
                 self._read = _apart(torch.stack([norms, torch.full_like(norms, TRACE)], 1))
                 for table in self._zeroed:
                     self._read[table].zero_()
@@ -180,6 +290,7 @@ class PendingGradients:
             self._values()
         if self._read is None:
             return
+        self._change()
         with torch.no_grad():
             values = torch.stack(self._read)
             if values.device.type != "cpu" or bool((values[:, 1] != TRACE).any()):
@@ -189,9 +300,11 @@ class PendingGradients:
                 for call, grad in self._calls:
                     of = self._columns(values.device) if self._tables.config.pooled else call.tables_of_rows()[:, None]
                     scaled.append((call, (grad * factors[of]).masked_fill_(zeroed[of], 0.0)))
+                for table, rows in self._by_row.items():
+                    its = (rows.values * factors[table]).masked_fill_(zeroed[table], 0.0)
+                    self._by_row[table] = rows.with_values(its)
                 self._calls, self._spoilt = scaled, self._spoilt_by(factors, zeroed)
         self._read, self._zeroed = None, set()
-        self.epoch += 1
 
     def _spoilt_by(self, factors: torch.Tensor, zeroed: torch.Tensor) -> torch.Tensor:
         spoilt = factors * 0.0 if self._spoilt is None else factors * 0.0 + self._spoilt
@@ -251,6 +364,8 @@ class PendingGradients:
         together, calls = [self, *others], []
         for each in together:
             each._fold()
+            if each._by_row:
+                each._hold_one_call()
         alone = [each for each in together if not each._calls]
         for each in together:
             # of a step without a gradient zeros are left, as in torch
@@ -262,6 +377,14 @@ class PendingGradients:
         for each in alone:
             each._step_alone()
 
+    def _hold_one_call(self) -> None:
+        """In the place of what is held a call whose gradient comes to the same."""
+        rows = rows_of_calls(self._tables, self._calls)
+        call = self._call_of([self._by_row.get(table, rows[table]) for table in range(self._count)])
+        before, self._calls, self._by_row = self._calls, call, {}
+        for each, _ in before:
+            each.release()
+
     def drop(self) -> None:
         """Drops what is collected, and gives its rows free."""
         self._left, self._is_fresh = False, True
@@ -269,10 +392,10 @@ class PendingGradients:
             call.release()
 
     def _taken(self) -> Collected:
-        calls, self._calls = self._calls, []
+        self._change()
+        calls, self._calls, self._by_row = self._calls, [], {}
         self._read = self._norms = self._spoilt = None
         self._dropped, self._zeroed = set(), set()
-        self.epoch += 1
         return calls
 
 

@@ -1,11 +1,13 @@
 """The gradient of a table, as code finds it in `.grad` of its parameter, (rows, D).
 
-Nowhere is it held whole. Known of it are two numbers, float32 (2,): its L2 norm, and a constant so small (`TRACE`) that
-it adds nothing to a norm. Whatever the gradient is multiplied by is read from the second, exactly, and also where the
-norm is zero or infinite: that factor is what the update multiplies the gradients of outputs by. So `GradScaler` finds
-infinities, `clip_grad_norm_` the right norm of any order, and both may scale it. What needs its elements is refused.
+Nowhere is it held whole. As long as nobody needs its elements, known of it are two numbers, float32 (2,): its L2 norm,
+and a constant so small (`TRACE`) that it adds nothing to a norm. Whatever the gradient is multiplied by is read from
+the second, exactly, and also where the norm is zero or infinite: that factor is what the update multiplies the
+gradients of outputs by. So `GradScaler` finds infinities, `clip_grad_norm_` the right norm of any order, and both may
+scale it. The numbers are computed when they are first needed: a step in which nobody reads them pays nothing.
 
-The numbers are computed when they are first needed: a step in which nobody reads them pays nothing.
+An operation that needs its elements finds it by row (`GradientRows`): what treats each element by itself and leaves
+zeros zero is computed there, and so are its reductions. What would make a dense gradient of it is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import torch
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tieredemb.errors import UnsupportedError
+from tieredemb.errors import InvalidInputError, UnsupportedError, shown
 from tieredemb.step.call import untraced
+from tieredemb.step.gradient_rows import GradientRows, pointwise
 
 # its square is beyond float32's precision beside a norm of 1e-10; and factors down to 1e-24, a scale's of 2^24 and a
 # clipping's together, leave it a normal float32
@@ -30,10 +33,18 @@ class Source(Protocol):
     """Who has the gradients of tables, by number."""
 
     epoch: int  # how often they have become others, so that numbers of before are no longer theirs
+    copies: weakref.WeakSet[Known]  # which are of numbers alone, and find their rows before the gradients become others
 
     def values(self, table: int) -> torch.Tensor:
         """The two numbers of one, float32 (2,), which may be changed in place. Raises `UnsupportedError` for one that
         is not there."""
+
+    def rows(self, table: int, values: torch.Tensor | None = None) -> GradientRows:
+        """One by row, a copy, which was multiplied by what its two numbers say, or these `values` in their place. Waits
+        for a GPU. Raises `UnsupportedError` for one that is not there."""
+
+    def set_rows(self, table: int, rows: GradientRows) -> None:
+        """Replaces it."""
 
     def zero(self, table: int) -> None:
         """Makes it zeros."""
@@ -43,71 +54,101 @@ class Source(Protocol):
 
 
 class Known:
-    """What is known of the gradient of a `table`: what its `source` says now, or numbers of its `own`, of a copy that
-    was made in the `epoch` of then. It keeps no source alive."""
+    """What is known of the gradient of a table: what its `source` says now of `table`; or of a copy numbers of its
+    `own`, as long as the gradient is what it was, or what it is `by_row`. It keeps no source alive."""
 
-    def __init__(self, source: Source, table: int, own: torch.Tensor | None = None) -> None:
-        self._source, self.table, self.own = weakref.ref(source), table, own
-        self._epoch = source.epoch
+    def __init__(
+        self,
+        source: Source | None = None,
+        table: int = 0,
+        own: torch.Tensor | None = None,
+        by_row: GradientRows | None = None,
+    ) -> None:
+        self._source = None if source is None else weakref.ref(source)
+        self.table, self.own, self.by_row = table, own, by_row
 
     @property
     def source(self) -> Source:
         """Raises `UnsupportedError` where it is gone."""
-        found = self._source()
+        found = None if self._source is None else self._source()
         if found is None:
-            raise UnsupportedError("the table that this gradient is of is gone")
+            raise UnsupportedError("the table that this gradient is of is gone, or this is a copy whose rows it had")
         return found
 
     @property
-    def epoch(self) -> int:
-        """That of its numbers."""
-        return self.source.epoch if self.own is None else self._epoch
-
-    @property
     def values(self) -> torch.Tensor:
-        """Float32 (2,)."""
+        """What is multiplied where it is multiplied by a number: its two numbers, float32 (2,), or by row its elements,
+        (U, D)."""
+        if self.by_row is not None:
+            return self.by_row.values
         return self.source.values(self.table) if self.own is None else self.own
 
     def copied(self, values: torch.Tensor) -> Known:
-        """Of a copy, with numbers of its own."""
+        """Of a copy, of which `values` are known."""
+        if self.by_row is not None:
+            return Known(by_row=self.by_row.with_values(values))
         made = Known(self.source, self.table, values)
-        made._epoch = self.epoch
+        self.source.copies.add(made)
         return made
 
-    def is_of(self, other: Known) -> bool:
-        """Whether both are of one gradient as it is now."""
-        return (self._source, self.table, self.epoch) == (other._source, other.table, other.epoch)
+    def rows(self) -> GradientRows:
+        """It by row, a copy. Waits for a GPU."""
+        if self.by_row is not None:
+            return self.by_row.with_values(self.by_row.values.clone())
+        return self.source.rows(self.table, self.own)
+
+    def find_rows(self) -> None:
+        """Has its elements from here on: what it is a copy of becomes another."""
+        self.by_row, self.own, self._source = self.rows(), None, None
+
+    def lose_rows(self) -> None:
+        """Has its numbers alone from here on."""
+        self._source = None
+
+    def set_rows(self, rows: GradientRows) -> None:
+        """Becomes what `rows` are."""
+        if self._source is not None and self.own is None:
+            self.source.set_rows(self.table, rows)
+        else:
+            self.by_row, self.own, self._source = rows, None, None
 
     def overwrite(self, other: Known) -> None:
-        """Becomes what the other is: a copy of the same gradient, or zeros. Raises `UnsupportedError` for another."""
-        if self.is_of(other):
+        """Becomes what the other is."""
+        if self is other:
+            return
+        are_numbers = self.by_row is None and other.by_row is None
+        if are_numbers and (self._source, self.table) == (other._source, other.table):
             if other.own is not None or self.own is not None:
                 self.values.copy_(other.values)
-        elif other.own is None or bool(other.own.any()):
-            raise UnsupportedError(
-                "a table's gradient can be replaced by a copy of itself, multiplied by a number, and by zeros; got one "
-                "of another table, or of before its last backward or step"
-            )
-        else:
-            self.zero()
+            return
+        self.set_rows(other.rows())
 
     def zero(self) -> None:
-        if self.own is None:
+        if self.own is None and self.by_row is None:
             self.source.zero(self.table)
         else:
-            self.own.zero_()
+            self.values.zero_()
 
     def norm(self, order: float) -> torch.Tensor:
         """Its norm of that order, float32 ()."""
+        if self.by_row is not None:
+            return norm_by_row(self.by_row, order)
         if order == 2.0:
             return self.values[0].abs()
-        if not order > 0:
-            _refuse(f"a norm of order {order}")
-        if self.own is not None:
-            raise UnsupportedError(
-                f"of a copy of a table's gradient its L2 norm alone is known, and not that of order {order}"
-            )
-        return self.source.norms(order)[self.table].clone()
+        if self.own is None and order > 0:
+            return self.source.norms(order)[self.table].clone()
+        return norm_by_row(self.rows(), order)
+
+
+def norm_by_row(rows: GradientRows, order: float) -> torch.Tensor:
+    """The norm of a gradient by row, float32 (). Raises `UnsupportedError` for orders of 0 and below, in which zeros
+    count."""
+    if not order > 0:
+        _refuse(f"a norm of order {order}")
+    if rows.values.numel() == 0:
+        return rows.values.new_zeros(())
+    found: torch.Tensor = torch.linalg.vector_norm(rows.values, order)
+    return found
 
 
 class TableGradient(torch.Tensor):
@@ -129,7 +170,7 @@ class TableGradient(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Its norm, size and device. Waits for a GPU."""
         try:
-            norm = f"{self.known.values[0].item():.4g}"
+            norm = f"{self.known.norm(2.0).item():.4g}"
         except UnsupportedError:
             norm = "dropped"
         return f"TableGradient(norm={norm}, size={tuple(self.shape)}, device={str(self.device)!r})"
@@ -141,7 +182,7 @@ class TableGradient(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UnsupportedError("the gradient of a table cannot be pickled: nowhere is it held whole")
+        return of_rows, (self.known.rows(),)
 
     @classmethod
     @untraced
@@ -151,6 +192,10 @@ class TableGradient(torch.Tensor):
         name = getattr(func, "__name__", "")
         if func == _DATA.__set__ and _is(args[0]):
             return _overwritten(func, args, {})
+        if func == _T.__setitem__ and _is(args[0]):
+            return _set_rows(*args)
+        if func == _T.__getitem__ and _is(args[0]):
+            return _rows_at(*args)
         if name in _FLAGS and args and _is(args[0]):
             args = (args[0].known.values,)
         elif name in _OF_MEMORY:
@@ -161,38 +206,50 @@ class TableGradient(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs, name = kwargs or {}, func._schema.name.removeprefix("aten::")
+        if not all(issubclass(each, TableGradient) or each in _PLAIN for each in types):
+            return NotImplemented  # a table's own
         operation = _OPERATIONS.get(name)
         if operation is not None:
-            return operation(func, args, kwargs)
+            found = operation(func, args, kwargs)
+            if found is not NotImplemented:
+                return found
         if name.endswith("_like") or name.startswith("new_"):
             return func(*tree_map_only(TableGradient, empty_of, args), **kwargs)
+        if name.startswith("_foreach_"):
+            return _one_by_one(func, name, args, kwargs)
+        if torch.Tag.pointwise in func.tags or name in _POINTWISE:
+            return _by_row(func, name, args, kwargs)
         return _refuse(name)
 
 
-class SquaredGradient(torch.Tensor):
-    """The square of a table's gradient, float32 (rows, D), of which nothing but the sum is known."""
+class SquaredGradient(TableGradient):
+    """The square of a table's gradient, float32 (rows, D). Its sum is known by the norm of that; what else is asked of
+    it finds it by row."""
 
-    _sum: torch.Tensor
+    _root: Known | None  # what it is the square of, as long as its rows were not found
+    _squares: Known
 
     @staticmethod
-    def __new__(cls, gradient: TableGradient) -> SquaredGradient:
+    def __new__(cls, gradient: TableGradient) -> SquaredGradient:  # type: ignore[override]
         made: SquaredGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, gradient.shape, dtype=torch.float32, device=gradient.device
         )
-        made._sum = gradient.known.values.square().sum()
+        made._root = gradient.known.copied(gradient.known.values.clone())
         return made
 
-    def __init__(self, *_: Any) -> None:
-        super().__init__()
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"SquaredGradient(size={tuple(self.shape)})"
+    @property
+    def known(self) -> Known:  # type: ignore[override]
+        """What is known of the square: all of it."""
+        if self._root is not None:
+            rows = self._root.rows()
+            self._squares, self._root = Known(by_row=rows.with_values(rows.values.square_())), None
+        return self._squares
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.sum.default:
-            return args[0]._sum
-        return _refuse(func._schema.name.removeprefix("aten::"))
+        if func is torch.ops.aten.sum.default and args[0]._root is not None:
+            return args[0]._root.values.square().sum()
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 _foreach_supported_types.append(TableGradient)  # torch clips lists that have one as it clips those of plain tensors
@@ -200,10 +257,10 @@ _foreach_supported_types.append(TableGradient)  # torch clips lists that have on
 
 def _refuse(name: str) -> Any:
     raise UnsupportedError(
-        f"{name.removeprefix('_foreach_')} needs each element of a table's gradient, which is nowhere held whole: its "
-        f"norms are known, and it can be multiplied by a number. step() of the optimizer that the table follows "
-        f"applies it to the rows. Clip by a norm, with torch's clip_grad_norm_ or tieredemb.clip_grad_norm_; leave "
-        f"tables out of other changes of gradients, or leave the embedding out of the conversion by exclude="
+        f"{name.removeprefix('_foreach_')} of a table's gradient would make a gradient of every row, or needs it as "
+        f"one tensor, which it is nowhere. Known are the rows that it reaches: operations on each element that leave "
+        f"zeros zero, sums of gradients, norms and to_sparse() work on these. Leave tables out of other changes, or "
+        f"leave the embedding out of the conversion by exclude="
     )
 
 
@@ -216,6 +273,16 @@ def _like(one: TableGradient, values: torch.Tensor) -> TableGradient:
     return TableGradient(one.shape, values.device, one.known.copied(values))
 
 
+def of_rows(rows: GradientRows) -> TableGradient:
+    """A gradient that is known by row."""
+    shape = (rows.count, rows.values.shape[1])
+    return TableGradient(shape, rows.values.device, Known(by_row=rows))
+
+
+# --- what its two numbers are enough for, or its values by row as they are --------------------------------------------
+# each returns NotImplemented where they are not
+
+
 def _view(func: Any, args: Any, kwargs: Any) -> TableGradient:
     """The same gradient once more."""
     return TableGradient(args[0].shape, args[0].device, args[0].known)
@@ -224,6 +291,9 @@ def _view(func: Any, args: Any, kwargs: Any) -> TableGradient:
 def _copied(func: Any, args: Any, kwargs: Any) -> TableGradient:
     if kwargs.get("dtype", torch.float32) not in (None, torch.float32):
         _refuse(f"a gradient of {kwargs['dtype']}")
+    if kwargs.get("device") not in (None, args[0].device):
+        _refuse("a copy to another device")
+    kwargs = {name: each for name, each in kwargs.items() if name not in ("device", "layout", "memory_format")}
     return _like(args[0], func(args[0].known.values, *args[1:], **kwargs))
 
 
@@ -239,12 +309,14 @@ def _multiplied(func: Any, args: Any, kwargs: Any) -> Any:
     """By a number or a tensor of one, or by itself; divided by a number."""
     place = 0 if _is(args[0]) else 1
     one, others = args[place], [each for at, each in enumerate(args) if at != place]
+    if one.known.by_row is not None:
+        return NotImplemented  # zeros times what is not finite are not
     is_mutable, name = func._schema.is_mutable, func._schema.name.removeprefix("aten::")
     if name == "mul" and _is(others[0]) and others[0].known is one.known:
         return SquaredGradient(one)
     are_numbers = all(not isinstance(each, torch.Tensor) or (each.numel() == 1 and not _is(each)) for each in others)
     if not are_numbers or (place == 1 and name != "mul") or kwargs.get("rounding_mode") is not None:
-        _refuse(name)
+        return NotImplemented
     numbers = [each.known.values if each is one else _number(each) for each in args]
     values = func(*numbers, **kwargs)
     return one if is_mutable else _like(one, values)
@@ -254,10 +326,9 @@ def _number(each: Any) -> Any:
     return each.reshape(()) if isinstance(each, torch.Tensor) else each
 
 
-def _power(func: Any, args: Any, kwargs: Any) -> SquaredGradient:
-    if args[1] != 2:
-        _refuse("pow")
-    return SquaredGradient(args[0])
+def _power(func: Any, args: Any, kwargs: Any) -> Any:
+    is_square = _is(args[0]) and args[1:] == (2,) and args[0].known.by_row is None
+    return SquaredGradient(args[0]) if is_square else NotImplemented
 
 
 def _normed(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
@@ -273,25 +344,28 @@ def _normed(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
 
 def _checked(func: Any, args: Any, kwargs: Any) -> Any:
     """`nan_to_num_`, which leaves what is finite as it is. Waits for a GPU."""
-    if not bool(torch.isfinite(args[0].known.values).all()):
-        _refuse("nan_to_num_ of what is not finite")
-    return args[0]
+    return args[0] if bool(torch.isfinite(args[0].known.values).all()) else NotImplemented
 
 
 def _overwritten(func: Any, args: Any, kwargs: Any) -> Any:
-    if not _is(args[1]):
-        _refuse("copy_ of a tensor")
-    args[0].known.overwrite(args[1].known)
-    return args[0]
+    one, other = args[0], args[1]
+    if not _is(one):
+        return one.copy_(other.known.rows().dense())
+    if _is(other):
+        one.known.overwrite(other.known)
+    else:
+        one.known.set_rows(GradientRows.of(other, one.shape, one.device))
+    return one
 
 
 def _of_lists(func: Any, args: Any, kwargs: Any) -> Any:
     """A `_foreach_` operation by numbers on gradients of tables and of other parameters."""
     those, *others = args
-    if any(
-        isinstance(each, torch.Tensor) and (_is(each) or each.numel() != 1) for each in tree_leaves((others, kwargs))
+    numbers = tree_leaves((others, kwargs))
+    if any(isinstance(each, torch.Tensor) and (_is(each) or each.numel() != 1) for each in numbers) or any(
+        _is(each) and each.known.by_row is not None for each in those
     ):
-        _refuse(func._schema.name.removeprefix("aten::"))
+        return NotImplemented
     plain = [each.known.values if _is(each) else each for each in those]
     results = func(plain, *others, **kwargs)
     if results is None:
@@ -324,9 +398,128 @@ def _unscaled_lists(func: Any, args: Any, kwargs: Any) -> None:
         func(those, *args[1:], **kwargs)
 
 
+# --- what needs its elements ------------------------------------------------------------------------------------------
+
+
+def _by_row(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """An operation that treats each element by itself. With a plain tensor of all elements it is computed with all of
+    them, as torch would."""
+    leaves = tree_leaves((args, kwargs))
+    shape = next(each.shape for each in leaves if _is(each))
+    others = [each for each in leaves if isinstance(each, torch.Tensor) and not _is(each)]
+    is_mutable, first = func._schema.is_mutable, args[0]
+    for each in others:
+        if len(each.shape) > 2 or any(
+            size not in (1, own) for size, own in zip(each.shape[::-1], shape[::-1], strict=False)
+        ):
+            raise InvalidInputError(
+                f"the gradient of a table of shape {tuple(shape)} has that shape, and {name} is given {shown(each)}"
+            )
+
+    def by_row(each: TableGradient) -> GradientRows:
+        return each.known.rows()
+
+    if not any(each.shape == shape for each in others):
+        if is_mutable and not _is(first):
+            _refuse(f"{name} of a plain tensor")
+        args, kwargs = tree_map_only(TableGradient, by_row, (args, kwargs))
+        rows = pointwise(func, args, kwargs, shape)
+        if rows is None:
+            return _refuse(name)
+        if not is_mutable:
+            return of_rows(rows)
+        first.known.set_rows(rows)
+        return first
+    dense = tree_map_only(TableGradient, lambda each: each.known.rows().dense(), (args, kwargs))
+    result = func(*dense[0], **dense[1])
+    if is_mutable and _is(first):
+        first.known.set_rows(GradientRows.of(result, shape, first.device))
+        return first
+    return result
+
+
+def _one_by_one(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A `_foreach_` operation on lists, one after the other."""
+    of_one, count = getattr(torch.Tensor, name.removeprefix("_foreach_"), None), len(args[0])
+    if of_one is None:
+        return _refuse(name)
+
+    def of(at: int) -> Any:
+        return [each[at] if isinstance(each, list | tuple) and len(each) == count else each for each in args]
+
+    results = [of_one(*of(at), **kwargs) for at in range(count)]
+    return None if func._schema.is_mutable else results
+
+
+def _summed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Sum or mean of all elements."""
+    names = [each.name for each in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.get("dim") not in (None, [], [0, 1], [-2, -1]) or given.get("keepdim"):
+        return NotImplemented
+    total = args[0].known.rows().values.sum(dtype=given.get("dtype"))
+    return total / args[0].numel() if func._schema.name == "aten::mean" else total
+
+
+def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
+    """The largest or smallest element, zeros among them where rows are not reached."""
+    rows = args[0].known.rows()
+    if len(args) > 1 or kwargs:
+        return NotImplemented
+    values = rows.values.reshape(-1)
+    return func(values if len(rows.ids) == rows.count else torch.cat([values, values.new_zeros(1)]))
+
+
+def _as_sparse(func: Any, args: Any, kwargs: Any) -> Any:
+    if any(each is not None for each in (*args[1:], *kwargs.values())):
+        return NotImplemented
+    return args[0].known.rows().sparse()
+
+
+def _rows_of(index: Any, rows: int, device: torch.device) -> torch.Tensor:
+    """The numbers of rows, int64 (K,), that an index chooses."""
+    if isinstance(index, tuple):
+        if len(index) != 1 and not all(each == slice(None) for each in index[1:]):
+            _refuse("a choice of columns")
+        index = index[0]
+    if isinstance(index, torch.Tensor) and index.dim() != 1:
+        _refuse("a choice of elements")
+    return torch.arange(rows, device=device)[index].reshape(-1)
+
+
+def _set_rows(one: TableGradient, index: Any, value: Any) -> None:
+    """`gradient[index] = value`, of rows."""
+    rows, device = one.known.rows(), one.device
+    at = torch.unique(_rows_of(index, rows.count, device))
+    ids = torch.unique(torch.cat([rows.ids, at]))
+    values = rows.at(ids)
+    if isinstance(value, torch.Tensor) and value.dim() > 1:
+        _refuse("an assignment of rows")
+    values[torch.isin(ids, at)] = value if not isinstance(value, torch.Tensor) else value.to(device, torch.float32)
+    one.known.set_rows(GradientRows(ids, values, rows.count))
+
+
+def _rows_at(one: TableGradient, index: Any) -> torch.Tensor:
+    """`gradient[ids]`: a copy of rows, float32 (K, D). What would be a view, which is to write through, is refused."""
+    if not isinstance(index, torch.Tensor | list):
+        _refuse("a view")
+    rows = one.known.rows()
+    index = index if isinstance(index, torch.Tensor) else torch.tensor(index, device="cpu")
+    return rows.at(_rows_of(index, rows.count, one.device))
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_T: Any = torch.Tensor  # whose dunder methods are not all typed
 _DATA: Any = torch.Tensor.data
-_FLAGS = {"isfinite", "isinf", "isnan"}  # of its two numbers: whether all of it is, or any
+_FLAGS = {"isfinite", "isinf", "isnan"}  # of what is known: whether all of it is, or any
 _OF_MEMORY = {"tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"}
+_POINTWISE = {
+    "masked_fill",
+    "masked_fill_",
+    "where",
+    "nan_to_num",
+    "nan_to_num_",
+}  # without torch's tag in old versions
 _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "alias": _view, "detach": _view, "lift_fresh": _view,
     "clone": _copied, "_to_copy": _copied, "zeros_like": _copied,
@@ -334,6 +527,8 @@ _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "mul": _multiplied, "mul_": _multiplied, "div": _multiplied, "div_": _multiplied,
     "neg": _multiplied, "neg_": _multiplied, "pow": _power,
     "norm": _normed, "linalg_vector_norm": _normed, "nan_to_num_": _checked,
+    "sum": _summed, "mean": _summed, "max": _extreme, "min": _extreme, "to_sparse": _as_sparse,
+    "_to_sparse": _as_sparse, "record_stream": lambda func, args, kwargs: None,
     "_foreach_mul": _of_lists, "_foreach_mul_": _of_lists, "_foreach_div": _of_lists, "_foreach_div_": _of_lists,
     "_foreach_zero_": _zeroed_lists, "_foreach_norm": _normed_lists,
     "_amp_foreach_non_finite_check_and_unscale_": _unscaled_lists,

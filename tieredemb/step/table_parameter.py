@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from tieredemb.errors import StorageError, UnsupportedError
 from tieredemb.kernels.inference import no_inference
+from tieredemb.step.autograd_grad import gradients
+from tieredemb.step.gradient_rows import GradientRows
+from tieredemb.step.table_gradient import TableGradient, of_rows
 from tieredemb.step.table_tensor import Module, TableTensor
 from tieredemb.tables.table_set import TableSet
+
+Hook = Callable[[torch.Tensor], "torch.Tensor | None"]
 
 
 class Gradients(Protocol):
@@ -67,6 +74,9 @@ class TableParameter(TableTensor):
     _followed: weakref.ref[Followed] | None
     _beside: weakref.ref[Any] | None  # see `Beside`
     is_sharded: bool
+    hooks: OrderedDict[int, Hook] | None  # of its gradients, as they come
+    post_hooks: OrderedDict[int, Callable[[torch.Tensor], None]] | None  # of itself, once a backward has brought one
+    has_hooks = False  # whether any table ever had one
 
     @staticmethod
     def __new__(  # type: ignore[misc]
@@ -85,6 +95,7 @@ class TableParameter(TableTensor):
             made.geometry = torch.empty(torch.Size(shape), dtype=dtype, device="meta")
         made.table, made.is_detached, made.is_sharded = table, False, is_sharded
         made._followed = made._beside = None
+        made.hooks = made.post_hooks = None
         return made
 
     @classmethod
@@ -103,6 +114,7 @@ class TableParameter(TableTensor):
         shape, dtype, _, *rest = self._made_as
         made = TableParameter(shape, dtype, device, *rest)
         made._followed = self._followed
+        made.hooks, made.post_hooks = self.hooks, self.post_hooks
         torch.utils.swap_tensors(self, made)  # type: ignore[no-untyped-call]
 
     @property
@@ -154,6 +166,49 @@ class TableParameter(TableTensor):
         self.grad = None
 
     __hash__ = object.__hash__  # by which optimizers find a param's state
+
+    # --- hooks ------------------------------------------------------------------------------------------------------
+
+    def register_hook(self, hook: Hook) -> RemovableHandle:
+        """See `torch.Tensor.register_hook`. It is called with the gradient of each backward pass by row, at the end of
+        the pass, and of `torch.autograd.grad`; what it returns takes the gradient's place. Then a GPU is waited for.
+        Raises `UnsupportedError` for a table of several ranks, and in a captured step."""
+        return self._register("hooks", hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:  # type: ignore[override]
+        """See `torch.Tensor.register_post_accumulate_grad_hook`. It is called at the end of each backward pass."""
+        return self._register("post_hooks", hook)
+
+    def _register(self, kind: str, hook: Callable[..., Any]) -> RemovableHandle:
+        self.check_held()
+        if not self.wants_gradient:
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+        hooks = getattr(self, kind)
+        if hooks is None:
+            setattr(self, kind, hooks := OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        TableParameter.has_hooks = True
+        return handle
+
+    def through_hooks(self, rows: GradientRows) -> GradientRows:
+        """What its hooks make of a gradient."""
+        for hook in tuple((self.hooks or {}).values()):
+            result = hook(of_rows(rows))
+            if isinstance(result, TableGradient):
+                rows = result.known.rows()
+            elif result is not None:
+                rows = GradientRows.of(result, self.shape, self.device)
+        return rows
+
+    def call_post_hooks(self) -> None:
+        """After a backward has brought it a gradient."""
+        for hook in tuple((self.post_hooks or {}).values()):
+            hook(self)
+
+    @classmethod
+    def _gradients(cls, *args: Any, **kwargs: Any) -> Any:
+        return gradients(*args, **kwargs)
 
     # --- copies -----------------------------------------------------------------------------------------------------
 

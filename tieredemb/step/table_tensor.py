@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -21,6 +22,7 @@ from tieredemb.errors import InvalidInputError, TieredEmbError, UnsupportedError
 from tieredemb.kernels.inference import no_inference
 from tieredemb.step.call import untraced
 from tieredemb.step.export import RESTORE
+from tieredemb.step.gradient_rows import GradientRows
 from tieredemb.step.table_gradient import SquaredGradient, TableGradient, empty_of
 from tieredemb.tables.table_set import PART_BYTES, TableSet
 
@@ -178,12 +180,12 @@ class TableTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
-            raise UnsupportedError(_NO_AUTOGRAD_GRAD)
+            return cls._gradients(*args, **kwargs)
         first = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(first, TableTensor):
             if first._is_param:
-                if func in _HOOKS:
-                    raise UnsupportedError(_NO_HOOKS)
+                if func == _T.backward:
+                    raise UnsupportedError(_NO_GRADIENT)
             elif func == _T.requires_grad.__get__:
                 return first.wants_gradient
             elif func in (_T.requires_grad_, _T.requires_grad.__set__):
@@ -210,6 +212,11 @@ class TableTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
+    def _gradients(cls, *args: Any, **kwargs: Any) -> Any:
+        """`torch.autograd.grad` with tables among its inputs."""
+        raise UnsupportedError(_NO_AUTOGRAD_GRAD)
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
@@ -224,7 +231,7 @@ class TableTensor(torch.Tensor):
             args, kwargs = tree_map_only(TableTensor, empty_of, (args, kwargs))
             return func(*args, **kwargs)
         if TableGradient in types or SquaredGradient in types:
-            raise UnsupportedError(_BY_HAND)
+            return _with_gradients(func, name, args, kwargs)
         written = [each for each in _written(func, args, kwargs) if isinstance(each, TableTensor)]
         if written and name in _RESHAPE:
             raise UnsupportedError(_NO_SHAPE.format(name))
@@ -245,6 +252,49 @@ def _replace(table: TableTensor, value: Any) -> None:
         )
     with torch.no_grad():
         table.detached().copy_(value)
+
+
+def _with_gradients(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """A sum of tables and gradients: of each table the rows change, or are others in the copy, that its gradient
+    reaches."""
+    plain = name.removeprefix("_foreach_")
+    if plain.rstrip("_") not in ("add", "sub") or not args or (name == "sub" and not isinstance(args[0], TableTensor)):
+        raise UnsupportedError(_BY_HAND.format(plain))
+    if plain != name:
+        those, others = args[0], args[1]
+        results = [
+            getattr(torch.Tensor, plain)(each, other, **kwargs) for each, other in zip(those, others, strict=True)
+        ]
+        return None if plain.endswith("_") else results
+    table, gradient = args
+    if not isinstance(table, TableTensor):
+        table, gradient = gradient, table
+    if not isinstance(gradient, TableGradient) or not table.is_whole or table.shape != gradient.shape:
+        raise UnsupportedError(_BY_HAND.format(plain))
+    table.check_held()
+    written = [table] if name.endswith("_") else []
+    _check_gradients([table], written)
+    rows, alpha = gradient.known.rows(), kwargs.get("alpha", 1)
+    return _add_rows(table, rows, -alpha if plain.startswith("sub") else alpha, in_place=bool(written))
+
+
+def _add_rows(table: TableTensor, rows: GradientRows, alpha: Any, *, in_place: bool) -> torch.Tensor:
+    """A table and `alpha` times what is given by row, `in_place` or as a copy, (rows, D)."""
+    if not in_place:
+        copy = table.detached().clone()
+        copy[rows.ids] = copy[rows.ids].add(rows.values, alpha=alpha).to(copy.dtype)
+        return copy
+    ids, values = rows.ids.cpu(), rows.values.cpu()
+
+    def change(start: int, part: torch.Tensor) -> torch.Tensor:
+        low, high = np.searchsorted(ids.numpy(), [start, start + len(part)]).tolist()
+        at = ids[low:high] - start
+        part[at] = part[at].add(values[low:high], alpha=alpha).to(part.dtype)
+        return part
+
+    if len(ids):
+        table.module.tables.change_rows(table.table, int(ids[0]), int(ids[-1]) + 1, change)
+    return table
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
@@ -412,29 +462,28 @@ _LOOKS = {
 _T: Any = torch.Tensor  # whose descriptors and dunder methods are not all typed
 _LISTS = {_T.tolist}
 _ARRAYS = {_T.numpy, _T.__array__}
-_HOOKS = {_T.register_hook, _T.register_post_accumulate_grad_hook, _T.backward}
-_OF_A_PARAMETER = {_T.grad.__get__, _T.grad.__set__, _T.is_leaf.__get__, _T.retain_grad, *_HOOKS}
+_OF_A_PARAMETER = {
+    _T.grad.__get__, _T.grad.__set__, _T.is_leaf.__get__, _T.retain_grad, _T.register_hook,
+    _T.register_post_accumulate_grad_hook, _T.backward,
+}  # fmt: skip
 _OF_MEMORY = {_T.data_ptr, _T.untyped_storage, _T.storage, _T.share_memory_, _T.pin_memory, _T.__dlpack__}
 
 _NO_PARAMETER = (
     "the weight of a tiered table is no parameter, and its gradient no tensor: backward applies it to the rows; pass "
     "an optimizer to the module, or let it follow(optimizer) a torch optimizer, and clip by tieredemb.clip_grad_norm_"
 )
-_NO_HOOKS = (
-    "a table calls no hooks of its gradient, which is nowhere held whole; change it between backward() and step(), "
-    "where it can be multiplied by a number and clipped by a norm, or hook the output of the module"
-)
 _NO_LEAF = (
     "a view of a table, or its detached weight, records no gradients of its own; take a copy of it, by "
     "weight.detach().clone(), or call requires_grad_() of the module"
 )
 _NO_AUTOGRAD_GRAD = (
-    "torch.autograd.grad cannot return the gradient of a table, which is nowhere held whole; leave tables out of its "
-    "inputs, and call backward(), whose gradients step() of the optimizer that the table follows applies"
+    "torch.autograd.grad cannot return the gradient of a table that is updated in backward; build the module with a "
+    "torch optimizer, or leave the table out of the inputs"
 )
 _BY_HAND = (
-    "an update by hand of a table by its gradient, which is nowhere held whole; the optimizer that the table follows "
-    "updates its rows, by tieredemb.follow(model, optimizer) and optimizer.step(). Nothing was changed"
+    "{} of a table and a gradient of one: a table and its gradient can be added, or subtracted, as an update by hand "
+    "does; else let the table follow the optimizer, by tieredemb.follow(model, optimizer) and optimizer.step(). "
+    "Nothing was changed"
 )
 _NO_MEMORY = (
     f"the weight of a tiered table has no memory of its own; take a copy of it, by weight.detach().clone(). For "

@@ -1,0 +1,220 @@
+"""The gradient of a table by row: the rows that it reaches, and what it is there. Everywhere else it is zero."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map_only
+
+from tieredemb.config import features_of
+from tieredemb.errors import InvalidInputError, UnsupportedError, shown
+from tieredemb.kernels.streams import on_device
+from tieredemb.step.batch import Batch
+from tieredemb.step.call import Collected
+from tieredemb.tables.config import TableSetConfig
+from tieredemb.tables.group import DeviceGroup, HostGroup
+from tieredemb.tables.table_set import TableSet
+
+
+@dataclass(frozen=True, eq=False)
+class GradientRows:
+    """`ids`: int64 (U,), ascending · `values`: float32 (U, D), the gradient of each of these rows · `count`: the rows
+    of the table."""
+
+    ids: torch.Tensor
+    values: torch.Tensor
+    count: int
+
+    @classmethod
+    def of(cls, given: torch.Tensor, shape: Sequence[int], device: torch.device) -> GradientRows:
+        """That of a plain tensor of `shape`, (rows, D), dense or sparse COO. Waits for a GPU. Raises
+        `InvalidInputError` for another shape."""
+        if tuple(given.shape) != tuple(shape):
+            raise InvalidInputError(
+                f"the gradient of a table of shape {tuple(shape)} has that shape, got {shown(given)}"
+            )
+        given = given.detach().to(device, torch.float32)
+        if given.layout is torch.sparse_coo and given.sparse_dim() == 1:
+            given = given.coalesce()
+            return cls(given.indices()[0], given.values(), shape[0])
+        whole = given.to_dense()
+        ids = torch.nonzero(whole.ne(0).any(1)).reshape(-1)  # a NaN is not equal to 0
+        return cls(ids, whole[ids], shape[0])
+
+    @classmethod
+    def empty(cls, shape: Sequence[int], device: torch.device) -> GradientRows:
+        """Of no row."""
+        rows, width = shape
+        ids = torch.empty(0, dtype=torch.int64, device=device)
+        return cls(ids, torch.empty((0, width), dtype=torch.float32, device=device), rows)
+
+    def with_values(self, values: torch.Tensor) -> GradientRows:
+        """Of the same rows."""
+        return GradientRows(self.ids, values, self.count)
+
+    def at(self, ids: torch.Tensor) -> torch.Tensor:
+        """The gradient of rows `ids`, int64 (K,): float32 (K, D), zeros for those that it does not reach."""
+        found: torch.Tensor = self.values.new_zeros((len(ids), self.values.shape[1]))
+        if len(self.ids):
+            place = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
+            is_here = self.ids[place] == ids
+            found[is_here] = self.values[place[is_here]]
+        return found
+
+    def plus(self, other: GradientRows) -> GradientRows:
+        """The sum of both."""
+        ids = union([self, other])
+        return GradientRows(ids, self.at(ids) + other.at(ids), self.count)
+
+    def dense(self) -> torch.Tensor:
+        """As a tensor, float32 (rows, D)."""
+        found: torch.Tensor = self.values.new_zeros((self.count, self.values.shape[1]))
+        found[self.ids] = self.values
+        return found
+
+    def sparse(self) -> torch.Tensor:
+        """As a coalesced sparse COO tensor, float32 (rows, D), of one sparse dimension."""
+        shape = (self.count, self.values.shape[1])
+        found: torch.Tensor = torch.sparse_coo_tensor(
+            self.ids[None], self.values.clone(), shape, is_coalesced=True, check_invariants=False
+        )
+        return found
+
+
+def union(those: Sequence[GradientRows]) -> torch.Tensor:
+    """All rows that any of them reaches, int64 (U,), ascending."""
+    first, *others = those
+    if all(each.ids is first.ids for each in others):
+        return first.ids
+    ids: torch.Tensor = torch.unique(torch.cat([each.ids for each in those]))
+    return ids
+
+
+# --- of calls ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of_calls(tables: TableSet, collected: Collected) -> list[GradientRows]:
+    """The gradient of each table, summed over all occurrences in these calls as their update sums them. Waits for a
+    GPU. Raises `IdOutOfRangeError` or `InvalidInputError` for what was wrong with the calls' ids."""
+    device = tables.placed.now.config.device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "the gradient of a table by row, which a hook, torch.autograd.grad or an operation on its elements needs, "
+            "is found by waiting for the GPU, which a captured step cannot do; capture a step without it"
+        )
+    found = [GradientRows.empty((table.num_embeddings, table.embedding_dim), device) for table in tables.config.tables]
+    collected = sorted(collected, key=lambda pair: pair[0].number)
+    if not collected:
+        return found
+    tables.check_faults()
+    with torch.no_grad(), tables.placed.now.rows.again():
+        for g, group in enumerate(tables.groups):
+            if isinstance(group, DeviceGroup):
+                table, ids, values = _sums_on_device(group, g, collected)
+            else:
+                assert isinstance(group, HostGroup)
+                table, ids, values = _sums_on_host(group, g, collected)
+            for position, number in enumerate(group.space.tables.tolist()):
+                its, order = ids[mine := table == position].sort()
+                found[number] = GradientRows(its, values[mine][order], found[number].count)
+    return found
+
+
+Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int64 (U,), int64 (U,), float32 (U, D): table, row, gradient
+
+
+def _sums_on_host(group: HostGroup, g: int, collected: Collected) -> Sums:
+    from tieredemb.lookup.gradient_rows_cpu import row_sums
+    from tieredemb.step.host_call import gather
+
+    parts, space = [call.parts[g] for call, _ in collected], group.space
+    for part in parts:
+        group.cache.check_rows(part.ticket)
+    segments, gradient = gather(group, parts, [grad.contiguous() for _, grad in collected])
+    filled = np.flatnonzero(np.diff(segments.starts))
+    first = segments.order[segments.starts[filled]]
+    feature = gradient.feature[first]
+    ids = np.concatenate([part.bags.keys for part in parts])[first] - space.first[feature]
+    values = row_sums(segments, gradient, space)[filled]
+    return torch.from_numpy(space.table[feature]), torch.from_numpy(ids), torch.from_numpy(values)
+
+
+def _sums_on_device(group: DeviceGroup, g: int, collected: Collected) -> Sums:
+    from tieredemb.lookup.gradient_norm import first_occurrences
+    from tieredemb.lookup.gradient_rows import occurrence_sums
+    from tieredemb.step.device_update import combined
+
+    batch, tickets = combined(group, collected, g)
+    with on_device(group.config.device), group.cache.using(*tickets):
+        first = first_occurrences(batch.homes)
+        sums = occurrence_sums(group.lookup, first, batch.bag, batch.samples, batch.grad, batch.scale, batch.argmax)
+        at = torch.nonzero(first == torch.arange(len(first), device=first.device)).reshape(-1)
+        feature = torch.div(batch.bag[at], max(1, batch.samples), rounding_mode="floor").to(torch.int64)
+        keys = torch.cat([call.parts[g].bags.keys for call, _ in collected])
+        ids = group.device_space.ids(keys[at], batch.homes[at], feature)
+        table = feature if group.device_space.table is None else group.device_space.table[feature]
+        return table, ids, sums[at]
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+def pointwise(func: Callable[..., Any], args: Any, kwargs: Any, shape: Sequence[int]) -> GradientRows | None:
+    """What an operation that treats each element by itself makes of gradients by row, of a table of `shape`, of numbers
+    and of tensors that can be expanded to it. None where that is not zero outside of the rows that they reach, or no
+    gradient. Waits for a GPU."""
+    given: list[GradientRows] = []
+    tree_map_only(GradientRows, given.append, (args, kwargs))
+    ids = union(given)
+
+    def inside(each: Any) -> Any:
+        if isinstance(each, GradientRows):
+            # an operation in place changes what it is given
+            return each.values.clone() if each.ids is ids else each.at(ids)
+        return each[ids] if each.dim() == 2 and len(each) == shape[0] else each
+
+    def outside(each: GradientRows) -> torch.Tensor:
+        return each.values.new_zeros((1, 1))
+
+    with torch.no_grad():
+        some_args, some_kwargs = tree_map_only((GradientRows, torch.Tensor), inside, (args, kwargs))
+        result = func(*some_args, **some_kwargs)
+        if not isinstance(result, torch.Tensor) or result.shape != (len(ids), shape[1]):
+            return None
+        if result.dtype is not torch.float32:
+            return None
+        if len(ids) < shape[0]:
+            other_args, other_kwargs = tree_map_only(GradientRows, outside, (args, kwargs))
+            rest = func(*other_args, **other_kwargs)
+            if not bool((rest == 0).all()):
+                return None
+    return GradientRows(ids, result, shape[0])
+
+
+def batch_of(config: TableSetConfig, rows: Sequence[GradientRows]) -> tuple[Batch, torch.Tensor]:
+    """A batch that looks up the rows of each table's gradient, one to a bag, by the table's first feature; and the
+    gradient of its output, float32 (B, ΣD), or of rows that are not pooled (N, D), which is theirs."""
+    features = features_of(config.tables)
+    first = {feature.table: f for f, feature in reversed([*enumerate(features)])}
+    of = [rows[feature.table] if first[feature.table] == f else None for f, feature in enumerate(features)]
+    counts = [0 if each is None else len(each.ids) for each in of]
+    ids = torch.cat([each.ids for each in of if each is not None])
+    samples = max(1, *counts) if config.pooled else 1
+    lengths = torch.tensor(counts, device="cpu").reshape(-1, 1)
+    if config.pooled:
+        lengths = torch.arange(samples, device="cpu") < lengths
+    edges = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device="cpu")
+    torch.cumsum(lengths.reshape(-1), 0, out=edges[1:])
+    batch = Batch(ids, edges.to(ids.device), len(edges), True, samples, None, (ids, edges))
+    if not config.pooled:
+        return batch, torch.cat([each.values for each in of if each is not None])
+    widths = [config.tables[feature.table].embedding_dim for feature in features]
+    grad = torch.zeros((samples, sum(widths)), dtype=torch.float32, device=ids.device)
+    for each, count, column in zip(of, counts, torch.split(grad, widths, 1), strict=True):
+        if each is not None:
+            column[:count] = each.values
+    return batch, grad
