@@ -19,6 +19,7 @@ from tieredemb.config import OptimizerConfig, check_flag
 from tieredemb.errors import ConfigError, UnsupportedError
 from tieredemb.kernels import check_device
 from tieredemb.kernels.inference import no_inference
+from tieredemb.kernels.tracing import RESTORE
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.forwards import LISTENERS, tell
@@ -27,7 +28,6 @@ from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import CallContext, inside_backward
 from tieredemb.step.engine import Engine
-from tieredemb.step.export import RESTORE
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.table_parameter import PLAIN, REQUIRES_GRAD, TableParameter
 from tieredemb.storage.base import CARRIERS

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tieredemb.config import Capacity, CheckIds, Init, Normal, Placement, Policy, TableConfig, check_flag
+from tieredemb.kernels.tracing import untraced
 from tieredemb.lookup.bags import EqualBags
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
@@ -14,7 +15,6 @@ from tieredemb.modules.inputs import as_ids
 from tieredemb.modules.one_table import OneTable
 from tieredemb.modules.pretrained import given_rows, pretrained_arguments
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import untraced
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import table_set_config
 from tieredemb.tables.table_set import TableSet

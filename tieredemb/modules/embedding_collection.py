@@ -10,6 +10,7 @@ import torch
 
 from tieredemb.config import Capacity, CheckIds, Policy, TableConfig, check_flag, features_of
 from tieredemb.errors import ConfigError, InvalidInputError
+from tieredemb.kernels.tracing import untraced
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
@@ -25,7 +26,6 @@ from tieredemb.modules.keyed import (
     sibling,
 )
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import untraced
 from tieredemb.step.engine import Engine
 from tieredemb.storage.base import Storage
 from tieredemb.tables.config import table_set_config

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from tieredemb.errors import InputTypeError, InvalidInputError, UnsupportedError
-from tieredemb.step.export import RESTORE, no_export
+from tieredemb.kernels.tracing import RESTORE, no_export
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
 NARROW_DTYPES = (torch.uint8, torch.int8, torch.int16)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from tieredemb.kernels.tracing import no_export
 from tieredemb.lookup.bags import Places
-from tieredemb.step.export import no_export
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.tables.table_set import TableSet
 

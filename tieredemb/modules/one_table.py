@@ -7,11 +7,10 @@ from typing import Any, Self
 import torch
 
 from tieredemb.errors import UnsupportedError
+from tieredemb.kernels.tracing import RESTORE, untraced
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.base import TieredModule
-from tieredemb.step.call import untraced
 from tieredemb.step.engine import Engine
-from tieredemb.step.export import RESTORE
 from tieredemb.step.table_tensor import TableTensor
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer

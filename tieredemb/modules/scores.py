@@ -9,8 +9,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tieredemb.errors import BackwardError, ConfigError, InputTypeError, InvalidInputError, UnsupportedError, shown
+from tieredemb.kernels.tracing import untraced
 from tieredemb.modules.base import TieredModule
-from tieredemb.step.call import untraced
 from tieredemb.tables.table_set import TableSet
 
 

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from tieredemb.kernels.tracing import untraced
 from tieredemb.modules.forwards import LISTENERS, Forward
 from tieredemb.modules.lookup_module import LookupModule
 from tieredemb.pipeline.joint_plans import PlannedUnit, Units, drop_all, plan_at_once
 from tieredemb.pipeline.lookups import Learned, LookupSpec, learn
-from tieredemb.step.call import inside_backward, untraced
+from tieredemb.step.call import inside_backward
 from tieredemb.step.planned_forwards import PlannedForwards, identity
 
 MOST_IN_VAIN = 3  # calls that did not look up what was planned for them, or as the one before: then nothing is planned

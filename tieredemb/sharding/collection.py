@@ -26,6 +26,7 @@ from tieredemb.config import (
 )
 from tieredemb.errors import ConfigError, UnsupportedError, shown
 from tieredemb.kernels.inference import no_inference
+from tieredemb.kernels.tracing import untraced
 from tieredemb.lookup.bags import Places
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.lookup.rounding import Rounding
@@ -48,7 +49,7 @@ from tieredemb.sharding.shard import Held, Shard, own_tables
 from tieredemb.sharding.states import RowStates
 from tieredemb.sharding.together import Together
 from tieredemb.step.batch import Batch
-from tieredemb.step.call import BackwardPass, inside_backward, untraced
+from tieredemb.step.call import BackwardPass, inside_backward
 from tieredemb.step.engine import Engine
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.storage.base import Storage

@@ -15,46 +15,23 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from tieredemb.errors import BackwardError
+from tieredemb.kernels.tracing import untraced
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
-from tieredemb.step.export import check_not_recorded, no_export
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:
     from tieredemb.kernels.spread import RowSpread
 
-P = ParamSpec("P")
-R = TypeVar("R")
 BACKWARDS: list[Callable[[], object]] = []  # called from inside each backward that reaches a module
 NUMBERS = itertools.count()  # forward order of calls
-
-
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Keeps `torch.compile` out of `function`, whose arrays and kernels it would trace wrongly: a graph breaks there.
-    A process that does not compile is spared the import of the compiler, which takes seconds. Raises `UnsupportedError`
-    where a program is recorded as a whole."""
-    disabled = _disable_dynamo(function)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        # while dynamo traces, the first is true and a graph breaks; where it runs frames, it has left its callback
-        traced = torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
-        # what is_exporting() returns, which torch before 2.13 takes for true wherever dynamo traces
-        if traced and torch.compiler._is_exporting_flag:
-            raise no_export("torch.export")
-        if not traced and (torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack()):
-            check_not_recorded()
-        return disabled(*args, **kwargs) if traced else function(*args, **kwargs)
-
-    return call
 
 
 def inside_backward() -> bool:

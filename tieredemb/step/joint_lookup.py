@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tieredemb.step.call import BACKWARDS, Call, check_backward, untraced
+from tieredemb.kernels.tracing import untraced
+from tieredemb.step.call import BACKWARDS, Call, check_backward
 
 
 class Came(dict[int, Call]):

@@ -21,7 +21,7 @@ from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tieredemb.errors import InvalidInputError, UnsupportedError, shown
-from tieredemb.step.call import untraced
+from tieredemb.kernels.tracing import untraced
 from tieredemb.step.gradient_rows import GradientRows, pointwise
 
 # its square is beyond float32's precision beside a norm of 1e-10; and factors down to 1e-24, a scale's of 2^24 and a

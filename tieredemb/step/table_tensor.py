@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from tieredemb.cache.locks import Locks
 from tieredemb.errors import InvalidInputError, TieredEmbError, UnsupportedError, shown
 from tieredemb.kernels.inference import no_inference
-from tieredemb.step.call import untraced
-from tieredemb.step.export import RESTORE
+from tieredemb.kernels.tracing import RESTORE, untraced
 from tieredemb.step.gradient_rows import GradientRows
 from tieredemb.step.table_gradient import SquaredGradient, TableGradient, empty_of
 from tieredemb.tables.table_set import PART_BYTES, TableSet
