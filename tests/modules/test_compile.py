@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from devices import equal
+from devices import assert_close, equal
 from torch import nn
 
 import tieredemb as te
@@ -105,3 +106,35 @@ def test_function_transforms_are_refused(device, transform):
     ids = torch.tensor([[1, 2]])
     with pytest.raises(UnsupportedError, match=r"torch\.func"):
         transform(lambda weights: bag(ids, None, weights.reshape(1, 2)).sum())(torch.ones(1, 2))
+
+
+BACKENDS = [
+    "eager",
+    "aot_eager",
+    pytest.param("inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("what", ["model", "step", "both"])
+def test_what_follows_an_optimizer_trains_compiled_as_it_does_eagerly(device, backend, what):
+    """Gradients of tables reach them, by hooks too, and a compiled step of the optimizer updates them."""
+    torch._dynamo.reset()
+    tables = te.TieredEmbeddingBag(20, 4, mode="sum", capacity=2, optimizer=torch.optim.Adam)
+    models = [Model(tables, 4)]
+    models.append(copy.deepcopy(models[0]))
+    rows = []
+    for model in models:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        model.table.follow(optimizer)
+        model.table.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
+        forward, step = model, optimizer.step
+        if model is models[1]:
+            forward = torch.compile(model, backend=backend) if what in ("model", "both") else forward
+            step = torch.compile(optimizer.step, backend=backend) if what in ("step", "both") else step
+        for number in range(4):
+            optimizer.zero_grad()
+            forward(torch.tensor([[1, 2, number + 5]])).square().sum().backward()
+            step()
+        rows.append(model.table.state_dict()["weight"])
+    assert_close(*rows, rtol=1e-4, atol=1e-5)

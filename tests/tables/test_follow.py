@@ -20,6 +20,7 @@ from following import DENSE_KINDS, KINDS, loss_of, pair, states, tensors
 from oracle import RowMeanAdagradReference
 from pairs import parametrize_pairs
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import tieredemb as te
 from tieredemb.errors import BackwardError, ConfigError, InvalidInputError, StorageError, UnsupportedError
@@ -1133,6 +1134,46 @@ def test_hooks_of_a_step_see_gradients_whenever_they_came(device):
         rows.append((before - weight(bag))[[1, 2]])
     assert equal(*rows)
     assert_close(rows[0], torch.full((2, 4), 0.5))
+
+
+def test_a_global_hook_of_a_step_sees_gradients(device):
+    bag = make()
+    optimizer = torch.optim.SGD(bag.parameters(), lr=1.0)
+    bag.follow(optimizer)
+
+    def halve(*_):
+        nn.utils.clip_grad_value_(bag.parameters(), 0.5)
+
+    before, seen = weight(bag), []
+    bag(torch.tensor([[1, 2]])).sum().backward()
+    handles = [register_optimizer_step_pre_hook(halve)]
+    handles.append(register_optimizer_step_post_hook(lambda *_: seen.append(bag.weight.grad)))
+    try:
+        optimizer.step()
+    finally:
+        for each in handles:
+            each.remove()
+    assert equal((before - weight(bag))[[1, 2]], torch.full((2, 4), 0.5))
+    assert seen[0] is not None
+
+
+def test_a_step_that_fails_gives_gradients_back(device):
+    model, optimizer = follower()
+    before = weight(model[0])
+    model(torch.tensor([[1, 2]])).sum().backward()
+    kept = model[1].weight.grad
+    model[1].weight.grad = torch.ones(kept.shape).to_sparse()
+    for _ in range(2):
+        try:
+            optimizer.step()
+        except RuntimeError:
+            assert model[0].weight.grad.norm() > 0
+        with torch.no_grad():
+            assert model[0].weight.grad.norm() > 0
+    assert equal(weight(model[0]), before)
+    model[1].weight.grad = kept
+    optimizer.step()
+    assert not equal(weight(model[0]), before)
 
 
 def test_a_copy_of_an_optimizer_without_the_state_of_tables_is_told(device):

@@ -7,12 +7,10 @@ table alive.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tieredemb.errors import StorageError, UnsupportedError
 from tieredemb.kernels.inference import no_inference
+from tieredemb.kernels.tracing import untraced
 from tieredemb.step.autograd_grad import gradients
 from tieredemb.step.gradient_rows import GradientRows
 from tieredemb.step.table_gradient import TableGradient, of_rows
@@ -41,14 +40,10 @@ class Gradients(Protocol):
 
 
 class Steps(Protocol):
-    """Those of an optimizer. `step`: the one that it may be inside of · `asks`: the frame of its own code,
-    inside one, that has asked for a gradient last."""
+    """Those of an optimizer."""
 
-    step: tuple[Any, int] | None
-    asks: FrameType | None
-
-    def are_asking(self, frame: FrameType) -> bool:
-        """Whether `frame` is of the optimizer's own code, inside a step."""
+    def is_in_step(self) -> bool:
+        """Whether its own code runs on this thread, to which tables have no gradient."""
 
 
 class Followed(Module, Protocol):
@@ -147,12 +142,8 @@ class TableParameter(TableTensor):
         if followed is None or followed.pending is None:
             return None
         followers = followed.followers
-        if (
-            followers is not None and followers.step is not None
-        ):  # the optimizer's own code leaves out what has no gradient
-            frame = sys._getframe(1)
-            if frame is followers.asks or followers.are_asking(frame):
-                return None
+        if followers is not None and followers.is_in_step():
+            return None  # so that the optimizer leaves the table to us
         return followed.pending.read(self.table)
 
     @grad.setter
@@ -255,6 +246,7 @@ def bind_all(followed: Followed, parameters: Sequence[torch.Tensor]) -> None:
         each.bind(followed)
 
 
+@untraced
 def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before a step of an optimizer: raises `UnsupportedError` where a table has a gradient, and follows another one or
     none, so that the step would not update its rows."""

@@ -7,18 +7,18 @@ hooks, which know the tables weakly, and what a param group means is read once f
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from operator import is_
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tieredemb.config import OptimizerConfig
+from tieredemb.kernels.tracing import untraced
 from tieredemb.tables.param_groups import is_plain, is_same, options_in
 from tieredemb.tables.torch_kinds import as_numbers, config_of
 
@@ -86,6 +86,10 @@ class _Group:
         return self._meaning
 
 
+class _Keywords(dict[str, Any]):
+    """What a step is called with: it lives as long as the step, which an exception may end."""
+
+
 class Followers:
     """Those of one optimizer, in the order in which they came to follow it. See `followers_of`."""
 
@@ -93,15 +97,15 @@ class Followers:
         self._kind = type(optimizer)
         self._those: list[weakref.ref[Any]] = []
         self._groups: dict[tuple[int, bool], _Group] = {}
-        # the frame of a step of the optimizer, and its thread; of one that an exception has ended, too
-        self.step: tuple[Any, int] | None = None
-        self.asks: FrameType | None = None  # a frame inside that, of code that asks for each table
+        self._step: tuple[weakref.ref[_Keywords], int] | None = None  # that has begun, and its thread
         mine = weakref.ref(self)
 
+        @untraced
         def before(_: Any, args: Any, kwargs: Any) -> Any:
             me = mine()
-            return None if me is None else me._before(sys._getframe(1), args, kwargs)
+            return None if me is None else me._before(args, kwargs)
 
+        @untraced
         def after(_: Any, args: Any, kwargs: Any) -> None:
             me = mine()
             if me is not None:
@@ -132,6 +136,12 @@ class Followers:
         if steps is not None:
             steps.move_to_end(self._handles[1].id, last=False)
 
+    def come_last(self) -> None:
+        """Its hook is the last of those that come before a step: what others do to gradients is done by then."""
+        before = self._handles[0].hooks_dict_ref()
+        if before is not None and next(reversed(before), None) != self._handles[0].id:
+            before.move_to_end(self._handles[0].id)
+
     def add(self, follower: Follower) -> None:
         """It follows the optimizer, too, which keeps nobody alive. A second call does nothing."""
         those = self.listed()
@@ -155,26 +165,13 @@ class Followers:
             known = self._groups[index, waits] = _Group()
         return known.meaning(self._kind, group, waits=waits)
 
-    def are_asking(self, frame: FrameType) -> bool:
-        """Whether `frame` is of the optimizer's own code: inside a step, on its thread, and not inside a hook of it. A
-        step that an exception has ended is over, whoever keeps its frame."""
-        step = self.step
-        if step is None or step[1] != threading.get_ident():
+    def is_in_step(self) -> bool:
+        """Whether the optimizer's own code runs on this thread, to which tables have no gradient. That code records no
+        gradients, as hooks and closures of a step do, and what follows an exception."""
+        step = self._step
+        if step is None or step[1] != threading.get_ident() or torch.is_grad_enabled():
             return False
-        if frame is self.asks:
-            return True
-        around: FrameType | None = frame
-        inside = None
-        while around is not None:
-            if around is step[0]:
-                own = step[0].f_locals.get("func")  # which the hooks of a step come before and after
-                if inside is not None and own is not None and inside.f_code is not own.__code__:
-                    return False
-                self.asks = frame
-                return True
-            inside, around = around, around.f_back
-        self.step = self.asks = None
-        return False
+        return step[0]() is not None
 
     @contextlib.contextmanager
     def states_left_out(self) -> Iterator[None]:
@@ -191,32 +188,36 @@ class Followers:
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def _before(self, frame: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before the optimizer's step, in the `frame` that makes it. The step of a closure begins when that has run."""
-        self.step = self.asks = None
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the optimizer's step; returns what that is to be called with. The step of a closure begins when that
+        has run."""
+        self._step, keywords = None, _Keywords(kwargs)
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
+        begun = weakref.ref(keywords), threading.get_ident()
         if closure is None:
             for each in self.listed():
                 each.check_step()
-            self.step = frame, threading.get_ident()
-            return None
+            self._step = begun
+            return args, keywords
         for each in self.listed():
             each.check_options_now()
-        here = [frame]
 
         def run() -> Any:
-            self.step = self.asks = None
+            self._step = None
             result = closure()
             for each in self.listed():
                 each.check_step()
-            self.step = here[0], threading.get_ident()
+            self._step = begun
             return result
 
-        return (args, {**kwargs, "closure": run}) if len(args) < 2 else ((args[0], run, *args[2:]), kwargs)
+        if len(args) < 2:
+            keywords["closure"] = run
+            return args, keywords
+        return (args[0], run, *args[2:]), keywords
 
     def _after(self) -> None:
         """After the optimizer's step: tables that share caches take theirs as one."""
-        self.step = self.asks = None
+        self._step = None
         due: dict[Hashable, list[Follower]] = {}
         for each in self.listed():
             if each.is_due:
@@ -234,6 +235,17 @@ def followers_of(optimizer: torch.optim.Optimizer) -> Followers:
     if found is None:
         found = _FOLLOWERS[optimizer] = Followers(optimizer)
     return found
+
+
+@untraced
+def _come_last(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before the hooks of any optimizer's step."""
+    found = _FOLLOWERS.get(optimizer)
+    if found is not None:
+        found.come_last()
+
+
+register_optimizer_step_pre_hook(_come_last)
 
 
 def _listed(followers: weakref.ref[Followers]) -> list[Follower]:
