@@ -35,7 +35,7 @@ from benchmarks.timeline_trace import Activity, Step, median_step, steps_of
 from benchmarks.timing import Quantiles
 from examples.dlrm.config import ModelConfig
 from examples.dlrm.profile import prepare_for_graphs
-from tieredemb.kernels.ranges import KERNELS
+from tieredemb.kernels.tracing import KERNELS
 from tieredemb.plots import check_picture
 from tieredemb.plots import save as save_picture
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tieredemb.kernels.ranges import part_of
+from tieredemb.kernels.tracing import part_of
 
 GROUPS = ("plan", "swap", "sort", "lookup", "update", "dense", "copy", "other")
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a trace's events

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity
 
-from tieredemb.kernels.ranges import part_of
+from tieredemb.kernels.tracing import part_of
 
 WAIT, WARM_UP, STEPS = 10, 5, 20  # steps before it, steps that only warm the profiler up, steps that count
 RANGES = {  # of the library, in the order of a step

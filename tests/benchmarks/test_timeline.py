@@ -21,8 +21,8 @@ from benchmarks.cuda_timing import StepTimes
 from benchmarks.timeline_plot import COLORS, runs, stream_rows
 from benchmarks.timeline_plot import timeline as draw
 from benchmarks.timeline_trace import GROUPS, Activity, Step, group_of, median_step, short_name, steps_of
-from tieredemb.kernels.ranges import KERNELS, marked
 from tieredemb.kernels.source import PACKAGE
+from tieredemb.kernels.tracing import KERNELS, marked
 
 FILL = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>, std::array<char*, 1ul> >(int)"
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3> >"
@@ -132,7 +132,7 @@ def test_every_kernel_of_the_library_has_a_part() -> None:
     }
     known = {name for names in KERNELS.values() for name in names}
     assert len(names) > 20
-    assert names == known, "give a new kernel its part in tieredemb/kernels/ranges.py"
+    assert names == known, "give a new kernel its part in tieredemb/kernels/tracing.py"
 
 
 @pytest.mark.parametrize(

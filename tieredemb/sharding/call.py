@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tieredemb.errors import PeerError, TieredEmbError
-from tieredemb.kernels.ranges import ranged
+from tieredemb.kernels.tracing import ranged
 from tieredemb.sharding.asked import AskedPart
 from tieredemb.sharding.bags import Bags, Bound, Most, most_in
 from tieredemb.sharding.context import ShardedContext, check_update

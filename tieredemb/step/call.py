@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from tieredemb.errors import BackwardError
-from tieredemb.kernels.tracing import untraced
+from tieredemb.kernels.tracing import callback, is_compiling, untraced
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch
 from tieredemb.tables.row_optimizer import RowOptimizer
@@ -241,8 +241,9 @@ class LookupFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @untraced
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
+        if is_compiling() or callback() is not None:
+            return _backward_untraced(ctx, grad)
         # a backward that builds no graph of itself is spared what refuses to differentiate it
         return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
 
@@ -284,6 +285,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, 
 
 
 _backward_once = once_differentiable(_backward)
+_backward_untraced = untraced(_backward_once)
 
 
 # `LookupFunction.apply`, but for what that does for functorch's transforms, inside of which modules refuse to run
@@ -356,9 +358,18 @@ class _CollectedCalls:
         self.calls: Collected = []
         self.finished = False
 
-    @untraced
     def __call__(self) -> None:
-        self.finished = True
-        calls, self.calls = self.calls, []
-        if calls:
-            calls[0][0].context.apply(sorted(calls, key=lambda pair: pair[0].number))
+        if is_compiling() or callback() is not None:
+            _apply_untraced(self)
+        else:
+            _apply(self)
+
+
+def _apply(collected: _CollectedCalls) -> None:
+    collected.finished = True
+    calls, collected.calls = collected.calls, []
+    if calls:
+        calls[0][0].context.apply(sorted(calls, key=lambda pair: pair[0].number))
+
+
+_apply_untraced = untraced(_apply)

@@ -17,7 +17,7 @@ import torch
 
 from tieredemb.config import OptimizerConfig
 from tieredemb.errors import BackwardError, ConfigError, StorageError, UnsupportedError
-from tieredemb.kernels.ranges import ranged
+from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import LOOKUP, BackwardPass, Call, CallContext, Collected, inside_backward

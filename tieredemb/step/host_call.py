@@ -18,10 +18,10 @@ from tieredemb.cache.locks import Locks
 from tieredemb.cache.tickets import Ticket
 from tieredemb.config import MODES
 from tieredemb.kernels.parallel_cpu import Pass
-from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.rounding_cpu import NEAREST
 from tieredemb.kernels.row_format import CARRIERS
 from tieredemb.kernels.segments_cpu import Segments, segments_of, segments_of_homes
+from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.bags import EqualBags, rows_space
 from tieredemb.lookup.bags_cpu import Bags, checked_edges, make_bags, one_by_one
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS, mean_scale, pool, weights_gradient

@@ -11,8 +11,8 @@ import torch
 from tieredemb.cache.host.clients import Planners
 from tieredemb.cache.tickets import TicketShare
 from tieredemb.errors import InvalidInputError
-from tieredemb.kernels.ranges import ranged
 from tieredemb.kernels.row_format import CARRIERS
+from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.bags_cpu import Bags, offsets_rise
 from tieredemb.step.call import NUMBERS, CallContext
 from tieredemb.step.host_call import HostCall, HostGroupCall

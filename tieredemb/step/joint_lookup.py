@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from tieredemb.kernels.tracing import untraced
+from tieredemb.kernels.tracing import callback, is_compiling, untraced
 from tieredemb.step.call import BACKWARDS, Call, check_backward
 
 
@@ -29,8 +29,9 @@ class JointLookupFunction(torch.autograd.Function):
         return tuple(outputs())
 
     @staticmethod
-    @untraced
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
+        if is_compiling() or callback() is not None:
+            return _backward_untraced(ctx, *grads)
         return _backward_once(ctx, *grads) if torch.is_grad_enabled() else _backward(ctx, *grads)
 
 
@@ -60,6 +61,7 @@ def _backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
 
 
 _backward_once = once_differentiable(_backward)
+_backward_untraced = untraced(_backward_once)
 
 # `JointLookupFunction.apply`, but for what that does for functorch's transforms, inside of which modules refuse to run
 JOINT_LOOKUP: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, JointLookupFunction).apply  # type: ignore[misc]

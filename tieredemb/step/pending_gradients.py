@@ -71,7 +71,7 @@ class PendingGradients:
         self._count = len(tables.config.tables)
         self._calls: Collected = []
         self._by_row: dict[int, GradientRows] = {}  # of these tables the whole gradient, whatever the calls say
-        self.copies: weakref.WeakSet[Known] = weakref.WeakSet()  # see `Source`
+        self.copies: list[weakref.ref[Known]] = []  # see `Source`
         self._left = False  # whether a `.grad` is there that nothing was added to since the last step
         self._zeros: list[torch.Tensor] | None = None  # what it is then, float32 (2,) for each table
         self._zeros_on: torch.device | None = None
@@ -101,16 +101,19 @@ class PendingGradients:
     @property
     def is_there(self) -> bool:
         """Whether the tables have a gradient, if of zeros."""
-        return self._left or self.waiting
+        return self._left or bool(self._calls or self._by_row)
 
     def add(self, collected: Collected) -> None:
         """Adds the calls of a backward pass."""
-        if not self.waiting:
+        if not (self._calls or self._by_row):
             self._dropped = set()  # of zeros
-        self._check_dropped()
+        if self._dropped:
+            self._refuse_dropped()
         self._fold()
         by_row = self._added(collected) if self._by_row or self._parameters[0].has_hooks else {}
-        self._change()
+        if self.copies:
+            self._settle_copies()
+        self.epoch += 1
         self._by_row |= by_row
         self._calls += collected
         self._left = False
@@ -135,15 +138,14 @@ class PendingGradients:
             found[table] = rows
         return found
 
-    def _change(self) -> None:
-        """The gradients become others: copies of what they are find their rows before, if these can be found."""
-        for each in list(self.copies):
+    def _settle_copies(self) -> None:
+        """Before the gradients become others: copies of what they are find their rows, if these can be found."""
+        copies, self.copies = self.copies, []
+        for each in filter(None, [copy() for copy in copies]):
             try:
                 each.find_rows()
             except TieredEmbError:
                 each.lose_rows()
-        self.copies.clear()
-        self.epoch += 1
 
     # --- what is found in `.grad` ------------------------------------------------------------------------------------
 
@@ -202,7 +204,9 @@ class PendingGradients:
         """See `Source`."""
         self._check_settable(table, rows)
         self._fold()
-        self._change()
+        if self.copies:
+            self._settle_copies()
+        self.epoch += 1
         self._by_row[table] = rows
         self._dropped.discard(table)
         self._left = False
@@ -290,7 +294,9 @@ class PendingGradients:
             self._values()
         if self._read is None:
             return
-        self._change()
+        if self.copies:
+            self._settle_copies()
+        self.epoch += 1
         with torch.no_grad():
             values = torch.stack(self._read)
             if values.device.type != "cpu" or bool((values[:, 1] != TRACE).any()):
@@ -332,7 +338,8 @@ class PendingGradients:
     def check(self) -> None:
         """Raises `BackwardError` where some tables of the set have lost their gradient and others not. Warns where
         torch would have added to the gradient of the step before."""
-        self._check_dropped()
+        if self._dropped:
+            self._refuse_dropped()
         self._check_size()
         if not self._is_fresh and not self._has_warned:
             self._has_warned = True
@@ -348,13 +355,12 @@ class PendingGradients:
 
             check_bags(self._tables, [call for call, _ in self._calls])
 
-    def _check_dropped(self) -> None:
-        if self._dropped:
-            names = ", ".join(repr(self._tables.config.tables[table].name) for table in sorted(self._dropped))
-            raise BackwardError(
-                f"the gradients of some tables of one module were set to None and others not ({names}); tables of one "
-                f"module step together: zero all of them, or give them modules of their own"
-            )
+    def _refuse_dropped(self) -> None:
+        names = ", ".join(repr(self._tables.config.tables[table].name) for table in sorted(self._dropped))
+        raise BackwardError(
+            f"the gradients of some tables of one module were set to None and others not ({names}); tables of one "
+            f"module step together: zero all of them, or give them modules of their own"
+        )
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -392,7 +398,9 @@ class PendingGradients:
             call.release()
 
     def _taken(self) -> Collected:
-        self._change()
+        if self.copies:
+            self._settle_copies()
+        self.epoch += 1
         calls, self._calls, self._by_row = self._calls, [], {}
         self._read = self._norms = self._spoilt = None
         self._dropped, self._zeroed = set(), set()

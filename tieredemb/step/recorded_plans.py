@@ -20,9 +20,9 @@ from tieredemb.cache.locks import Locks
 from tieredemb.kernels import recording
 from tieredemb.kernels.compiler import copy_on_device
 from tieredemb.kernels.inference import no_inference
-from tieredemb.kernels.ranges import marked
 from tieredemb.kernels.recording import Recording, Repeats, can_record
 from tieredemb.kernels.streams import current_stream, on_device
+from tieredemb.kernels.tracing import marked
 from tieredemb.lookup.bags import EqualBags, Places
 from tieredemb.lookup.device_bags import Edges
 from tieredemb.tables.group import DeviceGroup

@@ -33,7 +33,9 @@ class Source(Protocol):
     """Who has the gradients of tables, by number."""
 
     epoch: int  # how often they have become others, so that numbers of before are no longer theirs
-    copies: weakref.WeakSet[Known]  # which are of numbers alone, and find their rows before the gradients become others
+    copies: list[
+        weakref.ref[Known]
+    ]  # which are of numbers alone, and find their rows before the gradients become others
 
     def values(self, table: int) -> torch.Tensor:
         """The two numbers of one, float32 (2,), which may be changed in place. Raises `UnsupportedError` for one that
@@ -88,7 +90,7 @@ class Known:
         if self.by_row is not None:
             return Known(by_row=self.by_row.with_values(values))
         made = Known(self.source, self.table, values)
-        self.source.copies.add(made)
+        self.source.copies.append(weakref.ref(made))
         return made
 
     def rows(self) -> GradientRows:

@@ -40,7 +40,9 @@ class Gradients(Protocol):
 
 
 class Steps(Protocol):
-    """Those of an optimizer."""
+    """Those of an optimizer. `begun`: of a step that has begun, None while none is known to run."""
+
+    begun: Any
 
     def is_in_step(self) -> bool:
         """Whether its own code runs on this thread, to which tables have no gradient."""
@@ -142,7 +144,7 @@ class TableParameter(TableTensor):
         if followed is None or followed.pending is None:
             return None
         followers = followed.followers
-        if followers is not None and followers.is_in_step():
+        if followers is not None and followers.begun is not None and followers.is_in_step():
             return None  # so that the optimizer leaves the table to us
         return followed.pending.read(self.table)
 

@@ -97,7 +97,7 @@ class Followers:
         self._kind = type(optimizer)
         self._those: list[weakref.ref[Any]] = []
         self._groups: dict[tuple[int, bool], _Group] = {}
-        self._step: tuple[weakref.ref[_Keywords], int] | None = None  # that has begun, and its thread
+        self.begun: tuple[weakref.ref[_Keywords], int] | None = None  # a step, and its thread
         mine = weakref.ref(self)
 
         @untraced
@@ -168,7 +168,7 @@ class Followers:
     def is_in_step(self) -> bool:
         """Whether the optimizer's own code runs on this thread, to which tables have no gradient. That code records no
         gradients, as hooks and closures of a step do, and what follows an exception."""
-        step = self._step
+        step = self.begun
         if step is None or step[1] != threading.get_ident() or torch.is_grad_enabled():
             return False
         return step[0]() is not None
@@ -191,23 +191,23 @@ class Followers:
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before the optimizer's step; returns what that is to be called with. The step of a closure begins when that
         has run."""
-        self._step, keywords = None, _Keywords(kwargs)
+        self.begun, keywords = None, _Keywords(kwargs)
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         begun = weakref.ref(keywords), threading.get_ident()
         if closure is None:
             for each in self.listed():
                 each.check_step()
-            self._step = begun
+            self.begun = begun
             return args, keywords
         for each in self.listed():
             each.check_options_now()
 
         def run() -> Any:
-            self._step = None
+            self.begun = None
             result = closure()
             for each in self.listed():
                 each.check_step()
-            self._step = begun
+            self.begun = begun
             return result
 
         if len(args) < 2:
@@ -217,7 +217,7 @@ class Followers:
 
     def _after(self) -> None:
         """After the optimizer's step: tables that share caches take theirs as one."""
-        self._step = None
+        self.begun = None
         due: dict[Hashable, list[Follower]] = {}
         for each in self.listed():
             if each.is_due:

@@ -35,9 +35,9 @@ from tieredemb.config import Policy
 from tieredemb.errors import StorageError
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.kernels.inference import no_inference
-from tieredemb.kernels.ranges import marked
 from tieredemb.kernels.recording import GraphPool
 from tieredemb.kernels.streams import current_stream, on_device, synchronize
+from tieredemb.kernels.tracing import marked
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 

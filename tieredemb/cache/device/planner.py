@@ -26,8 +26,8 @@ from tieredemb.cache.device.transfer import LaterTransfer, PendingTransfer, Reco
 from tieredemb.cache.tickets import TicketBook
 from tieredemb.errors import InvalidInputError
 from tieredemb.kernels.inference import no_inference
-from tieredemb.kernels.ranges import marked
 from tieredemb.kernels.streams import current_stream
+from tieredemb.kernels.tracing import marked
 
 LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, takes longer than going aside for it (4 µs)
 MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too

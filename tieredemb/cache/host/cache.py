@@ -30,7 +30,7 @@ from tieredemb.config import Policy
 from tieredemb.hash.slot_map import map_bytes_per_slot
 from tieredemb.hash.slot_map_cpu import SlotMap
 from tieredemb.kernels.constants import MIN_SCORE
-from tieredemb.kernels.ranges import ranged
+from tieredemb.kernels.tracing import ranged
 from tieredemb.storage.base import ColdRows
 from tieredemb.storage.initial import InitialRows
 
