@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import warnings
 import weakref
@@ -521,8 +520,8 @@ def test_initialisers_that_look_for_embeddings_are_warned_of():
     assert all(table.training for table in model.emb.values())
 
 
-@pytest.mark.filterwarnings("ignore:the loss has a term over parameters")
-def test_a_converted_model_trains_in_ddp_of_one_process(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}])
+def test_a_converted_model_trains_in_ddp_of_one_process(tmp_path, options):
     losses = []
     for is_wrapped in (False, True):
         model, _ = pair()
@@ -531,8 +530,11 @@ def test_a_converted_model_trains_in_ddp_of_one_process(tmp_path):
         if is_wrapped:
             dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
         try:
-            ddp = functools.partial(nn.parallel.DistributedDataParallel, find_unused_parameters=True)  # stand-ins
-            net = ddp(model) if is_wrapped else model
+            net = nn.Sequential(model, nn.Identity())
+            if is_wrapped:
+                net = nn.parallel.DistributedDataParallel(net, **options)
+                with pytest.raises(RuntimeError, match="not needed for a module whose only parameters"):
+                    nn.parallel.DistributedDataParallel(model.emb)
             for seed in range(3):
                 optimizer.zero_grad()
                 loss = net(randint(0, 40, (6, 3), seed=seed)).square().mean()

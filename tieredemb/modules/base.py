@@ -25,6 +25,7 @@ from tieredemb.lookup.options import LookupOptions
 from tieredemb.modules.forwards import LISTENERS, tell
 from tieredemb.modules.given_weights import given_weights
 from tieredemb.modules.lookup_module import LookupModule
+from tieredemb.step import data_parallel as data_parallel  # listens for it
 from tieredemb.step.batch import Batch, Given
 from tieredemb.step.call import CallContext, inside_backward
 from tieredemb.step.engine import Engine
