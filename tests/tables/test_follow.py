@@ -11,6 +11,7 @@ import pickle
 import re
 import warnings
 import weakref
+from collections import defaultdict
 
 import pytest
 import torch
@@ -1187,6 +1188,32 @@ def test_a_copy_of_an_optimizer_without_the_state_of_tables_is_told(device):
         warnings.simplefilter("error")
         optimizer.load_state_dict(saved)
         optimizer.load_state_dict({**saved, "state": {}})
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Adagrad weight_decay", "SGD nesterov"])
+@pytest.mark.parametrize("empties", [lambda o: o.state.clear(), lambda o: setattr(o, "state", defaultdict(dict))])
+def test_where_an_optimizers_state_is_emptied_that_of_tables_is(device, kind, empties):
+    """To train a next fold with the same optimizer."""
+    models, optimizers = pair(kind)
+    train(models, optimizers)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        empties(optimizer)
+        optimizer.zero_grad()
+        loss_of(model, 7).backward()
+        told = pytest.warns(UserWarning, match="begins anew, too: 't0', 't1', 't2'")
+        with told if model is models[0] else contextlib.nullcontext():
+            optimizer.step()
+    train(models, optimizers, first=9)
+    assert_equal_models(models)
+    ours, theirs = map(states, optimizers)
+    assert [entry["step"] for entry in ours.values() if "step" in entry] == [
+        entry["step"] for entry in theirs.values() if "step" in entry
+    ]
+    optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(models, optimizers, first=20)
+    assert_equal_models(models)
 
 
 def test_views_and_what_is_detached_freeze_no_table(device):

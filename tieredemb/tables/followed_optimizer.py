@@ -114,6 +114,7 @@ class FollowedOptimizer:
         self.pending: Pending | None = None
         self.in_state_dict = True
         self.followers: Followers | None = None  # of the optimizer, these tables among them
+        self._entries: frozenset[Any] | None = None  # of the tables in its state, once they have taken a step
         self._place: tuple[int, list[int]] | None = None  # group and positions of its parameters, when last looked
         self._checked: Meaning | None = None  # what the param group meant when it was found to fit the rows
         self._loading: dict[int, LoadedState] | None = None
@@ -229,10 +230,9 @@ class FollowedOptimizer:
         assert self.optimizer is not None
         assert self.config is not None
         tables = range(len(self.table_parameters))
-        trained = [table for table in tables if steps_of(self._tables, table)]
-        fresh = {table: loaded_state(self._tables, self.config, table, {}) for table in trained}
-        if fresh:
-            self._tables.set_states(fresh, lambda: None)
+        self._begin_anew(tables)
+        for each in self.table_parameters:
+            self.optimizer.state.pop(each, None)
         for group in self.optimizer.param_groups:
             kept = [
                 at for at, each in enumerate(group["params"]) if not any(each is mine for mine in self.table_parameters)
@@ -242,12 +242,44 @@ class FollowedOptimizer:
                     group[name] = [group[name][at] for at in kept]
         self.unfollow()
 
+    def _begin_anew(self, tables: Iterable[int]) -> None:
+        """State and steps of some tables become those of new ones."""
+        assert self.config is not None
+        trained = [table for table in tables if steps_of(self._tables, table)]
+        fresh = {table: loaded_state(self._tables, self.config, table, {}) for table in trained}
+        if fresh:
+            self._tables.set_states(fresh, lambda: None)
+
+    def _note_state(self) -> None:
+        """The tables have a state, of which the optimizer's has an entry of nothing for each. Where somebody empties
+        that, to train anew, the entries are gone, too."""
+        assert self.optimizer is not None
+        assert self.config is not None
+        has_state = bool(self.config.tensors or self.config.is_dense)
+        self._entries = frozenset(self.table_parameters if has_state else ())
+        for each in self._entries:
+            self.optimizer.state.setdefault(each, {})
+
+    def _follow_state(self) -> None:
+        """Before a step, where entries are gone."""
+        assert self.optimizer is not None
+        state, tables = self.optimizer.state, self._tables.config.tables
+        gone = [table for table, each in enumerate(self.table_parameters) if each not in state]
+        names = ", ".join(repr(tables[table].name) for table in gone)
+        warnings.warn(
+            f"the state of the {type(self.optimizer).__name__} was emptied; that of tables that follow it begins anew, "
+            f"too: {names}",
+            stacklevel=6,  # where step() is called
+        )
+        self._begin_anew(gone)
+        self._entries = None
+
     def unfollow(self) -> None:
         """Hears of its optimizer no longer, whose params stay as they are."""
         if self.followers is not None:
             self.followers.remove(self)
         self.optimizer = self.followers = self._checked = None
-        self._place = None
+        self._place = self._entries = None
 
     def _check_replaced(self, instead_of: Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:
         """The params whose places those of the tables take, checked."""
@@ -355,6 +387,7 @@ class FollowedOptimizer:
         if "param_names" in group and group["param_names"][at] == self._added_name(0):
             group["param_names"][at] = name
         assert self.optimizer is not None
+        self.optimizer.state.pop(parameter, None)
         if state:
             self.optimizer.state[param] = state
 
@@ -524,6 +557,8 @@ class FollowedOptimizer:
     def check_step(self) -> None:
         """See `Follower`."""
         self.now()
+        if self._entries and not self._entries <= self.optimizer.state.keys():  # type: ignore[union-attr]
+            self._follow_state()
         if self.pending is not None and self.pending.is_there:
             self.pending.check()
             spoilt = self.pending.spoilt() if self._is_on_cpu else None
@@ -567,6 +602,8 @@ class FollowedOptimizer:
         if not _is_captured(self._tables.config.device):  # in a capture nothing runs
             for each, count in zip((self, *others), counts, strict=True):
                 each._steps, each._calls, each._last = each._steps + 1, each._calls + count, each._checked
+                if each._entries is None:
+                    each._note_state()
 
     def _beside(self) -> list[FollowedOptimizer]:
         """Those of other tables that share their cache with these."""
@@ -663,6 +700,10 @@ class FollowedOptimizer:
         loading, self._loading = self._loading, None
         if loading:
             self._tables.set_states(loading, lambda: None)
+        if any(steps_of(self._tables, table) for table in range(len(self.table_parameters))):
+            self._note_state()  # in the state that is new
+        else:
+            self._entries = None
 
     def options(self) -> dict[str, Any]:
         """lr, eps, … as they are now, which a checkpoint notes. Waits for the GPU where lr lies there."""
