@@ -15,7 +15,7 @@ from following import steps_on_cpu
 from torch import nn
 
 import tieredemb as te
-from tieredemb.errors import ConfigError, UnsupportedError
+from tieredemb.errors import BackwardError, ConfigError, UnsupportedError
 from tieredemb.modules.base import TieredModule
 from tieredemb.modules.embedding_bag import TieredEmbeddingBag
 from tieredemb.step.table_parameter import TableParameter
@@ -617,3 +617,57 @@ def test_describe_tells_what_a_model_is(capsys):
     assert "10 rows, 20 numbers (80 B), 10 of them among the 10 that parameters() counts" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"torch.nn.Module"):
         te.describe("model")
+
+
+# --- libraries that build their optimizers themselves -----------------------------------------------------------------
+
+
+class Trainer:
+    """Builds its optimizer in `fit`, as libraries do."""
+
+    def __init__(self, kind, **options):
+        self._kind, self._options = kind, options
+
+    def fit(self, model, *, first=0):
+        head = [each for name, each in model.named_parameters() if name.startswith("top")]
+        rest = [each for name, each in model.named_parameters() if not name.startswith("top")]
+        optimizers = [self._kind(rest, lr=0.05, **self._options), torch.optim.SGD(head, lr=0.1)]
+        for seed in range(first, first + 3):
+            loss = model(randint(0, 40, (6, 3), seed=seed)).square().mean()
+            for each in optimizers:
+                each.zero_grad()
+            loss.backward()
+            for each in optimizers:
+                each.step()
+        return optimizers
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_an_optimizer_that_a_library_builds_is_found(device, kind):
+    model, plain = pair()
+    converted(model, optimizer=kind)
+    copied = copy.deepcopy(model)
+    trainer = Trainer(kind)
+    for each in (model, plain, copied):  # the last is of another that has not followed any
+        trainer.fit(each)
+    ours, theirs, others = map(weights, (model, plain, copied))
+    for name, value in theirs.items():
+        assert_close(ours[name], value)
+        assert_close(others[name], value)
+
+
+def test_where_no_optimizer_has_the_tables_or_several_have_training_is_refused(device):
+    model, _ = pair()
+    converted(model, optimizer=torch.optim.Adam)
+    loss = model(randint(0, 40, (6, 3), seed=0)).square().mean()
+    dense = torch.optim.Adam([each for name, each in model.named_parameters() if name.startswith("top")])
+    with pytest.raises(BackwardError, match=r"tieredemb\.follow"):
+        loss.backward(retain_graph=True)
+    both = [torch.optim.Adam(model.parameters()) for _ in "ab"]
+    with pytest.raises(BackwardError, match=r"tieredemb\.follow"):
+        loss.backward(retain_graph=True)
+    del both, dense
+    other = torch.optim.Adagrad(model.parameters())
+    with pytest.raises(ConfigError, match=r"built for another optimizer than the Adagrad"):
+        loss.backward()
+    del other

@@ -96,11 +96,11 @@ class CallContext:
                 "optimizer=tieredemb.Adagrad(lr=…), or a torch optimizer, or call requires_grad_(False) on the module "
                 "to keep it as it is"
             )
-        if not optimizer.is_there:
+        if not optimizer.is_there and not optimizer.look_for():
             raise BackwardError(
                 f"backward reached {self.tables.named}, which is to follow a torch optimizer and does not yet, so "
-                f"nothing would update its rows; call tieredemb.follow(model, optimizer) before. A copy follows "
-                f"nobody, either"
+                f"nothing would update its rows: none has it among its params, or several do; build the optimizer of "
+                f"the model's parameters, or call tieredemb.follow(model, optimizer) before"
             )
         return optimizer
 

@@ -24,7 +24,7 @@ from tieredemb.lookup.optimizer import Hyperparameters, check_fixed, hyperparame
 from tieredemb.lookup.spoilt import why_refused
 from tieredemb.tables.device_options import DeviceOptions
 from tieredemb.tables.fingerprint import Fingerprint, steps_fingerprint
-from tieredemb.tables.followers import Followers, Meaning, followers_of
+from tieredemb.tables.followers import Followers, Meaning, followers_of, optimizer_with
 from tieredemb.tables.given_states import MAX_STEPS, checked_entry, groups_of, loaded_steps, state_of
 from tieredemb.tables.group import DeviceGroup, Group
 from tieredemb.tables.layout import lay_out
@@ -395,6 +395,22 @@ class FollowedOptimizer:
     def is_there(self) -> bool:
         """Whether an optimizer is followed: else gradients would wait for nobody."""
         return self.optimizer is not None
+
+    def look_for(self) -> bool:
+        """See `RowOptimizer`. A library that builds its optimizer in its own `fit()` gives nobody a chance to call
+        `follow`: it has the tables as it has all of `parameters()`. Raises as `follow` does."""
+        found = optimizer_with(self.table_parameters[0])
+        if found is None:
+            return False
+        _, _, config = self.check_follow(found)
+        if rows_of(self._tables.whole.config.optimizer) != rows_of(config):
+            raise ConfigError(
+                f"the rows of {self._tables.named} were built for another optimizer than the {type(found).__name__} "
+                f"that has them among its params; pass torch.optim.{type(found).__name__} as optimizer= where the "
+                f"tables are built or converted, or call tieredemb.follow(model, optimizer) before the first forward"
+            )
+        self.follow(found)
+        return True
 
     # --- the param group --------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ hooks, which know the tables weakly, and what a param group means is read once f
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tieredemb.config import OptimizerConfig
 from tieredemb.kernels.tracing import untraced
 from tieredemb.tables.param_groups import is_plain, is_same, options_in
-from tieredemb.tables.torch_kinds import as_numbers, config_of
+from tieredemb.tables.torch_kinds import as_numbers, config_of, is_known
 
 
 class Follower(Protocol):
@@ -246,6 +247,36 @@ def _come_last(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None
 
 
 register_optimizer_step_pre_hook(_come_last)
+
+
+_FOUND: list[weakref.ref[torch.optim.Optimizer]] = []  # the last one that was looked for, which many tables may share
+
+
+def optimizer_with(param: torch.Tensor) -> torch.optim.Optimizer | None:
+    """The one torch optimizer that has `param` among its params, of all that are alive; None where there is none, or
+    several. Looks at all objects, unless the one found last has it."""
+    for known in (each() for each in _FOUND):
+        if known is not None and _has(known, param):
+            return known
+    kinds = {kind for kind in _all_kinds(torch.optim.Optimizer) if is_known(kind)}
+    found: list[torch.optim.Optimizer] = [
+        each for each in gc.get_objects() if type(each) in kinds and _has(each, param)
+    ]
+    if len(found) != 1:
+        return None
+    _FOUND[:] = [weakref.ref(found[0])]
+    return found[0]
+
+
+def _all_kinds(kind: type) -> Iterator[type]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _all_kinds(each)
+
+
+def _has(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> bool:
+    groups: Sequence[dict[str, Any]] = optimizer.__dict__.get("param_groups", ())  # one that is being built has none
+    return any(one is param for group in groups for one in group["params"])
 
 
 def _listed(followers: weakref.ref[Followers]) -> list[Follower]:

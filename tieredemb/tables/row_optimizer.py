@@ -28,6 +28,10 @@ class RowOptimizer(Protocol):
     def is_there(self) -> bool:
         """Whether gradients can be taken: not where a torch optimizer is to be followed that has yet to come."""
 
+    def look_for(self) -> bool:
+        """Follows the torch optimizer that has the tables among its params, where one is to be followed; returns
+        whether there is one."""
+
     def numbers(self, group: Group, grads: list[torch.Tensor]) -> Hyperparameters | None:
         """On the CPU: the numbers of the next step of `group`, or None where it takes none."""
 

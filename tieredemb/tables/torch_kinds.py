@@ -160,6 +160,11 @@ def kind_of(optimizer: type[torch.optim.Optimizer]) -> Kind:
     return kind
 
 
+def is_known(optimizer: type[torch.optim.Optimizer]) -> bool:
+    """Whether tables can follow a torch class."""
+    return optimizer in KINDS or _place(optimizer) in ELSEWHERE
+
+
 def _place(optimizer: type) -> str:
     return f"{optimizer.__module__}.{optimizer.__qualname__}"
 
