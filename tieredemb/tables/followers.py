@@ -268,8 +268,9 @@ def optimizer_with(param: torch.Tensor) -> torch.optim.Optimizer | None:
     return found[0]
 
 
-def _all_kinds(kind: type) -> Iterator[type]:
-    for each in kind.__subclasses__():
+def _all_kinds(kind: type[Any]) -> Iterator[type[Any]]:
+    below: list[type[Any]] = kind.__subclasses__()
+    for each in below:
         yield each
         yield from _all_kinds(each)
 
