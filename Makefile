@@ -15,7 +15,7 @@ MUTANTS := build/mutants/environment
 help:
 	@echo 'make train [DATA=log.tsv] [ARGS=…]   train the example DLRM, on a generated log without DATA'
 	@echo 'make test [ARGS=…]                   run the tests'
-	@echo 'make test-clients [ARGS=…]           convert and train models of deepctr-torch, pykeen, torchfm, …'
+	@echo 'make test-clients [ARGS=…]           convert and train models of deepctr-torch, pykeen, recbole, …'
 	@echo 'make lint                            ruff and mypy'
 	@echo 'make docs                            build the documentation into build/docs; a warning is an error'
 	@echo 'make dist                            build the wheel and the sdist into dist, and check them'
