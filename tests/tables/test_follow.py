@@ -1515,6 +1515,8 @@ def test_a_parameter_moves_with_its_tables(device):
     model.load_state_dict(copy.deepcopy(model).state_dict())
     for where in ("cpu", device):
         model.to(where)
+        for state in optimizer.state.values():  # as user code moves it, which torch does not
+            state.update({name: each.to(where) for name, each in state.items() if name != "step"})
         assert model[0].weight is parameter is optimizer.param_groups[0]["params"][0]
         assert parameter.device.type == where
         before = weight(model[0])
