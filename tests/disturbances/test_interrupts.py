@@ -174,9 +174,28 @@ def stepped_alone(module: Any, number: int) -> None:
     optimizer.step()
 
 
+def stepped_by_row(module: Any, number: int) -> None:
+    """A step by gradients whose elements others have changed, and kept."""
+    optimizer, params = module.engine.optimizer.optimizer, list(module.parameters())
+    optimizer.zero_grad()
+    train(module, number)
+    kept = [p.grad.clone() for p in params]
+    torch.nn.utils.clip_grad_value_(params, 0.1)
+    train(module, number + 1)
+    for p, grad in zip(params, kept, strict=True):
+        p.grad = p.grad + grad
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("kind", "act"),
-    [(torch.optim.SparseAdam, stepped), (torch.optim.AdamW, stepped), (torch.optim.AdamW, stepped_alone)],
+    [
+        (torch.optim.SparseAdam, stepped),
+        (torch.optim.SparseAdam, stepped_by_row),
+        (torch.optim.AdamW, stepped),
+        (torch.optim.AdamW, stepped_alone),
+        (torch.optim.AdamW, stepped_by_row),
+    ],
 )
 def test_an_interrupted_step_of_a_torch_optimizer_is_all_or_nothing(device, request, tmp_path, kind, act):
     pair = Pair(lambda: make_following(kind), tmp_path, make_following(kind, capacity=1.0))
