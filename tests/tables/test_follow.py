@@ -1190,7 +1190,7 @@ def test_a_copy_of_an_optimizer_without_the_state_of_tables_is_told(device):
         optimizer.load_state_dict({**saved, "state": {}})
 
 
-@pytest.mark.parametrize("kind", ["Adam", "Adagrad weight_decay", "SGD nesterov"])
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD nesterov"])  # torch's Adagrad fails without its state
 @pytest.mark.parametrize("empties", [lambda o: o.state.clear(), lambda o: setattr(o, "state", defaultdict(dict))])
 def test_where_an_optimizers_state_is_emptied_that_of_tables_is(device, kind, empties):
     """To train a next fold with the same optimizer."""
@@ -1589,7 +1589,7 @@ def test_a_copy_follows_nobody_until_it_is_told_to(device, copied):
     train(models[:1], [optimizer], steps=2)
     twin = copied(models[0])
     assert [type(each) for each in twin.tables.parameters()] == [TableParameter] * 3
-    with pytest.raises(BackwardError, match="A copy follows nobody"):
+    with pytest.raises(BackwardError, match="none has it among its params"):
         loss_of(twin, 1).backward()
     other = torch.optim.Adagrad(twin.parameters(), lr=0.1, lr_decay=0.01)
     twin.tables.follow(other)
