@@ -85,7 +85,7 @@ class PendingGradients:
         self._gradients_on: torch.device | None = None
         self.epoch = 0  # see `Source`
         self._is_fresh = True  # whether nothing was left of the step before when the first backward came
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_zeros = False
         self._table_of_column: torch.Tensor | None = None
 
     @property
@@ -235,6 +235,13 @@ class PendingGradients:
         if not self.is_there or table in self._dropped:
             raise UnsupportedError("this gradient of a table was dropped; read .grad of its parameter anew")
         if not self.waiting:
+            if not self._is_fresh and not self._has_warned_of_zeros:
+                self._has_warned_of_zeros = True
+                warnings.warn(
+                    "the gradient of a table is read after the step that has applied it, where torch would still have "
+                    "it and zeros are left of it here; read it between backward() and step()",
+                    stacklevel=2,
+                )
             self._is_fresh = True  # where somebody zeroes by hand
         return self._values()[table]
 

@@ -158,7 +158,7 @@ class TableParameter(TableTensor):
     def grad(self) -> None:
         self.grad = None
 
-    __hash__ = object.__hash__  # by which optimizers find a param's state
+    __hash__ = torch.Tensor.__hash__  # as before and after a swap with a plain parameter
 
     # --- hooks ------------------------------------------------------------------------------------------------------
 
