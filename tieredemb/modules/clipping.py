@@ -49,9 +49,10 @@ def clip_grad_norm_(
         parameters = _parameters_of(parameters)
     params = _given(parameters)
     with torch.no_grad():
-        dense = [each.grad for each in params if not isinstance(each, TableParameter) and each.grad is not None]
+        grads = [each.grad for each in params if each.grad is not None]
+        dense = [each for each in grads if not isinstance(each, TableGradient)]
         norms = [torch.nn.utils.get_total_norm(dense, norm_type, False, foreach)] if dense else []
-        norms += [each.grad.known.norm(norm_type) for each in params if isinstance(each.grad, TableGradient)]
+        norms += [each.known.norm(norm_type) for each in grads if isinstance(each, TableGradient)]
         total = torch.tensor(0.0)
         if norms:
             first = norms[0].device

@@ -5,8 +5,9 @@ all of them as one batch. Of the gradient nothing is computed but each table's n
 others multiply it by meanwhile is multiplied into the gradients that are there then, as torch would multiply the
 gradient that it has; what a later backward brings is added to that.
 
-A gradient whose elements somebody needs or sets is held by row from there on. The update is then that of a call that
-looks up the rows of all tables' gradients once, and whose output has them as its gradient.
+A gradient whose elements somebody sets, or that a hook has seen, is held as an object of its own from there on
+(`HeldGradients`). The update is then that of a call that looks up the rows of all tables' gradients once, and whose
+output has them as its gradient.
 
 As a parameter's, a table's `.grad` is there from a backward until it is set to None, and a step of the optimizer is
 one of the table then. After a step zeros are left of it, as after `zero_grad(set_to_none=False)`: the next step has no
@@ -19,17 +20,19 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from sys import getrefcount
 from typing import Any, Protocol
 
 import torch
 
 from tieredemb.config import features_of
-from tieredemb.errors import BackwardError, InvalidInputError, TieredEmbError, UnsupportedError, shown
+from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.streams import outside_capture
 from tieredemb.step.call import Collected
 from tieredemb.step.gradient_norms import OverRanks, gradient_norms
 from tieredemb.step.gradient_rows import GradientRows, rows_of_calls
-from tieredemb.step.table_gradient import TRACE, Known, TableGradient, norm_by_row
+from tieredemb.step.held_gradients import HeldGradients
+from tieredemb.step.table_gradient import TRACE, Known, TableGradient, of_rows
 from tieredemb.tables.table_set import TableSet
 
 
@@ -38,7 +41,6 @@ class Parameter(Protocol):
 
     hooks: Any
     post_hooks: Any
-    has_hooks: bool  # whether any table ever had one
 
     def through_hooks(self, rows: GradientRows) -> GradientRows:
         """What its hooks make of a gradient."""
@@ -64,13 +66,15 @@ class PendingGradients:
     ) -> None:
         self._tables = tables
         self._parameters = parameters
+        self.has_hooks = any(each.hooks or each.post_hooks for each in parameters)  # or has had
         self._over_ranks = over_ranks
         self._update = update
         self._step_alone = step_alone
         self._call_of = call_of
         self._count = len(tables.config.tables)
         self._calls: Collected = []
-        self._by_row: dict[int, GradientRows] = {}  # of these tables the whole gradient, whatever the calls say
+        self._held = HeldGradients()  # of these tables the whole gradient, whatever the calls say
+        self._is_applied = False  # what is held, by the last step
         self.copies: list[weakref.ref[Known]] = []  # see `Source`
         self._left = False  # whether a `.grad` is there that nothing was added to since the last step
         self._zeros: list[torch.Tensor] | None = None  # what it is then, float32 (2,) for each table
@@ -90,8 +94,8 @@ class PendingGradients:
 
     @property
     def waiting(self) -> bool:
-        """Whether anything is collected."""
-        return bool(self._calls or self._by_row)
+        """Whether anything waits for a step."""
+        return bool(self._calls) or (bool(self._held) and not self._is_applied)
 
     @property
     def count(self) -> int:
@@ -101,58 +105,72 @@ class PendingGradients:
     @property
     def is_there(self) -> bool:
         """Whether the tables have a gradient, if of zeros."""
-        return self._left or bool(self._calls or self._by_row)
+        return self._left or bool(self._calls or self._held)
 
     def add(self, collected: Collected) -> None:
         """Adds the calls of a backward pass."""
-        if not (self._calls or self._by_row):
+        if not (self._calls or self._held):
             self._dropped = set()  # of zeros
         if self._dropped:
             self._refuse_dropped()
         self._fold()
-        by_row = self._added(collected) if self._by_row or self._parameters[0].has_hooks else {}
+        come = self._through_hooks(collected) if self._held or self.has_hooks else {}
+        self._dropped = set()
         if self.copies:
             self._settle_copies()
         self.epoch += 1
-        self._by_row |= by_row
+        for table, rows in come.items():
+            self._held.add(table, rows)
         self._calls += collected
-        self._left = False
-        if self._parameters[0].has_hooks:
+        self._left = self._is_applied = False
+        if self.has_hooks:
             for each in self._parameters:
                 each.call_post_hooks()
 
-    def _added(self, collected: Collected) -> dict[int, GradientRows]:
-        """The gradients that are to be held by row, with those of calls that come to them."""
+    def _through_hooks(self, collected: Collected) -> dict[int, GradientRows]:
+        """What calls bring to gradients that are held: those of tables with hooks are from here on."""
         hooked = {table for table, each in enumerate(self._parameters) if each.hooks or each.post_hooks}
-        if not hooked and not self._by_row:
+        if not hooked and not self._held:
             return {}
         come, before = rows_of_calls(self._tables, collected), None
         found = {}
-        for table in sorted(hooked | set(self._by_row)):
-            rows = self._parameters[table].through_hooks(come[table])
-            if table in self._by_row:
-                rows = self._by_row[table].plus(rows)
-            elif self._calls:
-                before = before or rows_of_calls(self._tables, self._calls)
-                rows = before[table].plus(rows)
-            found[table] = rows
+        for table in sorted(hooked | set(self._held)):
+            found[table] = self._parameters[table].through_hooks(come[table])
+            self._check_settable(table, found[table])
+        for table in hooked - set(self._held):
+            before = before or rows_of_calls(self._tables, self._calls)
+            self._bound(table).known.set_rows(before[table])
         return found
 
     def _settle_copies(self) -> None:
         """Before the gradients become others: copies of what they are find their rows, if these can be found."""
         copies, self.copies = self.copies, []
         for each in filter(None, [copy() for copy in copies]):
-            try:
-                each.find_rows()
-            except TieredEmbError:
-                each.lose_rows()
+            if each.own is not None:
+                each.settle()
+
+    def _end(self, table: int) -> None:
+        """The gradient of a table becomes another one. If anybody has the old one, that stays what it was."""
+        if table in self._gradients and _is_kept(self._gradients, table):
+            known = self._gradients.pop(table).known
+            if known.is_bound:
+                known.settle()
 
     # --- what is found in `.grad` ------------------------------------------------------------------------------------
 
-    def read(self, table: int) -> TableGradient | None:
+    def read(self, table: int) -> torch.Tensor | None:
         """The `.grad` of a table's parameter; None where it has no gradient."""
-        if not (self._left or self._calls or self._by_row) or table in self._dropped:
+        if not (self._left or self._calls or self._held) or table in self._dropped:
             return None
+        if table in self._held:
+            return self._held[table]
+        known = self._gradients.get(table)
+        if known is not None and self._gradients_on is self._tables.placed.now.config.device:
+            return known
+        return self._bound(table)
+
+    def _bound(self, table: int) -> TableGradient:
+        """What says what is known of the gradient of a table that is not held."""
         config = self._tables.placed.now.config
         if self._gradients_on is not config.device:
             self._gradients, self._gradients_on = {}, config.device
@@ -166,51 +184,90 @@ class PendingGradients:
         """Replaces it; None drops the table's gradient. Raises `InvalidInputError` for what is no gradient of it."""
         if value is None:
             self._is_fresh = True
+            if table in self._gradients and (
+                getrefcount(self._gradients[table]) > _ALONE or getrefcount(self._gradients[table].known) > _ALONE
+            ):
+                self._end(table)
+            self._held.pop(table, None)
             self._dropped.add(table)
             if len(self._dropped) == self._count:
-                self.drop()
+                self._drop()
             return
+        self._check_assigned(table, value)
+        if not isinstance(value, TableGradient):
+            self._hold(table, value, GradientRows.of(value, value.shape, self._tables.config.device))
+            return
+        known, is_here = value.known, bool(self._calls or self._left) and table not in self._dropped | set(self._held)
+        if known.is_of(self, table) and is_here:
+            if known.own is not None:  # a multiple of what it is
+                now = self._values()[table]
+                self._replace_bound(table, value, now)
+                now.copy_(known.own)
+                known.own = None
+        elif known.is_bound:
+            self._hold(table, of_rows(rows := known.rows()), rows)  # that of another table
+        elif value is not self._held.get(table):
+            rows = known.rows()
+            known.become(rows)
+            self._hold(table, value, rows)
+
+    def _check_assigned(self, table: int, value: object) -> None:
         config = self._tables.placed.now.config
         shape = (config.tables[table].num_embeddings, config.tables[table].embedding_dim)
-        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
+        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+        if (not isinstance(value, TableGradient) and not is_plain) or tuple(value.shape) != shape:  # type: ignore[attr-defined]
             raise InvalidInputError(
                 f"the gradient of a table of shape {shape} can be replaced by a tensor of that shape, or by None; got "
                 f"{shown(value)}"
             )
-        if isinstance(value, TableGradient):
-            rows = None if self.is_there and table not in self._dropped else value.known.rows()
-        else:
-            rows = GradientRows.of(value, shape, config.device)
+        allowed = {torch.float32, self._tables.weight_dtype(table)}
+        if value.dtype not in allowed or value.device != config.device:  # type: ignore[attr-defined]
+            raise InvalidInputError(
+                f"the gradient of a table is float32, or of the dtype of its rows, on {config.device}; got "
+                f"{shown(value)} on {value.device}"  # type: ignore[attr-defined]
+            )
+
+    def _replace_bound(self, table: int, value: TableGradient, now: torch.Tensor) -> None:
+        """`value`, which is known by numbers, is the gradient from here on. Who has the old one has a copy."""
+        if table in self._gradients and _is_kept(self._gradients, table):
+            kept = self._gradients[table].known
+            kept.own = now.clone()
+            self.copies.append(weakref.ref(kept))
+        self._gradients[table] = value
+
+    def hold(self, table: int, known: Known, rows: GradientRows) -> None:
+        """See `Source`."""
+        bound = self._gradients.get(table)
+        if bound is None or bound.known is not known:
+            bound = TableGradient((rows.count, rows.values.shape[1]), rows.values.device, known)
+        self._hold(table, bound, rows)
+
+    def _hold(self, table: int, value: torch.Tensor, rows: GradientRows) -> None:
+        """`value`, which is `rows`, is the gradient of a table from here on."""
+        self._check_settable(table, rows)
         if not self.is_there:
             self._dropped = set(range(self._count))
-        if rows is None:
-            Known(self, table).overwrite(value.known)  # type: ignore[attr-defined]
-        elif len(rows.ids) or not self.is_there:
-            self.set_rows(table, rows)
+        if self.copies:
+            self._settle_copies()
+        if self._gradients.get(table) is value:
+            del self._gradients[table]
         else:
-            self._dropped.discard(table)
-            self.zero(table)
+            self._end(table)
+        if self._read is not None:
+            self._read[table].copy_(self._read[table].new_tensor([0.0, TRACE]))
+        self.epoch += 1
+        self._held[table] = value
+        self._dropped.discard(table)
+        self._is_applied = False
 
     def rows(self, table: int, values: torch.Tensor | None = None) -> GradientRows:
         """See `Source`."""
         self._check_held()
         numbers = self.values(table) if values is None else values
-        rows = self._by_row.get(table) or rows_of_calls(self._tables, self._calls)[table]
+        rows = rows_of_calls(self._tables, self._calls)[table]
         with torch.no_grad():
             scaled = (rows.values * (numbers[1] / TRACE)).masked_fill_(numbers[0] == 0, 0.0)
         return rows.with_values(scaled)
-
-    def set_rows(self, table: int, rows: GradientRows) -> None:
-        """See `Source`."""
-        self._check_settable(table, rows)
-        self._fold()
-        if self.copies:
-            self._settle_copies()
-        self.epoch += 1
-        self._by_row[table] = rows
-        self._dropped.discard(table)
-        self._left = False
-        self._norms = None
 
     def _check_held(self) -> None:
         """Raises `UnsupportedError` where gradients lie on several ranks."""
@@ -234,7 +291,7 @@ class PendingGradients:
         """See `Source`."""
         if not self.is_there or table in self._dropped:
             raise UnsupportedError("this gradient of a table was dropped; read .grad of its parameter anew")
-        if not self.waiting:
+        if not self._calls:
             if not self._is_fresh and not self._has_warned_of_zeros:
                 self._has_warned_of_zeros = True
                 warnings.warn(
@@ -247,21 +304,22 @@ class PendingGradients:
 
     def zero(self, table: int) -> None:
         """See `Source`."""
-        if not self.waiting:
+        if not self._calls:
             self._is_fresh, self._zeros = True, None
             return
         self._zeroed.add(table)
         if self._read is not None:
             self._read[table].zero_()
-        if len(self._zeroed | self._dropped) == self._count:  # what is collected is dropped, and zeros are left of it
+        if len(self._zeroed | self._dropped) == self._count and not self._held:
+            # what is collected is dropped, and zeros are left of it
             dropped = set(self._dropped)
-            self.drop()
+            self._drop()
             self._left, self._dropped = True, dropped
 
     def norms(self, norm_type: float) -> torch.Tensor:
         """The norms of the tables' gradients as they are now, float32 (T,); zero for those dropped. Does not
         synchronise."""
-        if not self.waiting:
+        if not (self._calls or self._held):
             return torch.zeros(len(self._tables.config.tables), device=self._tables.config.device)
         self._fold()
         now = (norm_type, self.epoch, frozenset(self._dropped))
@@ -273,13 +331,16 @@ class PendingGradients:
         return self._norms[1]
 
     def _new_norms(self, norm_type: float) -> torch.Tensor:
-        norms = gradient_norms(self._tables, self._calls, norm_type, self._over_ranks)
-        for table, rows in self._by_row.items():
-            norms[table].copy_(norm_by_row(rows, norm_type))
+        if self._calls:
+            norms = gradient_norms(self._tables, self._calls, norm_type, self._over_ranks)
+        else:
+            norms = torch.zeros(self._count, device=self._tables.config.device)
+        for table in self._held:
+            norms[table].copy_(self._held.norm(table, norm_type))
         return norms
 
     def _values(self) -> list[torch.Tensor]:
-        if not self.waiting:
+        if not self._calls:
             device = self._tables.placed.now.config.device
             if self._zeros is None or self._zeros_on is not device:
                 with torch.no_grad(), outside_capture(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -287,7 +348,7 @@ class PendingGradients:
             return self._zeros
         if self._read is None:
             with torch.no_grad():
-                norms = self._new_norms(2.0)
+                norms = gradient_norms(self._tables, self._calls, 2.0, self._over_ranks)
                 self._read = _apart(torch.stack([norms, torch.full_like(norms, TRACE)], 1))
                 for table in self._zeroed:
                     self._read[table].zero_()
@@ -313,9 +374,6 @@ class PendingGradients:
                 for call, grad in self._calls:
                     of = self._columns(values.device) if self._tables.config.pooled else call.tables_of_rows()[:, None]
                     scaled.append((call, (grad * factors[of]).masked_fill_(zeroed[of], 0.0)))
-                for table, rows in self._by_row.items():
-                    its = (rows.values * factors[table]).masked_fill_(zeroed[table], 0.0)
-                    self._by_row[table] = rows.with_values(its)
                 self._calls, self._spoilt = scaled, self._spoilt_by(factors, zeroed)
         self._read, self._zeroed = None, set()
 
@@ -377,8 +435,13 @@ class PendingGradients:
         together, calls = [self, *others], []
         for each in together:
             each._fold()
-            if each._by_row:
-                each._hold_one_call()
+            for table in range(each._count):
+                if table in each._gradients and (
+                    getrefcount(each._gradients[table]) > _ALONE or getrefcount(each._gradients[table].known) > _ALONE
+                ):
+                    each._end(table)
+            if each._held:
+                each._collect_held()
         alone = [each for each in together if not each._calls]
         for each in together:
             # of a step without a gradient zeros are left, as in torch
@@ -390,16 +453,23 @@ class PendingGradients:
         for each in alone:
             each._step_alone()
 
-    def _hold_one_call(self) -> None:
-        """In the place of what is held a call whose gradient comes to the same."""
+    def _collect_held(self) -> None:
+        """In the place of the calls one whose gradient comes to the same, with what is held in it."""
         rows = rows_of_calls(self._tables, self._calls)
-        call = self._call_of([self._by_row.get(table, rows[table]) for table in range(self._count)])
-        before, self._calls, self._by_row = self._calls, call, {}
+        rows = [self._held.rows(table) if table in self._held else rows[table] for table in range(self._count)]
+        call = self._call_of(rows) if any(len(each.ids) for each in rows) else []
+        before, self._calls, self._is_applied = self._calls, call, True
         for each, _ in before:
             each.release()
 
     def drop(self) -> None:
         """Drops what is collected, and gives its rows free."""
+        for table in range(self._count):
+            self._end(table)
+        self._drop()
+
+    def _drop(self) -> None:
+        self._held.clear()
         self._left, self._is_fresh = False, True
         for call, _ in self._taken():
             call.release()
@@ -408,10 +478,19 @@ class PendingGradients:
         if self.copies:
             self._settle_copies()
         self.epoch += 1
-        calls, self._calls, self._by_row = self._calls, [], {}
+        calls, self._calls = self._calls, []
         self._read = self._norms = self._spoilt = None
         self._dropped, self._zeroed = set(), set()
         return calls
+
+
+def _is_kept(gradients: dict[int, TableGradient], table: int) -> bool:
+    """Whether anybody else has one of them, or a view of it. Who asks in each step asks so without a call."""
+    return getrefcount(gradients[table]) > _ALONE or getrefcount(gradients[table].known) > _ALONE
+
+
+_A_GRADIENT = {0: TableGradient((1, 1), torch.device("cpu"), Known())}
+_ALONE = getrefcount(_A_GRADIENT[0])  # references that are counted of what nobody else has
 
 
 def _apart(values: torch.Tensor) -> list[torch.Tensor]:

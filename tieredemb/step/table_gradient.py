@@ -20,7 +20,7 @@ import torch
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tieredemb.errors import InvalidInputError, UnsupportedError, shown
+from tieredemb.errors import InvalidInputError, TieredEmbError, UnsupportedError, shown
 from tieredemb.kernels.tracing import untraced
 from tieredemb.step.gradient_rows import GradientRows, pointwise
 
@@ -45,8 +45,8 @@ class Source(Protocol):
         """One by row, a copy, which was multiplied by what its two numbers say, or these `values` in their place. Waits
         for a GPU. Raises `UnsupportedError` for one that is not there."""
 
-    def set_rows(self, table: int, rows: GradientRows) -> None:
-        """Replaces it."""
+    def hold(self, table: int, known: Known, rows: GradientRows) -> None:
+        """`rows`, which `known` is about to become, replace it."""
 
     def zero(self, table: int) -> None:
         """Makes it zeros."""
@@ -67,7 +67,27 @@ class Known:
         by_row: GradientRows | None = None,
     ) -> None:
         self._source = None if source is None else weakref.ref(source)
-        self.table, self.own, self.by_row = table, own, by_row
+        self.table, self.own = table, own
+        self._parts = [] if by_row is None else [by_row]  # whose sum it is by row
+
+    @property
+    def by_row(self) -> GradientRows | None:
+        """Its rows, where these are all that is known."""
+        while len(self._parts) > 1:  # in pairs, as sums of many would take long one after the other
+            pairs = zip(self._parts[::2], self._parts[1::2], strict=False)
+            rest = self._parts[-1:] if len(self._parts) % 2 else []
+            self._parts = [one.plus(other) for one, other in pairs] + rest
+        return self._parts[0] if self._parts else None
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it is what its source says."""
+        return self.own is None and not self._parts
+
+    def is_of(self, source: Source, table: int) -> bool:
+        """Whether it is what that says of a table, or a multiple."""
+        mine = None if self._source is None else self._source()
+        return mine is source and self.table == table and not self._parts
 
     @property
     def source(self) -> Source:
@@ -81,60 +101,69 @@ class Known:
     def values(self) -> torch.Tensor:
         """What is multiplied where it is multiplied by a number: its two numbers, float32 (2,), or by row its elements,
         (U, D)."""
-        if self.by_row is not None:
-            return self.by_row.values
+        rows = self.by_row
+        if rows is not None:
+            return rows.values
         return self.source.values(self.table) if self.own is None else self.own
 
     def copied(self, values: torch.Tensor) -> Known:
         """Of a copy, of which `values` are known."""
-        if self.by_row is not None:
-            return Known(by_row=self.by_row.with_values(values))
+        rows = self.by_row
+        if rows is not None:
+            return Known(by_row=rows.with_values(values))
         made = Known(self.source, self.table, values)
         self.source.copies.append(weakref.ref(made))
         return made
 
     def rows(self) -> GradientRows:
         """It by row, a copy. Waits for a GPU."""
-        if self.by_row is not None:
-            return self.by_row.with_values(self.by_row.values.clone())
+        rows = self.by_row
+        if rows is not None:
+            return rows.with_values(rows.values.clone())
         return self.source.rows(self.table, self.own)
 
-    def find_rows(self) -> None:
-        """Has its elements from here on: what it is a copy of becomes another."""
-        self.by_row, self.own, self._source = self.rows(), None, None
+    def become(self, rows: GradientRows) -> None:
+        """Is these rows from here on, whatever its source says."""
+        self._parts, self.own, self._source = [rows], None, None
 
-    def lose_rows(self) -> None:
-        """Has its numbers alone from here on."""
-        self._source = None
+    def settle(self) -> None:
+        """Has its rows from here on, as what it is of becomes another; numbers alone where these cannot be found."""
+        try:
+            self.become(self.rows())
+        except TieredEmbError:
+            self._source = None
 
     def set_rows(self, rows: GradientRows) -> None:
         """Becomes what `rows` are."""
-        if self._source is not None and self.own is None:
-            self.source.set_rows(self.table, rows)
-        else:
-            self.by_row, self.own, self._source = rows, None, None
+        if self.is_bound:
+            self.source.hold(self.table, self, rows)
+        self.become(rows)
+
+    def add(self, rows: GradientRows) -> None:
+        """Adds to what is known by row."""
+        self._parts.append(rows)
 
     def overwrite(self, other: Known) -> None:
         """Becomes what the other is."""
         if self is other:
             return
-        are_numbers = self.by_row is None and other.by_row is None
-        if are_numbers and (self._source, self.table) == (other._source, other.table):
-            if other.own is not None or self.own is not None:
-                self.values.copy_(other.values)
-            return
-        self.set_rows(other.rows())
+        is_one = not self._parts and not other._parts and (self._source, self.table) == (other._source, other.table)
+        if not is_one:
+            self.set_rows(other.rows())
+        elif other.own is not None or self.own is not None:
+            self.values.copy_(other.values)
 
     def zero(self) -> None:
-        if self.own is None and self.by_row is None:
+        """Becomes zeros."""
+        if self.is_bound:
             self.source.zero(self.table)
         else:
             self.values.zero_()
 
     def norm(self, order: float) -> torch.Tensor:
         """Its norm of that order, float32 ()."""
-        if self.by_row is not None:
-            return norm_by_row(self.by_row, order)
+        if self._parts:
+            return norm_by_row(self.rows(), order)
         if order == 2.0:
             return self.values[0].abs()
         if self.own is None and order > 0:

@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from tieredemb.errors import StorageError, UnsupportedError
+from tieredemb.errors import InputTypeError, StorageError, UnsupportedError, shown
 from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.tracing import untraced
 from tieredemb.step.autograd_grad import gradients
@@ -30,7 +30,9 @@ Hook = Callable[[torch.Tensor], "torch.Tensor | None"]
 
 
 class Gradients(Protocol):
-    """Those of tables, by number."""
+    """Those of tables, by number. `has_hooks`: whether any table may have hooks of its gradient."""
+
+    has_hooks: bool
 
     def read(self, table: int) -> torch.Tensor | None:
         """The `.grad` of a table's parameter; None where it has none."""
@@ -73,7 +75,6 @@ class TableParameter(TableTensor):
     is_sharded: bool
     hooks: OrderedDict[int, Hook] | None  # of its gradients, as they come
     post_hooks: OrderedDict[int, Callable[[torch.Tensor], None]] | None  # of itself, once a backward has brought one
-    has_hooks = False  # whether any table ever had one
 
     @staticmethod
     def __new__(  # type: ignore[misc]
@@ -181,16 +182,24 @@ class TableParameter(TableTensor):
             setattr(self, kind, hooks := OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
-        TableParameter.has_hooks = True
+        followed = None if self._followed is None else self._followed()
+        if followed is not None and followed.pending is not None:
+            followed.pending.has_hooks = True
         return handle
 
     def through_hooks(self, rows: GradientRows) -> GradientRows:
-        """What its hooks make of a gradient."""
+        """What its hooks make of a gradient: what they return, or leave of it. Raises `InvalidInputError` for what is
+        no gradient of it."""
         for hook in tuple((self.hooks or {}).values()):
-            result = hook(of_rows(rows))
+            grad = of_rows(rows)
+            result = hook(grad)
+            if result is None:
+                result = grad
+            if not isinstance(result, torch.Tensor):
+                raise InputTypeError(f"a hook of a gradient returns a tensor or None, got {shown(result)}")
             if isinstance(result, TableGradient):
                 rows = result.known.rows()
-            elif result is not None:
+            else:
                 rows = GradientRows.of(result, self.shape, self.device)
         return rows
 

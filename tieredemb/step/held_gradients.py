@@ -1,0 +1,38 @@
+"""Gradients of tables that are objects of their own: by row, or tensors that code has assigned to `.grad`.
+
+They stay what they are until they are set to None, as gradients do in torch: a step applies them, the next one does so
+again, a backward adds to them, and what changes them in place changes them for all who have them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tieredemb.step.gradient_rows import GradientRows
+from tieredemb.step.table_gradient import TableGradient, norm_by_row
+
+
+class HeldGradients(dict[int, torch.Tensor]):
+    """By table: a `TableGradient` that is known by row, or a plain tensor (rows, D), dense or sparse."""
+
+    def rows(self, table: int) -> GradientRows:
+        """One by row. Waits for a GPU."""
+        held = self[table]
+        if isinstance(held, TableGradient):
+            return held.known.rows()
+        return GradientRows.of(held, held.shape, held.device)
+
+    def norm(self, table: int, order: float) -> torch.Tensor:
+        """Its norm of that order, float32 ()."""
+        return norm_by_row(self.rows(table), order)
+
+    def add(self, table: int, rows: GradientRows) -> None:
+        """Adds what a backward has brought, in place where torch would."""
+        held = self[table]
+        if isinstance(held, TableGradient):
+            held.known.add(rows)
+        elif held.layout is torch.sparse_coo:
+            self[table] = held + rows.sparse()
+        else:
+            with torch.no_grad():
+                held[rows.ids] += rows.values.to(held.dtype)
