@@ -585,6 +585,174 @@ def test_converted_tables_of_one_cache(device):
         assert_close(weight(ours), theirs.weight)
 
 
+# --- as objects -------------------------------------------------------------------------------------------------------
+
+
+X = torch.tensor([[1, 2, 3], [3, 4, 5]])
+
+
+class Small(nn.Module):
+    """One table and a dense layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = nn.EmbeddingBag(20, 4, mode="sum")
+        self.top = nn.Linear(4, 1)
+
+    def forward(self, ids=X):
+        return self.top(self.tables(ids.to(self.top.weight.device))).square().sum()
+
+
+def kept_over_zero_grad(model, optimizer):
+    p = model.tables.weight
+    model().backward()
+    old, view = p.grad, p.grad.data.detach()
+    optimizer.zero_grad()
+    model(X + 5).backward()
+    p.grad = p.grad + old + view
+    optimizer.step()
+
+
+def kept_over_a_step(model, optimizer):
+    p = model.tables.weight
+    model().backward()
+    old = p.grad
+    optimizer.step()
+    optimizer.zero_grad()
+    p.grad = old * 0.5
+    optimizer.step()
+
+
+def changed_after_it_was_assigned(model, optimizer):
+    p = model.tables.weight
+    p.grad = buffer = torch.zeros(p.shape, device=p.device)
+    model().backward()
+    buffer.mul_(0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    model().backward()
+    p.grad = half = p.grad.clone()
+    half.mul_(0.5)
+    optimizer.step()
+
+
+def asked_for_and_clipped(model, optimizer):
+    p = model.tables.weight
+    (p.grad,) = torch.autograd.grad(model(), [p])
+    nn.utils.clip_grad_norm_([p], 1.0)
+    optimizer.step()
+
+
+def of_every_row(model, optimizer):
+    p = model.tables.weight
+    p.grad = torch.ones(p.shape, device=p.device)
+    assert p.grad.norm() > 0
+    assert repr(p.grad)
+    p.grad.mul_(0.5)
+    p.grad += p.grad.clone()
+    nn.utils.clip_grad_value_([p], 0.3)
+    optimizer.step()
+
+
+def begun_with_zeros(model, optimizer):
+    p = model.tables.weight
+    p.grad = torch.zeros_like(p)
+    (grad,) = torch.autograd.grad(model(), [p])
+    p.grad = p.grad + grad
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    nn.utils.clip_grad_value_([p], 1.0)
+    model().backward()
+    optimizer.step()
+
+
+def by_rows_and_columns(model, optimizer):
+    p = model.tables.weight
+    model().backward()
+    rows = torch.linspace(0.5, 1, 20, device=p.device)[:, None]
+    p.grad.mul_(rows).mul_(torch.tensor([1.0, 0.0, 1.0, 1.0], device=p.device)).div_(rows)
+    p.grad.masked_fill_(rows > 0.8, 0.0).clamp_(-rows, rows).abs_()
+    torch._foreach_abs_([p.grad])
+    assert p.grad.view(20, 4).count_nonzero() == (p.grad.reshape(p.shape).amax() > 0) * p.grad.count_nonzero()
+    assert p.grad.any()
+    optimizer.step()
+
+
+def stepped_twice(model, optimizer):
+    model().backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.step()
+
+
+def hooked_in_place(model, optimizer):
+    def clamp(grad):
+        grad.clamp_(-0.1, 0.1)
+
+    model.tables.weight.register_hook(clamp)
+    model().backward()
+    optimizer.step()
+
+
+OBJECTS = (
+    kept_over_zero_grad, kept_over_a_step, changed_after_it_was_assigned, asked_for_and_clipped, of_every_row,
+    begun_with_zeros, by_rows_and_columns, stepped_twice, hooked_in_place,
+)  # fmt: skip
+
+
+def assert_trains_alike(habit, kind, *, by_class=False):
+    models = [Small(), on_cpu(Small())]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        optimizer = None if by_class and model is models[0] else kind(model.parameters(), lr=0.1)
+        if model is models[0]:
+            te.replace_embedding_bags(model, capacity=5, optimizer=kind if by_class else optimizer)
+        habit(model, optimizer or kind(model.parameters(), lr=0.1))
+    for ours, theirs in zip(*(model.state_dict().values() for model in models), strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:no zero_grad", "ignore:the old weights")
+@pytest.mark.parametrize("habit", OBJECTS)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_gradient_is_an_object_as_in_torch(device, habit, kind):
+    assert_trains_alike(habit, kind)
+
+
+def stepped_by_a_closure(model, optimizer):
+    def closure():
+        optimizer.zero_grad()
+        loss = model()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+
+
+def resumed(model, optimizer):
+    source = on_cpu(Small())
+    its = type(optimizer)(source.parameters(), lr=0.1)
+    source.load_state_dict({name: each.cpu() for name, each in model.state_dict().items()})
+    for _ in range(3):
+        its.zero_grad()
+        source().backward()
+        its.step()
+    model.load_state_dict(source.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("habit", [stepped_by_a_closure, resumed])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop, torch.optim.NAdam])
+def test_an_optimizer_that_is_found_has_begun_before(device, habit, kind):
+    """With a closure, or with a state that was loaded."""
+    assert_trains_alike(habit, kind, by_class=True)
+
+
 # --- updates by hand --------------------------------------------------------------------------------------------------
 
 

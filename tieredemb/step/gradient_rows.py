@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tieredemb.config import features_of
 from tieredemb.errors import InvalidInputError, UnsupportedError, shown
@@ -177,8 +177,13 @@ def pointwise(func: Callable[..., Any], args: Any, kwargs: Any, shape: Sequence[
             return each.values.clone() if each.ids is ids else each.at(ids)
         return each[ids] if each.dim() == 2 and len(each) == shape[0] else each
 
+    others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    # an operation in place keeps its shape
+    sizes = [(1, 1), *((1,) * (2 - each.dim()) + tuple(each.shape) for each in others)]
+    around = tuple(map(max, zip(*sizes, strict=True)))
+
     def outside(each: GradientRows) -> torch.Tensor:
-        return each.values.new_zeros((1, 1))
+        return each.values.new_zeros(around)
 
     with torch.no_grad():
         some_args, some_kwargs = tree_map_only((GradientRows, torch.Tensor), inside, (args, kwargs))

@@ -12,6 +12,7 @@ zeros zero is computed there, and so are its reductions. What would make a dense
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -248,7 +249,9 @@ class TableGradient(torch.Tensor):
             return func(*tree_map_only(TableGradient, empty_of, args), **kwargs)
         if name.startswith("_foreach_"):
             return _one_by_one(func, name, args, kwargs)
-        if torch.Tag.pointwise in func.tags or name in _POINTWISE:
+        if name in _SAME_SHAPE and tuple(_given_shape(func, args)) == tuple(args[0].shape):
+            return _view(func, args, kwargs)
+        if _is_pointwise(name):
             return _by_row(func, name, args, kwargs)
         return _refuse(name)
 
@@ -297,6 +300,21 @@ def _refuse(name: str) -> Any:
 
 def _is(each: Any) -> bool:
     return isinstance(each, TableGradient)
+
+
+@functools.cache
+def _is_pointwise(name: str) -> bool:
+    """Whether an operation treats each element by itself, in place or not."""
+    packets = [getattr(torch.ops.aten, each, None) for each in (name, name.rstrip("_"))]
+    overloads = [getattr(packet, each) for packet in packets if packet is not None for each in packet.overloads()]
+    return name in _POINTWISE or any(torch.Tag.pointwise in each.tags for each in overloads)
+
+
+def _given_shape(func: Any, args: Any) -> Sequence[int]:
+    """The shape that a view is to have."""
+    given = args[1] if len(args) > 1 else ()
+    rows, width = args[0].shape
+    return [own if size == -1 else size for own, size in zip((rows, width), given, strict=False)]
 
 
 def _like(one: TableGradient, values: torch.Tensor) -> TableGradient:
@@ -492,11 +510,18 @@ def _summed(func: Any, args: Any, kwargs: Any) -> Any:
     return total / args[0].numel() if func._schema.name == "aten::mean" else total
 
 
-def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
-    """The largest or smallest element, zeros among them where rows are not reached."""
-    rows = args[0].known.rows()
+def _counted(func: Any, args: Any, kwargs: Any) -> Any:
+    """What zeros add nothing to: `count_nonzero`, `any`."""
     if len(args) > 1 or kwargs:
         return NotImplemented
+    return func(args[0].known.rows().values)
+
+
+def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
+    """The largest or smallest element, zeros among them where rows are not reached."""
+    if args[1:] not in ((), ([],), ([0, 1],)) or kwargs:
+        return NotImplemented
+    rows = args[0].known.rows()
     values = rows.values.reshape(-1)
     return func(values if len(rows.ids) == rows.count else torch.cat([values, values.new_zeros(1)]))
 
@@ -544,6 +569,7 @@ _T: Any = torch.Tensor  # whose dunder methods are not all typed
 _DATA: Any = torch.Tensor.data
 _FLAGS = {"isfinite", "isinf", "isnan"}  # of what is known: whether all of it is, or any
 _OF_MEMORY = {"tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"}
+_SAME_SHAPE = {"view", "_unsafe_view", "reshape", "expand", "_reshape_alias"}
 _POINTWISE = {
     "masked_fill",
     "masked_fill_",
@@ -558,7 +584,8 @@ _OPERATIONS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "mul": _multiplied, "mul_": _multiplied, "div": _multiplied, "div_": _multiplied,
     "neg": _multiplied, "neg_": _multiplied, "pow": _power,
     "norm": _normed, "linalg_vector_norm": _normed, "nan_to_num_": _checked,
-    "sum": _summed, "mean": _summed, "max": _extreme, "min": _extreme, "to_sparse": _as_sparse,
+    "sum": _summed, "mean": _summed, "max": _extreme, "min": _extreme, "amax": _extreme, "amin": _extreme,
+    "count_nonzero": _counted, "any": _counted, "to_sparse": _as_sparse,
     "_to_sparse": _as_sparse, "record_stream": lambda func, args, kwargs: None,
     "_foreach_mul": _of_lists, "_foreach_mul_": _of_lists, "_foreach_div": _of_lists, "_foreach_div_": _of_lists,
     "_foreach_zero_": _zeroed_lists, "_foreach_norm": _normed_lists,

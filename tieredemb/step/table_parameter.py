@@ -25,6 +25,7 @@ from tieredemb.step.gradient_rows import GradientRows
 from tieredemb.step.table_gradient import TableGradient, of_rows
 from tieredemb.step.table_tensor import Module, TableTensor
 from tieredemb.tables.table_set import TableSet
+from tieredemb.tables.torch_kinds import is_known
 
 Hook = Callable[[torch.Tensor], "torch.Tensor | None"]
 
@@ -56,6 +57,9 @@ class Followed(Module, Protocol):
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """That they follow."""
+
+    def follow_found(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follows one that has them among its params."""
 
     @property
     def pending(self) -> Gradients | None:
@@ -267,6 +271,9 @@ def _refuse_others(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
                 continue
             followed = each._followed()
             if followed is None or followed.optimizer is optimizer or followed.pending is None:
+                continue
+            if followed.optimizer is None and is_known(type(optimizer)):
+                followed.follow_found(optimizer)
                 continue
             if followed.pending.read(each.table) is None:
                 continue

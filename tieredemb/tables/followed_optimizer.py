@@ -55,7 +55,10 @@ class Parameter(Protocol):
 
 
 class Pending(Protocol):
-    """What was collected for one set of tables since the last step."""
+    """What was collected for one set of tables since the last step. `has_hooks`: whether any may have hooks of its
+    gradient."""
+
+    has_hooks: bool
 
     def read(self, table: int) -> torch.Tensor | None:
         """The `.grad` of a table's parameter, or None where it has no gradient."""
@@ -348,14 +351,16 @@ class FollowedOptimizer:
     def _states_of(
         self, optimizer: torch.optim.Optimizer, old: list[torch.Tensor] | None, config: OptimizerConfig
     ) -> dict[int, LoadedState]:
-        """The state that the optimizer has of the params `old`, which becomes that of tables with rows for `config`,
-        but where a file has kept that. Raises `InvalidInputError`."""
+        """The state that the optimizer has of the params `old`, or has loaded of the tables' own, which becomes that of
+        tables with rows for `config`, but where a file has kept that. Raises `InvalidInputError`."""
         states: dict[int, LoadedState] = {}
-        for table, param in enumerate(old or ()):
-            if not self._tables.is_new(table):
+        for table, param in enumerate(self.table_parameters if old is None else old):
+            if old is not None and not self._tables.is_new(table):
                 continue
             whose = f"table {self._tables.config.tables[table].name!r}"
             entry = _entry_of(optimizer, param, whose)
+            if old is None and not entry:
+                continue
             states[table] = loaded_state(self._tables, config, table, entry)
         check_together(config, states)
         return states
@@ -368,7 +373,9 @@ class FollowedOptimizer:
                 at = next(i for i, each in enumerate(params) if each is old[table])
                 params[at] = parameter
                 optimizer.state.pop(old[table], None)
-            elif _find(optimizer, parameter) is None:
+            elif _find(optimizer, parameter) is not None:
+                optimizer.state.pop(parameter, None)
+            else:
                 params.append(parameter)
                 if "param_names" in group:
                     group["param_names"].append(self._added_name(table))
@@ -400,17 +407,21 @@ class FollowedOptimizer:
         """See `RowOptimizer`. A library that builds its optimizer in its own `fit()` gives nobody a chance to call
         `follow`: it has the tables as it has all of `parameters()`. Raises as `follow` does."""
         found = optimizer_with(self.table_parameters[0])
-        if found is None:
-            return False
-        _, _, config = self.check_follow(found)
+        if found is not None:
+            self.follow_found(found)
+        return found is not None
+
+    def follow_found(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follows one that has the tables among its params. Raises as `follow` does, and `ConfigError` where the rows
+        would have to be laid out anew, which batches in flight do not allow."""
+        _, _, config = self.check_follow(optimizer)
         if rows_of(self._tables.whole.config.optimizer) != rows_of(config):
             raise ConfigError(
-                f"the rows of {self._tables.named} were built for another optimizer than the {type(found).__name__} "
-                f"that has them among its params; pass torch.optim.{type(found).__name__} as optimizer= where the "
-                f"tables are built or converted, or call tieredemb.follow(model, optimizer) before the first forward"
+                f"the rows of {self._tables.named} have no room for what the {type(optimizer).__name__} that has them "
+                f"among its params keeps of a row, with its options (such as momentum); call "
+                f"tieredemb.follow(model, optimizer) once it is built, before the first forward"
             )
-        self.follow(found)
-        return True
+        self.follow(optimizer)
 
     # --- the param group --------------------------------------------------------------------------------------------
 
