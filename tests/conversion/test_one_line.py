@@ -668,6 +668,47 @@ def test_where_no_optimizer_has_the_tables_or_several_have_training_is_refused(d
         loss.backward(retain_graph=True)
     del both, dense
     other = torch.optim.Adagrad(model.parameters())
-    with pytest.raises(ConfigError, match=r"built for another optimizer than the Adagrad"):
+    with pytest.raises(ConfigError, match=r"have no room for what the Adagrad"):
         loss.backward()
     del other
+
+
+# --- gradients and hooks ----------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_there_is_taken_over(device):
+    model, plain = pair()
+    optimizer, reference = (torch.optim.Adam(each.parameters(), lr=0.1) for each in (model, plain))
+    for each in (model, plain):
+        each(randint(0, 40, (6, 3), seed=1)).square().mean().backward()
+    converted(model, optimizer=optimizer)
+    optimizer.step()
+    reference.step()
+    assert_trains_alike(model, plain, optimizer, reference, steps=2)
+
+
+def zeroed(p):
+    p.grad.zero_()
+
+
+def test_hooks_of_parameters_go_back(device):
+    model, _ = pair()
+    converted(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    model.emb["user"].weight.register_hook(lambda grad: grad * 0)
+    model.emb["item"].weight.register_post_accumulate_grad_hook(zeroed)
+    te.restore_embedding_bags(model)
+    model(randint(0, 40, (6, 3), seed=1)).square().mean().backward()
+    assert [bool(table.weight.grad.any()) for table in model.emb.values()] == [False, False, True]
+
+
+def test_a_model_inside_ddp_is_converted_before(tmp_path):
+    model, _ = pair()
+    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        ddp = nn.parallel.DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="convert the model before DistributedDataParallel wraps it"):
+            te.replace_embedding_bags(ddp, capacity=0.2, optimizer=optimizer)
+    finally:
+        dist.destroy_process_group()
+    assert type(model.emb["user"]) is nn.EmbeddingBag

@@ -694,9 +694,36 @@ def hooked_in_place(model, optimizer):
     optimizer.step()
 
 
+def asked_whether_it_is_finite(model, optimizer):
+    p = model.tables.weight
+    model().backward()
+    for _ in range(2):
+        assert torch.isfinite(p.grad).shape == p.shape
+        assert torch.isfinite(p.grad).all()
+        assert not torch.isnan(p.grad).any()
+        p.grad.clamp_(-1, 1)
+    assert torch.isfinite(p.grad).sum() == 80
+    assert (~torch.isfinite(p.grad)).count_nonzero() == torch.isinf(p.grad).sum() == 0
+    p.grad.data[3] = math.inf
+    assert torch.isinf(p.grad).any()
+    assert not torch.isfinite(p.grad).all()
+
+
+def kept_data(model, optimizer):
+    p, others = model.tables.weight, torch.ones(20, 4, device=model.top.weight.device)
+    old = p.data
+    p.data = others
+    model().backward()
+    p.data = old
+    p.data, others = others, p.data
+    optimizer.step()
+    p.data = (p.data + others) / 2
+
+
 OBJECTS = (
     kept_over_zero_grad, kept_over_a_step, changed_after_it_was_assigned, asked_for_and_clipped, of_every_row,
     begun_with_zeros, by_rows_and_columns, stepped_twice, hooked_in_place,
+    asked_whether_it_is_finite, kept_data,
 )  # fmt: skip
 
 
@@ -717,6 +744,18 @@ def assert_trains_alike(habit, kind, *, by_class=False):
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
 def test_a_gradient_is_an_object_as_in_torch(device, habit, kind):
     assert_trains_alike(habit, kind)
+
+
+def test_flags_of_a_gradient_are_no_mask(device):
+    bag, _ = follower()
+    bag(torch.tensor([[1, 2]])).sum().backward()
+    for use in (
+        lambda g, f: torch.where(f, g, 0.0),
+        lambda g, f: g.masked_fill(f, 0.0),
+        lambda g, f: g.__setitem__(f, 0),
+    ):
+        with pytest.raises(UnsupportedError, match=r"nan_to_num_|a choice of elements"):
+            use(bag.weight.grad, torch.isnan(bag.weight.grad))
 
 
 def stepped_by_a_closure(model, optimizer):

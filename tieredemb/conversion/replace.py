@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -90,6 +90,7 @@ def _convert(
     """The converted model, what the caller is to be warned of, and the old weights, which nothing here holds then."""
     chosen = choose(find(model), include, exclude)
     able = [each for each in chosen if each.reason is None]
+    _check_not_averaged(model, able)
     assigned = assign(able, optimizer)
     remarks = [*_remarks(chosen, able, assigned, optimizer), *_remarks_on_carried(able, assigned)]
     twins = make_twins(able, assigned, capacity, _settings(keywords))
@@ -111,6 +112,18 @@ def _convert(
         for each in {model, _holder(model, list(twins))}:
             plan_calls(each)
     return model, remarks, old
+
+
+def _check_not_averaged(model: nn.Module, able: Sequence[Found]) -> None:
+    """Raises `ConfigError` where a `DistributedDataParallel` waits for gradients of weights that are to go."""
+    weights = {id(each.module.weight) for each in able}
+    around = [each for each in model.modules() if isinstance(each, nn.parallel.DistributedDataParallel)]
+    waiting = [each for ddp in around if not ddp.find_unused_parameters for each in ddp._module_parameters]
+    if any(id(each) in weights for each in waiting):
+        raise ConfigError(
+            "the model is inside a DistributedDataParallel, which would wait for gradients of weights that are "
+            "replaced; convert the model before DistributedDataParallel wraps it"
+        )
 
 
 def _holder(model: nn.Module, names: list[str]) -> nn.Module:

@@ -80,6 +80,9 @@ class _Taken:
         if way.follows is not None:
             self._state, self._optimizer = way.follows.state.get(weight), way.follows
             twin.follow(way.follows, instead_of=[weight])
+            if weight.grad is not None and not is_meta:
+                (parameter,) = twin.engine.table_parameters
+                parameter.grad = weight.grad.to(parameter.device)
         if way.carried is not None and way.carried.state and is_new:
             fused = twin.fused_optimizer
             fused.load_state_dict(

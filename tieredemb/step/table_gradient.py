@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tieredemb.errors import InvalidInputError, TieredEmbError, UnsupportedError, shown
 from tieredemb.kernels.tracing import untraced
+from tieredemb.step.gradient_flags import GradientFlags
 from tieredemb.step.gradient_rows import GradientRows, pointwise
 
 # its square is beyond float32's precision beside a norm of 1e-10; and factors down to 1e-24, a scale's of 2^24 and a
@@ -229,8 +230,10 @@ class TableGradient(torch.Tensor):
         if func == _T.__getitem__ and _is(args[0]):
             return _rows_at(*args)
         if name in _FLAGS and args and _is(args[0]):
-            args = (args[0].known.values,)
-        elif name in _OF_MEMORY:
+            known = args[0].known
+            flags = getattr(torch, name)(known.values)
+            return GradientFlags(args[0].shape, flags, name == "isfinite", stands_for=known.by_row is not None)
+        if name in _OF_MEMORY:
             _refuse(name)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -567,7 +570,7 @@ def _rows_at(one: TableGradient, index: Any) -> torch.Tensor:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _T: Any = torch.Tensor  # whose dunder methods are not all typed
 _DATA: Any = torch.Tensor.data
-_FLAGS = {"isfinite", "isinf", "isnan"}  # of what is known: whether all of it is, or any
+_FLAGS = {"isfinite", "isinf", "isnan"}
 _OF_MEMORY = {"tolist", "numpy", "__array__", "data_ptr", "untyped_storage", "storage", "__dlpack__", "share_memory_"}
 _SAME_SHAPE = {"view", "_unsafe_view", "reshape", "expand", "_reshape_alias"}
 _POINTWISE = {

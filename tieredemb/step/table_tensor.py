@@ -10,6 +10,7 @@ that it reads. Each operation waits for a GPU.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from tieredemb.step.gradient_rows import GradientRows
 from tieredemb.step.table_gradient import SquaredGradient, TableGradient, empty_of
 from tieredemb.tables.table_set import PART_BYTES, TableSet
 
+SPAN_BYTES = 65536  # rows that lie closer are read and written as one span, which costs less than another one
 _SHOWN = 3  # rows, where a table is printed
 # they change each element by itself
 _POINTWISE = {
@@ -194,7 +196,7 @@ class TableTensor(torch.Tensor):
             elif func in _OF_A_PARAMETER:
                 raise UnsupportedError(_NO_PARAMETER)
             if func == _T.data.__get__:
-                return first.detached()
+                return _data_of(first)
             if func == _T.data.__set__:
                 return _replace(first, *args[1:], **kwargs)
             if func in _LISTS:
@@ -250,7 +252,35 @@ def _replace(table: TableTensor, value: Any) -> None:
             f"{shown(value)}"
         )
     with torch.no_grad():
+        _settle_data(table, value)
         table.detached().copy_(value)
+
+
+# what code has got of `.data` of a table, of whole tables
+_DATA: weakref.WeakKeyDictionary[TableSet, list[weakref.ref[TableTensor]]] = weakref.WeakKeyDictionary()
+
+
+def _data_of(table: TableTensor) -> TableTensor:
+    """`table.data`: the same elements, until other data are put in the place of the table's."""
+    found = table.detached()
+    if found.is_whole:
+        known = _DATA.setdefault(table.module.tables, [])
+        known[:] = [each for each in known if each() is not None]
+        known.append(weakref.ref(found))
+    return found
+
+
+def _settle_data(table: TableTensor, value: torch.Tensor) -> None:
+    """Before `table.data = value`: who has the data of before keeps them, as tensors of their own."""
+    known = _DATA.get(table.module.tables, [])
+    those = [each for ref in known if (each := ref()) is not None and each is not value and each.table == table.table]
+    if not those:
+        return
+    copy = table.detached().clone()
+    known[:] = [ref for ref in known if not any(ref() is each for each in those)]  # a swap wants no weak references
+    for each in those:
+        start, stop = each.rows
+        torch.utils.swap_tensors(each, copy[start:stop].view(each.shape))  # type: ignore[no-untyped-call]
 
 
 def _with_gradients(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -284,6 +314,9 @@ def _add_rows(table: TableTensor, rows: GradientRows, alpha: Any, *, in_place: b
         copy[rows.ids] = copy[rows.ids].add(rows.values, alpha=alpha).to(copy.dtype)
         return copy
     ids, values = rows.ids.cpu(), rows.values.cpu()
+    row_bytes = table.size(1) * table.element_size()
+    ends = np.flatnonzero(np.diff(ids.numpy()) > max(1, SPAN_BYTES // row_bytes)) + 1
+    spans = [(int(some[0]), int(some[-1]) + 1) for some in np.split(ids.numpy(), ends) if len(some)]
 
     def change(start: int, part: torch.Tensor) -> torch.Tensor:
         low, high = np.searchsorted(ids.numpy(), [start, start + len(part)]).tolist()
@@ -291,8 +324,8 @@ def _add_rows(table: TableTensor, rows: GradientRows, alpha: Any, *, in_place: b
         part[at] = part[at].add(values[low:high], alpha=alpha).to(part.dtype)
         return part
 
-    if len(ids):
-        table.module.tables.change_rows(table.table, int(ids[0]), int(ids[-1]) + 1, change)
+    if spans:
+        table.module.tables.change_spans(table.table, spans, change)
     return table
 
 

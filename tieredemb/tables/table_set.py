@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -383,18 +384,32 @@ class TableSet:
         the new ones. Rows of a dense optimizer are at the current step then. Waits for a GPU. Interrupted after the
         first part, it leaves the cache broken (`BrokenCacheError`) until the table is written as a whole. Raises
         `StorageFullError` before anything changes."""
+        self.change_spans(table, [(start, stop)], change, reads=reads)
+
+    def change_spans(
+        self,
+        table: int,
+        spans: Sequence[tuple[int, int]],
+        change: Callable[[int, torch.Tensor], torch.Tensor],
+        *,
+        reads: bool = True,
+    ) -> None:
+        """As `change_rows`, of several spans of rows, (first, one after the last), which are one change."""
         group, _, key = self.locate(table)
         config, dtype = self.config.tables[table], self.weight_dtype(table)
         row = group.cache.cold.layout.format
         with self.locked():
-            if reads or stop - start < config.num_embeddings:  # else a broken table is whole again
-                self._read(table, start, torch.empty((0, config.embedding_dim), dtype=dtype, device="cpu"))
+            if reads or spans != [(0, config.num_embeddings)]:  # else a broken table is whole again
+                self._read(table, spans[0][0], torch.empty((0, config.embedding_dim), dtype=dtype, device="cpu"))
             with self.changing("writing to a table", [self._part(table, "weight")]) as changed:
-                group.cache.cold.reserve_range(key + start, key + stop)
+                for start, stop in spans:
+                    group.cache.cold.reserve_range(key + start, key + stop)
                 row_bytes = config.embedding_dim * dtype.itemsize
-                for first, last in self._parts(
-                    "writing to a table", table, row_bytes, PART_BYTES, start=start, stop=stop
-                ):
+                parts = (
+                    self._parts("writing to a table", table, row_bytes, PART_BYTES, start=start, stop=stop)
+                    for start, stop in spans
+                )
+                for first, last in itertools.chain.from_iterable(parts):
                     part = torch.empty((last - first, config.embedding_dim), dtype=dtype, device="cpu")
                     if reads:
                         with carried(part, row) as rows:
