@@ -28,7 +28,9 @@ from tieredemb.lookup.optimizer import (
 )
 
 OPTIMIZERS = {type(optimizer): optimizer for optimizer in training.OPTIMIZERS}
-TOOLS = {"SGD": {"lookup/device_lookup.py", "ops_cpu.py"}}  # by it gradients are summed where nothing is trained
+TOOLS = {  # by it gradients are summed where nothing is trained
+    "SGD": {"lookup/device_lookup.py", "lookup/gradient_rows.py", "lookup/gradient_rows_cpu.py", "ops_cpu.py"}
+}
 
 
 def test_every_optimizer_is_exported_and_tested():

@@ -29,7 +29,7 @@ class Pass:
 class Forward:
     """One of the forwards, that at `position`."""
 
-    within, consumed = None, False
+    within, consumed, requested = None, False, None
 
     def __init__(self, position, backward_pass, joint=None):
         self.position, self.joint = position, joint

@@ -374,7 +374,8 @@ class FollowedOptimizer:
                 params[at] = parameter
                 optimizer.state.pop(old[table], None)
             elif _find(optimizer, parameter) is not None:
-                optimizer.state.pop(parameter, None)
+                if entry := optimizer.state.get(parameter):  # what was loaded, or begun; the tables have it now
+                    optimizer.state[parameter] = _emptied(entry) if kind_of(type(optimizer)).at_once else {}
             else:
                 params.append(parameter)
                 if "param_names" in group:
@@ -782,6 +783,14 @@ def _entry_of(optimizer: torch.optim.Optimizer, param: torch.Tensor, whose: str)
     """What an optimizer has kept of a param; nothing of one without content, of which it knows no number. Raises
     `InvalidInputError`."""
     return {} if param.is_meta else checked_entry(optimizer.state.get(param, {}), whose)
+
+
+def _emptied(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of an optimizer that looks for its names when it is copied or loaded, without content."""
+    return {
+        name: each.new_zeros(()).expand(each.shape) if isinstance(each, torch.Tensor) and each.dim() else each
+        for name, each in entry.items()
+    }
 
 
 def _find(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> tuple[int, int] | None:
