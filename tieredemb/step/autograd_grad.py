@@ -1,7 +1,7 @@
 """`torch.autograd.grad` with tables among its inputs: their gradients come by row.
 
 Tables are no inputs of the nodes that look up in them, which would cost each backward of many tables. So the graph is
-searched for these nodes, and their calls are told to give their gradients away (`Call.requested`).
+searched for these nodes, and their calls pass their gradients on instead of training (`Call.requested`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ all of them as one batch. Of the gradient nothing is computed but each table's n
 others multiply it by meanwhile is multiplied into the gradients that are there then, as torch would multiply the
 gradient that it has; what a later backward brings is added to that.
 
-A gradient whose elements somebody sets, or that a hook has seen, is held as an object of its own from there on
-(`HeldGradients`). The update is then that of a call that looks up the rows of all tables' gradients once, and whose
+A gradient whose elements somebody sets, or that a hook has seen, is an object of its own from there on
+(`OwnedGradients`). The update is then that of a call that looks up the rows of all tables' gradients once, and whose
 output has them as its gradient.
 
 As a parameter's, a table's `.grad` is there from a backward until it is set to None, and a step of the optimizer is
@@ -31,7 +31,7 @@ from tieredemb.kernels.streams import outside_capture
 from tieredemb.step.call import Collected
 from tieredemb.step.gradient_norms import OverRanks, gradient_norms
 from tieredemb.step.gradient_rows import GradientRows, rows_of_calls
-from tieredemb.step.held_gradients import HeldGradients
+from tieredemb.step.owned_gradients import OwnedGradients
 from tieredemb.step.table_gradient import TRACE, Known, TableGradient, of_rows
 from tieredemb.tables.table_set import TableSet
 
@@ -73,8 +73,8 @@ class PendingGradients:
         self._call_of = call_of
         self._count = len(tables.config.tables)
         self._calls: Collected = []
-        self._held = HeldGradients()  # of these tables the whole gradient, whatever the calls say
-        self._is_applied = False  # what is held, by the last step
+        self._owned = OwnedGradients()  # of these tables the whole gradient, whatever the calls say
+        self._is_applied = False  # what is owned, by the last step
         self.copies: list[weakref.ref[Known]] = []  # see `Source`
         self._left = False  # whether a `.grad` is there that nothing was added to since the last step
         self._zeros: list[torch.Tensor] | None = None  # what it is then, float32 (2,) for each table
@@ -95,7 +95,7 @@ class PendingGradients:
     @property
     def waiting(self) -> bool:
         """Whether anything waits for a step."""
-        return bool(self._calls) or (bool(self._held) and not self._is_applied)
+        return bool(self._calls) or (bool(self._owned) and not self._is_applied)
 
     @property
     def count(self) -> int:
@@ -105,22 +105,22 @@ class PendingGradients:
     @property
     def is_there(self) -> bool:
         """Whether the tables have a gradient, if of zeros."""
-        return self._left or bool(self._calls or self._held)
+        return self._left or bool(self._calls or self._owned)
 
     def add(self, collected: Collected) -> None:
         """Adds the calls of a backward pass."""
-        if not (self._calls or self._held):
+        if not (self._calls or self._owned):
             self._dropped = set()  # of zeros
         if self._dropped:
             self._refuse_dropped()
         self._fold()
-        come = self._through_hooks(collected) if self._held or self.has_hooks else {}
+        come = self._through_hooks(collected) if self._owned or self.has_hooks else {}
         self._dropped = set()
         if self.copies:
-            self._settle_copies()
+            self._materialise_copies()
         self.epoch += 1
         for table, rows in come.items():
-            self._held.add(table, rows)
+            self._owned.add(table, rows)
         self._calls += collected
         self._left = self._is_applied = False
         if self.has_hooks:
@@ -128,49 +128,49 @@ class PendingGradients:
                 each.call_post_hooks()
 
     def _through_hooks(self, collected: Collected) -> dict[int, GradientRows]:
-        """What calls bring to gradients that are held: those of tables with hooks are from here on."""
+        """What calls bring to gradients that are owned: those of tables with hooks are from here on."""
         hooked = {table for table, each in enumerate(self._parameters) if each.hooks or each.post_hooks}
-        if not hooked and not self._held:
+        if not hooked and not self._owned:
             return {}
         come, before = rows_of_calls(self._tables, collected), None
         found = {}
-        for table in sorted(hooked | set(self._held)):
+        for table in sorted(hooked | set(self._owned)):
             found[table] = self._parameters[table].through_hooks(come[table])
             self._check_settable(table, found[table])
-        for table in hooked - set(self._held):
+        for table in hooked - set(self._owned):
             before = before or rows_of_calls(self._tables, self._calls)
             self._bound(table).known.set_rows(before[table])
         return found
 
-    def _settle_copies(self) -> None:
+    def _materialise_copies(self) -> None:
         """Before the gradients become others: copies of what they are find their rows, if these can be found."""
         copies, self.copies = self.copies, []
         for each in filter(None, [copy() for copy in copies]):
             if each.own is not None:
-                each.settle()
+                each.materialise()
 
     def _end(self, table: int) -> None:
         """The gradient of a table becomes another one. If anybody has the old one, that stays what it was."""
         if table in self._gradients and _is_kept(self._gradients, table):
             known = self._gradients.pop(table).known
             if known.is_bound:
-                known.settle()
+                known.materialise()
 
     # --- what is found in `.grad` ------------------------------------------------------------------------------------
 
     def read(self, table: int) -> torch.Tensor | None:
         """The `.grad` of a table's parameter; None where it has no gradient."""
-        if not (self._left or self._calls or self._held) or table in self._dropped:
+        if not (self._left or self._calls or self._owned) or table in self._dropped:
             return None
-        if table in self._held:
-            return self._held[table]
+        if table in self._owned:
+            return self._owned[table]
         known = self._gradients.get(table)
         if known is not None and self._gradients_on is self._tables.placed.now.config.device:
             return known
         return self._bound(table)
 
     def _bound(self, table: int) -> TableGradient:
-        """What says what is known of the gradient of a table that is not held."""
+        """What says what is known of the gradient of a table that is not owned."""
         config = self._tables.placed.now.config
         if self._gradients_on is not config.device:
             self._gradients, self._gradients_on = {}, config.device
@@ -188,16 +188,16 @@ class PendingGradients:
                 getrefcount(self._gradients[table]) > _ALONE or getrefcount(self._gradients[table].known) > _ALONE
             ):
                 self._end(table)
-            self._held.pop(table, None)
+            self._owned.pop(table, None)
             self._dropped.add(table)
             if len(self._dropped) == self._count:
                 self._drop()
             return
         self._check_assigned(table, value)
         if not isinstance(value, TableGradient):
-            self._hold(table, value, GradientRows.of(value, value.shape, self._tables.config.device))
+            self._take(table, value, GradientRows.of(value, value.shape, self._tables.config.device))
             return
-        known, is_here = value.known, bool(self._calls or self._left) and table not in self._dropped | set(self._held)
+        known, is_here = value.known, bool(self._calls or self._left) and table not in self._dropped | set(self._owned)
         if known.is_of(self, table) and is_here:
             if known.own is not None:  # a multiple of what it is
                 now = self._values()[table]
@@ -205,11 +205,11 @@ class PendingGradients:
                 now.copy_(known.own)
                 known.own = None
         elif known.is_bound:
-            self._hold(table, of_rows(rows := known.rows()), rows)  # that of another table
-        elif value is not self._held.get(table):
+            self._take(table, of_rows(rows := known.rows()), rows)  # that of another table
+        elif value is not self._owned.get(table):
             rows = known.rows()
             known.become(rows)
-            self._hold(table, value, rows)
+            self._take(table, value, rows)
 
     def _check_assigned(self, table: int, value: object) -> None:
         config = self._tables.placed.now.config
@@ -235,20 +235,20 @@ class PendingGradients:
             self.copies.append(weakref.ref(kept))
         self._gradients[table] = value
 
-    def hold(self, table: int, known: Known, rows: GradientRows) -> None:
+    def take(self, table: int, known: Known, rows: GradientRows) -> None:
         """See `Source`."""
         bound = self._gradients.get(table)
         if bound is None or bound.known is not known:
             bound = TableGradient((rows.count, rows.values.shape[1]), rows.values.device, known)
-        self._hold(table, bound, rows)
+        self._take(table, bound, rows)
 
-    def _hold(self, table: int, value: torch.Tensor, rows: GradientRows) -> None:
+    def _take(self, table: int, value: torch.Tensor, rows: GradientRows) -> None:
         """`value`, which is `rows`, is the gradient of a table from here on."""
         self._check_settable(table, rows)
         if not self.is_there:
             self._dropped = set(range(self._count))
         if self.copies:
-            self._settle_copies()
+            self._materialise_copies()
         if self._gradients.get(table) is value:
             del self._gradients[table]
         else:
@@ -256,20 +256,20 @@ class PendingGradients:
         if self._read is not None:
             self._read[table].copy_(self._read[table].new_tensor([0.0, TRACE]))
         self.epoch += 1
-        self._held[table] = value
+        self._owned[table] = value
         self._dropped.discard(table)
         self._is_applied = False
 
     def rows(self, table: int, values: torch.Tensor | None = None) -> GradientRows:
         """See `Source`."""
-        self._check_held()
+        self._check_one_rank()
         numbers = self.values(table) if values is None else values
         rows = rows_of_calls(self._tables, self._calls)[table]
         with torch.no_grad():
             scaled = (rows.values * (numbers[1] / TRACE)).masked_fill_(numbers[0] == 0, 0.0)
         return rows.with_values(scaled)
 
-    def _check_held(self) -> None:
+    def _check_one_rank(self) -> None:
         """Raises `UnsupportedError` where gradients lie on several ranks."""
         if self._over_ranks is not None:
             raise UnsupportedError(
@@ -279,7 +279,7 @@ class PendingGradients:
 
     def _check_settable(self, table: int, rows: GradientRows) -> None:
         """Raises `UnsupportedError` for a gradient that no update can apply."""
-        self._check_held()
+        self._check_one_rank()
         config = self._tables.config.tables[table]
         if config.padding_idx is not None and bool(rows.at(rows.ids.new_tensor([config.padding_idx])).any()):
             raise UnsupportedError(
@@ -310,7 +310,7 @@ class PendingGradients:
         self._zeroed.add(table)
         if self._read is not None:
             self._read[table].zero_()
-        if len(self._zeroed | self._dropped) == self._count and not self._held:
+        if len(self._zeroed | self._dropped) == self._count and not self._owned:
             # what is collected is dropped, and zeros are left of it
             dropped = set(self._dropped)
             self._drop()
@@ -319,7 +319,7 @@ class PendingGradients:
     def norms(self, norm_type: float) -> torch.Tensor:
         """The norms of the tables' gradients as they are now, float32 (T,); zero for those dropped. Does not
         synchronise."""
-        if not (self._calls or self._held):
+        if not (self._calls or self._owned):
             return torch.zeros(len(self._tables.config.tables), device=self._tables.config.device)
         self._fold()
         now = (norm_type, self.epoch, frozenset(self._dropped))
@@ -335,8 +335,8 @@ class PendingGradients:
             norms = gradient_norms(self._tables, self._calls, norm_type, self._over_ranks)
         else:
             norms = torch.zeros(self._count, device=self._tables.config.device)
-        for table in self._held:
-            norms[table].copy_(self._held.norm(table, norm_type))
+        for table in self._owned:
+            norms[table].copy_(self._owned.norm(table, norm_type))
         return norms
 
     def _values(self) -> list[torch.Tensor]:
@@ -363,7 +363,7 @@ class PendingGradients:
         if self._read is None:
             return
         if self.copies:
-            self._settle_copies()
+            self._materialise_copies()
         self.epoch += 1
         with torch.no_grad():
             values = torch.stack(self._read)
@@ -440,8 +440,8 @@ class PendingGradients:
                     getrefcount(each._gradients[table]) > _ALONE or getrefcount(each._gradients[table].known) > _ALONE
                 ):
                     each._end(table)
-            if each._held:
-                each._collect_held()
+            if each._owned:
+                each._collect_owned()
         alone = [each for each in together if not each._calls]
         for each in together:
             # of a step without a gradient zeros are left, as in torch
@@ -453,10 +453,10 @@ class PendingGradients:
         for each in alone:
             each._step_alone()
 
-    def _collect_held(self) -> None:
-        """In the place of the calls one whose gradient comes to the same, with what is held in it."""
+    def _collect_owned(self) -> None:
+        """In the place of the calls one whose gradient comes to the same, with what is owned in it."""
         rows = rows_of_calls(self._tables, self._calls)
-        rows = [self._held.rows(table) if table in self._held else rows[table] for table in range(self._count)]
+        rows = [self._owned.rows(table) if table in self._owned else rows[table] for table in range(self._count)]
         call = self._call_of(rows) if any(len(each.ids) for each in rows) else []
         before, self._calls, self._is_applied = self._calls, call, True
         for each, _ in before:
@@ -469,14 +469,14 @@ class PendingGradients:
         self._drop()
 
     def _drop(self) -> None:
-        self._held.clear()
+        self._owned.clear()
         self._left, self._is_fresh = False, True
         for call, _ in self._taken():
             call.release()
 
     def _taken(self) -> Collected:
         if self.copies:
-            self._settle_copies()
+            self._materialise_copies()
         self.epoch += 1
         calls, self._calls = self._calls, []
         self._read = self._norms = self._spoilt = None
@@ -485,7 +485,7 @@ class PendingGradients:
 
 
 def _is_kept(gradients: dict[int, TableGradient], table: int) -> bool:
-    """Whether anybody else has one of them, or a view of it. Who asks in each step asks so without a call."""
+    """Whether anybody else has one of them, or a view of it. What runs in each step tests it without a call."""
     return getrefcount(gradients[table]) > _ALONE or getrefcount(gradients[table].known) > _ALONE
 
 

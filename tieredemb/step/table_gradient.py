@@ -1,6 +1,6 @@
 """The gradient of a table, as code finds it in `.grad` of its parameter, (rows, D).
 
-Nowhere is it held whole. As long as nobody needs its elements, known of it are two numbers, float32 (2,): its L2 norm,
+It is not stored as a whole. Until code needs its elements, known of it are two numbers, float32 (2,): its L2 norm,
 and a constant so small (`TRACE`) that it adds nothing to a norm. Whatever the gradient is multiplied by is read from
 the second, exactly, and also where the norm is zero or infinite: that factor is what the update multiplies the
 gradients of outputs by. So `GradScaler` finds infinities, `clip_grad_norm_` the right norm of any order, and both may
@@ -47,7 +47,7 @@ class Source(Protocol):
         """One by row, a copy, which was multiplied by what its two numbers say, or these `values` in their place. Waits
         for a GPU. Raises `UnsupportedError` for one that is not there."""
 
-    def hold(self, table: int, known: Known, rows: GradientRows) -> None:
+    def take(self, table: int, known: Known, rows: GradientRows) -> None:
         """`rows`, which `known` is about to become, replace it."""
 
     def zero(self, table: int) -> None:
@@ -128,7 +128,7 @@ class Known:
         """Is these rows from here on, whatever its source says."""
         self._parts, self.own, self._source = [rows], None, None
 
-    def settle(self) -> None:
+    def materialise(self) -> None:
         """Has its rows from here on, as what it is of becomes another; numbers alone where these cannot be found."""
         try:
             self.become(self.rows())
@@ -138,7 +138,7 @@ class Known:
     def set_rows(self, rows: GradientRows) -> None:
         """Becomes what `rows` are."""
         if self.is_bound:
-            self.source.hold(self.table, self, rows)
+            self.source.take(self.table, self, rows)
         self.become(rows)
 
     def add(self, rows: GradientRows) -> None:

@@ -252,7 +252,7 @@ def _replace(table: TableTensor, value: Any) -> None:
             f"{shown(value)}"
         )
     with torch.no_grad():
-        _settle_data(table, value)
+        _materialise_data(table, value)
         table.detached().copy_(value)
 
 
@@ -270,7 +270,7 @@ def _data_of(table: TableTensor) -> TableTensor:
     return found
 
 
-def _settle_data(table: TableTensor, value: torch.Tensor) -> None:
+def _materialise_data(table: TableTensor, value: torch.Tensor) -> None:
     """Before `table.data = value`: who has the data of before keeps them, as tensors of their own."""
     known = _DATA.get(table.module.tables, [])
     those = [each for ref in known if (each := ref()) is not None and each is not value and each.table == table.table]

@@ -12,15 +12,15 @@ from tieredemb.step.gradient_rows import GradientRows
 from tieredemb.step.table_gradient import TableGradient, norm_by_row
 
 
-class HeldGradients(dict[int, torch.Tensor]):
+class OwnedGradients(dict[int, torch.Tensor]):
     """By table: a `TableGradient` that is known by row, or a plain tensor (rows, D), dense or sparse."""
 
     def rows(self, table: int) -> GradientRows:
         """One by row. Waits for a GPU."""
-        held = self[table]
-        if isinstance(held, TableGradient):
-            return held.known.rows()
-        return GradientRows.of(held, held.shape, held.device)
+        own = self[table]
+        if isinstance(own, TableGradient):
+            return own.known.rows()
+        return GradientRows.of(own, own.shape, own.device)
 
     def norm(self, table: int, order: float) -> torch.Tensor:
         """Its norm of that order, float32 ()."""
@@ -28,11 +28,11 @@ class HeldGradients(dict[int, torch.Tensor]):
 
     def add(self, table: int, rows: GradientRows) -> None:
         """Adds what a backward has brought, in place where torch would."""
-        held = self[table]
-        if isinstance(held, TableGradient):
-            held.known.add(rows)
-        elif held.layout is torch.sparse_coo:
-            self[table] = held + rows.sparse()
+        own = self[table]
+        if isinstance(own, TableGradient):
+            own.known.add(rows)
+        elif own.layout is torch.sparse_coo:
+            self[table] = own + rows.sparse()
         else:
             with torch.no_grad():
-                held[rows.ids] += rows.values.to(held.dtype)
+                own[rows.ids] += rows.values.to(own.dtype)
