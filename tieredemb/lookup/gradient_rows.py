@@ -48,6 +48,7 @@ def occurrence_sums(
     )
     # a step of rate −1 adds the gradient to a row
     rate = torch.full((len(lookup.space.space.features),), -1.0, dtype=torch.float32, device=device)
-    numbers = torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu").to(device)  # no decay, and the scale
+    numbers = torch.zeros(2, dtype=torch.float32, device=device)  # no decay, and the scale
+    numbers[1:].fill_(1.0)  # an assignment to an element would copy it from the host, and wait
     kernels.update(cast("Any", rows), _NOWHERE, segments, grad, scale, argmax, rate, numbers)
     return sums

@@ -115,7 +115,7 @@ class Call(abc.ABC):
         self.batch = batch
         self.parts: list[Any] = []  # what each group that is planned holds of it
         self.consumed = False
-        self.requested: Collected | None = None  # where its gradient goes if `torch.autograd.grad` asks for that alone
+        self.requested: Collected | None = None  # where `torch.autograd.grad`, which trains nothing, takes its gradient
         # the backward pass that recomputes this forward, if one does: it applies the call, wherever its gradient comes
         self.within: weakref.ref[_CollectedCalls] | None = None
         self.keeps_rows = False  # whether the rows of the forward are needed for a gradient of the weights

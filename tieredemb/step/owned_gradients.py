@@ -24,7 +24,8 @@ class OwnedGradients(dict[int, torch.Tensor]):
 
     def norm(self, table: int, order: float) -> torch.Tensor:
         """Its norm of that order, float32 ()."""
-        return norm_by_row(self.rows(table), order)
+        own = self[table]
+        return own.known.norm(order) if isinstance(own, TableGradient) else norm_by_row(self.rows(table), order)
 
     def add(self, table: int, rows: GradientRows) -> None:
         """Adds what a backward has brought, in place where torch would."""

@@ -87,7 +87,7 @@ class PendingGradients:
         self._zeroed: set[int] = set()  # by hand, of calls that are collected
         self._gradients: dict[int, TableGradient] = {}
         self._gradients_on: torch.device | None = None
-        self.epoch = 0  # see `Source`
+        self._epoch = 0  # how often the gradients have become others, so that norms of before are no longer theirs
         self._is_fresh = True  # whether nothing was left of the step before when the first backward came
         self._has_warned = self._has_warned_of_zeros = False
         self._table_of_column: torch.Tensor | None = None
@@ -118,7 +118,7 @@ class PendingGradients:
         self._dropped = set()
         if self.copies:
             self._materialise_copies()
-        self.epoch += 1
+        self._epoch += 1
         for table, rows in come.items():
             self._owned.add(table, rows)
         self._calls += collected
@@ -255,7 +255,7 @@ class PendingGradients:
             self._end(table)
         if self._read is not None:
             self._read[table].copy_(self._read[table].new_tensor([0.0, TRACE]))
-        self.epoch += 1
+        self._epoch += 1
         self._owned[table] = value
         self._dropped.discard(table)
         self._is_applied = False
@@ -322,7 +322,7 @@ class PendingGradients:
         if not (self._calls or self._owned):
             return torch.zeros(len(self._tables.config.tables), device=self._tables.config.device)
         self._fold()
-        now = (norm_type, self.epoch, frozenset(self._dropped))
+        now = (norm_type, self._epoch, frozenset(self._dropped))
         if self._norms is None or self._norms[0] != now:  # computed once for all tables
             norms = self._new_norms(norm_type)
             for table in self._dropped:
@@ -364,7 +364,7 @@ class PendingGradients:
             return
         if self.copies:
             self._materialise_copies()
-        self.epoch += 1
+        self._epoch += 1
         with torch.no_grad():
             values = torch.stack(self._read)
             if values.device.type != "cpu" or bool((values[:, 1] != TRACE).any()):
@@ -477,7 +477,7 @@ class PendingGradients:
     def _taken(self) -> Collected:
         if self.copies:
             self._materialise_copies()
-        self.epoch += 1
+        self._epoch += 1
         calls, self._calls = self._calls, []
         self._read = self._norms = self._spoilt = None
         self._dropped, self._zeroed = set(), set()

@@ -34,10 +34,7 @@ TRACE = 2.0**-48
 class Source(Protocol):
     """Who has the gradients of tables, by number."""
 
-    epoch: int  # how often they have become others, so that numbers of before are no longer theirs
-    copies: list[
-        weakref.ref[Known]
-    ]  # which are of numbers alone, and find their rows before the gradients become others
+    copies: list[weakref.ref[Known]]  # of numbers alone: they find their rows before the gradients become others
 
     def values(self, table: int) -> torch.Tensor:
         """The two numbers of one, float32 (2,), which may be changed in place. Raises `UnsupportedError` for one that
@@ -164,8 +161,9 @@ class Known:
 
     def norm(self, order: float) -> torch.Tensor:
         """Its norm of that order, float32 ()."""
-        if self._parts:
-            return norm_by_row(self.rows(), order)
+        rows = self.by_row
+        if rows is not None:
+            return norm_by_row(rows, order)
         if order == 2.0:
             return self.values[0].abs()
         if self.own is None and order > 0:
@@ -252,7 +250,7 @@ class TableGradient(torch.Tensor):
             return func(*tree_map_only(TableGradient, empty_of, args), **kwargs)
         if name.startswith("_foreach_"):
             return _one_by_one(func, name, args, kwargs)
-        if name in _SAME_SHAPE and tuple(_given_shape(func, args)) == tuple(args[0].shape):
+        if name in _SAME_SHAPE and _given_shape(args) == tuple(args[0].shape):
             return _view(func, args, kwargs)
         if _is_pointwise(name):
             return _by_row(func, name, args, kwargs)
@@ -313,11 +311,12 @@ def _is_pointwise(name: str) -> bool:
     return name in _POINTWISE or any(torch.Tag.pointwise in each.tags for each in overloads)
 
 
-def _given_shape(func: Any, args: Any) -> Sequence[int]:
-    """The shape that a view is to have."""
+def _given_shape(args: Any) -> tuple[int, ...]:
+    """The shape that a view is to have, where −1 is the size that the gradient has there."""
     given = args[1] if len(args) > 1 else ()
-    rows, width = args[0].shape
-    return [own if size == -1 else size for own, size in zip((rows, width), given, strict=False)]
+    if len(given) != 2:
+        return tuple(given)
+    return tuple(own if size == -1 else size for own, size in zip(args[0].shape, given, strict=True))
 
 
 def _like(one: TableGradient, values: torch.Tensor) -> TableGradient:

@@ -55,14 +55,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     is_there = True  # see `RowOptimizer`
+    _good: Mapping[str, Any] = MappingProxyType({})  # its own options when they were last checked,
+    _seen: Sequence[object] = ()  # and what the param group held for them
+    steps_fingerprint = 0  # see `RowOptimizer`
 
     def look_for(self) -> bool:
         """See `RowOptimizer`: none is to be followed."""
         return False
-
-    _good: Mapping[str, Any] = MappingProxyType({})  # its own options when they were last checked,
-    _seen: Sequence[object] = ()  # and what the param group held for them
-    steps_fingerprint = 0  # see `RowOptimizer`
 
     def __init__(self, tables: TableSet, config: OptimizerConfig) -> None:
         device = tables.config.device
