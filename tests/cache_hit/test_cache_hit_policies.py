@@ -86,7 +86,7 @@ def _measured(workload: Workload, capacity: int, policy: Policy) -> tuple[int, i
 @pytest.mark.parametrize("word", ["lru", "lfu", "lrfu:20", "lrfu:200", "lrfu-forget:20"])
 def test_counts_are_those_of_the_cache(word: str, window: int) -> None:
     """To the last one: with one access a batch no two rows are equal in score and last batch."""
-    trace = generate(ZipfTrace(alpha=0.9, rows=3000, accesses=8000, drift=0.05, drift_every=2000, seed=1))
+    trace = generate(ZipfTrace(alpha=0.9, rows=3000, accesses=3000, drift=0.05, drift_every=800, seed=1))
     workload = Workload(trace=trace, batch_size=1, lock_window=window)
     for capacity in (40, 300):
         policy = parse_policy(word)

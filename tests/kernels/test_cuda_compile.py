@@ -65,9 +65,10 @@ def test_every_cuda_file_is_compiled_here():
 
 @pytest.mark.parametrize("file", [*PLAIN, *BY_ROW, *OPTIMIZERS])
 def test_kernel_compiles_without_a_warning(file):
-    if file == of_one_file(file):
+    is_first = file == of_one_file(file)
+    if is_first:
         assert whole(file)[0] == ""
-    for architecture in ARCHITECTURES:
+    for architecture in ARCHITECTURES if is_first else ("90",):
         log, code = read_for(file, row_flags(file, torch.float32, 128), architecture)
         assert log == ""
         assert ("griddepcontrol" in code) == (int(architecture) >= 90)

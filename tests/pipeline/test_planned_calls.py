@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 import threading
 import weakref
 
@@ -267,8 +268,9 @@ class Bare(Columns):
         return [table(x[:, field]) for field, table in enumerate(self.emb)]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize(
+    ("use", "optimizer"), zip(USES.values(), itertools.cycle(OPTIMIZERS), strict=False), ids=USES
+)
 def test_whatever_comes_of_the_outputs(device, use, optimizer):
     def run(model, optimizer):
         losses = []
