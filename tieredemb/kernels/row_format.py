@@ -128,6 +128,11 @@ class RowFormat:
         return self.encoding.head + self.width
 
     @property
+    def is_float32(self) -> bool:
+        """Whether weights lie as float32, so that nothing rounds them."""
+        return self.encoding.is_direct and self.carrier == np.float32
+
+    @property
     def hot_bytes(self) -> int:
         """Bytes of weights and state."""
         return self.columns * self.carrier.itemsize + self.state_width * STATE_DTYPE.itemsize

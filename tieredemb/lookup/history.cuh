@@ -34,6 +34,14 @@ __device__ __forceinline__ float factor_between(const Past &past, int which, int
     return (float)exp(past.logs[(i64)stop * LOGS + which] - past.logs[(i64)start * LOGS + which]);
 }
 
+// The last step until `stop` that a row which stands at `start` has to take one by one, as its decay is part of the
+// gradient; `start` where there is none. All less the base.
+__device__ __forceinline__ int replayed_until(const Past &past, int start, int stop) {
+    if (past.coupled[stop] == past.coupled[start]) return start;
+    while (past.coupled[stop - 1] == past.coupled[stop]) stop--;
+    return stop;
+}
+
 __device__ __forceinline__ MissedSteps missed_steps(const Past &past, int start, int stop) {
     if (past.coupled[stop] != past.coupled[start] || past.ends[start] < 0)
         return {start, stop, nullptr, 1.0f, 1.0f, 1.0f, 1.0f, false, stop, stop, 1.0f};

@@ -128,9 +128,17 @@ class History:
         arrays = {name: array[:taken] for name, array in other.arrays().items()}
         self.load(arrays, other.windows, base=other.base, steps=other.steps, first=other.first)
 
-    def past(self) -> tuple[Array | int, ...]:
-        """What a kernel is given of it."""
-        return self.steps, self.base, self.rates, self.numbers, self.sums, self.ends, self.logs, self.coupled
+    @property
+    def replayed_until(self) -> int:
+        """The last step that rows have to take one by one, as its decay is part of the gradient: a row of float32 that
+        was brought there goes on as one that was not. `base` without any."""
+        taken = self.coupled[: self.steps - self.base + 1]
+        return self.base + int(np.searchsorted(taken, taken[-1]))
+
+    def past(self, until: int | None = None) -> tuple[Array | int, ...]:
+        """What a kernel is given of it. `until`: the step that rows are to be brought to, by default the last one."""
+        stop = self.steps if until is None else until
+        return stop, self.base, self.rates, self.numbers, self.sums, self.ends, self.logs, self.coupled
 
     def arrays(self) -> dict[str, Array]:
         """All arrays by step."""

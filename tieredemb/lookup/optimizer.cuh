@@ -196,33 +196,52 @@ __device__ __forceinline__ float element_catch_up(float w, State &state, const M
     return missed.later != 1.0f ? Recipe::decayed(w, missed.later) : w;
 }
 
-// Brings a row to step `now`, and notes that it stands at step `noted`; all lanes of the row. Whether it was behind.
-__device__ __forceinline__ bool row_bring(const Place &place, Row &row, int lane, const Past &past, i64 now, i64 noted,
-                                          const Drawn &drawn) {
-    const i64 last = *clock_of(place) < past.base ? past.base : *clock_of(place);
-    __syncwarp(group_mask(LANES));
-    if (lane == 0) *clock_of(place) = (u32)noted;
-    if (last >= now) return false;
-    const MissedSteps missed = missed_by(place, lane, past, last, now);
+// Has a row, whose weights are `value`, take steps that it missed; all lanes of the row.
+__device__ __forceinline__ void row_take(const Place &place, float (*value)[VECTOR], int lane, const Past &past,
+                                         const MissedSteps &missed) {
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
         const int unit = s * LANES + lane;
         if (unit >= UNITS) break;
-        float value[VECTOR];
 #pragma unroll
         for (int k = 0; k < VECTOR; k++) {
             const StateInMemory at{place.state + unit * VECTOR + k};
             StateInRegisters state;
 #pragma unroll
             for (int n = 0; n < TENSORS; n++) state[n] = at[n];
-            value[k] = element_catch_up(to_float(row.weight[s].v[k]), state, missed, past);
+            value[s][k] = element_catch_up(value[s][k], state, missed, past);
 #pragma unroll
             for (int n = 0; n < TENSORS; n++) at[n] = state[n];
         }
-        row.weight[s] = rounded(value, unit, drawn, (u32)now, DRAW_CATCH_UP);
     }
     if (lane == 0 && missed.replayed > missed.start)
         atomicAdd(reinterpret_cast<u64 *>(past.marks + MARK_REPLAYED), (u64)(missed.replayed - missed.start));
+}
+
+// Brings a row to step `now`, and notes that it stands at step `noted`; all lanes of the row. Whether it was behind. What
+// it has to take one by one comes first: see row_miss in optimizer_cpu.py.
+__device__ __forceinline__ bool row_bring(const Place &place, Row &row, int lane, const Past &past, i64 now, i64 noted,
+                                          const Drawn &drawn) {
+    const i64 last = *clock_of(place) < past.base ? past.base : *clock_of(place);
+    __syncwarp(group_mask(LANES));
+    if (lane == 0) *clock_of(place) = (u32)noted;
+    if (last >= now) return false;
+    float value[STEPS][VECTOR];
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+#pragma unroll
+        for (int k = 0; k < VECTOR; k++)
+            if (s * LANES + lane < UNITS) value[s][k] = to_float(row.weight[s].v[k]);
+    const i64 until = past.base + replayed_until(past, (int)(last - past.base), (int)(now - past.base));
+    if (until > last) {
+        row_take(place, value, lane, past, missed_by(place, lane, past, last, until));
+        __syncwarp(group_mask(LANES));
+    }
+    if (until < now) row_take(place, value, lane, past, missed_by(place, lane, past, until, now));
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+        if (s * LANES + lane < UNITS)
+            row.weight[s] = rounded(value[s], s * LANES + lane, drawn, (u32)now, DRAW_CATCH_UP);
     return true;
 }
 
@@ -285,8 +304,14 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
         const Place place = place_of(rows, home);
         const i64 last = *clock_of(place) < so_far.base ? so_far.base : *clock_of(place);
         const bool is_behind = last < now;
-        MissedSteps missed{};
-        if (is_behind) missed = missed_by(place, lane, so_far, last, now);
+        MissedSteps replayed{}, missed{};
+        i64 until = last;
+        if (is_behind) {
+            until = so_far.base + replayed_until(so_far, (int)(last - so_far.base), (int)(now - so_far.base));
+            if (until > last) replayed = missed_steps(so_far, (int)(last - so_far.base), (int)(until - so_far.base));
+            if (until == last) missed = missed_by(place, lane, so_far, last, now);
+            else if (until < now) missed = missed_steps(so_far, (int)(until - so_far.base), (int)(now - so_far.base));
+        }
         const Drawn drawn = drawn_of(draws, home, feature);
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
@@ -301,7 +326,9 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
                     StateInRegisters registers;
 #pragma unroll
                     for (int t = 0; t < TENSORS; t++) registers[t] = at[t];
-                    brought[k] = element_catch_up(to_float(value.v[k]), registers, missed, so_far);
+                    brought[k] = to_float(value.v[k]);
+                    if (until > last) brought[k] = element_catch_up(brought[k], registers, replayed, so_far);
+                    if (until < now) brought[k] = element_catch_up(brought[k], registers, missed, so_far);
                 }
                 value = rounded(brought, unit, drawn, (u32)now, DRAW_CATCH_UP);
             }

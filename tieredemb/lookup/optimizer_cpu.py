@@ -119,10 +119,13 @@ def update(
     return CountedPass(_kernels(hyper.recipe).dense_update, bounds, *args, dense)
 
 
-def catch_up(hot: Any, slots: Array, history: History, rounding: Any = NEAREST) -> CountedPass:
-    """Its `run` brings the rows in `slots` (int32 (U,), distinct) of `hot` to the step of `history` and marks those
-    that it changes dirty."""
-    dense = (hot.state, history.past(), history.steps, rounding)
+def catch_up(
+    hot: Any, slots: Array, history: History, rounding: Any = NEAREST, *, until: int | None = None
+) -> CountedPass:
+    """Its `run` brings the rows in `slots` (int32 (U,), distinct) of `hot` to the step of `history`, or to that of
+    `until`, and marks those that it changes dirty."""
+    until = history.steps if until is None else until
+    dense = (hot.state, history.past(until), until, rounding)
     kernel = _kernels(history.recipe).rows_catch_up
     return CountedPass(kernel, even_bounds(len(slots), 512), slots, hot.weight, hot.state.view(F), hot.dirty, dense)
 
@@ -215,18 +218,28 @@ def is_still(state, home, words):
 
 @inline
 def row_miss(weight, row, state, home, none, past, start, stop, row_catch_up, decayed):
-    """Takes the steps that a row missed. One whose state is zeros, which a step without a gradient leaves as it is,
-    has its weights decay and no more, unless their decay is part of the gradient."""
-    if decayed is None:
-        return row_catch_up(weight, row, state, home, none, past, start, stop)
+    """Takes the steps that a row missed: one by one until the last of them whose decay is part of the gradient, and
+    then those that follow in closed form, so that a row that was kept at that last step ends with the same bits. One
+    whose state is zeros, which a step without a gradient leaves as it is, has its weights decay and no more then."""
     logs, coupled = past[6], past[7]
-    if coupled[stop] != coupled[start] or not is_still(state, home, state.shape[1] - 1):
-        return row_catch_up(weight, row, state, home, none, past, start, stop)
+    replayed = 0
+    if coupled[stop] != coupled[start]:
+        until = stop
+        while coupled[until - 1] == coupled[stop]:
+            until -= 1
+        replayed = row_catch_up(weight, row, state, home, none, past, start, until)
+        start = until
+        if start == stop:
+            return replayed
+    if decayed is None:
+        return replayed + row_catch_up(weight, row, state, home, none, past, start, stop)
+    if not is_still(state, home, state.shape[1] - 1):
+        return replayed + row_catch_up(weight, row, state, home, none, past, start, stop)
     decay = factor_between(logs, DECAY_LOG, start, stop)
     if decay != F(1.0):
         for d in range(none.shape[0]):
             store(weight, row, d, decayed(load(weight, row, d), decay))
-    return 0
+    return replayed
 
 
 @inline

@@ -223,8 +223,14 @@ class HostGroupCall:
 
     def _caught_up(self, history: History) -> tuple[Array, Array]:
         """Copies of the rows of this forward, carrier (U, D), as they are at the steps that were taken, and which of
-        them each occurrence has: for reading, which leaves the rows as they lie."""
+        them each occurrence has: for reading, which keeps of that what rows would have to be replayed for again."""
         hot, slots = self.group.cache.hot, self.ticket.unique_slots
+        until = history.replayed_until
+        if until > history.base and self.group.cache.cold.layout.format.is_float32:
+            self.group.cache.rows_version += 1
+            kept = catch_up(hot, slots, history, until=until)
+            kept.run()
+            history.replayed += kept.replayed
         rows = CopiedRows(hot.weight[slots], hot.state[slots], np.empty(len(slots), np.uint8))
         numbers = np.arange(len(slots), dtype=np.int32)
         catch_up(rows, numbers, history, _rounding(self.group, hot.key[slots])).run()

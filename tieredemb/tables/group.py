@@ -24,7 +24,7 @@ from tieredemb.lookup.histories import Histories
 from tieredemb.lookup.history import CopiedRows, History
 from tieredemb.lookup.optimizer import new_histories, state_start, state_width
 from tieredemb.lookup.rounding import draws_of
-from tieredemb.storage.base import ColdRows, RowLayout, RowOpener
+from tieredemb.storage.base import ColdRows, HotArrays, RowLayout, RowOpener
 from tieredemb.storage.initial import InitialRows, InitialTable
 from tieredemb.storage.unified import UnifiedMemory
 from tieredemb.tables.config import TableSetConfig
@@ -233,7 +233,14 @@ class Group(abc.ABC):
 
     def export_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
         """As that of the cache, but rows of a dense optimizer as they are at the steps that were taken."""
+        history = self.history
+        if history is not None:
+            self._keep_replayed(start, stop, history)
         self._export(self.cache.export_rows, start, stop, weight, state)
+
+    def _keep_replayed(self, start: int, stop: int, history: History) -> None:  # noqa: B027
+        """Before rows of a dense optimizer are read: those that would be made to take steps one by one stay at the last
+        of these, so that nobody takes them again."""
 
     def copy_rows(self, start: int, stop: int, weight: Array, state: Array) -> None:
         """The same for who is amid a call of the cache, and holds its locks."""
@@ -377,6 +384,23 @@ class HostGroup(Group):
             resident=self._ranges(),
             clients=self._client_keys(),
         )  # fmt: skip
+
+    def _keep_replayed(self, start: int, stop: int, history: History) -> None:
+        until, row = history.replayed_until, self.cache.cold.layout.format
+        if until == history.base or not row.is_float32:  # others are rounded each time that they are brought forward
+            return
+        from tieredemb.lookup.optimizer_cpu import catch_up
+
+        def is_behind(steps: Array) -> Array:
+            behind: Array = np.maximum(steps, history.base) < until
+            return behind
+
+        def bring(rows: HotArrays, places: Array) -> None:
+            taken = catch_up(rows, places, history, until=until)
+            taken.run()
+            history.replayed += taken.replayed
+
+        self.cache.change_range(start, stop, bring, is_behind)
 
     def _connect(self) -> None:
         """Has the kernels of updates compiled beside those of forwards, which come first."""

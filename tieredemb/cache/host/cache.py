@@ -11,6 +11,7 @@ free slots) is made anew by the call that comes after an interrupted one.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,15 +28,16 @@ from tieredemb.cache.policy_cpu import choose_victims, part_of, raise_scores
 from tieredemb.cache.stats import CacheStats
 from tieredemb.cache.tickets import Ticket
 from tieredemb.config import Policy
+from tieredemb.errors import StorageFullError
 from tieredemb.hash.slot_map import map_bytes_per_slot
 from tieredemb.hash.slot_map_cpu import SlotMap
 from tieredemb.kernels.constants import MIN_SCORE
 from tieredemb.kernels.tracing import ranged
-from tieredemb.storage.base import ColdRows
+from tieredemb.storage.base import ColdRows, HotArrays, RowLayout
 from tieredemb.storage.initial import InitialRows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     Array = np.ndarray[Any, Any]
 
@@ -61,6 +63,15 @@ class _Left(NamedTuple):
 
 
 NOBODY = _Left(np.empty(0, np.int32), np.empty(0, np.bool_))
+
+
+class _Copies:
+    """Room for copies of `count` rows; see `HotArrays`."""
+
+    def __init__(self, layout: RowLayout, count: int) -> None:
+        self.weight = np.empty((count, layout.columns), layout.carrier)
+        self.state = np.empty((count, layout.state_width), np.uint32)
+        self.score, self.dirty = np.empty(count, np.uint32), np.zeros(count, np.uint8)
 
 
 class HostCache(Cache):
@@ -322,6 +333,43 @@ class HostCache(Cache):
         weight[rows] = hot.weight[slots, : weight.shape[1]]
         state[rows], scores[rows] = hot.state[slots, : state.shape[1]], hot.score[slots]
         return scores
+
+    def change_range(
+        self,
+        start: int,
+        stop: int,
+        change: Callable[[HotArrays, Array], None],
+        concerns: Callable[[Array], Array],
+    ) -> None:
+        """Changes the rows start … stop − 1 where they lie, by kernels that change a row as a whole and mark it dirty:
+        interrupted, some rows were changed, and others not. `change` is called with rows and the places of some among
+        them, int32 (K,) · `concerns`: which rows need it of those whose states end with these words, uint32 (K,):
+        bool (K,). Those that were never written have zeros there. Rows that cold storage has no space for stay as they
+        are."""
+        with self.whole():
+            self._begin_call()
+            slots = self._slots_in(start, stop)
+            concerned = concerns(self.cold.state[start:stop, -2])
+            concerned[self.hot.key[slots] - start] = False
+            keys, slots = np.flatnonzero(concerned) + start, slots[concerns(self.hot.state[slots, -1])]
+            if not len(keys) and not len(slots):
+                return
+            self.cold.begin_changes()
+            self.rows_version += 1
+            change(self.hot, slots)
+            with contextlib.suppress(StorageFullError):
+                self._change_cold(keys, change)
+
+    def _change_cold(self, keys: Array, change: Callable[[HotArrays, Array], None]) -> None:
+        if len(keys) == 0:
+            return
+        rows, places = _Copies(self.cold.layout, len(keys)), np.arange(len(keys), dtype=np.int32)
+        self.cold.reserve(keys)
+        untouched = np.flatnonzero(self.cold.read(keys, places, rows)).astype(np.int32)
+        self._generate(keys[untouched], untouched, rows.weight, rows.state, rows.state.shape[1])
+        rows.score[untouched] = MIN_SCORE
+        change(rows, places)
+        self.cold.write(keys, places, rows)
 
     def _reload_range(self, start: int, stop: int) -> None:
         slots = self._slots_in(start, stop)
