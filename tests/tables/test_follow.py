@@ -1087,29 +1087,6 @@ def test_parameters_that_are_picked_by_their_names_are_those_of_torchs_modules(d
     model.train()
     plain = nn.Sequential(nn.EmbeddingBag(10, 4, mode="sum"), nn.Linear(4, 1))
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    term = sum(each.norm(2) for name, each in model.named_parameters() if name.endswith("weight"))
-    with pytest.raises(UnsupportedError, match="regulariser"):
-        (term + model(torch.tensor([[1, 2]])).sum()).backward()
-
-
-@pytest.mark.parametrize("power", [1, 2])
-def test_a_term_of_the_loss_over_parameters_is_refused_where_it_counts(device, power):
-    """As of an L1 or L2 regulariser."""
-    bag = make(torch.optim.SGD)
-    optimizer = torch.optim.SGD(bag.parameters(), lr=0.1)
-    bag.follow(optimizer)
-    before = weight(bag)
-    for factor in (0.0, 1e-6):
-        term = factor * sum(each.abs().pow(power).sum() for each in bag.parameters())
-        with (
-            contextlib.nullcontext() if factor == 0 else pytest.raises(UnsupportedError, match=r"weight_decay=2 \* l2")
-        ):
-            (bag(torch.tensor([[1, 2]])).sum() + term).backward()
-    assert equal(weight(bag), before)
-    optimizer.step()
-    moved = (before - weight(bag)).sum(1)
-    assert_close(moved[1:3], torch.full((2,), 0.4))
-    assert moved.count_nonzero() == 2
 
 
 def test_hooks_of_a_step_see_gradients_whenever_they_came(device):

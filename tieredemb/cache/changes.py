@@ -32,6 +32,7 @@ class Change(abc.ABC):
     """A change that is under way, or was interrupted: `cause` says by what, where that is known."""
 
     cause = ""
+    calls_inside = False  # whether the call that makes it calls the cache meanwhile
 
     @abc.abstractmethod
     def settle(self, cache: Cache) -> Doubt | None:
@@ -41,9 +42,17 @@ class Change(abc.ABC):
 
 class HalfWritten(Change):
     """A change of rows that cannot be taken back once it `has_begun`. `parts` as in `Doubt` · `replaces`: whether cold
-    rows are replaced, so that hot ones are those of rows that are gone."""
+    rows are replaced, so that hot ones are those of rows that are gone · `calls_inside`: see `Change`."""
 
-    def __init__(self, call: str, parts: frozenset[Part] | None = None, *, replaces: bool = False) -> None:
+    def __init__(
+        self,
+        call: str,
+        parts: frozenset[Part] | None = None,
+        *,
+        replaces: bool = False,
+        calls_inside: bool = False,
+    ) -> None:
+        self.calls_inside = calls_inside
         self.call = call
         self.parts = parts
         self.has_begun = False
@@ -155,8 +164,12 @@ class ChangeBook:
 
     def settle(self, cache: Cache) -> None:
         """Settles the changes that were interrupted, the last one first. Raises `StorageError` inside of one."""
-        while self.entries:
-            entry = self.entries[-1]
+        left = len(self.entries)
+        while left:
+            left -= 1
+            entry = self.entries[left]
+            if entry.change.calls_inside and entry.is_around():
+                continue
             if entry.is_around():
                 raise StorageError(
                     "this cache is called amid another call of it on the same thread, as by a signal handler; let the "
@@ -165,7 +178,7 @@ class ChangeBook:
             doubt = entry.change.settle(cache)
             if doubt is not None:
                 self._doubts.add(doubt)
-            self.entries.pop().forget()
+            self.entries.pop(left).forget()
 
     def settle_rows(self, cache: Cache) -> None:
         """As `settle`, under the lock of rows alone: changes of all rows are left as they are, and are doubts

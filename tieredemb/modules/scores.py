@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from tieredemb.errors import BackwardError, ConfigError, InputTypeError, InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.tracing import untraced
 from tieredemb.modules.base import TieredModule
+from tieredemb.step.whole_table import product
 from tieredemb.tables.table_set import TableSet
 
 
@@ -23,9 +24,11 @@ def scores(module: TieredModule, x: torch.Tensor, *, table: str | None = None) -
     dense optimizers as they are at the steps that were taken, padding too. Reading counts as no use and stores nothing.
     Synchronises with a GPU.
 
-    No gradient reaches the table, as if `weight` were detached. x gets its own, for which backward reads the table a
-    second time. Raises `BackwardError` there if the rows were updated or replaced in between, `UnsupportedError` for an
-    x that requires a gradient where lookups scale rows (`max_norm`) or inside the capture of a CUDA graph,
+    A table that follows a torch optimizer gets its gradient, which moves every row in the next step, as that of `weight`
+    would: part by part, too. Of a table that is updated in backward, or is frozen, none is wanted, as if `weight` were
+    detached. x gets its own, for which backward reads the table a second time. Raises `BackwardError` there if the rows
+    were updated or replaced in between, `UnsupportedError` for an x that requires a gradient where lookups scale rows
+    (`max_norm`) or inside the capture of a CUDA graph,
     `InvalidInputError` for an x that does not fit, and `ConfigError` for a table that is not there.
 
     >>> items = tieredemb.TieredEmbedding(1000, 4, capacity=0.05)
@@ -47,6 +50,10 @@ def scores(module: TieredModule, x: torch.Tensor, *, table: str | None = None) -
         raise InvalidInputError(f"x must have the dtype of the rows, {rows}, got {x.dtype}; use x.to({rows})")
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError("scores read a table through the host, which no CUDA graph can hold; call it outside")
+    if torch.is_grad_enabled() and module.engine.table_parameters:
+        span = module.engine.table_parameters[number].span
+        if span is not None and x.device == module.tables.config.device:
+            return product(x, span)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return _products(module.tables, number, x)
     if module.options.max_norm is not None:

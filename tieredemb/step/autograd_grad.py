@@ -14,9 +14,10 @@ import torch
 
 from tieredemb.errors import UnsupportedError
 from tieredemb.step.call import Call, Collected
-from tieredemb.step.gradient_rows import GradientRows, rows_of_calls
+from tieredemb.step.gradient_rows import GradientRows
 from tieredemb.step.table_gradient import TableGradient, of_rows
 from tieredemb.step.table_tensor import TableTensor
+from tieredemb.step.whole_gradient import WholeUse, rows_of
 
 _UNUSED = (
     "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
@@ -88,7 +89,7 @@ def _by_row(tables: Sequence[Any], collected: Collected) -> dict[int, TableGradi
             found[id(each)] = None
             continue
         if id(owner) not in rows:
-            rows[id(owner)] = rows_of_calls(owner.tables, mine)
+            rows[id(owner)] = rows_of(owner.tables, mine)
         found[id(each)] = of_rows(each.through_hooks(rows[id(owner)][each.table]))
     return found
 
@@ -118,7 +119,7 @@ def _nodes(heads: Sequence[torch.Tensor]) -> list[Any]:
     seen, found = set(todo), []
     while todo:
         node: Any = todo.pop()
-        if isinstance(getattr(node, "call", None), Call) or _is_joint(node):
+        if isinstance(getattr(node, "call", None), (Call, WholeUse)) or _is_joint(node):
             found.append(node)
         for after, _ in node.next_functions:
             if after is not None and after not in seen:

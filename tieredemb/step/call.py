@@ -39,7 +39,8 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-Collected = list[tuple["Call", torch.Tensor]]  # calls, and the gradients of their outputs, float32 (B, ΣD)
+# calls, and the gradients of their outputs, float32 (B, ΣD); beside them uses of whole tables, and their terms
+Collected = list[tuple[Any, Any]]
 
 
 class StackRows(NamedTuple):
@@ -330,8 +331,9 @@ class BackwardPass:
         self._of_thread[thread] = collected
         return weakref.ref(collected)
 
-    def add(self, *gradients: tuple[Call, torch.Tensor]) -> None:
-        """Calls and the gradients of their outputs, as they reach them. Several are of one forward pass."""
+    def add(self, *gradients: tuple[Any, Any]) -> None:
+        """Calls and the gradients of their outputs, or uses of whole tables and their terms, as they are reached.
+        Several are of one forward pass."""
         within = gradients[0][0].within
         collected = None if within is None else within()
         if collected is None or collected.finished:
@@ -339,7 +341,7 @@ class BackwardPass:
             collected = self._of_task.get(task)
             if collected is None or collected.finished:
                 collected = self._begin(task, _backward_depth())
-        collected.calls += gradients
+        collected.calls.extend(gradients)
 
     def _begin(self, task: int, depth: int) -> _CollectedCalls:
         collected = _CollectedCalls(depth)

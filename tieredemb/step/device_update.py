@@ -147,14 +147,23 @@ def _scaling(
     calls over one set of tables, or over several that take steps of their own · `taken`: their numbers, int32 (T,)."""
     sets = sorted(sets, key=lambda calls: calls[0][0].context.tables.groups[0].own.start)
     contexts = [calls[0][0].context for calls in sets]
-    optimizers = [context.check_trainable() for context in contexts]
+    return scaling_of([context.check_trainable() for context in contexts], contexts[0].tables, grads, taken)
+
+
+def scaling_of(
+    optimizers: Sequence[RowOptimizer],
+    tables: TableSet,
+    grads: list[torch.Tensor],
+    taken: torch.Tensor | None = None,
+) -> tuple[Scaling, bool]:
+    """The same of the optimizers of `tables`, or of several sets that share caches with these."""
     found_inf, grad_scale = optimizers[0].scaling(grads)
     stays = found_inf is None and grad_scale is None
     found = [optimizer.spoilt() for optimizer in optimizers]
     some = next((each for each in found if each is not None), None)
     if some is None:
         return Scaling(found_inf, grad_scale), stays
-    spoilt, tables = some, contexts[0].tables
+    spoilt = some
     if taken is not None:
         spoilt, tables = torch.cat([torch.zeros_like(some) if each is None else each for each in found]), tables.whole
     skipped = optimizers[0].on_device.skipped

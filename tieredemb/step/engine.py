@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,14 +20,16 @@ from tieredemb.errors import BackwardError, ConfigError, StorageError, Unsupport
 from tieredemb.kernels.tracing import ranged
 from tieredemb.lookup.options import LookupOptions
 from tieredemb.step.batch import Batch, Given
-from tieredemb.step.call import LOOKUP, BackwardPass, Call, CallContext, Collected, inside_backward
+from tieredemb.step.call import LOOKUP, NUMBERS, BackwardPass, Call, CallContext, Collected, inside_backward
 from tieredemb.step.gradient_norms import OverRanks
-from tieredemb.step.gradient_rows import GradientRows, batch_of
+from tieredemb.step.gradient_rows import TableRows
 from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.table_parameter import TableParameter, bind_all
+from tieredemb.step.whole_gradient import WholeUse
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
+from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer, is_torch_optimizer
 
@@ -83,21 +85,9 @@ class Engine:
         """Where a torch optimizer is followed, gradients wait for its step."""
         self._pending: PendingGradients | None = None
         if isinstance(self.optimizer, FollowedOptimizer):
-            mine = weakref.ref(self)  # which frees the tables with it, and no collection of garbage later
-
-            def step_alone() -> None:
-                engine = mine()
-                if engine is not None:
-                    engine._step_alone()
-
-            def call_of(rows: Sequence[GradientRows]) -> Collected:
-                engine = mine()
-                return [] if engine is None else [engine._call_of(rows)]
-
             self._pending = self.optimizer.pending = PendingGradients(
-                self.tables, self.optimizer.table_parameters, ranged("update")(_update), ranged("update")(step_alone),
-                call_of, self._over_ranks,
-            )  # fmt: skip
+                self.tables, self.optimizer.table_parameters, _Rows(self), self._over_ranks
+            )
 
     def follow(self, optimizer: torch.optim.Optimizer, **keywords: Any) -> None:
         """See `TieredModule.follow`."""
@@ -311,21 +301,7 @@ class Engine:
             self._pending.add(collected)
         return kept is not None or self._pending is not None
 
-    def _call_of(self, rows: Sequence[GradientRows]) -> tuple[Call, torch.Tensor]:
-        """A call that looks up the rows that gradients reach, of each table, and the gradient of its output by which
-        its update is theirs."""
-        batch, grad = batch_of(self.tables.config, rows)
-        with torch.no_grad():
-            # as a forward is recomputed: it leaves no trace in scores
-            call = self.begin(batch, self.context(LookupOptions()), trains=True, recomputed=True, within=None)
-            try:
-                call.pool(None, differentiable=True)
-            except BaseException:
-                call.release()
-                raise
-        return call, grad
-
-    def _step_alone(self) -> None:
+    def step_alone(self) -> None:
         """Takes a step in which no row has a gradient."""
         assert self.optimizer is not None
         _call_type(self.tables.placed.now.config.device.type).step_alone(self.tables, self.optimizer)
@@ -382,6 +358,64 @@ def _itself(call: Call) -> Call:
     return call
 
 
+class _Rows:
+    """The rows of an engine, as gradients that wait for a step know them (`pending_gradients.Owner`). It keeps the
+    engine weakly, which frees the tables with it, and no collection of garbage later."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+
+    @property
+    def _here(self) -> Engine:
+        engine = self._engine()
+        if engine is None:
+            raise StorageError("the tables of this gradient are gone, with the module that has had them")
+        return engine
+
+    def use(self, table: int) -> WholeUse:
+        engine = self._here
+        tables, optimizer = engine.tables, engine.optimizer
+
+        def version() -> object:
+            taken = optimizer.steps_taken if isinstance(optimizer, FollowedOptimizer) else 0
+            return tables.writes, taken
+
+        context = engine.context(LookupOptions())
+        made = WholeUse(context, next(NUMBERS), table, version)
+        made.within = context.backward_pass.touch() if inside_backward() else None
+        return made
+
+    def read_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
+        tables = self._here.tables
+        device = tables.config.device
+        if device.type == "cpu":
+            return tables.weight(table, start=start, stop=stop)
+        from tieredemb.step.device_row_update import read_rows
+
+        return read_rows(tables, table, start, stop)
+
+    def empty_rows(self, table: int, count: int) -> torch.Tensor:
+        tables = self._here.tables
+        return tables.empty_weight(table, tables.config.device, count)
+
+    @ranged("update")
+    def update(self, collected: Collected) -> None:
+        """Applies calls, which are in forward order, as one update."""
+        _apply_sets(list(_by_engine(collected).values()))
+
+    @ranged("update")
+    def step_alone(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.step_alone()
+
+    @ranged("update")
+    def update_rows(self, rounds: Iterator[list[TableRows]]) -> None:
+        engine = self._here
+        assert engine.optimizer is not None
+        _row_update(engine.tables.config.device.type)(engine.tables, engine.optimizer, rounds)
+
+
 # of tables that share caches, whoever looks up in them: what one backward reaches is one update
 _PASSES: weakref.WeakKeyDictionary[TableSet, BackwardPass] = weakref.WeakKeyDictionary()
 
@@ -395,11 +429,6 @@ def _apply(collected: Collected) -> None:
         time.backward()
     sets = _by_engine(collected)
     _apply_sets([calls for engine, calls in sets.items() if not engine.keep(calls)])
-
-
-def _update(collected: Collected) -> None:
-    """Applies calls, which are in forward order, as one update."""
-    _apply_sets(list(_by_engine(collected).values()))
 
 
 def _by_engine(collected: Collected) -> dict[Engine, Collected]:
@@ -431,6 +460,17 @@ def _call_type(device_type: str) -> type[Call]:
     from tieredemb.step.host_call import HostCall
 
     return HostCall
+
+
+def _row_update(device_type: str) -> Callable[[TableSet, RowOptimizer, Iterator[list[TableRows]]], None]:
+    """What takes a step that is given the gradients of rows."""
+    if device_type == "cuda":
+        from tieredemb.step import device_row_update
+
+        return device_row_update.update_rows
+    from tieredemb.step import host_row_update
+
+    return host_row_update.update_rows
 
 
 def _check_world_size() -> None:

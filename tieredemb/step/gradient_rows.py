@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tieredemb.config import features_of
 from tieredemb.errors import InvalidInputError, UnsupportedError, shown
 from tieredemb.kernels.streams import on_device
-from tieredemb.step.batch import Batch
 from tieredemb.step.call import Collected
-from tieredemb.tables.config import TableSetConfig
 from tieredemb.tables.group import DeviceGroup, HostGroup
 from tieredemb.tables.table_set import TableSet
 
@@ -83,6 +80,14 @@ class GradientRows:
             self.ids[None], self.values.clone(), shape, is_coalesced=True, check_invariants=False
         )
         return found
+
+
+class TableRows(NamedTuple):
+    """The gradient of some rows of table number `table`: `ids` int64 (K,), ascending, `values` float32 (K, D)."""
+
+    table: int
+    ids: torch.Tensor
+    values: torch.Tensor
 
 
 def union(those: Sequence[GradientRows]) -> torch.Tensor:
@@ -198,28 +203,3 @@ def pointwise(func: Callable[..., Any], args: Any, kwargs: Any, shape: Sequence[
             if not bool((rest == 0).all()):
                 return None
     return GradientRows(ids, result, shape[0])
-
-
-def batch_of(config: TableSetConfig, rows: Sequence[GradientRows]) -> tuple[Batch, torch.Tensor]:
-    """A batch that looks up the rows of each table's gradient, one to a bag, by the table's first feature; and the
-    gradient of its output, float32 (B, ΣD), or of rows that are not pooled (N, D), which is theirs."""
-    features = features_of(config.tables)
-    first = {feature.table: f for f, feature in reversed([*enumerate(features)])}
-    of = [rows[feature.table] if first[feature.table] == f else None for f, feature in enumerate(features)]
-    counts = [0 if each is None else len(each.ids) for each in of]
-    ids = torch.cat([each.ids for each in of if each is not None])
-    samples = max(1, *counts) if config.pooled else 1
-    lengths = torch.tensor(counts, device="cpu").reshape(-1, 1)
-    if config.pooled:
-        lengths = torch.arange(samples, device="cpu") < lengths
-    edges = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device="cpu")
-    torch.cumsum(lengths.reshape(-1), 0, out=edges[1:])
-    batch = Batch(ids, edges.to(ids.device), len(edges), True, samples, None, (ids, edges))
-    if not config.pooled:
-        return batch, torch.cat([each.values for each in of if each is not None])
-    widths = [config.tables[feature.table].embedding_dim for feature in features]
-    grad = torch.zeros((samples, sum(widths)), dtype=torch.float32, device=ids.device)
-    for each, count, column in zip(of, counts, torch.split(grad, widths, 1), strict=True):
-        if each is not None:
-            column[:count] = each.values
-    return batch, grad

@@ -131,12 +131,12 @@ class HostGroupCall:
         cache = self.group.cache
         cache.check_rows(self.ticket)
         assert self.group.kept is not None
-        return catch_up(cache.hot, self.ticket.unique_slots, self.group.kept, _rounding(self.group, cache.hot.key))
+        return catch_up(cache.hot, self.ticket.unique_slots, self.group.kept, rounding_of(self.group, cache.hot.key))
 
     def limit_norms(self, max_norm: float) -> Pass:
         """What scales the rows of this forward down to `max_norm`, where they are longer."""
         self.group.cache.check_rows(self.ticket)
-        hot, rounding = self.group.cache.hot, _rounding(self.group, self.group.cache.hot.key)
+        hot, rounding = self.group.cache.hot, rounding_of(self.group, self.group.cache.hot.key)
         return limit_norms(hot, self.ticket.unique_slots, max_norm, self.options.norm_type, rounding)
 
     def pool(self, out: Array, weights: Array | None, *, keep_argmax: bool, keep_rows: bool) -> None:
@@ -233,7 +233,7 @@ class HostGroupCall:
             history.replayed += kept.replayed
         rows = CopiedRows(hot.weight[slots], hot.state[slots], np.empty(len(slots), np.uint8))
         numbers = np.arange(len(slots), dtype=np.int32)
-        catch_up(rows, numbers, history, _rounding(self.group, hot.key[slots])).run()
+        catch_up(rows, numbers, history, rounding_of(self.group, hot.key[slots])).run()
         return rows.weight, self._read(self.ticket.inverse)
 
     def update_below(self, grads: Sequence[torch.Tensor], numbers: Hyperparameters) -> Pass:
@@ -245,7 +245,7 @@ class HostGroupCall:
         space.column = np.array([(grad.data_ptr() - first.data_ptr()) // grad.itemsize for grad in grads])
         segments, gradient = gather(self.group, [self], [first])
         gradient, hot = replace(gradient, sample=self.bags.sample), self.group.cache.hot
-        made = update(hot, segments, gradient, space, numbers, None, _rounding(self.group, hot.key, ahead=1))
+        made = update(hot, segments, gradient, space, numbers, None, rounding_of(self.group, hot.key, ahead=1))
         made.held = grads
         return made
 
@@ -427,11 +427,11 @@ class HostCall(Call):
                 numbers = optimizer.numbers(group, [])
                 if numbers is None:
                     return
-                todo.append((group, _no_rows(), numbers))
+                todo.append((group, no_rows(), numbers))
             carry_out(todo)
 
 
-def _rounding(group: HostGroup, keys: Array, *, ahead: int = 0) -> Any:
+def rounding_of(group: HostGroup, keys: Array, *, ahead: int = 0) -> Any:
     """See `Group.rounding`, which rows that are rounded to nearest need not ask."""
     return NEAREST if group.draws is None else group.rounding(keys, ahead=ahead)
 
@@ -444,7 +444,7 @@ def _rows_of(tables: Sequence[TableSet]) -> Locks:
     return Locks({group.cache for each in tables for group in each.placed.now.groups}, plans=False)
 
 
-def _no_rows() -> Pass:
+def no_rows() -> Pass:
     return Pass(lambda *_: 0, [0])
 
 
@@ -471,7 +471,7 @@ def _update_together(sets: Sequence[Collected]) -> list[Todo]:
     whole.group.cache.check_rows(whole.ticket)
     rates = np.concatenate([each.rate for each in numbers])
     update = whole.update_below(grads, replace(numbers[0], rate=rates))
-    passes = [update, *(_no_rows() for _ in groups[1:])]
+    passes = [update, *(no_rows() for _ in groups[1:])]
     return list(zip(groups, passes, numbers, strict=True))
 
 
@@ -479,7 +479,7 @@ def prepare_update(
     group: HostGroup, parts: list[HostGroupCall], grads: list[torch.Tensor], numbers: Hyperparameters
 ) -> Pass:
     """One optimizer step of a group for the calls of one backward pass, in forward order. The caller holds the lock."""
-    hot, rounding = group.cache.hot, _rounding(group, group.cache.hot.key, ahead=1)
+    hot, rounding = group.cache.hot, rounding_of(group, group.cache.hot.key, ahead=1)
     segments, gradient = gather(group, parts, grads)
     return update(hot, segments, gradient, group.space, numbers, group.kept, rounding)
 

@@ -5,6 +5,9 @@ all of them as one batch. Of the gradient nothing is computed but each table's n
 others multiply it by meanwhile is multiplied into the gradients that are there then, as torch would multiply the
 gradient that it has; what a later backward brings is added to that.
 
+A gradient that reaches all rows, as of a loss that uses a table as a whole, is kept as what it is made of
+(`WholeGradient`), and joins the calls' in the update, part by part.
+
 A gradient whose elements somebody sets, or that a hook has seen, is an object of its own from there on
 (`OwnedGradients`). The update is then that of a call that looks up the rows of all tables' gradients once, and whose
 output has them as its gradient.
@@ -19,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from sys import getrefcount
 from typing import Any, Protocol
 
@@ -30,9 +33,11 @@ from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError,
 from tieredemb.kernels.streams import outside_capture
 from tieredemb.step.call import Collected
 from tieredemb.step.gradient_norms import OverRanks, gradient_norms
-from tieredemb.step.gradient_rows import GradientRows, rows_of_calls
+from tieredemb.step.gradient_rows import GradientRows, TableRows, rows_of_calls
 from tieredemb.step.owned_gradients import OwnedGradients
 from tieredemb.step.table_gradient import TRACE, Known, TableGradient, of_rows
+from tieredemb.step.whole_gradient import WholeGradient, WholeUse, rows_of
+from tieredemb.step.whole_table import Rows
 from tieredemb.tables.table_set import TableSet
 
 
@@ -49,30 +54,39 @@ class Parameter(Protocol):
         """After a backward has brought it a gradient."""
 
 
+class Owner(Rows, Protocol):
+    """Who has the rows of the tables, and updates them."""
+
+    def update(self, collected: Collected) -> None:
+        """Applies calls, which are in forward order, as one update, and releases them."""
+
+    def step_alone(self) -> None:
+        """Takes a step in which no row has a gradient."""
+
+    def update_rows(self, rounds: Iterator[list[TableRows]]) -> None:
+        """Takes a step that is given the gradients of rows of tables, some at a time: each row in one of them."""
+
+
 class PendingGradients:
-    """What one set of tables has collected since the last step. `parameters`: the tables · `update`: applies calls in
-    forward order, and releases them · `step_alone`: takes a step in which no row has a gradient · `call_of`: a call
-    and the gradient of its output, which come to the gradients that it is given, one a table · `over_ranks`: see
+    """What one set of tables has collected since the last step. `parameters`: the tables · `over_ranks`: see
     `gradient_norms`."""
 
     def __init__(
         self,
         tables: TableSet,
         parameters: Sequence[Parameter],
-        update: Callable[[Collected], None],
-        step_alone: Callable[[], None],
-        call_of: Callable[[Sequence[GradientRows]], Collected],
+        owner: Owner,
         over_ranks: OverRanks | None = None,
     ) -> None:
         self._tables = tables
         self._parameters = parameters
         self.has_hooks = any(each.hooks or each.post_hooks for each in parameters)  # or has had
         self._over_ranks = over_ranks
-        self._update = update
-        self._step_alone = step_alone
-        self._call_of = call_of
+        self.owner = owner
         self._count = len(tables.config.tables)
         self._calls: Collected = []
+        # of tables whose gradient reaches all rows, beside what the calls say
+        self.whole: dict[int, WholeGradient] = {}
         self._owned = OwnedGradients()  # of these tables the whole gradient, whatever the calls say
         self._is_applied = False  # what is owned, by the last step
         self.copies: list[weakref.ref[Known]] = []  # see `Source`
@@ -95,7 +109,7 @@ class PendingGradients:
     @property
     def waiting(self) -> bool:
         """Whether anything waits for a step."""
-        return bool(self._calls) or (bool(self._owned) and not self._is_applied)
+        return bool(self._calls or self.whole) or (bool(self._owned) and not self._is_applied)
 
     @property
     def count(self) -> int:
@@ -105,11 +119,11 @@ class PendingGradients:
     @property
     def is_there(self) -> bool:
         """Whether the tables have a gradient, if of zeros."""
-        return self._left or bool(self._calls or self._owned)
+        return self._left or bool(self._calls or self.whole or self._owned)
 
     def add(self, collected: Collected) -> None:
-        """Adds the calls of a backward pass."""
-        if not (self._calls or self._owned):
+        """Adds the calls of a backward pass, and uses of whole tables."""
+        if not (self._calls or self.whole or self._owned):
             self._dropped = set()  # of zeros
         if self._dropped:
             self._refuse_dropped()
@@ -121,24 +135,40 @@ class PendingGradients:
         self._epoch += 1
         for table, rows in come.items():
             self._owned.add(table, rows)
-        self._calls += collected
+        for call, grad in collected:
+            if not isinstance(call, WholeUse):
+                self._calls.append((call, grad))
+            elif call.table not in come:
+                self._all_rows_of(call.table).add(grad)
         self._left = self._is_applied = False
         if self.has_hooks:
             for each in self._parameters:
                 each.call_post_hooks()
+
+    def _all_rows_of(self, table: int) -> WholeGradient:
+        config = self._tables.config
+        its = config.tables[table]
+        return self.whole.setdefault(table, WholeGradient(its.num_embeddings, its.embedding_dim, config.device))
+
+    def _by_row(self) -> list[GradientRows]:
+        """The gradient of each table that is not owned, by row."""
+        found = rows_of_calls(self._tables, self._calls)
+        for table, whole in self.whole.items():
+            found[table] = whole.by_row(found[table])
+        return found
 
     def _through_hooks(self, collected: Collected) -> dict[int, GradientRows]:
         """What calls bring to gradients that are owned: those of tables with hooks are from here on."""
         hooked = {table for table, each in enumerate(self._parameters) if each.hooks or each.post_hooks}
         if not hooked and not self._owned:
             return {}
-        come, before = rows_of_calls(self._tables, collected), None
+        come, before = rows_of(self._tables, collected), None
         found = {}
         for table in sorted(hooked | set(self._owned)):
             found[table] = self._parameters[table].through_hooks(come[table])
-            self._check_settable(table, found[table])
+            self._check_one_rank()
         for table in hooked - set(self._owned):
-            before = before or rows_of_calls(self._tables, self._calls)
+            before = before or self._by_row()
             self._bound(table).known.set_rows(before[table])
         return found
 
@@ -160,7 +190,7 @@ class PendingGradients:
 
     def read(self, table: int) -> torch.Tensor | None:
         """The `.grad` of a table's parameter; None where it has no gradient."""
-        if not (self._left or self._calls or self._owned) or table in self._dropped:
+        if not (self._left or self._calls or self.whole or self._owned) or table in self._dropped:
             return None
         if table in self._owned:
             return self._owned[table]
@@ -197,7 +227,8 @@ class PendingGradients:
         if not isinstance(value, TableGradient):
             self._take(table, value, GradientRows.of(value, value.shape, self._tables.config.device))
             return
-        known, is_here = value.known, bool(self._calls or self._left) and table not in self._dropped | set(self._owned)
+        known, is_here = value.known, bool(self._calls or self.whole or self._left)
+        is_here &= table not in self._dropped | set(self._owned)
         if known.is_of(self, table) and is_here:
             if known.own is not None:  # a multiple of what it is
                 now = self._values()[table]
@@ -244,7 +275,7 @@ class PendingGradients:
 
     def _take(self, table: int, value: torch.Tensor, rows: GradientRows) -> None:
         """`value`, which is `rows`, is the gradient of a table from here on."""
-        self._check_settable(table, rows)
+        self._check_one_rank()
         if not self.is_there:
             self._dropped = set(range(self._count))
         if self.copies:
@@ -257,6 +288,7 @@ class PendingGradients:
             self._read[table].copy_(self._read[table].new_tensor([0.0, TRACE]))
         self._epoch += 1
         self._owned[table] = value
+        self.whole.pop(table, None)
         self._dropped.discard(table)
         self._is_applied = False
 
@@ -265,6 +297,8 @@ class PendingGradients:
         self._check_one_rank()
         numbers = self.values(table) if values is None else values
         rows = rows_of_calls(self._tables, self._calls)[table]
+        if table in self.whole:
+            rows = self.whole[table].by_row(rows)
         with torch.no_grad():
             scaled = (rows.values * (numbers[1] / TRACE)).masked_fill_(numbers[0] == 0, 0.0)
         return rows.with_values(scaled)
@@ -277,21 +311,11 @@ class PendingGradients:
                 "be multiplied by a number, and clipped by a norm"
             )
 
-    def _check_settable(self, table: int, rows: GradientRows) -> None:
-        """Raises `UnsupportedError` for a gradient that no update can apply."""
-        self._check_one_rank()
-        config = self._tables.config.tables[table]
-        if config.padding_idx is not None and bool(rows.at(rows.ids.new_tensor([config.padding_idx])).any()):
-            raise UnsupportedError(
-                f"row {config.padding_idx} of table {config.name!r} is its padding, which is never trained, and its "
-                f"gradient was set to what is not zero; leave that row out of it"
-            )
-
     def values(self, table: int) -> torch.Tensor:
         """See `Source`."""
         if not self.is_there or table in self._dropped:
             raise UnsupportedError("this gradient of a table was dropped; read .grad of its parameter anew")
-        if not self._calls:
+        if not (self._calls or self.whole):
             if not self._is_fresh and not self._has_warned_of_zeros:
                 self._has_warned_of_zeros = True
                 warnings.warn(
@@ -304,7 +328,7 @@ class PendingGradients:
 
     def zero(self, table: int) -> None:
         """See `Source`."""
-        if not self._calls:
+        if not (self._calls or self.whole):
             self._is_fresh, self._zeros = True, None
             return
         self._zeroed.add(table)
@@ -319,7 +343,7 @@ class PendingGradients:
     def norms(self, norm_type: float) -> torch.Tensor:
         """The norms of the tables' gradients as they are now, float32 (T,); zero for those dropped. Does not
         synchronise."""
-        if not (self._calls or self._owned):
+        if not (self._calls or self.whole or self._owned):
             return torch.zeros(len(self._tables.config.tables), device=self._tables.config.device)
         self._fold()
         now = (norm_type, self._epoch, frozenset(self._dropped))
@@ -331,16 +355,24 @@ class PendingGradients:
         return self._norms[1]
 
     def _new_norms(self, norm_type: float) -> torch.Tensor:
-        if self._calls:
-            norms = gradient_norms(self._tables, self._calls, norm_type, self._over_ranks)
-        else:
-            norms = torch.zeros(self._count, device=self._tables.config.device)
+        norms = self._collected_norms(norm_type)
         for table in self._owned:
             norms[table].copy_(self._owned.norm(table, norm_type))
         return norms
 
+    def _collected_norms(self, norm_type: float) -> torch.Tensor:
+        """Those of what is not owned. Does not synchronise but where a gradient reaches all rows."""
+        if self._calls:
+            norms = gradient_norms(self._tables, self._calls, norm_type, self._over_ranks)
+        else:
+            norms = torch.zeros(self._count, device=self._tables.config.device)
+        rows = rows_of_calls(self._tables, self._calls) if self.whole and self._calls else None
+        for table, whole in self.whole.items():
+            norms[table].copy_(whole.norm(norm_type, None if rows is None else rows[table]))
+        return norms
+
     def _values(self) -> list[torch.Tensor]:
-        if not self._calls:
+        if not (self._calls or self.whole):
             device = self._tables.placed.now.config.device
             if self._zeros is None or self._zeros_on is not device:
                 with torch.no_grad(), outside_capture(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -348,7 +380,7 @@ class PendingGradients:
             return self._zeros
         if self._read is None:
             with torch.no_grad():
-                norms = gradient_norms(self._tables, self._calls, 2.0, self._over_ranks)
+                norms = self._collected_norms(2.0)
                 self._read = _apart(torch.stack([norms, torch.full_like(norms, TRACE)], 1))
                 for table in self._zeroed:
                     self._read[table].zero_()
@@ -374,6 +406,8 @@ class PendingGradients:
                 for call, grad in self._calls:
                     of = self._columns(values.device) if self._tables.config.pooled else call.tables_of_rows()[:, None]
                     scaled.append((call, (grad * factors[of]).masked_fill_(zeroed[of], 0.0)))
+                for table, whole in self.whole.items():
+                    whole.scale(factors[table], zeroed[table])
                 self._calls, self._spoilt = scaled, self._spoilt_by(factors, zeroed)
         self._read, self._zeroed = None, set()
 
@@ -405,6 +439,8 @@ class PendingGradients:
         torch would have added to the gradient of the step before."""
         if self._dropped:
             self._refuse_dropped()
+        for whole in self.whole.values():
+            whole.check()
         self._check_size()
         if not self._is_fresh and not self._has_warned:
             self._has_warned = True
@@ -440,27 +476,42 @@ class PendingGradients:
                     getrefcount(each._gradients[table]) > _ALONE or getrefcount(each._gradients[table].known) > _ALONE
                 ):
                     each._end(table)
-            if each._owned:
-                each._collect_owned()
-        alone = [each for each in together if not each._calls]
+        alone = list[PendingGradients]()
         for each in together:
+            rounds = each._rounds() if each.whole or each._owned else None
+            if rounds is None and not each._calls:
+                alone.append(each)
             # of a step without a gradient zeros are left, as in torch
-            each._is_fresh, each._left = not each._calls, True
-            each.applied = each._spoilt
-            calls += each._taken()
+            each._is_fresh, each._left = not (each._calls or each.whole), True
+            each.applied, each._is_applied = each._spoilt, bool(each._owned)
+            taken = each._taken()
+            if rounds is None:
+                calls += taken
+                continue
+            for call, _ in taken:
+                call.release()
+            each.owner.update_rows(rounds)
         if calls:
-            self._update(sorted(calls, key=lambda pair: pair[0].number))
+            self.owner.update(sorted(calls, key=lambda pair: pair[0].number))
         for each in alone:
-            each._step_alone()
+            each.owner.step_alone()
 
-    def _collect_owned(self) -> None:
-        """In the place of the calls one whose gradient comes to the same, with what is owned in it."""
+    def _rounds(self) -> Iterator[list[TableRows]]:
+        """The gradients of rows, some at a time. What calls have found is found now, the rest when it is asked for."""
         rows = rows_of_calls(self._tables, self._calls)
         rows = [self._owned.rows(table) if table in self._owned else rows[table] for table in range(self._count)]
-        call = self._call_of(rows) if any(len(each.ids) for each in rows) else []
-        before, self._calls, self._is_applied = self._calls, call, True
-        for each, _ in before:
-            each.release()
+        whole = dict(self.whole)
+        first = [TableRows(t, each.ids, each.values) for t, each in enumerate(rows) if t not in whole and len(each.ids)]
+
+        def found() -> Iterator[list[TableRows]]:
+            if first:
+                yield first
+            for table, its in whole.items():
+                for start, values in its.parts(rows[table]):
+                    ids = torch.arange(start, start + len(values), device=values.device)
+                    yield [TableRows(table, ids, values)]
+
+        return found()
 
     def drop(self) -> None:
         """Drops what is collected, and gives its rows free."""
@@ -478,7 +529,7 @@ class PendingGradients:
         if self.copies:
             self._materialise_copies()
         self._epoch += 1
-        calls, self._calls = self._calls, []
+        calls, self._calls, self.whole = self._calls, [], {}
         self._read = self._norms = self._spoilt = None
         self._dropped, self._zeroed = set(), set()
         return calls

@@ -24,6 +24,7 @@ from tieredemb.kernels.inference import no_inference
 from tieredemb.kernels.tracing import RESTORE, untraced
 from tieredemb.step.gradient_rows import GradientRows
 from tieredemb.step.table_gradient import SquaredGradient, TableGradient, empty_of
+from tieredemb.step.whole_table import Span, elements, product, read
 from tieredemb.tables.table_set import PART_BYTES, TableSet
 
 SPAN_BYTES = 65536  # rows that lie closer are read and written as one span, which costs less than another one
@@ -127,11 +128,41 @@ class TableTensor(torch.Tensor):
         """Raises `UnsupportedError` where its rows can be neither read nor written here."""
 
     @property
+    def span(self) -> Span | None:
+        """Its rows, where it has all of their elements, in their order, and a gradient can come back to them; else
+        None."""
+        pending = getattr(self.module, "pending", None)
+        if pending is None or not self.is_whole or not self.wants_gradient:
+            return None
+        self.check_held()
+        config = self.module.tables.config.tables[self.table]
+        shape = config.num_embeddings, config.embedding_dim
+        return Span(pending.owner, self.table, shape, *self.rows, self.device)
+
+    @property
     def is_whole(self) -> bool:
         """Whether it has all elements of its rows, in their order, as (K, D)."""
         tables, shape = self.module.tables, self.geometry.size()
         is_row = len(shape) == 2 and shape[1] == tables.config.tables[self.table].embedding_dim
         return is_row and self.dtype == tables.weight_dtype(self.table) and self.geometry.is_contiguous()
+
+    def transposed(self) -> TableTensor | None:
+        """Where it has two dimensions, the view with both exchanged."""
+        if self.dim() != 2:
+            return None
+        with no_inference():
+            return TableTensor(self.module, self.table, self.geometry.t(), self.is_detached)
+
+    def rows_below(self) -> TableTensor | None:
+        """All elements of the rows in which its own are; None where it has another dtype."""
+        if self.is_whole:
+            return self
+        if self.dtype != self.module.tables.weight_dtype(self.table):
+            return None
+        width, (start, stop) = self.module.tables.config.tables[self.table].embedding_dim, self.rows
+        with no_inference():
+            geometry = torch.empty((stop, width), dtype=self.dtype, device="meta")[start:]
+        return TableTensor(self.module, self.table, geometry, self.is_detached)
 
     def detached(self) -> TableTensor:
         """The same elements, to be read where gradients are recorded."""
@@ -208,6 +239,9 @@ class TableTensor(torch.Tensor):
             if func in _OF_MEMORY:
                 raise UnsupportedError(_NO_MEMORY)
         if torch.is_grad_enabled() and not _only_looks(func, first, args):
+            found = _in_parts_with_gradient(func, args, kwargs)
+            if found is not NotImplemented:
+                return found
             args, kwargs = tree_map_only(TableTensor, functools.cache(_read), (tuple(args), kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -433,9 +467,9 @@ def _in_parts(written: Sequence[TableTensor], args: Any, kwargs: Any) -> bool:
     return all(each.dim() < 2 or (each.dim() == 2 and len(each) in (1, len(base))) for each in others)
 
 
-class _Read(torch.autograd.Function):
-    """Reads a table where gradients are recorded. `leaf`, float32 (0,), requires a gradient, so that autograd calls the
-    backward, which is refused."""
+class _Refused(torch.autograd.Function):
+    """Reads a table where gradients are recorded that cannot reach it. `leaf`, float32 (0,), requires a gradient, so
+    that autograd calls the backward, which is refused."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, table: Sequence[TableTensor]) -> torch.Tensor:
@@ -449,11 +483,69 @@ class _Read(torch.autograd.Function):
 
 
 def _read(each: TableTensor) -> torch.Tensor:
-    """What is read in its place, so that a backward that reaches the table is refused."""
+    """What is read in its place: a copy, from which a gradient comes back to the rows, or is refused."""
     if not each.wants_gradient:
         return each
-    found: torch.Tensor = _Read.apply(torch.zeros(0, requires_grad=True), [each])  # type: ignore[no-untyped-call]
+    base = each.rows_below()
+    span = None if base is None else base.span
+    if base is None or span is None or not span.parts:
+        found: torch.Tensor = _Refused.apply(torch.zeros(0, requires_grad=True), [each])  # type: ignore[no-untyped-call]
+        return found
+    rows, view = read(span), each.geometry
+    if base.geometry is view:
+        return rows
+    return rows.as_strided(view.size(), view.stride(), view.storage_offset() - base.geometry.storage_offset())
+
+
+def _in_parts_with_gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What can be computed part by part, with a gradient for all rows; NotImplemented for everything else."""
+    name, first = getattr(func, "__name__", "").strip("_"), args[0] if args else None
+    if name in _PRODUCTS:
+        found = _product(name, args, kwargs)
+    elif isinstance(first, TableTensor):
+        found = elements(func, first, args, kwargs)
+    else:
+        return NotImplemented
     return found
+
+
+def _product(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Of x, (…, D), and all rows of a table, x @ rows.T; or rows @ x of an x of one or two dimensions."""
+    if kwargs or len(args) < 2 or not all(isinstance(each, torch.Tensor) for each in args[:2]):
+        return NotImplemented
+    if name == "linear":
+        x, table = args[:2]
+        bias = args[2] if len(args) > 2 else None
+    else:
+        (x, table), bias = args[:2], None
+        if name == "rmatmul":
+            x, table = table, x
+        if isinstance(x, TableTensor):  # rows @ x
+            if isinstance(table, TableTensor) or table.dim() > 2:
+                return NotImplemented
+            span = x.span
+            if span is None or table.dim() == 0:
+                return NotImplemented
+            is_matrix = table.dim() == 2
+            found = _of_span(table.T if is_matrix else table, x, span)
+            return NotImplemented if found is None else found.T if is_matrix else found
+        table = table.transposed() if isinstance(table, TableTensor) else table
+    if not isinstance(table, TableTensor) or isinstance(x, TableTensor) or x.dim() == 0:
+        return NotImplemented
+    span = table.span
+    found = None if span is None else _of_span(x, table, span)
+    if found is None:
+        return NotImplemented
+    return found if bias is None else found + bias
+
+
+def _of_span(x: torch.Tensor, table: TableTensor, span: Span) -> torch.Tensor | None:
+    """The product, where torch has one of such shapes, dtypes and devices; None where it is to refuse them."""
+    if x.shape[-1] != table.shape[-1] or x.device != table.device or not span.parts:
+        return None
+    if x.dtype != table.dtype and not torch.is_autocast_enabled(x.device.type):
+        return None
+    return product(x, span)
 
 
 def _only_looks(func: Callable[..., Any], first: Any, args: Sequence[Any]) -> bool:
@@ -482,6 +574,7 @@ def _check_gradients(leaves: Sequence[Any], written: Sequence[TableTensor]) -> N
             raise UnsupportedError(_NO_WRITE if any(each is one for one in written) else _NO_GRADIENT)
 
 
+_PRODUCTS = {"matmul", "rmatmul", "mm", "linear"}
 _CONTIGUOUS = {"contiguous", "flatten", "ravel", "reshape"}  # views of what is
 _LOOKS = {
     "__get__", "__hash__", "__iter__", "__len__", "__repr__", "__set__", "adjoint", "alias", "as_strided", "chunk",
@@ -530,12 +623,10 @@ _NO_SHAPE = (
     "set its rows"
 )
 _NO_GRADIENT = (
-    "no gradient reaches a tiered table through its weight as a whole, which the loss depends on; read it under "
-    "torch.no_grad(), or as weight.detach(), or take tieredemb.scores(module, x), which has a gradient for x. To train "
-    "rows, call the module. For an L2 regulariser leave the table out of it, and give its param group "
-    "weight_decay=2 * l2: the same gradient, unless the optimizer decouples it as AdamW does. Where a model computes "
-    "with whole weights in training (scores of all items, a graph's propagation), every row moves in every step and no "
-    "cache helps: leave that embedding out of the conversion by exclude="
+    "no gradient reaches this tiered table through its weight as a whole, which the loss depends on: its rows are "
+    "updated in backward, or lie on several ranks. Read it under torch.no_grad(), or as weight.detach(), or take "
+    "tieredemb.scores(module, x), which has a gradient for x. To train rows, call the module; or build it with a torch "
+    "optimizer, for whose step() gradients of whole tables wait"
 )
 
 

@@ -74,6 +74,8 @@ class Pending(Protocol):
     def count(self) -> int:
         """How many calls."""
 
+    whole: dict[int, Any]  # what gradients reach all rows of tables, by number
+
     @property
     def is_there(self) -> bool:
         """Whether the tables have a gradient, as parameters have one from a backward until it is set to None: then a
@@ -589,6 +591,12 @@ class FollowedOptimizer:
             self._follow_state()
         if self.pending is not None and self.pending.is_there:
             self.pending.check()
+            if self.pending.whole and self.optimizer and kind_of(type(self.optimizer)).takes_sparse:
+                raise UnsupportedError(
+                    f"{type(self.optimizer).__name__} takes sparse gradients alone, and a loss has used a table as a "
+                    f"whole, whose gradient is dense; use Adam, or leave the whole table out of the loss. Nothing was "
+                    f"updated"
+                )
             spoilt = self.pending.spoilt() if self._is_on_cpu else None
             if spoilt is not None and self.is_due:
                 self._check_spoilt(spoilt)
@@ -608,6 +616,11 @@ class FollowedOptimizer:
             return
         why = why_refused(self._tables.config.tables[bad[0]].name, is_dense=self.config.is_dense)
         raise UnsupportedError(f"{why}. Nothing was updated")
+
+    @property
+    def steps_taken(self) -> int:
+        """Steps of the optimizer that were the tables', too."""
+        return self._steps
 
     @property
     def is_due(self) -> bool:

@@ -95,11 +95,15 @@ class Member(TableSet):
     def whole(self) -> TableSet:
         return self.pool
 
-    def version(self, table: int) -> tuple[int, int]:
-        replaced, steps = super().version(table)
-        return self.pool._replaced + replaced, steps
+    @property
+    def writes(self) -> int:
+        return self.pool._replaced + self._replaced
 
-    def _part(self, table: int, kind: str) -> Part:
+    def version(self, table: int) -> tuple[int, int]:
+        _, steps = super().version(table)
+        return self.writes, steps
+
+    def part(self, table: int, kind: str) -> Part:
         return self.number, kind
 
     def flush(self) -> None:

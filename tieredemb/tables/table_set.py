@@ -323,6 +323,11 @@ class TableSet:
         """Of a table's weights as a tensor."""
         return self.locate(table)[0].cache.cold.layout.format.encoding.dtype
 
+    @property
+    def writes(self) -> int:
+        """How often rows were replaced or written to, but by updates."""
+        return self._replaced
+
     def version(self, table: int) -> tuple[int, int]:
         """Tells whether a table's rows were updated or replaced. Synchronises with a GPU."""
         group, position, _ = self.locate(table)
@@ -352,7 +357,7 @@ class TableSet:
     ) -> None:
         """Overwrites the weights of tables with (rows, D) each, rounded to the rows' dtype. `once_ready`: called when
         there is space for all, before anything changes, and may raise. Raises `StorageFullError` before it."""
-        with self.changing("load_state_dict", [self._part(table, "weight") for table in weights]) as change:
+        with self.changing("load_state_dict", [self.part(table, "weight") for table in weights]) as change:
             for table in weights:
                 self._reserve(table)
             if once_ready is not None:
@@ -401,7 +406,7 @@ class TableSet:
         with self.locked():
             if reads or spans != [(0, config.num_embeddings)]:  # else a broken table is whole again
                 self._read(table, spans[0][0], torch.empty((0, config.embedding_dim), dtype=dtype, device="cpu"))
-            with self.changing("writing to a table", [self._part(table, "weight")]) as changed:
+            with self.changing("writing to a table", [self.part(table, "weight")]) as changed:
                 for start, stop in spans:
                     group.cache.cold.reserve_range(key + start, key + stop)
                 row_bytes = config.embedding_dim * dtype.itemsize
@@ -418,7 +423,7 @@ class TableSet:
                     changed.has_begun = True
                     group.import_weights(key + first, new)
 
-    def _part(self, table: int, kind: str) -> Part:
+    def part(self, table: int, kind: str) -> Part:
         """What may be in doubt of a table, its "weight" or its "state", as the cache's owner names it."""
         return table, kind
 
@@ -455,7 +460,7 @@ class TableSet:
     ) -> None:
         """Overwrites the steps that tables have taken, and their optimizer state, where there is any. `then`: what
         belongs to it · `once_ready`: see `set_weights`. Raises `StorageFullError` before anything changes."""
-        parts = [self._part(table, "state") for table in states]
+        parts = [self.part(table, "state") for table in states]
         with self.changing("load_state_dict of the optimizer", parts) as change:
             for table, state in states.items():
                 if state.words is not None:
@@ -565,12 +570,16 @@ class TableSet:
             group.adopt()
 
     @contextlib.contextmanager
-    def changing(self, call: str, parts: Iterable[Part] | None = None) -> Iterator[HalfWritten]:
+    def changing(
+        self, call: str, parts: Iterable[Part] | None = None, *, calls_inside: bool = False
+    ) -> Iterator[HalfWritten]:
         """Holds all caches for a call that replaces rows: those `parts` of them (table and "weight" or "state"), or
         all, hot and cold. Interrupted after it `has_begun`, it leaves them in doubt, and done, it dispels doubts of
-        them."""
+        them. `calls_inside`: whether it reads rows and plans meanwhile, as others do."""
         with self.locked():
-            change = HalfWritten(call, None if parts is None else frozenset(parts), replaces=parts is None)
+            change = HalfWritten(
+                call, None if parts is None else frozenset(parts), replaces=parts is None, calls_inside=calls_inside
+            )
             for group in self.groups:
                 group.cache.check_loadable(change.parts)
             entries = []

@@ -1,0 +1,247 @@
+"""The gradient of a table that a loss has used as a whole, which reaches every row.
+
+It is a sum of terms, one for each use, and is found part by part: of a product of all rows with a matrix, or of a sum
+over all elements, no more of it is ever held than a part. What the weight's own gradient is in torch, a term may be,
+too. The rows of a part are the same for who reads the table, for norms and for the update (`spans`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from tieredemb.errors import BackwardError
+from tieredemb.step.call import CallContext, Collected
+from tieredemb.step.gradient_rows import GradientRows, rows_of_calls
+from tieredemb.tables.table_set import TableSet
+
+if TYPE_CHECKING:
+    import weakref
+
+PART_BYTES = {"cpu": 1 << 22, "cuda": 1 << 26}  # of float32 rows: within a CPU's cache; enough for a GPU to be busy
+
+
+def spans(rows: int, width: int, device: torch.device, start: int = 0, stop: int | None = None) -> Iterator[Any]:
+    """The rows `start` … `stop` − 1 of a table of shape (rows, D), by default all, in parts: (first, one after the
+    last). Their inner edges are multiples of one number, wherever the first one starts."""
+    stop, size = rows if stop is None else stop, max(1, PART_BYTES[device.type] // (4 * width))
+    while start < stop:
+        end = min(stop, (start // size + 1) * size)
+        yield start, end
+        start = end
+
+
+class WholeUse:
+    """A use of table number `table` as a whole, as a backward pass collects it beside calls. `version`: tells whether
+    the rows have changed since."""
+
+    def __init__(self, context: CallContext, number: int, table: int, version: Callable[[], object]) -> None:
+        self.context, self.number, self.table = context, number, table
+        self.requested: Any = None  # see `Call`
+        self.within: weakref.ref[Any] | None = None
+        self._version, self._made_at = version, version()
+
+    def check(self) -> None:
+        """Raises `BackwardError` where the rows are not those that it has used any more."""
+        if self._version() != self._made_at:
+            raise BackwardError(
+                "the rows of a table were updated or written to after a loss has used the table as a whole, and its "
+                "gradient needs them as they were; compute the loss, call backward() and step(), and write to rows "
+                "before or after all three"
+            )
+
+    def release(self) -> None:
+        """Keeps no rows where they are."""
+
+
+class Term(Protocol):
+    """What one use adds to the gradient of the rows `first` … `stop` − 1. `held_bytes`: of what it is made of."""
+
+    first: int
+    stop: int
+    held_bytes: int
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Of the rows `start` … `stop` − 1, which are all or some of its own within a part of `spans`: float32 (K, D),
+        in memory of its own."""
+
+    def check(self) -> None:
+        """Raises `BackwardError` where it cannot be found any more."""
+
+
+class DenseTerm:
+    """`grad`: (K, D), of the rows from `first` on."""
+
+    def __init__(self, first: int, grad: torch.Tensor) -> None:
+        self.first, self.stop, self.held_bytes = first, first + len(grad), grad.nbytes
+        self._grad = grad
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        return self._grad[start - self.first : stop - self.first].to(torch.float32, copy=True)
+
+    def check(self) -> None:
+        return
+
+
+class ProductTerm:
+    """Of `x @ rows.T`: `grad`, (M, K), is the gradient of the product, of rows from `first` on, and x is (M, D)."""
+
+    def __init__(self, first: int, grad: torch.Tensor, x: torch.Tensor) -> None:
+        self.first, self.stop, self.held_bytes = first, first + grad.shape[1], grad.nbytes + x.nbytes
+        self._grad, self._x = grad, x.to(grad.dtype)
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        found: torch.Tensor = self._grad[:, start - self.first : stop - self.first].T @ self._x
+        return found.to(torch.float32)
+
+    def check(self) -> None:
+        return
+
+
+class ReducedTerm:
+    """Of a number that was made of each part of the rows `first` … `stop` − 1: `of_part` makes it of rows (K, D), which
+    `read(start, stop)` reads, and `grads`, (C,), are the gradients of the numbers of all parts."""
+
+    held_bytes = 0
+
+    def __init__(
+        self,
+        use: WholeUse,
+        parts: list[tuple[int, int]],
+        read: Callable[[int, int], torch.Tensor],
+        of_part: Callable[[torch.Tensor], torch.Tensor],
+        grads: torch.Tensor,
+    ) -> None:
+        self.first, self.stop = parts[0][0], parts[-1][1]
+        self._numbers = {start: i for i, (start, _) in enumerate(parts)}
+        self._read, self._of_part, self._grads, self._use = read, of_part, grads, use
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        rows = self._read(start, stop).detach()
+        with _recording():
+            rows.requires_grad_()
+            found: torch.Tensor
+            (found,) = torch.autograd.grad(self._of_part(rows), [rows], self._grads[self._numbers[start]])
+        return found.to(torch.float32)
+
+    def check(self) -> None:
+        self._use.check()
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Gradients are recorded inside, also amid an operation on a tensor that is implemented in Python."""
+    recorded = torch._C.DispatchKey.AutogradFunctionality
+    with torch._C._SetExcludeDispatchKeyGuard(recorded, False), torch.enable_grad():
+        yield
+
+
+class WholeGradient:
+    """That of a table of shape (rows, D) on a `device`."""
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        self._rows, self._width, self._device = rows, width, device
+        self._terms: list[Term] = []
+        # of each term what its gradient was multiplied by since, and whether it was set to zero
+        self._factors: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+
+    def add(self, term: Term) -> None:
+        """Adds what a use has brought. Where the terms hold more than a gradient of all rows beside the largest of them
+        would, they are added up to one, so that many backwards before a step need no more memory than in torch."""
+        self._terms.append(term)
+        self._factors.append(None)
+        held = sorted(each.held_bytes for each in self._terms)
+        dense = 4 * self._rows * self._width
+        if sum(held[:-1]) > dense:
+            self._terms, self._factors = [DenseTerm(0, self.dense())], [None]
+
+    def scale(self, factor: torch.Tensor, zeroed: torch.Tensor) -> None:
+        """Multiplies it by a number, float32 (), or sets it to zero, bool (). Does not synchronise."""
+        self._factors = [
+            (factor, zeroed) if each is None else (each[0] * factor, each[1] | zeroed) for each in self._factors
+        ]
+
+    def check(self) -> None:
+        """Raises `BackwardError` where it cannot be found any more."""
+        for each in self._terms:
+            each.check()
+
+    def parts(self, rows: GradientRows | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        """It part by part, the gradient `rows` of lookups added: the first row, and float32 (K, D). Waits for a GPU
+        where there are such rows."""
+        edges = list(spans(self._rows, self._width, self._device))
+        places = None
+        if rows is not None and len(rows.ids):
+            places = np.searchsorted(rows.ids.cpu().numpy(), [start for start, _ in edges] + [self._rows]).tolist()
+        for i, (start, stop) in enumerate(edges):
+            found = self._part(start, stop)
+            if rows is not None and places is not None and places[i] < places[i + 1]:
+                some = slice(places[i], places[i + 1])
+                found[rows.ids[some] - start] += rows.values[some]
+            yield start, found
+
+    def _part(self, start: int, stop: int) -> torch.Tensor:
+        found = None
+        with torch.no_grad():
+            for term, factor in zip(self._terms, self._factors, strict=True):
+                low, high = max(start, term.first), min(stop, term.stop)
+                if low >= high:
+                    continue
+                values = term.part(low, high)
+                if factor is not None:
+                    values = values.mul_(factor[0]).masked_fill_(factor[1], 0.0)
+                if found is None and (low, high) == (start, stop):
+                    found = values
+                    continue
+                if found is None:
+                    found = self._zeros(stop - start)
+                found[low - start : high - start] += values
+        return self._zeros(stop - start) if found is None else found
+
+    def _zeros(self, rows: int) -> torch.Tensor:
+        return torch.zeros((rows, self._width), dtype=torch.float32, device=self._device)
+
+    def dense(self, rows: GradientRows | None = None) -> torch.Tensor:
+        """It as a tensor, float32 (rows, D), the gradient `rows` of lookups added."""
+        found = torch.empty((self._rows, self._width), dtype=torch.float32, device=self._device)
+        for start, values in self.parts(rows):
+            found[start : start + len(values)] = values
+        return found
+
+    def by_row(self, rows: GradientRows | None = None) -> GradientRows:
+        """It by row, all of them, the gradient `rows` of lookups added."""
+        ids = torch.arange(self._rows, device=self._device)
+        return GradientRows(ids, self.dense(rows), self._rows)
+
+    def norm(self, order: float, rows: GradientRows | None = None) -> torch.Tensor:
+        """The norm of that order, above 0 or infinite, float32 (), the gradient `rows` of lookups added."""
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for _, values in self.parts(rows):
+            size = values.abs_().to(torch.float64)
+            if math.isinf(order):
+                total = torch.maximum(total, size.max())
+            else:
+                total += (size.square_() if order == 2.0 else size.pow_(order)).sum()
+        if not math.isinf(order):
+            total = total.sqrt() if order == 2.0 else total.pow(1.0 / order)
+        return total.to(torch.float32)
+
+
+def rows_of(tables: TableSet, collected: Collected) -> list[GradientRows]:
+    """The gradient of each table by row, as calls and uses of whole tables bring it. Waits for a GPU; see
+    `rows_of_calls`."""
+    uses = [(call, grad) for call, grad in collected if isinstance(call, WholeUse)]
+    found = rows_of_calls(tables, [pair for pair in collected if not isinstance(pair[0], WholeUse)])
+    whole: dict[int, WholeGradient] = {}
+    for use, term in uses:
+        its = tables.config.tables[use.table]
+        made = WholeGradient(its.num_embeddings, its.embedding_dim, tables.config.device)
+        whole.setdefault(use.table, made).add(term)
+    for table, each in whole.items():
+        found[table] = each.by_row(found[table])
+    return found

@@ -1,0 +1,314 @@
+"""Tables that a loss uses as a whole: read part by part where that is possible, with a gradient that reaches all rows.
+
+Products with all rows, sums over all elements and norms hold no more of a table, or of its gradient, than a part beside
+what they return. Everything else takes the rows as one tensor, and its gradient is one, as in torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from tieredemb.errors import UnsupportedError
+from tieredemb.kernels.tracing import untraced
+from tieredemb.step.call import BACKWARDS
+from tieredemb.step.whole_gradient import DenseTerm, ProductTerm, ReducedTerm, Term, WholeUse, spans
+
+
+class Rows(Protocol):
+    """Who has the rows of tables, by number, and their gradients."""
+
+    def use(self, table: int) -> WholeUse:
+        """A use of a table as a whole, that begins now."""
+
+    def read_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
+        """The rows `start` … `stop` − 1 on the table's device, (K, D), a copy. Waits for a GPU over staged tiers."""
+
+    def empty_rows(self, table: int, count: int) -> torch.Tensor:
+        """Room for so many there. Raises `StorageFullError` or `DeviceMemoryError` where memory cannot hold them."""
+
+
+class Span:
+    """The rows `start` … `stop` − 1 of table number `table`, of that `shape`, which `rows` have. Raises
+    `UnsupportedError` in a captured step."""
+
+    def __init__(
+        self, rows: Rows, table: int, shape: tuple[int, int], start: int, stop: int, device: torch.device
+    ) -> None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "a loss that uses a table as a whole reads it part by part, which a captured step cannot do; run the "
+                "step eagerly"
+            )
+        self.rows, self.table, self.start, self.stop = rows, table, start, stop
+        self.parts: list[tuple[int, int]] = list(spans(*shape, device, start, stop))
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Some of them."""
+        return self.rows.read_rows(self.table, start, stop)
+
+    def whole(self) -> torch.Tensor:
+        """All of them, (K, D)."""
+        found = self.rows.empty_rows(self.table, self.stop - self.start)
+        for start, stop in self.parts:
+            found[start - self.start : stop - self.start] = self.read(start, stop)
+        return found
+
+
+def _leaf() -> torch.Tensor:
+    """What autograd is given in the place of a table: it requires a gradient, and so the backward is called."""
+    return torch.zeros(0, device="cpu", requires_grad=True)
+
+
+def _begin(ctx: Any, span: Span) -> None:
+    ctx.call, ctx.span = span.rows.use(span.table), span
+
+
+def _collect(ctx: Any, term: Callable[[], Term]) -> None:
+    """Hands the term of a backward to the pass that has reached it, or to `torch.autograd.grad` where that asks."""
+    for listener in tuple(BACKWARDS):
+        listener()
+    use: WholeUse = ctx.call
+    if use.requested is not None:
+        use.requested.append((use, term()))
+    elif torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
+        use.context.check_trainable()
+        use.context.backward_pass.add((use, term()))
+
+
+# --- all rows as one tensor -------------------------------------------------------------------------------------------
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, span: Span) -> torch.Tensor:
+        _begin(ctx, span)
+        return span.whole()
+
+    @staticmethod
+    @untraced
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        _collect(ctx, lambda: DenseTerm(ctx.span.start, grad.detach()))
+        return None, None
+
+
+def read(span: Span) -> torch.Tensor:
+    """All rows of a span, (K, D), from which a gradient comes back to them."""
+    return _Read.apply(_leaf(), span)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, x: torch.Tensor, span: Span) -> torch.Tensor:
+        _begin(ctx, span)
+        ctx.save_for_backward(x)
+        out = None
+        for start, stop in span.parts:
+            some = x @ span.read(start, stop).T
+            if out is None:  # in the dtype that autocast has chosen
+                out = some.new_empty((len(x), span.stop - span.start))
+            out[:, start - span.start : stop - span.start] = some
+        return x.new_empty((len(x), 0)) if out is None else out
+
+    @staticmethod
+    @untraced
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
+        (x,), span, of_x = ctx.saved_tensors, ctx.span, None
+        grad = grad.detach()
+        if ctx.needs_input_grad[1]:
+            ctx.call.check()
+            total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+            for start, stop in span.parts:
+                some = grad[:, start - span.start : stop - span.start]
+                total += some @ span.read(start, stop).to(grad.dtype)
+            of_x = total.to(x.dtype)
+        _collect(ctx, lambda: ProductTerm(span.start, grad, x.detach()))
+        return None, of_x, None
+
+
+def product(x: torch.Tensor, span: Span) -> torch.Tensor:
+    """`x @ rows.T`: x is (…, D), in the dtype of the rows or as autocast has it; (…, K)."""
+    flat = x.reshape(-1, x.shape[-1])
+    found: torch.Tensor = _Product.apply(_leaf(), flat, span)  # type: ignore[no-untyped-call]
+    return found.reshape(*x.shape[:-1], found.shape[-1])
+
+
+# --- numbers of all elements ------------------------------------------------------------------------------------------
+
+
+class _Reduced(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, leaf: torch.Tensor, span: Span, of_part: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        _begin(ctx, span)
+        ctx.of_part = of_part
+        return torch.stack([of_part(span.read(start, stop)) for start, stop in span.parts])
+
+    @staticmethod
+    @untraced
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        span, grads = ctx.span, grad.detach()
+        ctx.call.check()
+        _collect(ctx, lambda: ReducedTerm(ctx.call, span.parts, span.read, ctx.of_part, grads))
+        return None, None, None
+
+
+def total(span: Span, function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The sum of `function` of each row's elements, which treats each by itself: () of a dtype."""
+
+    def of_part(rows: torch.Tensor) -> torch.Tensor:
+        return function(rows).sum(dtype=torch.float32)
+
+    found: torch.Tensor = _Reduced.apply(_leaf(), span, of_part).sum().to(dtype)  # type: ignore[no-untyped-call]
+    return found
+
+
+def norm(span: Span, order: float, dtype: torch.dtype) -> torch.Tensor:
+    """The norm of all elements, of an order above 0 or infinite: () of a dtype."""
+
+    def of_part(rows: torch.Tensor) -> torch.Tensor:
+        size: torch.Tensor = torch.linalg.vector_norm(rows, order, dtype=torch.float32)
+        return size
+
+    parts: torch.Tensor = _Reduced.apply(_leaf(), span, of_part)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = torch.linalg.vector_norm(parts, order)
+    return found.to(dtype)
+
+
+class Elements(torch.Tensor):
+    """A `function` of each element of the rows of a `span`, (K, D), until all of them are asked for: a sum of them
+    needs no more than a part."""
+
+    span: Span
+    function: Callable[[torch.Tensor], torch.Tensor]
+
+    @staticmethod
+    def __new__(
+        cls,
+        span: Span,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Elements:
+        made: Elements = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, torch.Size(shape), dtype=dtype, device=device
+        )
+        made.span, made.function = span, function
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Elements(size={tuple(self.shape)}, dtype={self.dtype})"
+
+    def whole(self) -> torch.Tensor:
+        """All of them, as one tensor."""
+        return self.function(read(self.span))
+
+    @classmethod
+    @untraced
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Elements):
+            if func == _T.requires_grad.__get__:
+                return True
+            if func == _T.is_leaf.__get__:
+                return False
+            if func in _GETTERS or getattr(func, "__name__", "") in _LOOKS:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            found = elements(func, first, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        args, kwargs = _each(args), {name: _each(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled():  # nobody would be told that no gradient comes back
+            raise UnsupportedError(f"{func} of elements of a table; take a copy of the table by weight.clone() first")
+        return func(*_each(args), **{name: _each(value) for name, value in (kwargs or {}).items()})
+
+
+def _each(given: Any) -> Any:
+    """With the elements of all rows in the place of what stands for them."""
+    if isinstance(given, Elements):
+        return given.whole()
+    if isinstance(given, (list, tuple)) and type(given) in (list, tuple):
+        return type(given)(_each(each) for each in given)
+    return given
+
+
+def elements(func: Callable[..., Any], of: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a function of torch makes of `of`, its first argument, the elements of a table or `Elements`, where that
+    takes no more than a part at a time; else NotImplemented. `of.span` is None where it is not of whole rows."""
+    name, span = getattr(func, "__name__", "").strip("_"), of.span
+    if span is None or not span.parts:
+        return NotImplemented
+    inner = of.function if isinstance(of, Elements) else _itself
+    if name in ("sum", "mean") and args[1:] in ((), ([],), (None,)) and not kwargs:
+        found = total(span, inner, of.dtype)
+        return found / of.numel() if name == "mean" else found
+    if name in _NORMS and type(of) is not Elements:
+        order = _order_of(func, args, kwargs)
+        return NotImplemented if order is None else norm(span, order, of.dtype)
+    others = [*args[1:], *kwargs.values()]
+    is_of_itself = name == "mul" and len(others) == 1 and others[0] is of
+    if name not in _POINTWISE or not (is_of_itself or all(_is_number(each) for each in others)):
+        return NotImplemented
+
+    def function(rows: torch.Tensor) -> torch.Tensor:
+        values = inner(rows)
+        found: torch.Tensor = values * values if is_of_itself else func(values, *args[1:], **kwargs)
+        return found
+
+    return Elements(span, function, of.shape, of.dtype, of.device)
+
+
+def _itself(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+def _is_number(given: Any) -> bool:
+    """Whether it is a number that has no gradient."""
+    if isinstance(given, torch.Tensor):
+        return type(given) is torch.Tensor and given.dim() == 0 and not given.requires_grad
+    return isinstance(given, (int, float))
+
+
+def _order_of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+    """The order of a norm over all elements, above 0; None for others."""
+    given = dict(zip(("p", "dim", "keepdim", "dtype"), args[1:], strict=False)) | kwargs
+    order = given.pop("p", given.pop("ord", 2))
+    if any(value not in (None, False, [0, 1], (0, 1)) for value in given.values()):
+        return None
+    if getattr(func, "__name__", "") == "linalg_norm" and order not in (None, "fro"):
+        return None  # of a matrix
+    order = 2.0 if order in (None, "fro") else order
+    is_order = isinstance(order, (int, float)) and not isinstance(order, bool)
+    return float(order) if is_order and (order > 0 or math.isinf(order)) and order > 0 else None
+
+
+_T: Any = torch.Tensor
+_NORMS = {"norm", "linalg_vector_norm", "linalg_norm", "frobenius_norm"}
+_POINTWISE = {
+    "abs", "absolute", "div", "divide", "mul", "multiply", "neg", "negative", "pow", "rmul", "square", "truediv",
+}  # fmt: skip
+_GETTERS = {each.__get__ for each in (_T.shape, _T.dtype, _T.device, _T.ndim, _T.layout, _T.is_cuda)}
+_LOOKS = {"size", "dim", "numel", "nelement", "is_floating_point", "__len__", "__repr__"}
