@@ -120,6 +120,13 @@ class Cache(abc.ABC):
         self._write_back_range(start, stop)
         return self.cold.copy_range(start, stop, weight, state)
 
+    def _last_words(self, start: int, stop: int) -> Array:
+        """The last word of the state of each row start … stop − 1, uint32 (K,), zeros of rows that were never
+        written."""
+        rows = np.empty((stop - start, self.cold.layout.state_width), STATE_DTYPE)
+        scores = self._copy_range(start, stop, np.empty((len(rows), 0), self.cold.layout.carrier), rows)
+        return np.where(scores == 0, 0, rows[:, -1]).astype(STATE_DTYPE)
+
     @abc.abstractmethod
     def _reload_range(self, start: int, stop: int) -> None:
         """Takes the rows start … stop − 1 over from cold storage, wherever they are hot."""
@@ -165,6 +172,11 @@ class Cache(abc.ABC):
         """`export_rows` for who is amid a call of the cache, and holds its locks."""
         untouched = np.flatnonzero(self._copy_range(start, stop, weight, state) == 0)
         self._generate(untouched + start, untouched, weight, state, state.shape[1])
+
+    def last_words(self, start: int, stop: int) -> Array:
+        """The last word of the state of each row start … stop − 1, uint32 (K,), zeros of rows that were never written:
+        for who is amid a call of the cache, and holds its locks."""
+        return self._last_words(start, stop)
 
     def import_rows(self, start: int, weight: Array | None, state: Array | None) -> None:
         """Overwrites weights (carrier (K, D)) or optimizer state (uint32 (K, S)) of the rows from `start` on, wherever

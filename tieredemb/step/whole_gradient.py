@@ -105,7 +105,8 @@ class ProductTerm:
 
 class ReducedTerm:
     """Of a number that was made of each part of the rows `first` … `stop` − 1: `of_part` makes it of rows (K, D), which
-    `read(start, stop)` reads, and `grads`, (C,), are the gradients of the numbers of all parts."""
+    `read(start, stop)` reads, or numbers (K, D) whose sum it is; `grads`, (C,), are the gradients of the numbers of all
+    parts."""
 
     held_bytes = 0
 
@@ -126,7 +127,8 @@ class ReducedTerm:
         with _recording():
             rows.requires_grad_()
             found: torch.Tensor
-            (found,) = torch.autograd.grad(self._of_part(rows), [rows], self._grads[self._numbers[start]])
+            made, grad = self._of_part(rows), self._grads[self._numbers[start]]
+            (found,) = torch.autograd.grad(made, [rows], grad.to(made.dtype).expand(made.shape))
         return found.to(torch.float32)
 
     def check(self) -> None:

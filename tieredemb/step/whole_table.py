@@ -110,13 +110,13 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, leaf: torch.Tensor, x: torch.Tensor, span: Span) -> torch.Tensor:
         _begin(ctx, span)
         ctx.save_for_backward(x)
-        out = None
-        for start, stop in span.parts:
-            some = x @ span.read(start, stop).T
-            if out is None:  # in the dtype that autocast has chosen
-                out = some.new_empty((len(x), span.stop - span.start))
-            out[:, start - span.start : stop - span.start] = some
-        return x.new_empty((len(x), 0)) if out is None else out
+        out = x.new_empty((len(x), span.stop - span.start), dtype=_product_dtype(x))
+        with torch.autocast(x.device.type, enabled=False):  # which has no products into memory that is there
+            x = x.to(out.dtype)
+            for start, stop in span.parts:
+                rows = span.read(start, stop).to(out.dtype)
+                torch.mm(x, rows.T, out=out[:, start - span.start : stop - span.start])
+        return out
 
     @staticmethod
     @untraced
@@ -133,6 +133,12 @@ class _Product(torch.autograd.Function):
             of_x = total.to(x.dtype)
         _collect(ctx, lambda: ProductTerm(span.start, grad, x.detach()))
         return None, of_x, None
+
+
+def _product_dtype(x: torch.Tensor) -> torch.dtype:
+    """Of a product with x: its own, unless autocast has chosen another."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def product(x: torch.Tensor, span: Span) -> torch.Tensor:
@@ -152,7 +158,8 @@ class _Reduced(torch.autograd.Function):
     ) -> torch.Tensor:
         _begin(ctx, span)
         ctx.of_part = of_part
-        return torch.stack([of_part(span.read(start, stop)) for start, stop in span.parts])
+        made = (of_part(span.read(start, stop)) for start, stop in span.parts)
+        return torch.stack([each.sum(dtype=torch.float32) for each in made])
 
     @staticmethod
     @untraced
@@ -166,11 +173,7 @@ class _Reduced(torch.autograd.Function):
 
 def total(span: Span, function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """The sum of `function` of each row's elements, which treats each by itself: () of a dtype."""
-
-    def of_part(rows: torch.Tensor) -> torch.Tensor:
-        return function(rows).sum(dtype=torch.float32)
-
-    found: torch.Tensor = _Reduced.apply(_leaf(), span, of_part).sum().to(dtype)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Reduced.apply(_leaf(), span, function).sum().to(dtype)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -72,6 +72,35 @@ def rows_read(
 
 
 @over_ranges
+def rows_copy(
+    lo: int,
+    hi: int,
+    slots: Any,
+    hot_weight: Any,
+    hot_state: Any,
+    hot_score: Any,
+    weight: Any,
+    state: Any,
+    score: Any,
+) -> None:
+    """Copies slot `slots[i]` to row i of `weight`, `state` and `score` for i in lo … hi - 1, unless it is negative.
+    `weight` and `state` may have fewer columns than the slots."""
+    width, state_width = weight.shape[1], state.shape[1]
+    for i in range(lo, hi):
+        ahead = i + _AHEAD
+        if ahead < hi and slots[ahead] >= 0:
+            if width > 0:
+                _prefetch_row(hot_weight, slots[ahead])
+            if state_width > 0:
+                _prefetch_row(hot_state, slots[ahead])
+        slot = slots[i]
+        if slot >= 0:
+            _copy_row(hot_weight[slot], weight[i], width)
+            _copy_row(hot_state[slot], state[i], state_width)
+            score[i] = hot_score[slot]
+
+
+@over_ranges
 def rows_write(
     lo: int,
     hi: int,

@@ -253,8 +253,14 @@ class Group(abc.ABC):
         if history is None:
             export(start, stop, weight, state)
             return
-        rows = self._room(start, stop)
-        export(start, stop, rows.weight, rows.state)
+        with self.cache.whole():
+            if not state.shape[1]:
+                export(start, stop, weight, state)
+                steps = np.maximum(self.cache.last_words(start, stop), history.base)
+                if (steps >= history.steps).all():  # as after a step that has reached all of them
+                    return
+            rows = self._room(start, stop)
+            export(start, stop, rows.weight, rows.state)
         self._catch_up(rows, history, np.arange(start, stop))
         weight[:], state[:] = rows.weight[:, : weight.shape[1]], rows.state[:, : state.shape[1]]
 

@@ -32,6 +32,7 @@ from tieredemb.errors import StorageFullError
 from tieredemb.hash.slot_map import map_bytes_per_slot
 from tieredemb.hash.slot_map_cpu import SlotMap
 from tieredemb.kernels.constants import MIN_SCORE
+from tieredemb.kernels.parallel_cpu import even_bounds, parallel_for
 from tieredemb.kernels.tracing import ranged
 from tieredemb.storage.base import ColdRows, HotArrays, RowLayout
 from tieredemb.storage.initial import InitialRows
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 PIN_ROWS = 1 << 18  # rows of a resident table brought in at once: bounds the memory it takes
+
+
+COPY_GRAIN = 256  # rows that a thread is worth, of some 256 bytes
 
 
 class _SlotsMove(Change):
@@ -312,9 +316,12 @@ class HostCache(Cache):
 
     def _slots_in(self, start: int, stop: int) -> Array:
         """Slots that hold rows of the key range start … stop − 1."""
-        slots = self.hot.occupied()
-        keys = self.hot.key[slots]
-        return slots[(keys >= start) & (keys < stop)]
+        slots = self._slots_of(start, stop)
+        return slots[slots >= 0]
+
+    def _slots_of(self, start: int, stop: int) -> Array:
+        """The slot of each row of the key range start … stop − 1, int32 (K,), negative where it has none."""
+        return self._index.find(np.arange(start, stop, dtype=np.int64))
 
     def _write_back_range(self, start: int, stop: int) -> None:
         self._write_back_slots(self._slots_in(start, stop))
@@ -327,12 +334,30 @@ class HostCache(Cache):
 
     def _copy_range(self, start: int, stop: int, weight: Array, state: Array) -> Array:
         """As every cache, but without a write: a full disk does not matter."""
-        scores = self.cold.copy_range(start, stop, weight, state)
-        slots, hot = self._slots_in(start, stop), self.hot
-        rows = hot.key[slots] - start
-        weight[rows] = hot.weight[slots, : weight.shape[1]]
-        state[rows], scores[rows] = hot.state[slots, : state.shape[1]], hot.score[slots]
+        from tieredemb.storage.rows_cpu import rows_copy
+
+        slots, hot = self._slots_of(start, stop), self.hot
+        scores = np.empty(len(slots), np.uint32)
+        if (slots < 0).any():
+            scores = self.cold.copy_range(start, stop, weight, state)
+        hot_rows, copies = (hot.weight, hot.state, hot.score), (weight, state, scores)
+        parallel_for(rows_copy, even_bounds(len(slots), COPY_GRAIN), slots, *hot_rows, *copies)
         return scores
+
+    def _last_words(self, start: int, stop: int) -> Array:
+        slots = self._slots_of(start, stop)
+        is_hot = slots >= 0
+        words = np.zeros(len(slots), np.uint32) if is_hot.all() else self._cold_words(start, stop)
+        words[is_hot] = self.hot.state[slots[is_hot], -1]
+        return words
+
+    def _cold_words(self, start: int, stop: int) -> Array:
+        """The last word of the state of each row start … stop − 1 as it lies in cold storage, uint32 (K,)."""
+        if self.cold.in_memory:
+            return self.cold.state[start:stop, -2].copy()
+        rows = np.empty((stop - start, self.cold.layout.state_width), np.uint32)
+        scores = self.cold.copy_range(start, stop, np.empty((len(rows), 0), self.cold.layout.carrier), rows)
+        return np.where(scores == 0, np.uint32(0), rows[:, -1])
 
     def change_range(
         self,
@@ -348,10 +373,8 @@ class HostCache(Cache):
         are."""
         with self.whole():
             self._begin_call()
-            slots = self._slots_in(start, stop)
-            concerned = concerns(self.cold.state[start:stop, -2])
-            concerned[self.hot.key[slots] - start] = False
-            keys, slots = np.flatnonzero(concerned) + start, slots[concerns(self.hot.state[slots, -1])]
+            concerned, slots = concerns(self._last_words(start, stop)), self._slots_of(start, stop)
+            keys, slots = np.flatnonzero(concerned & (slots < 0)) + start, slots[concerned & (slots >= 0)]
             if not len(keys) and not len(slots):
                 return
             self.cold.begin_changes()
