@@ -49,7 +49,7 @@ def main(directory: Path) -> None:
     tables = table_configs(modes=("sum", "mean", "max"), widths=(4, 5), rows=(1, 3, 17, 40, 25))
 
     def made(dtype, **changed):
-        given = {"capacity": 3, "optimizer": OPTIMIZERS[NAMES.index("AdamW weight_decay")], "dtype": dtype} | changed
+        given = {"capacity": 3, "optimizer": OPTIMIZERS[3], "dtype": dtype} | changed
         return te.TieredEmbeddingBagCollection(tables, **given)
 
     for optimizer in (OPTIMIZERS[NAMES.index(name)] for name in ("SGD", "AdamW weight_decay")):

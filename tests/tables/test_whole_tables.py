@@ -10,7 +10,7 @@ import torch
 from devices import assert_same_bits, idle
 from pairs import parametrize_pairs
 from torch import nn
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -46,23 +46,23 @@ class Model(nn.Module):
 
 
 def scored(m, u, i):
-    return F.cross_entropy(m.of(u) @ m.items.weight.T, i)
+    return cross_entropy(m.of(u) @ m.items.weight.T, i)
 
 
 def scored_by_matmul(m, u, i):
-    return F.cross_entropy(torch.matmul(m.of(u), m.items.weight.transpose(0, 1)), i)
+    return cross_entropy(torch.matmul(m.of(u), m.items.weight.transpose(0, 1)), i)
 
 
 def scored_by_linear(m, u, i):
-    return F.cross_entropy(F.linear(m.of(u), m.items.weight, m.dense.bias.sum()), i)
+    return cross_entropy(linear(m.of(u), m.items.weight, m.dense.bias.sum()), i)
 
 
 def scored_sequences(m, u, i):
-    return F.cross_entropy((m.of(u).view(2, -1, WIDTH) @ m.items.weight.t()).flatten(0, 1), i)
+    return cross_entropy((m.of(u).view(2, -1, WIDTH) @ m.items.weight.t()).flatten(0, 1), i)
 
 
 def scored_but_for_the_first(m, u, i):
-    return F.cross_entropy(m.users(u) @ m.items.weight[1:].T, (i - 1).clamp(min=0))
+    return cross_entropy(m.users(u) @ m.items.weight[1:].T, (i - 1).clamp(min=0))
 
 
 def scored_from_the_left(m, u, i):
@@ -253,7 +253,7 @@ def test_recomputed_forwards(device):
             users, items = batch(number)
             vectors = model.of(users)
             logits = checkpoint(lambda x, model=model: x @ model.items.weight.T, vectors, use_reentrant=False)
-            F.cross_entropy(logits, items).backward()
+            cross_entropy(logits, items).backward()
             optimizer.step()
     assert_equal_models(models)
 
@@ -266,7 +266,7 @@ def test_scores_have_a_gradient_for_tables_that_follow(device):
             optimizer.zero_grad()
             x = model.of(users)
             logits = te.scores(model.items, x) if model is models[0] else x @ model.items.weight.T
-            F.cross_entropy(logits, items).backward()
+            cross_entropy(logits, items).backward()
             optimizer.step()
     assert_equal_models(models)
 
@@ -301,7 +301,7 @@ def test_no_more_than_a_part_is_held(loss, capacity):
 
     def loss_of(weight):
         if loss == "product":
-            return F.cross_entropy(x @ weight.T, target)
+            return cross_entropy(x @ weight.T, target)
         return weight.square().sum() if loss == "squares" else weight.norm()
 
     for number in range(2):

@@ -24,12 +24,12 @@ def scores(module: TieredModule, x: torch.Tensor, *, table: str | None = None) -
     dense optimizers as they are at the steps that were taken, padding too. Reading counts as no use and stores nothing.
     Synchronises with a GPU.
 
-    A table that follows a torch optimizer gets its gradient, which moves every row in the next step, as that of `weight`
-    would: part by part, too. Of a table that is updated in backward, or is frozen, none is wanted, as if `weight` were
-    detached. x gets its own, for which backward reads the table a second time. Raises `BackwardError` there if the rows
-    were updated or replaced in between, `UnsupportedError` for an x that requires a gradient where lookups scale rows
-    (`max_norm`) or inside the capture of a CUDA graph,
-    `InvalidInputError` for an x that does not fit, and `ConfigError` for a table that is not there.
+    A table that follows a torch optimizer gets its gradient, which moves every row in the next step as that of `weight`
+    would: part by part, too. None reaches a table that is updated in backward, or frozen, as if `weight` were detached.
+    x gets its own, for which backward reads the table a second time. Raises `BackwardError` there if the rows were
+    updated or replaced in between, `UnsupportedError` for an x that requires a gradient where lookups scale rows
+    (`max_norm`) or inside the capture of a CUDA graph, `InvalidInputError` for an x that does not fit, and
+    `ConfigError` for a table that is not there.
 
     >>> items = tieredemb.TieredEmbedding(1000, 4, capacity=0.05)
     >>> users = torch.randn(8, 4)
