@@ -22,7 +22,8 @@ from benchmarks.reasons import by_reason
 from benchmarks.record import RESULTS, Record, figure_text, load_each
 
 APPENDIX = ROOT / "docs" / "benchmarks"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", *sorted(APPENDIX.glob("*.md")))
+GUIDE = ROOT / "docs" / "guides" / "optimizers.md"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", *sorted(APPENDIX.glob("*.md")), GUIDE)
 OF_ALL = ("headlines", "missed", "reasons")
 BLOCK = re.compile(r"(<!-- benchmarks:([a-z0-9-]+) -->\n).*?(<!-- /benchmarks -->)", re.DOTALL)
 

@@ -187,6 +187,15 @@ def stepped_by_row(module: Any, number: int) -> None:
     optimizer.step()
 
 
+def stepped_whole(module: Any, number: int) -> None:
+    """A step that moves every row, table by table."""
+    optimizer, params = module.engine.optimizer.optimizer, list(module.parameters())
+    optimizer.zero_grad()
+    train(module, number)
+    sum(p.square().sum() for p in params).backward()
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("kind", "act"),
     [
@@ -195,6 +204,8 @@ def stepped_by_row(module: Any, number: int) -> None:
         (torch.optim.AdamW, stepped),
         (torch.optim.AdamW, stepped_alone),
         (torch.optim.AdamW, stepped_by_row),
+        (torch.optim.AdamW, stepped_whole),
+        (torch.optim.Adagrad, stepped_whole),
     ],
 )
 def test_an_interrupted_step_of_a_torch_optimizer_is_all_or_nothing(device, request, tmp_path, kind, act):

@@ -32,6 +32,8 @@ class TieredEmbedding(OneTable):
     torch.Size([2, 2, 4])
     """
 
+    of_torch = torch.nn.Embedding
+
     def __init__(
         self,
         num_embeddings: int,

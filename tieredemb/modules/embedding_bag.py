@@ -63,6 +63,8 @@ class TieredEmbeddingBag(OneTable):
     (torch.Size([2, 4]), 4)
     """
 
+    of_torch = torch.nn.EmbeddingBag
+
     def __init__(
         self,
         num_embeddings: int,

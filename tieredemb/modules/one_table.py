@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any, Self
 
 import torch
@@ -16,7 +17,20 @@ from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer
 
 
-class OneTable(TieredModule):
+class InPlaceOf(abc.ABCMeta):
+    """Type of modules that are built in the place of those of a class of torch, `of_torch`: their class is equal to it,
+    for code that looks for embeddings by `type(module) == nn.Embedding`, as regularisers of libraries do. They are no
+    instances of it."""
+
+    of_torch: type[torch.nn.Module] | None
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or (other is not None and other is cls.__dict__.get("of_torch"))
+
+    __hash__ = abc.ABCMeta.__hash__
+
+
+class OneTable(TieredModule, metaclass=InPlaceOf):
     """Base of the modules that hold one table."""
 
     num_embeddings: int
