@@ -1,7 +1,7 @@
 """Models of deepctr-torch, compiled and fitted by its own methods, with the regularisers that it has by default.
 
-Its L2 terms are part of the loss, and so find parameters only. The converted model is built without them, and the
-param group of what they are of has the weight decay with the same gradient.
+Its L2 terms are part of the loss. The converted model has them as they are, or is built without them, and the param
+group of what they are of has the weight decay with the same gradient.
 """
 
 from __future__ import annotations
@@ -121,19 +121,15 @@ def test_deepctr_model_trains_as_before(name, optimizer, data):
 
 
 @pytest.mark.parametrize("name", ["DeepFM", *CANNOT_SWITCH_OFF])
-def test_deepctr_terms_that_stay_on_are_told(name, data):
-    """The tables' terms go from the loss; with weight decay for them, and for them alone, all trains as before."""
+def test_deepctr_regularisers_reach_the_tables(name, data):
+    """As they are: the lists of weights that the model made of them have the tables."""
 
     def run(converted, move):
         model = build(name)
         move(model)
+        model.compile("adam", "binary_crossentropy")
         if converted:
-            decayed = ("embedding_dict.", "linear_model.embedding_dict.")
-            model.compile(optimizer_of(model, "adam", decayed=decayed, weight_decay=2 * L2), "binary_crossentropy")
-            told = f"regularization_weight of the {name} had l2=1e-05 of weights that are tables now"
-            beside.convert(model, model.optim, told=[told] * 2)  # of the embeddings, of those of the linear model
-        else:
-            model.compile("adam", "binary_crossentropy")
+            beside.convert(model, model.optim)
         return beside.Trained(model, fit(model, name, data), model.predict(inputs(name, data)))
 
     beside.assert_trains_alike(run)

@@ -38,11 +38,11 @@ def make():
     return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1))
 
 
-def said(model):
+def said(model, optimizer=None):
     """What a conversion warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        te.replace_embedding_bags(model, optimizer=torch.optim.Adam(model.parameters()))
+        te.replace_embedding_bags(model, optimizer=optimizer or torch.optim.Adam(model.parameters()))
     return [str(each.message) for each in caught]
 
 
@@ -72,11 +72,24 @@ def test_loss_of_another_model_is_not_told():
 
 
 @pytest.mark.parametrize(("l1", "l2"), [(0.0, 0.0), (0.0, 0.01), (0.5, 0.0)])
-def test_listed_weights_that_are_tables_leave_the_list(l1, l2):
+def test_listed_weights_that_are_updated_in_backward_leave_the_list(l1, l2):
     model = Regularised(l1, l2)
-    texts = said(model)
+    texts = said(model, te.SGD(lr=0.1))
     assert len(texts) == bool(l1 or l2)
     assert all("regularization_weight of the Regularised" in text for text in texts)
     (tables, *_), (dense, *_) = model.regularization_weight
     assert tables == []
     assert dense[0] is model.top.weight
+
+
+def test_listed_weights_that_follow_an_optimizer_are_the_tables():
+    model = Regularised(0.5, 0.01)
+    assert said(model) == []
+    (tables, *_), (dense, *_) = model.regularization_weight
+    assert tables == list(model.embedding_dict.parameters())
+    assert dense[0] is model.top.weight
+    (tables[0].abs().sum() + tables[0].square().sum()).backward()
+    assert model.embedding_dict["user"].weight.grad.norm() > 0
+    model.zero_grad()
+    te.restore_embedding_bags(model)
+    assert model.regularization_weight[0][0][0] is model.embedding_dict["user"].weight

@@ -1,8 +1,8 @@
 """What still holds an embedding that was replaced, or its weight, and so would go on with numbers that no longer train.
 
 Modules are found by `named_modules()`; people keep them in plain lists, dicts and attributes as well, and weights in
-lists of what is to be regularised. The former are given the twin. Of the latter their holders are named, as far as
-Python's garbage collector can tell them.
+lists of what is to be regularised. What the model itself has so is given the twin, or the table that is a parameter. Of
+other weights the holders are named, as far as Python's garbage collector can tell them.
 """
 
 from __future__ import annotations
@@ -28,29 +28,45 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.Tensor, torch
           types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)  # fmt: skip
 
 
-def put_in_place(model: nn.Module, twins: Mapping[nn.Module, nn.Module]) -> None:
+def put_in_place(
+    model: nn.Module, twins: Mapping[nn.Module, nn.Module], weights: Mapping[int, nn.Parameter] | None = None
+) -> None:
     """Has the plain attributes of the model's modules, and the lists, dicts and objects in them, hold the twins of
-    modules that they held."""
+    modules that they held, and the parameters of twins in the place of weights. `weights`: those in the place of
+    weights of other modules, by the weights' identities."""
+    new = dict(weights or {})
+    for module, twin in twins.items():
+        one, other = (each._parameters.get("weight") for each in (module, twin))
+        if one is not None and other is not None:
+            new[id(one)] = other
     seen: set[int] = {id(twins)}
     for module in list(model.modules()):
         for name, value in list(vars(module).items()):
             if name not in ("_modules", "_parameters", "_buffers"):
-                now = _exchanged(value, twins, seen, _DEPTH)
+                now = _exchanged(value, twins, new, seen, _DEPTH)
                 if now is not value:
                     vars(module)[name] = now
 
 
-def _exchanged(value: Any, twins: Mapping[nn.Module, nn.Module], seen: set[int], depth: int) -> Any:
+def _exchanged(
+    value: Any,
+    twins: Mapping[nn.Module, nn.Module],
+    weights: Mapping[int, nn.Parameter],
+    seen: set[int],
+    depth: int,
+) -> Any:
     """`value`, or the twin of it, or a tuple with twins in it; changes what is inside it in place."""
     if type(value) in weakref.ProxyTypes:  # which pass for what they point at
         return value
     if isinstance(value, nn.Module):
         return twins.get(value, value)
+    if isinstance(value, nn.Parameter):
+        return weights.get(id(value), value)
     if isinstance(value, _PLAIN) or id(value) in seen or depth == 0:
         return value
     seen.add(id(value))
     if type(value) is tuple and len(value) <= _ITEMS:
-        items = tuple(_exchanged(each, twins, seen, depth - 1) for each in value)
+        items = tuple(_exchanged(each, twins, weights, seen, depth - 1) for each in value)
         return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
     keyed: Any = ()
     if isinstance(value, (list, dict)) and len(value) <= _ITEMS:
@@ -59,7 +75,7 @@ def _exchanged(value: Any, twins: Mapping[nn.Module, nn.Module], seen: set[int],
         inside = vars(value)
         keyed = list(inside.items())
     for key, each in keyed:
-        now = _exchanged(each, twins, seen, depth - 1)
+        now = _exchanged(each, twins, weights, seen, depth - 1)
         if now is not each:
             inside[key] = now
     return value

@@ -106,8 +106,14 @@ def _convert(
     held: dict[nn.Module, nn.Module] = {
         module: twins[name] for name, ref in modules.items() if (module := ref()) is not None
     }
-    if held:
-        put_in_place(model, held)
+    weights = {
+        id(weight): table
+        for name, ref in old.items()
+        if (weight := ref()) is not None and (table := twins[name]._parameters.get("weight")) is not None
+    }
+    if held or weights:
+        put_in_place(model, held, weights)
+        weight = None
     if len(twins) > 1:
         for each in {model, _holder(model, list(twins))}:
             plan_calls(each)
