@@ -223,7 +223,9 @@ def test_processes_that_compile_one_kernel_at_once_leave_one_file(checkout, tmp_
     for (weights, compiled), _ in map(checkout.end, [checkout.start(INITIAL, **environment) for _ in range(2)]):
         assert weights == checkout.initial
         assert "rows_generate" in compiled
-    assert len([*tmp_path.rglob("*.*")]) == 2  # a directory and the kernel in it
+    files = [each.name for each in tmp_path.rglob("*.nbc")]
+    assert len(files) == len({name.partition("-")[0] for name in files}) > 1
+    assert len([*tmp_path.rglob("*.*")]) == 2 * len(files)  # a directory for each
 
 
 def test_file_that_a_crash_has_cut_is_compiled_again(checkout, tmp_path):
