@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 _numbers = itertools.count()
+NO_WORDS = np.empty(0, STATE_DTYPE)
 
 
 class Cache(abc.ABC):
@@ -115,17 +116,15 @@ class Cache(abc.ABC):
     def _write_back_range(self, start: int, stop: int) -> None:
         """Makes cold storage know the rows start … stop − 1 as they are now."""
 
-    def _copy_range(self, start: int, stop: int, weight: Array, state: Array) -> Array:
-        """Copies the rows start … stop − 1 as they are now, as `ColdRows.copy_range` does."""
+    def _copy_range(self, start: int, stop: int, weight: Array, state: Array, last: Array = NO_WORDS) -> Array:
+        """Copies the rows start … stop − 1 as they are now, as `ColdRows.copy_range` does. `last`: uint32 (K,), takes
+        the last word of the state of each, or is empty."""
         self._write_back_range(start, stop)
+        if len(last):
+            every = np.empty((len(last), self.cold.layout.state_width), STATE_DTYPE)
+            self.cold.copy_range(start, stop, weight[:, :0], every)
+            last[:] = every[:, -1]
         return self.cold.copy_range(start, stop, weight, state)
-
-    def _last_words(self, start: int, stop: int) -> Array:
-        """The last word of the state of each row start … stop − 1, uint32 (K,), zeros of rows that were never
-        written."""
-        rows = np.empty((stop - start, self.cold.layout.state_width), STATE_DTYPE)
-        scores = self._copy_range(start, stop, np.empty((len(rows), 0), self.cold.layout.carrier), rows)
-        return np.where(scores == 0, 0, rows[:, -1]).astype(STATE_DTYPE)
 
     @abc.abstractmethod
     def _reload_range(self, start: int, stop: int) -> None:
@@ -173,10 +172,15 @@ class Cache(abc.ABC):
         untouched = np.flatnonzero(self._copy_range(start, stop, weight, state) == 0)
         self._generate(untouched + start, untouched, weight, state, state.shape[1])
 
-    def last_words(self, start: int, stop: int) -> Array:
-        """The last word of the state of each row start … stop − 1, uint32 (K,), zeros of rows that were never written:
-        for who is amid a call of the cache, and holds its locks."""
-        return self._last_words(start, stop)
+    def copy_weights(self, start: int, stop: int, weight: Array) -> Array:
+        """As `copy_rows`, of weights alone; returns the last word of the state of each row, uint32 (K,), zeros of rows
+        that were never written."""
+        last = np.empty(stop - start, STATE_DTYPE)
+        none = np.empty((len(last), 0), STATE_DTYPE)
+        untouched = np.flatnonzero(self._copy_range(start, stop, weight, none, last) == 0)
+        self._generate(untouched + start, untouched, weight, none, 0)
+        last[untouched] = 0
+        return last
 
     def import_rows(self, start: int, weight: Array | None, state: Array | None) -> None:
         """Overwrites weights (carrier (K, D)) or optimizer state (uint32 (K, S)) of the rows from `start` on, wherever

@@ -46,13 +46,21 @@ class Span:
             )
         self.rows, self.table, self.start, self.stop = rows, table, start, stop
         self.parts: list[tuple[int, int]] = list(spans(*shape, device, start, stop))
+        self._kept: torch.Tensor | None = None
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Some of them."""
-        return self.rows.read_rows(self.table, start, stop)
+        """Some of them. Where they are one part, they are read once, and kept for the gradient."""
+        if self._kept is not None:
+            return self._kept
+        found = self.rows.read_rows(self.table, start, stop)
+        if len(self.parts) == 1:
+            self._kept = found
+        return found
 
     def whole(self) -> torch.Tensor:
         """All of them, (K, D)."""
+        if len(self.parts) == 1:
+            return self.rows.read_rows(self.table, self.start, self.stop)  # which others may change
         found = self.rows.empty_rows(self.table, self.stop - self.start)
         for start, stop in self.parts:
             found[start - self.start : stop - self.start] = self.read(start, stop)

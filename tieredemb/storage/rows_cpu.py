@@ -82,10 +82,13 @@ def rows_copy(
     weight: Any,
     state: Any,
     score: Any,
+    last: Any,
 ) -> None:
     """Copies slot `slots[i]` to row i of `weight`, `state` and `score` for i in lo … hi - 1, unless it is negative.
-    `weight` and `state` may have fewer columns than the slots."""
+    `weight` and `state` may have fewer columns than the slots · `last`: uint32 (K,), takes the last word of the state,
+    or is empty."""
     width, state_width = weight.shape[1], state.shape[1]
+    end = hot_state.shape[1] - 1
     for i in range(lo, hi):
         ahead = i + _AHEAD
         if ahead < hi and slots[ahead] >= 0:
@@ -98,6 +101,8 @@ def rows_copy(
             _copy_row(hot_weight[slot], weight[i], width)
             _copy_row(hot_state[slot], state[i], state_width)
             score[i] = hot_score[slot]
+            if last.shape[0] > 0:
+                last[i] = hot_state[slot, end]
 
 
 @over_ranges

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from tieredemb.cache.base import Cache
+from tieredemb.cache.base import NO_WORDS, Cache
 from tieredemb.cache.changes import Change
 from tieredemb.cache.host.clients import Clients, Planners
 from tieredemb.cache.host.hot_rows import HotRows, stamp
@@ -332,7 +332,7 @@ class HostCache(Cache):
         keys = self.hot.key[slots]
         self._count_rows(keys, self._write_back(keys, slots))
 
-    def _copy_range(self, start: int, stop: int, weight: Array, state: Array) -> Array:
+    def _copy_range(self, start: int, stop: int, weight: Array, state: Array, last: Array = NO_WORDS) -> Array:
         """As every cache, but without a write: a full disk does not matter."""
         from tieredemb.storage.rows_cpu import rows_copy
 
@@ -340,15 +340,18 @@ class HostCache(Cache):
         scores = np.empty(len(slots), np.uint32)
         if (slots < 0).any():
             scores = self.cold.copy_range(start, stop, weight, state)
-        hot_rows, copies = (hot.weight, hot.state, hot.score), (weight, state, scores)
+            if len(last):
+                last[:] = self._cold_words(start, stop)
+        hot_rows, copies = (hot.weight, hot.state, hot.score), (weight, state, scores, last)
         parallel_for(rows_copy, even_bounds(len(slots), COPY_GRAIN), slots, *hot_rows, *copies)
         return scores
 
     def _last_words(self, start: int, stop: int) -> Array:
-        slots = self._slots_of(start, stop)
-        is_hot = slots >= 0
-        words = np.zeros(len(slots), np.uint32) if is_hot.all() else self._cold_words(start, stop)
-        words[is_hot] = self.hot.state[slots[is_hot], -1]
+        """The last word of the state of each row start … stop − 1, uint32 (K,), zeros of rows that were never
+        written."""
+        words = np.empty(stop - start, np.uint32)
+        none = np.empty((len(words), 0), self.cold.layout.carrier), np.empty((len(words), 0), np.uint32)
+        self._copy_range(start, stop, *none, words)
         return words
 
     def _cold_words(self, start: int, stop: int) -> Array:
