@@ -62,6 +62,14 @@ REASONS = (
         "The hosts agree three times in each step, and the GPUs wait. In a captured step with prefetch they need not.",
     ),
     Reason(
+        "losses that use whole tables on the CPU",
+        "cpu-whole",
+        r"^step",
+        "Each row is searched in a hash map, copied to be read, and planned for its update; torch reads and updates the "
+        "weight where it lies. Where the dense layers compute little, that is most of a step, and a small cache brings "
+        "every row in and out besides.",
+    ),
+    Reason(
         "training of small or jagged tables on the CPU",
         "cpu-shapes",
         r"^step",
