@@ -65,9 +65,8 @@ REASONS = (
         "losses that use whole tables on the CPU",
         "cpu-whole",
         r"^step",
-        "Each row is searched in a hash map, copied to be read, and planned for its update; torch reads and updates the "
-        "weight where it lies. Where the dense layers compute little, that is most of a step, and a small cache brings "
-        "every row in and out besides.",
+        "Each row is searched in a hash map to be copied, and again to be updated; torch reads and updates the weight "
+        "where it lies. Where the dense layers compute little, that is most of a step.",
     ),
     Reason(
         "training of small or jagged tables on the CPU",

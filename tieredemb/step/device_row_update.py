@@ -34,9 +34,12 @@ class _Begun(NamedTuple):
     taken: torch.Tensor
 
 
-def update_rows(tables: TableSet, optimizer: RowOptimizer, rounds: Iterator[list[TableRows]]) -> None:
-    """One step of the optimizer, in which each row has its gradient in one of the `rounds`. Interrupted, it leaves the
-    cache broken (`BrokenCacheError`). Waits for a GPU over staged tiers alone."""
+def update_rows(
+    tables: TableSet, optimizer: RowOptimizer, rounds: Iterator[list[TableRows]], *, reaches_all: bool
+) -> None:
+    """One step of the optimizer, in which each row has its gradient in one of the `rounds`, `reaches_all` rows of a
+    table or few. Interrupted, it leaves the cache broken (`BrokenCacheError`). Waits for a GPU over staged tiers
+    alone."""
     device = tables.config.device
     kinds = ("weight", "state")
     parts = [tables.part(table, kind) for table in range(len(tables.config.tables)) for kind in kinds]

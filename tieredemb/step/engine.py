@@ -29,7 +29,6 @@ from tieredemb.step.table_parameter import TableParameter, bind_all
 from tieredemb.step.whole_gradient import WholeUse
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
-from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
 from tieredemb.tables.torch_kinds import Optimizer, is_torch_optimizer
 
@@ -410,10 +409,11 @@ class _Rows:
             engine.step_alone()
 
     @ranged("update")
-    def update_rows(self, rounds: Iterator[list[TableRows]]) -> None:
+    def update_rows(self, rounds: Iterator[list[TableRows]], *, reaches_all: bool) -> None:
         engine = self._here
         assert engine.optimizer is not None
-        _row_update(engine.tables.config.device.type)(engine.tables, engine.optimizer, rounds)
+        update = _row_update(engine.tables.config.device.type)
+        update(engine.tables, engine.optimizer, rounds, reaches_all=reaches_all)
 
 
 # of tables that share caches, whoever looks up in them: what one backward reaches is one update
@@ -462,7 +462,7 @@ def _call_type(device_type: str) -> type[Call]:
     return HostCall
 
 
-def _row_update(device_type: str) -> Callable[[TableSet, RowOptimizer, Iterator[list[TableRows]]], None]:
+def _row_update(device_type: str) -> Callable[..., None]:
     """What takes a step that is given the gradients of rows."""
     if device_type == "cuda":
         from tieredemb.step import device_row_update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -12,11 +12,13 @@ from tieredemb.cache.tickets import Ticket
 from tieredemb.kernels.constants import SUM
 from tieredemb.kernels.parallel_cpu import Pass
 from tieredemb.kernels.segments_cpu import Segments
+from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.embedding_bag_cpu import NO_ARGMAX, NO_WEIGHTS
 from tieredemb.lookup.optimizer import Hyperparameters
 from tieredemb.lookup.optimizer_cpu import CountedPass, Gradient, update
 from tieredemb.step.gradient_rows import TableRows
-from tieredemb.step.host_call import Todo, carry_out, no_rows, rounding_of
+from tieredemb.step.host_call import carry_out, no_rows, rounding_of
+from tieredemb.storage.base import HotArrays
 from tieredemb.tables.group import HostGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
@@ -25,71 +27,97 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-def update_rows(tables: TableSet, optimizer: RowOptimizer, rounds: Iterator[list[TableRows]]) -> None:
-    """One step of the optimizer, in which each row has its gradient in one of the `rounds`, which are at most as many
-    rows as may be planned at once. One alone is applied or not, whatever interrupts; a step of several that was
-    interrupted leaves the cache broken (`BrokenCacheError`)."""
-    first, second = next(rounds, []), next(rounds, None)
+def update_rows(
+    tables: TableSet, optimizer: RowOptimizer, rounds: Iterator[list[TableRows]], *, reaches_all: bool
+) -> None:
+    """One step of the optimizer, in which each row has its gradient in one of the `rounds`. Where it `reaches_all` rows
+    of a table, rows are updated where they lie; interrupted, such a step leaves the cache broken (`BrokenCacheError`).
+    Else they are planned as one batch, and the step is taken or not, whatever interrupts. Raises `StorageFullError`
+    before anything changes."""
     groups = [cast("HostGroup", group) for group in tables.groups]
     numbers = [optimizer.numbers(group, []) for group in groups]
     taken = [each for each in numbers if each is not None]
     if len(taken) < len(groups):
         return
-    if second is None:
+    if not reaches_all:
+        every = [each for some in rounds for each in some]
         with tables.locked():
-            todo: list[Todo] = []
-            tickets = []
-            for group, its in zip(groups, taken, strict=True):
-                ticket, rows = _prepared(group, first, its)
-                tickets.append(ticket)
-                todo.append((group, rows, its))
-            carry_out(todo)
+            planned = [(group, *_planned(group, every, its), its) for group, its in zip(groups, taken, strict=True)]
+            carry_out([(group, rows, its) for group, _, rows, its in planned])
+        for _, ticket, _, _ in planned:
+            if ticket is not None:
+                ticket.release()
         return
     kinds = ("weight", "state")
     parts = [(tables.part(table, kind)) for table in range(len(tables.config.tables)) for kind in kinds]
     with tables.changing("a step over whole tables", parts, calls_inside=True) as change:
-        for some in _chained(first, second, rounds):
+        for table in range(len(tables.config.tables)):
+            tables.reserve(table)
+        for some in rounds:
             for group, its in zip(groups, taken, strict=True):
-                ticket, rows = _prepared(group, some, its)
                 change.has_begun = True
-                group.cache.rows_version += 1
-                rows.run()
-                if isinstance(rows, CountedPass) and group.kept is not None:
-                    group.kept.replayed += rows.replayed
-                if ticket is not None:
-                    ticket.release()
+                _update(group, some, its)
         for group, its in zip(groups, taken, strict=True):
             if its.terms is not None and group.kept is not None:
                 group.kept.append(its.step, its.rate[0], its.missed, its.terms)
             group.steps = [step + 1 for step in group.steps]
 
 
-def _chained(
-    first: list[TableRows], second: list[TableRows], rest: Iterator[list[TableRows]]
-) -> Iterator[list[TableRows]]:
-    yield first
-    yield second
-    yield from rest
+class _Given(NamedTuple):
+    """What a step is given of a group's rows: their `keys`, int64 (K,), and `gradient`, each row an occurrence of a
+    bag of its own, in `space`, where features have no columns of their own."""
+
+    keys: Array
+    gradient: Gradient
+    space: KeySpace
 
 
-def _prepared(group: HostGroup, some: Sequence[TableRows], numbers: Hyperparameters) -> tuple[Ticket | None, Pass]:
-    """The update of those rows that are the group's, which were brought into slots. The caller holds the locks."""
+def _given(group: HostGroup, some: Sequence[TableRows]) -> _Given | None:
+    """Those of the rows that are the group's; None without any."""
     space = group.space
     position = {int(table): j for j, table in enumerate(space.tables)}
     mine = [(position[each.table], each) for each in some if each.table in position and len(each.ids)]
     if not mine:
-        return None, no_rows()
+        return None
     features = [int(np.flatnonzero(space.table == j)[0]) for j, _ in mine]
     keys = np.concatenate([each.ids.numpy() + space.start[j] for j, each in mine])
     values = [each.values.numpy() for _, each in mine]
-    grad = values[0] if len(values) == 1 else np.concatenate(values)
-    count = len(keys)
-    ticket = group.cache.plan(keys, score=False, ages=False, client=group.client)
-    own = np.arange(count, dtype=np.int32)
-    segments = Segments(ticket.homes, np.arange(count + 1, dtype=np.int64), own)
+    grad = np.ascontiguousarray(values[0] if len(values) == 1 else np.concatenate(values))
     feature = np.repeat(np.array(features, np.int32), [len(each.ids) for _, each in mine])
-    its = copy.copy(space)  # each row has a gradient of its own, whatever features make of theirs
+    its = copy.copy(space)
     its.column, its.mode = np.zeros_like(space.column), np.full_like(space.mode, SUM)
-    gradient = Gradient(np.ascontiguousarray(grad), own, feature, NO_WEIGHTS, NO_ARGMAX)
-    hot = group.cache.hot
-    return ticket, update(hot, segments, gradient, its, numbers, group.kept, rounding_of(group, hot.key, ahead=1))
+    own = np.arange(len(keys), dtype=np.int32)
+    return _Given(keys, Gradient(grad, own, feature, NO_WEIGHTS, NO_ARGMAX), its)
+
+
+def _segments(places: Array, which: Array) -> Segments:
+    """Rows at `places`, int32 (U,), each of one occurrence, those of `which`, int (U,)."""
+    return Segments(places, np.arange(len(places) + 1, dtype=np.int64), which.astype(np.int32))
+
+
+def _planned(group: HostGroup, some: Sequence[TableRows], numbers: Hyperparameters) -> tuple[Ticket | None, Pass]:
+    """The update of those rows that are the group's, which were brought into slots. The caller holds the locks."""
+    given = _given(group, some)
+    if given is None:
+        return None, no_rows()
+    ticket = group.cache.plan(given.keys, score=False, ages=False, client=group.client)
+    hot, segments = group.cache.hot, _segments(ticket.homes, given.gradient.sample)
+    rounding = rounding_of(group, hot.key, ahead=1)
+    return ticket, update(hot, segments, given.gradient, given.space, numbers, group.kept, rounding)
+
+
+def _update(group: HostGroup, some: Sequence[TableRows], numbers: Hyperparameters) -> None:
+    """Updates those rows that are the group's where they lie."""
+    given = _given(group, some)
+    if given is None:
+        return
+
+    def change(rows: HotArrays, places: Array, which: Array) -> None:
+        keys = group.cache.hot.key if rows is group.cache.hot else given.keys[which]
+        rounding, segments = rounding_of(group, keys, ahead=1), _segments(places, which)
+        updated = update(rows, segments, given.gradient, given.space, numbers, group.kept, rounding)
+        updated.run()
+        if isinstance(updated, CountedPass) and group.kept is not None:
+            group.kept.replayed += updated.replayed
+
+    group.cache.change_rows(given.keys, change)

@@ -63,8 +63,9 @@ class Owner(Rows, Protocol):
     def step_alone(self) -> None:
         """Takes a step in which no row has a gradient."""
 
-    def update_rows(self, rounds: Iterator[list[TableRows]]) -> None:
-        """Takes a step that is given the gradients of rows of tables, some at a time: each row in one of them."""
+    def update_rows(self, rounds: Iterator[list[TableRows]], *, reaches_all: bool) -> None:
+        """Takes a step that is given the gradients of rows of tables, some at a time: each row in one of them.
+        `reaches_all`: whether all rows of a table are."""
 
 
 class PendingGradients:
@@ -478,7 +479,7 @@ class PendingGradients:
                     each._end(table)
         alone = list[PendingGradients]()
         for each in together:
-            rounds = each._rounds() if each.whole or each._owned else None
+            rounds, reaches_all = each._rounds() if each.whole or each._owned else None, bool(each.whole)
             if rounds is None and not each._calls:
                 alone.append(each)
             # of a step without a gradient zeros are left, as in torch
@@ -490,7 +491,7 @@ class PendingGradients:
                 continue
             for call, _ in taken:
                 call.release()
-            each.owner.update_rows(rounds)
+            each.owner.update_rows(rounds, reaches_all=reaches_all)
         if calls:
             self.owner.update(sorted(calls, key=lambda pair: pair[0].number))
         for each in alone:

@@ -213,7 +213,7 @@ class TableSet:
             return
         with self.changing("the init of a table") as change:
             for table in functions:
-                self._reserve(table)
+                self.reserve(table)
             change.has_begun = True
             for table, function in functions.items():
                 group, _, first = self.locate(table)
@@ -359,7 +359,7 @@ class TableSet:
         there is space for all, before anything changes, and may raise. Raises `StorageFullError` before it."""
         with self.changing("load_state_dict", [self.part(table, "weight") for table in weights]) as change:
             for table in weights:
-                self._reserve(table)
+                self.reserve(table)
             if once_ready is not None:
                 once_ready()
             change.has_begun = True
@@ -427,7 +427,7 @@ class TableSet:
         """What may be in doubt of a table, its "weight" or its "state", as the cache's owner names it."""
         return table, kind
 
-    def _reserve(self, table: int) -> None:
+    def reserve(self, table: int) -> None:
         """Takes space for all rows of a table."""
         group, _, first = self.locate(table)
         group.cache.cold.reserve_range(first, first + self.config.tables[table].num_embeddings)
@@ -464,7 +464,7 @@ class TableSet:
         with self.changing("load_state_dict of the optimizer", parts) as change:
             for table, state in states.items():
                 if state.words is not None:
-                    self._reserve(table)
+                    self.reserve(table)
             if once_ready is not None:
                 once_ready()
             change.has_begun = True

@@ -369,26 +369,49 @@ class HostCache(Cache):
         change: Callable[[HotArrays, Array], None],
         concerns: Callable[[Array], Array],
     ) -> None:
-        """Changes the rows start … stop − 1 where they lie, by kernels that change a row as a whole and mark it dirty:
-        interrupted, some rows were changed, and others not. `change` is called with rows and the places of some among
-        them, int32 (K,) · `concerns`: which rows need it of those whose states end with these words, uint32 (K,):
-        bool (K,). Those that were never written have zeros there. Rows that cold storage has no space for stay as they
-        are."""
+        """Changes those of the rows start … stop − 1 that need it where they lie; see `change_rows`. `change` is called
+        without what is third there · `concerns`: which rows need it of those whose states end with these words, uint32
+        (K,): bool (K,). Those that were never written have zeros there. Rows that cold storage has no space for stay as
+        they are."""
         with self.whole():
             self._begin_call()
-            concerned, slots = concerns(self._last_words(start, stop)), self._slots_of(start, stop)
-            keys, slots = np.flatnonzero(concerned & (slots < 0)) + start, slots[concerned & (slots >= 0)]
-            if not len(keys) and not len(slots):
-                return
-            self.cold.begin_changes()
+            keys = np.flatnonzero(concerns(self._last_words(start, stop))) + start
+            if len(keys):
+                with contextlib.suppress(StorageFullError):
+                    self.change_rows(keys, lambda rows, places, _: change(rows, places))
+
+    def change_rows(self, keys: Array, change: Callable[[HotArrays, Array, Array], None]) -> None:
+        """Changes rows, int64 (K,), distinct, where they lie, by kernels that change a row as a whole and mark it
+        dirty: interrupted, some rows were changed, and others not. `change` is called with rows, the places of some
+        among them, int32 (U,), and which of the keys those are, int64 (U,): of rows in slots, and of copies of the
+        others, which go back. Rows come into slots where there are free ones for all, and none leaves. Raises
+        `StorageFullError` before rows change that are in no slot."""
+        with self.whole():
+            self._begin_call()
+            if not self.cold.volatile:
+                self.cold.begin_changes()
             self.rows_version += 1
-            change(self.hot, slots)
-            with contextlib.suppress(StorageFullError):
-                self._change_cold(keys, change)
+            slots = self._index.find(keys)
+            cold = np.flatnonzero(slots < 0)
+            if 0 < len(cold) <= self.hot.free:
+                slots[cold], cold = self._admit(keys[cold]), cold[:0]
+            hot = np.flatnonzero(slots >= 0)
+            if len(hot):
+                change(self.hot, slots[hot], hot)
+            if len(cold):
+                self._change_cold(keys[cold], lambda rows, places: change(rows, places, cold))
+
+    def _admit(self, keys: Array) -> Array:
+        """Brings rows into free slots, of which there are enough: int32 (K,). No batch uses them."""
+        self._clients.planner = None  # of a plan that was interrupted
+        moving = self.plan_changes.begin(SLOTS_MOVE)
+        slots = self.hot.take(len(keys))
+        self._fill(keys, slots)
+        self.hot.last_batch[slots] = stamp(self._last)
+        self.plan_changes.end(moving)
+        return slots
 
     def _change_cold(self, keys: Array, change: Callable[[HotArrays, Array], None]) -> None:
-        if len(keys) == 0:
-            return
         rows, places = _Copies(self.cold.layout, len(keys)), np.arange(len(keys), dtype=np.int32)
         self.cold.reserve(keys)
         untouched = np.flatnonzero(self.cold.read(keys, places, rows)).astype(np.int32)
