@@ -242,7 +242,7 @@ class TableTensor(torch.Tensor):
             found = _in_parts_with_gradient(func, args, kwargs)
             if found is not NotImplemented:
                 return found
-            args, kwargs = tree_map_only(TableTensor, functools.cache(_read), (tuple(args), kwargs))
+            args, kwargs = tree_map_only(TableTensor, functools.partial(_read, {}), (tuple(args), kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -482,8 +482,9 @@ class _Refused(torch.autograd.Function):
         return None, None  # of a term whose factor is 0
 
 
-def _read(each: TableTensor) -> torch.Tensor:
-    """What is read in its place: a copy, from which a gradient comes back to the rows, or is refused."""
+def _read(known: dict[tuple[int, int, tuple[int, int]], torch.Tensor], each: TableTensor) -> torch.Tensor:
+    """What is read in its place: a copy, from which a gradient comes back to the rows, or is refused. `known`: the rows
+    that were read for the same operation, of which views may be several."""
     if not each.wants_gradient:
         return each
     base = each.rows_below()
@@ -491,9 +492,15 @@ def _read(each: TableTensor) -> torch.Tensor:
     if base is None or span is None or not span.parts:
         found: torch.Tensor = _Refused.apply(torch.zeros(0, requires_grad=True), [each])  # type: ignore[no-untyped-call]
         return found
-    rows, view = read(span), each.geometry
-    if base.geometry is view:
-        return rows
+    key, view = (*_source(each), base.rows), each.geometry
+    if key not in known:
+        known[key] = read(span)
+    rows = known[key]
+    # torch's gradient of as_strided takes long
+    if view.numel() == rows.numel() and view.is_contiguous():
+        return rows.view(view.size())
+    if view.dim() == 2 and view.t().size() == rows.size() and view.t().is_contiguous():
+        return rows.t()
     return rows.as_strided(view.size(), view.stride(), view.storage_offset() - base.geometry.storage_offset())
 
 
