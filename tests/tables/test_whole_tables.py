@@ -10,6 +10,7 @@ import torch
 from devices import assert_same_bits, idle
 from pairs import parametrize_pairs
 from torch import nn
+from torch.nn import functional
 from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -269,6 +270,101 @@ def test_scores_have_a_gradient_for_tables_that_follow(device):
             cross_entropy(logits, items).backward()
             optimizer.step()
     assert_equal_models(models)
+
+
+# --- what else is done with it ----------------------------------------------------------------------------------------
+
+
+def looked_up_beside_sums(m, w):
+    return w.sum() + 5 * m.items(torch.tensor([3, 4], device=w.device)).sum() + w.mean() + 0 * w.sum()
+
+
+def of_a_parameter(m, w):
+    return (m.users.weight[:3] @ w.T).square().sum() + (m.dense.weight @ w.T).square().sum()
+
+
+def changed_in_place(m, w):
+    one, two, three = w**2, w * 1.0, w * 2
+    one.clamp_(max=0.1)
+    two[0] = 0.0
+    functional.relu(three, inplace=True)
+    return one.sum() + two.square().sum() + three.sum() + (-w).add_(1.0).mul_(w).sum()
+
+
+def by_lists(m, w):
+    return w[[1, 2]].sum() + w[[1, 2], 0].sum() + w[[True] * len(w)].mean()
+
+
+def by_torchs_lookups(m, w):
+    ids = torch.tensor([1, 2, 2], device=w.device)
+    found = functional.embedding(ids, w, sparse=True).square().sum()
+    return (
+        found
+        + functional.embedding(ids, w, max_norm=0.5).sum()
+        + functional.embedding_bag(ids[None], w, max_norm=0.4).sum()
+    )
+
+
+def watched(m, w):
+    of = w * 2
+    of.retain_grad()
+    (of * torch.arange(w.shape[1], device=w.device)).sum().backward(retain_graph=True)
+    (grad,) = torch.autograd.grad(of.sum(), [of])
+    return (of * of.grad).sum() + (of * grad).mean()
+
+
+USES = (looked_up_beside_sums, of_a_parameter, changed_in_place, by_lists, by_torchs_lookups, watched)
+
+
+@parametrize_pairs(use=USES, kind=["SGD", "Adam", "Adagrad decay"], clips=[False, True])
+def test_a_weight_is_used_as_torchs(device, use, kind, clips):
+    models, optimizers = pair(kind, capacity=7)
+    for _ in range(3):
+        values = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            values.append(use(model, model.items.weight))
+            values[-1].backward()
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        torch.testing.assert_close(*values, rtol=1e-4, atol=1e-5)
+    assert_equal_models(models)
+
+
+def test_a_buffer_that_is_used_again_changes_no_gradient(device):
+    models, optimizers = pair("SGD", capacity=7)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        buffer, factor = torch.ones(2, WIDTH), torch.tensor(2.0)
+        for number in range(2):
+            buffer.fill_(number + 1.0)
+            (buffer @ model.items.weight.T).square().mean().backward()
+        (model.items.weight * factor).square().mean().backward()
+        factor.fill_(9.0)
+        optimizer.step()
+    assert_equal_models(models)
+
+
+def test_a_gradient_that_was_given_and_changed_is_refused(device):
+    models, optimizers = pair("SGD", capacity=7)
+    for use in (lambda w: torch.ones(2, WIDTH) @ w.T, lambda w: w.clone()):
+        found = use(models[0].items.weight)
+        grad = torch.ones_like(found)
+        found.backward(grad)
+        grad.mul_(7)
+        with pytest.raises(BackwardError, match="pass a clone"):
+            optimizers[0].step()
+        optimizers[0].zero_grad()
+
+
+def test_elements_of_rows_that_are_others_by_now_are_refused(device):
+    models, _ = pair("SGD", capacity=7)
+    kept = models[0].items.weight * 1.0
+    with torch.no_grad():
+        models[0].items.weight.zero_()
+    for late in (torch.sum, torch.Tensor.exp, torch.square):
+        with pytest.raises(BackwardError, match="were updated or written to"):
+            late(kept)
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,14 @@ that it reads. Each operation waits for a GPU.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tieredemb.cache.locks import Locks
@@ -242,6 +244,7 @@ class TableTensor(torch.Tensor):
             found = _in_parts_with_gradient(func, args, kwargs)
             if found is not NotImplemented:
                 return found
+            args, kwargs = _renormed(func, args, kwargs)
             args, kwargs = tree_map_only(TableTensor, functools.partial(_read, {}), (tuple(args), kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -497,11 +500,27 @@ def _read(known: dict[tuple[int, int, tuple[int, int]], torch.Tensor], each: Tab
         known[key] = read(span)
     rows = known[key]
     # torch's gradient of as_strided takes long
+    if view.size() == rows.size() and view.is_contiguous():
+        return rows
     if view.numel() == rows.numel() and view.is_contiguous():
         return rows.view(view.size())
     if view.dim() == 2 and view.t().size() == rows.size() and view.t().is_contiguous():
         return rows.t()
     return rows.as_strided(view.size(), view.stride(), view.storage_offset() - base.geometry.storage_offset())
+
+
+def _renormed(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a lookup of torch in a table, whose rows it scales down first: once that was done."""
+    if func not in (functional.embedding, functional.embedding_bag):
+        return args, kwargs
+    names = [*inspect.signature(func).parameters]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    weight, most = given["weight"], given.get("max_norm")
+    if most is None or not isinstance(weight, TableTensor):
+        return args, kwargs
+    with torch.no_grad():
+        torch.embedding_renorm_(weight.detached(), given["input"].reshape(-1), most, given.get("norm_type", 2.0))
+    return (), given | {"max_norm": None}
 
 
 def _in_parts_with_gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -559,8 +578,8 @@ def _only_looks(func: Callable[..., Any], first: Any, args: Sequence[Any]) -> bo
     """Whether a function reads no rows, or writes to `first`: it makes views, or tells what a tensor is."""
     name = getattr(func, "__name__", "")
     if name == "__getitem__":
-        leaves = tree_leaves(args[1:])
-        return not any(isinstance(each, torch.Tensor | list) or hasattr(each, "__array__") for each in leaves)
+        index = args[1] if isinstance(args[1], tuple) else args[1:]
+        return not any(isinstance(each, torch.Tensor | list) or hasattr(each, "__array__") for each in index)
     if name in ("to", "reshape_as") and not isinstance(first, TableTensor):  # as it
         return True
     if name in _CONTIGUOUS:

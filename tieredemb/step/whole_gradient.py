@@ -74,18 +74,36 @@ class Term(Protocol):
         """Raises `BackwardError` where it cannot be found any more."""
 
 
+class _Held:
+    """A gradient that a term keeps as autograd has handed it over: the very tensor, so that nobody takes it for one of
+    his own."""
+
+    def __init__(self, grad: torch.Tensor) -> None:
+        self.grad, self._version = grad, grad._version
+
+    def check(self) -> None:
+        """Raises `BackwardError` where somebody has changed it since."""
+        if self.grad._version != self._version:
+            raise BackwardError(
+                "the gradient that was passed to backward() was changed in place before the optimizer's step(), and "
+                "that of a whole table is made of it there; pass a clone of it to backward()"
+            )
+
+
 class DenseTerm:
     """`grad`: (K, D), of the rows from `first` on."""
 
     def __init__(self, first: int, grad: torch.Tensor) -> None:
+        grad = grad if grad.layout is torch.strided else grad.to_dense()
         self.first, self.stop, self.held_bytes = first, first + len(grad), grad.nbytes
-        self._grad = grad
+        self._held = _Held(grad)
 
     def part(self, start: int, stop: int) -> torch.Tensor:
-        return self._grad[start - self.first : stop - self.first].to(torch.float32, copy=True)
+        some = self._held.grad[start - self.first : stop - self.first]
+        return some.to(torch.float32).clone(memory_format=torch.contiguous_format)
 
     def check(self) -> None:
-        return
+        self._held.check()
 
 
 class ProductTerm:
@@ -93,14 +111,15 @@ class ProductTerm:
 
     def __init__(self, first: int, grad: torch.Tensor, x: torch.Tensor) -> None:
         self.first, self.stop, self.held_bytes = first, first + grad.shape[1], grad.nbytes + x.nbytes
-        self._grad, self._x = grad, x.to(grad.dtype)
+        # x may be a parameter, which the step changes before the table's gradient is found
+        self._held, self._x = _Held(grad), x.to(grad.dtype, copy=True)
 
     def part(self, start: int, stop: int) -> torch.Tensor:
-        found: torch.Tensor = self._grad[:, start - self.first : stop - self.first].T @ self._x
+        found: torch.Tensor = self._held.grad[:, start - self.first : stop - self.first].T @ self._x
         return found.to(torch.float32)
 
     def check(self) -> None:
-        return
+        self._held.check()
 
 
 class ReducedTerm:
@@ -120,7 +139,7 @@ class ReducedTerm:
     ) -> None:
         self.first, self.stop = parts[0][0], parts[-1][1]
         self._numbers = {start: i for i, (start, _) in enumerate(parts)}
-        self._read, self._of_part, self._grads, self._use = read, of_part, grads, use
+        self._read, self._of_part, self._grads, self._use = read, of_part, grads.clone(), use
 
     def part(self, start: int, stop: int) -> torch.Tensor:
         rows = self._read(start, stop).detach()
@@ -129,7 +148,10 @@ class ReducedTerm:
             found: torch.Tensor
             made, grad = self._of_part(rows), self._grads[self._numbers[start]]
             (found,) = torch.autograd.grad(made, [rows], grad.to(made.dtype).expand(made.shape))
-        return found.to(torch.float32)
+        found = found.to(torch.float32)
+        if found.is_contiguous() and found.data_ptr() != grad.data_ptr():
+            return found
+        return found.clone(memory_format=torch.contiguous_format)  # of a sum of the rows it is one number, expanded
 
     def check(self) -> None:
         self._use.check()

@@ -101,7 +101,7 @@ class _Read(torch.autograd.Function):
     @untraced
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
-        _collect(ctx, lambda: DenseTerm(ctx.span.start, grad.detach()))
+        _collect(ctx, lambda: DenseTerm(ctx.span.start, grad))
         return None, None
 
 
@@ -131,7 +131,6 @@ class _Product(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, None]:
         (x,), span, of_x = ctx.saved_tensors, ctx.span, None
-        grad = grad.detach()
         if ctx.needs_input_grad[1]:
             ctx.call.check()
             total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -201,7 +200,9 @@ class Elements(torch.Tensor):
     """A `function` of each element of the rows of a `span`, (K, D), until all of them are asked for: a sum of them
     needs no more than a part."""
 
-    span: Span
+    span: Span | None  # None once all of them are there
+    _use: WholeUse
+    _found: torch.Tensor | None
     function: Callable[[torch.Tensor], torch.Tensor]
 
     @staticmethod
@@ -217,6 +218,7 @@ class Elements(torch.Tensor):
             cls, torch.Size(shape), dtype=dtype, device=device
         )
         made.span, made.function = span, function
+        made._use, made._found = span.rows.use(span.table), None
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -225,9 +227,18 @@ class Elements(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Elements(size={tuple(self.shape)}, dtype={self.dtype})"
 
+    def check(self) -> None:
+        """Raises `BackwardError` where the rows are others by now."""
+        self._use.check()
+
     def whole(self) -> torch.Tensor:
-        """All of them, as one tensor."""
-        return self.function(read(self.span))
+        """All of them, as one tensor, which stands for them from here on, so that it may be changed in place. Raises
+        `BackwardError` where the rows are others by now."""
+        if self._found is None:
+            assert self.span is not None
+            self._use.check()
+            self._found, self.span = self.function(read(self.span)), None
+        return self._found
 
     @classmethod
     @untraced
@@ -269,9 +280,12 @@ def _each(given: Any) -> Any:
 def elements(func: Callable[..., Any], of: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a function of torch makes of `of`, its first argument, the elements of a table or `Elements`, where that
     takes no more than a part at a time; else NotImplemented. `of.span` is None where it is not of whole rows."""
-    name, span = getattr(func, "__name__", "").strip("_"), of.span
-    if span is None or not span.parts:
+    name, span = getattr(func, "__name__", ""), of.span
+    if span is None or not span.parts or "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
         return NotImplemented
+    name = name.strip("_")
+    if isinstance(of, Elements):
+        of.check()
     inner = of.function if isinstance(of, Elements) else _itself
     if name in ("sum", "mean") and args[1:] in ((), ([],), (None,)) and not kwargs:
         found = total(span, inner, of.dtype)
@@ -284,9 +298,11 @@ def elements(func: Callable[..., Any], of: Any, args: Sequence[Any], kwargs: dic
     if name not in _POINTWISE or not (is_of_itself or all(_is_number(each) for each in others)):
         return NotImplemented
 
+    given = [each.clone() if isinstance(each, torch.Tensor) else each for each in args[1:]]
+
     def function(rows: torch.Tensor) -> torch.Tensor:
         values = inner(rows)
-        found: torch.Tensor = values * values if is_of_itself else func(values, *args[1:], **kwargs)
+        found: torch.Tensor = values * values if is_of_itself else func(values, *given, **kwargs)
         return found
 
     return Elements(span, function, of.shape, of.dtype, of.device)
