@@ -168,9 +168,9 @@ class ChangeBook:
         while left:
             left -= 1
             entry = self.entries[left]
-            if entry.change.calls_inside and entry.is_around():
-                continue
             if entry.is_around():
+                if entry.change.calls_inside:
+                    continue
                 raise StorageError(
                     "this cache is called amid another call of it on the same thread, as by a signal handler; let the "
                     "handler set a flag, and call the cache when the other call has returned"

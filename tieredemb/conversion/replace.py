@@ -106,18 +106,23 @@ def _convert(
     held: dict[nn.Module, nn.Module] = {
         module: twins[name] for name, ref in modules.items() if (module := ref()) is not None
     }
-    weights = {
-        id(weight): table
-        for name, ref in old.items()
-        if (weight := ref()) is not None and (table := twins[name]._parameters.get("weight")) is not None
-    }
+    weights = _parameters_for(old, twins)
     if held or weights:
         put_in_place(model, held, weights)
-        weight = None
     if len(twins) > 1:
         for each in {model, _holder(model, list(twins))}:
             plan_calls(each)
     return model, remarks, old
+
+
+def _parameters_for(old: Weights, twins: Mapping[str, nn.Module]) -> dict[int, nn.Parameter]:
+    """The parameters of twins that have one, by the identities of the old weights that are still there."""
+    found = {}
+    for name, ref in old.items():
+        weight, table = ref(), twins[name]._parameters.get("weight")
+        if weight is not None and table is not None:
+            found[id(weight)] = table
+    return found
 
 
 def _check_not_averaged(model: nn.Module, able: Sequence[Found]) -> None:

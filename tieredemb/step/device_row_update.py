@@ -41,11 +41,9 @@ def update_rows(
     table or few. Interrupted, it leaves the cache broken (`BrokenCacheError`). Waits for a GPU over staged tiers
     alone."""
     device = tables.config.device
-    kinds = ("weight", "state")
-    parts = [tables.part(table, kind) for table in range(len(tables.config.tables)) for kind in kinds]
     groups = [group for group in tables.groups if isinstance(group, DeviceGroup)]
     with (
-        tables.changing("a step over whole tables", parts, calls_inside=True) as change,
+        tables.changing("a step over whole tables", tables.parts, calls_inside=True) as change,
         on_device(device),
     ):
         scaling, _ = scaling_of([optimizer], tables, [])

@@ -225,12 +225,10 @@ class HostGroupCall:
         """Copies of the rows of this forward, carrier (U, D), as they are at the steps that were taken, and which of
         them each occurrence has: for reading, which keeps of that what rows would have to be replayed for again."""
         hot, slots = self.group.cache.hot, self.ticket.unique_slots
-        until = history.replayed_until
-        if until > history.base and self.group.cache.cold.layout.format.is_float32:
+        until = self.group.kept_until(history)
+        if until is not None:
             self.group.cache.rows_version += 1
-            kept = catch_up(hot, slots, history, until=until)
-            kept.run()
-            history.replayed += kept.replayed
+            self.group.bring_to(until, hot, slots, history)
         rows = CopiedRows(hot.weight[slots], hot.state[slots], np.empty(len(slots), np.uint8))
         numbers = np.arange(len(slots), dtype=np.int32)
         catch_up(rows, numbers, history, rounding_of(self.group, hot.key[slots])).run()

@@ -48,9 +48,7 @@ def update_rows(
             if ticket is not None:
                 ticket.release()
         return
-    kinds = ("weight", "state")
-    parts = [(tables.part(table, kind)) for table in range(len(tables.config.tables)) for kind in kinds]
-    with tables.changing("a step over whole tables", parts, calls_inside=True) as change:
+    with tables.changing("a step over whole tables", tables.parts, calls_inside=True) as change:
         for table in range(len(tables.config.tables)):
             tables.reserve(table)
         for some in rounds:

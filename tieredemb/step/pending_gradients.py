@@ -140,16 +140,11 @@ class PendingGradients:
             if not isinstance(call, WholeUse):
                 self._calls.append((call, grad))
             elif call.table not in come:
-                self._all_rows_of(call.table).add(grad)
+                self.whole.setdefault(call.table, WholeGradient.of(self._tables, call.table)).add(grad)
         self._left = self._is_applied = False
         if self.has_hooks:
             for each in self._parameters:
                 each.call_post_hooks()
-
-    def _all_rows_of(self, table: int) -> WholeGradient:
-        config = self._tables.config
-        its = config.tables[table]
-        return self.whole.setdefault(table, WholeGradient(its.num_embeddings, its.embedding_dim, config.device))
 
     def _by_row(self) -> list[GradientRows]:
         """The gradient of each table that is not owned, by row."""
@@ -343,7 +338,7 @@ class PendingGradients:
 
     def norms(self, norm_type: float) -> torch.Tensor:
         """The norms of the tables' gradients as they are now, float32 (T,); zero for those dropped. Does not
-        synchronise."""
+        synchronise, but where gradients are owned or reach all rows."""
         if not (self._calls or self.whole or self._owned):
             return torch.zeros(len(self._tables.config.tables), device=self._tables.config.device)
         self._fold()
@@ -367,9 +362,9 @@ class PendingGradients:
             norms = gradient_norms(self._tables, self._calls, norm_type, self._over_ranks)
         else:
             norms = torch.zeros(self._count, device=self._tables.config.device)
-        rows = rows_of_calls(self._tables, self._calls) if self.whole and self._calls else None
+        rows = rows_of_calls(self._tables, self._calls) if self.whole else []
         for table, whole in self.whole.items():
-            norms[table].copy_(whole.norm(norm_type, None if rows is None else rows[table]))
+            norms[table].copy_(whole.norm(norm_type, rows[table]))
         return norms
 
     def _values(self) -> list[torch.Tensor]:

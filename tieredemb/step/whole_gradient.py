@@ -174,6 +174,12 @@ class WholeGradient:
         # of each term what its gradient was multiplied by since, and whether it was set to zero
         self._factors: list[tuple[torch.Tensor, torch.Tensor] | None] = []
 
+    @classmethod
+    def of(cls, tables: TableSet, table: int) -> WholeGradient:
+        """That of one of `tables`, before anything was added."""
+        its = tables.config.tables[table]
+        return cls(its.num_embeddings, its.embedding_dim, tables.config.device)
+
     def add(self, term: Term) -> None:
         """Adds what a use has brought. Where the terms hold more than a gradient of all rows beside the largest of them
         would, they are added up to one, so that many backwards before a step need no more memory than in torch."""
@@ -263,9 +269,7 @@ def rows_of(tables: TableSet, collected: Collected) -> list[GradientRows]:
     found = rows_of_calls(tables, [pair for pair in collected if not isinstance(pair[0], WholeUse)])
     whole: dict[int, WholeGradient] = {}
     for use, term in uses:
-        its = tables.config.tables[use.table]
-        made = WholeGradient(its.num_embeddings, its.embedding_dim, tables.config.device)
-        whole.setdefault(use.table, made).add(term)
+        whole.setdefault(use.table, WholeGradient.of(tables, use.table)).add(term)
     for table, each in whole.items():
         found[table] = each.by_row(found[table])
     return found

@@ -6,7 +6,6 @@ what they return. Everything else takes the rows as one tensor, and its gradient
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -172,9 +171,9 @@ class _Reduced(torch.autograd.Function):
     @untraced
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        span, grads = ctx.span, grad.detach()
+        span = ctx.span
         ctx.call.check()
-        _collect(ctx, lambda: ReducedTerm(ctx.call, span.parts, span.read, ctx.of_part, grads))
+        _collect(ctx, lambda: ReducedTerm(ctx.call, span.parts, span.read, ctx.of_part, grad))
         return None, None, None
 
 
@@ -329,7 +328,7 @@ def _order_of(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
         return None  # of a matrix
     order = 2.0 if order in (None, "fro") else order
     is_order = isinstance(order, (int, float)) and not isinstance(order, bool)
-    return float(order) if is_order and (order > 0 or math.isinf(order)) and order > 0 else None
+    return float(order) if is_order and order > 0 else None
 
 
 _T: Any = torch.Tensor

@@ -392,21 +392,31 @@ class HostGroup(Group):
         )  # fmt: skip
 
     def _keep_replayed(self, start: int, stop: int, history: History) -> None:
-        until, row = history.replayed_until, self.cache.cold.layout.format
-        if until == history.base or not row.is_float32:  # others are rounded each time that they are brought forward
+        until = self.kept_until(history)
+        if until is None:
             return
-        from tieredemb.lookup.optimizer_cpu import catch_up
 
         def is_behind(steps: Array) -> Array:
             behind: Array = np.maximum(steps, history.base) < until
             return behind
 
-        def bring(rows: HotArrays, places: Array) -> None:
-            taken = catch_up(rows, places, history, until=until)
-            taken.run()
-            history.replayed += taken.replayed
+        self.cache.change_range(
+            start, stop, lambda rows, places: self.bring_to(until, rows, places, history), is_behind
+        )
 
-        self.cache.change_range(start, stop, bring, is_behind)
+    def kept_until(self, history: History) -> int | None:
+        """The step that rows stay at when they are read; None where they stay as they are: rows that are not float32
+        are rounded each time that they are brought forward."""
+        until = history.replayed_until
+        return until if until > history.base and self.cache.cold.layout.format.is_float32 else None
+
+    def bring_to(self, until: int, rows: HotArrays, places: Array, history: History) -> None:
+        """Brings rows at `places`, int32 (U,), to the step `until`, those that are behind it."""
+        from tieredemb.lookup.optimizer_cpu import catch_up
+
+        taken = catch_up(rows, places, history, until=until)
+        taken.run()
+        history.replayed += taken.replayed
 
     def _connect(self) -> None:
         """Has the kernels of updates compiled beside those of forwards, which come first."""

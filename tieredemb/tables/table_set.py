@@ -427,6 +427,11 @@ class TableSet:
         """What may be in doubt of a table, its "weight" or its "state", as the cache's owner names it."""
         return table, kind
 
+    @property
+    def parts(self) -> list[Part]:
+        """All that may be in doubt of its tables."""
+        return [self.part(table, kind) for table in range(len(self.config.tables)) for kind in ("weight", "state")]
+
     def reserve(self, table: int) -> None:
         """Takes space for all rows of a table."""
         group, _, first = self.locate(table)

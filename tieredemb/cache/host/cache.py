@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 PIN_ROWS = 1 << 18  # rows of a resident table brought in at once: bounds the memory it takes
-
-
 COPY_GRAIN = 256  # rows that a thread is worth, of some 256 bytes
 
 
