@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 from devices import assert_close, equal, idle
+from failing import FailsBackward
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -171,20 +172,7 @@ def test_frozen_module_leaves_the_dense_part_to_train(device):
 
 def test_a_failed_backward_updates_nothing_and_the_next_one_works(device):
     bag, reference, optimizer = make()
-    fail = True
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            if fail:
-                raise RuntimeError("planted")
-            return grad
-
-    early = Fails.apply(torch.zeros(1, WIDTH, requires_grad=True))
+    early = FailsBackward.apply(torch.zeros(1, WIDTH, requires_grad=True))
     out = bag(ids(1, 2)) + bag(ids(4, 5)) * early
     before = bag.state_dict()["weight"]
     with pytest.raises(RuntimeError, match="planted"):
@@ -202,16 +190,7 @@ def test_a_failed_backward_updates_nothing_and_the_next_one_works(device):
 def test_a_failed_backward_leaves_nothing_in_flight(device):
     bag, _, _ = make()
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise RuntimeError("planted")
-
-    early = Fails.apply(torch.zeros(1, WIDTH, requires_grad=True))
+    early = FailsBackward.apply(torch.zeros(1, WIDTH, requires_grad=True))
     out = bag(ids(1, 2)) + bag(ids(4, 5)) * early
     with pytest.raises(RuntimeError, match="planted"):
         out.sum().backward()

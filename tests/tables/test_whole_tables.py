@@ -8,6 +8,7 @@ import contextlib
 import pytest
 import torch
 from devices import assert_same_bits, idle
+from failing import FailsBackward
 from pairs import parametrize_pairs
 from torch import nn
 from torch.nn import functional
@@ -429,18 +430,11 @@ def test_a_backward_that_fails_leaves_nothing(device):
     model = models[0]
     before = list(model.state_dict().values())
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise RuntimeError("fails")
-
-    with pytest.raises(RuntimeError, match="fails"):
+    with pytest.raises(RuntimeError, match="planted"):
         (
-            scored(model, *batch(0)) + Fails.apply(model.of(batch(1)[0])).sum() * 0 + regularised(model, *batch(2))
+            scored(model, *batch(0))
+            + FailsBackward.apply(model.of(batch(1)[0])).sum() * 0
+            + regularised(model, *batch(2))
         ).backward()
     optimizers[0].zero_grad()
     optimizers[0].step()
