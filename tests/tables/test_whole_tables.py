@@ -368,9 +368,9 @@ def test_elements_of_rows_that_are_others_by_now_are_refused(device):
             late(kept)
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
+# --- chunks -----------------------------------------------------------------------------------------------------------
 
-LARGE = 300_000  # rows of 6 float32: two parts on a CPU
+LARGE = 300_000  # rows of 6 float32: two chunks on a CPU
 
 
 class Largest(TorchDispatchMode):
@@ -388,7 +388,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("loss", ["product", "squares", "norm"])
 @pytest.mark.parametrize("capacity", [0.1, 1.0])
-def test_no_more_than_a_part_is_held(loss, capacity):
+def test_no_more_than_a_chunk_is_held(loss, capacity):
     torch.manual_seed(1)
     models = [nn.Embedding(LARGE, WIDTH) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

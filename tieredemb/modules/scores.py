@@ -25,7 +25,7 @@ def scores(module: TieredModule, x: torch.Tensor, *, table: str | None = None) -
     Synchronises with a GPU.
 
     A table that follows a torch optimizer gets its gradient, which moves every row in the next step as that of `weight`
-    would: part by part, too. None reaches a table that is updated in backward, or frozen, as if `weight` were detached.
+    would, chunk by chunk. No gradient reaches a table that is updated in backward, or frozen: it is as detached.
     x gets its own, for which backward reads the table a second time. Raises `BackwardError` there if the rows were
     updated or replaced in between, `UnsupportedError` for an x that requires a gradient where lookups scale rows
     (`max_norm`) or inside the capture of a CUDA graph, `InvalidInputError` for an x that does not fit, and

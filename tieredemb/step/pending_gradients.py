@@ -6,7 +6,7 @@ others multiply it by meanwhile is multiplied into the gradients that are there 
 gradient that it has; what a later backward brings is added to that.
 
 A gradient that reaches all rows, as of a loss that uses a table as a whole, is kept as what it is made of
-(`WholeGradient`), and joins the calls' in the update, part by part.
+(`WholeGradient`), and joins the calls' in the update, chunk by chunk.
 
 A gradient whose elements somebody sets, or that a hook has seen, is an object of its own from there on
 (`OwnedGradients`). The update is then that of a call that looks up the rows of all tables' gradients once, and whose
@@ -503,7 +503,7 @@ class PendingGradients:
             if first:
                 yield first
             for table, its in whole.items():
-                for start, values in its.parts(rows[table]):
+                for start, values in its.chunks(rows[table]):
                     ids = torch.arange(start, start + len(values), device=values.device)
                     yield [TableRows(table, ids, values)]
 

@@ -241,7 +241,7 @@ class TableTensor(torch.Tensor):
             if func in _OF_MEMORY:
                 raise UnsupportedError(_NO_MEMORY)
         if torch.is_grad_enabled() and not _only_looks(func, first, args):
-            found = _in_parts_with_gradient(func, args, kwargs)
+            found = _in_chunks_with_gradient(func, args, kwargs)
             if found is not NotImplemented:
                 return found
             args, kwargs = _renormed(func, args, kwargs)
@@ -492,7 +492,7 @@ def _read(known: dict[tuple[int, int, tuple[int, int]], torch.Tensor], each: Tab
         return each
     base = each.rows_below()
     span = None if base is None else base.span
-    if base is None or span is None or not span.parts:
+    if base is None or span is None or not span.chunks:
         found: torch.Tensor = _Refused.apply(torch.zeros(0, requires_grad=True), [each])  # type: ignore[no-untyped-call]
         return found
     key, view = (*_source(each), base.rows), each.geometry
@@ -523,8 +523,8 @@ def _renormed(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
     return (), given | {"max_norm": None}
 
 
-def _in_parts_with_gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What can be computed part by part, with a gradient for all rows; NotImplemented for everything else."""
+def _in_chunks_with_gradient(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What can be computed chunk by chunk, with a gradient for all rows; NotImplemented for everything else."""
     name, first = getattr(func, "__name__", "").strip("_"), args[0] if args else None
     if name in _PRODUCTS:
         found = _product(name, args, kwargs)
@@ -567,7 +567,7 @@ def _product(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _of_span(x: torch.Tensor, table: TableTensor, span: Span) -> torch.Tensor | None:
     """The product, where torch has one of such shapes, dtypes and devices; None where it is to refuse them."""
-    if x.shape[-1] != table.shape[-1] or x.device != table.device or not span.parts:
+    if x.shape[-1] != table.shape[-1] or x.device != table.device or not span.chunks:
         return None
     if x.dtype != table.dtype and not torch.is_autocast_enabled(x.device.type):
         return None

@@ -1,8 +1,8 @@
 """The gradient of a table that a loss has used as a whole, which reaches every row.
 
-It is a sum of terms, one for each use, and is found part by part: of a product of all rows with a matrix, or of a sum
-over all elements, no more of it is ever held than a part. What the weight's own gradient is in torch, a term may be,
-too. The rows of a part are the same for who reads the table, for norms and for the update (`spans`).
+It is a sum of terms, one for each use, and is found chunk by chunk: of a product of all rows with a matrix, or of a sum
+over all elements, no more of it is ever held than a chunk. What the weight's own gradient is in torch, a term may be,
+too. Reading, norms and the update split a table into the same chunks (`spans`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PART_BYTES = {"cpu": 1 << 22, "cuda": 1 << 26}  # of float32 rows: within a CPU'
 
 
 def spans(rows: int, width: int, device: torch.device, start: int = 0, stop: int | None = None) -> Iterator[Any]:
-    """The rows `start` … `stop` − 1 of a table of shape (rows, D), by default all, in parts: (first, one after the
+    """The rows `start` … `stop` − 1 of a table of shape (rows, D), by default all, in chunks: (first, one after the
     last). Their inner edges are multiples of one number, wherever the first one starts."""
     stop, size = rows if stop is None else stop, max(1, PART_BYTES[device.type] // (4 * width))
     while start < stop:
@@ -66,8 +66,8 @@ class Term(Protocol):
     stop: int
     held_bytes: int
 
-    def part(self, start: int, stop: int) -> torch.Tensor:
-        """Of the rows `start` … `stop` − 1, which are all or some of its own within a part of `spans`: float32 (K, D),
+    def chunk(self, start: int, stop: int) -> torch.Tensor:
+        """Of the rows `start` … `stop` − 1, which are all or some of its own within a chunk of `spans`: float32 (K, D),
         in memory of its own."""
 
     def check(self) -> None:
@@ -98,7 +98,7 @@ class DenseTerm:
         self.first, self.stop, self.held_bytes = first, first + len(grad), grad.nbytes
         self._held = _Held(grad)
 
-    def part(self, start: int, stop: int) -> torch.Tensor:
+    def chunk(self, start: int, stop: int) -> torch.Tensor:
         some = self._held.grad[start - self.first : stop - self.first]
         return some.to(torch.float32).clone(memory_format=torch.contiguous_format)
 
@@ -114,7 +114,7 @@ class ProductTerm:
         # x may be a parameter, which the step changes before the table's gradient is found
         self._held, self._x = _Held(grad), x.to(grad.dtype, copy=True)
 
-    def part(self, start: int, stop: int) -> torch.Tensor:
+    def chunk(self, start: int, stop: int) -> torch.Tensor:
         found: torch.Tensor = self._held.grad[:, start - self.first : stop - self.first].T @ self._x
         return found.to(torch.float32)
 
@@ -123,30 +123,30 @@ class ProductTerm:
 
 
 class ReducedTerm:
-    """Of a number that was made of each part of the rows `first` … `stop` − 1: `of_part` makes it of rows (K, D), which
+    """Of a number for each chunk of the rows `first` … `stop` − 1: `of_chunk` makes it of rows (K, D), which
     `read(start, stop)` reads, or numbers (K, D) whose sum it is; `grads`, (C,), are the gradients of the numbers of all
-    parts."""
+    chunks."""
 
     held_bytes = 0
 
     def __init__(
         self,
         use: WholeUse,
-        parts: list[tuple[int, int]],
+        chunks: list[tuple[int, int]],
         read: Callable[[int, int], torch.Tensor],
-        of_part: Callable[[torch.Tensor], torch.Tensor],
+        of_chunk: Callable[[torch.Tensor], torch.Tensor],
         grads: torch.Tensor,
     ) -> None:
-        self.first, self.stop = parts[0][0], parts[-1][1]
-        self._numbers = {start: i for i, (start, _) in enumerate(parts)}
-        self._read, self._of_part, self._grads, self._use = read, of_part, grads.clone(), use
+        self.first, self.stop = chunks[0][0], chunks[-1][1]
+        self._numbers = {start: i for i, (start, _) in enumerate(chunks)}
+        self._read, self._of_chunk, self._grads, self._use = read, of_chunk, grads.clone(), use
 
-    def part(self, start: int, stop: int) -> torch.Tensor:
+    def chunk(self, start: int, stop: int) -> torch.Tensor:
         rows = self._read(start, stop).detach()
         with _recording():
             rows.requires_grad_()
             found: torch.Tensor
-            made, grad = self._of_part(rows), self._grads[self._numbers[start]]
+            made, grad = self._of_chunk(rows), self._grads[self._numbers[start]]
             (found,) = torch.autograd.grad(made, [rows], grad.to(made.dtype).expand(made.shape))
         found = found.to(torch.float32)
         if found.is_contiguous() and found.data_ptr() != grad.data_ptr():
@@ -201,8 +201,8 @@ class WholeGradient:
         for each in self._terms:
             each.check()
 
-    def parts(self, rows: GradientRows | None = None) -> Iterator[tuple[int, torch.Tensor]]:
-        """It part by part, the gradient `rows` of lookups added: the first row, and float32 (K, D). Waits for a GPU
+    def chunks(self, rows: GradientRows | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        """It chunk by chunk, the gradient `rows` of lookups added: the first row, and float32 (K, D). Waits for a GPU
         where there are such rows."""
         edges = list(spans(self._rows, self._width, self._device))
         places = None
@@ -222,7 +222,7 @@ class WholeGradient:
                 low, high = max(start, term.first), min(stop, term.stop)
                 if low >= high:
                     continue
-                values = term.part(low, high)
+                values = term.chunk(low, high)
                 if factor is not None:
                     values = values.mul_(factor[0]).masked_fill_(factor[1], 0.0)
                 if found is None and (low, high) == (start, stop):
@@ -239,7 +239,7 @@ class WholeGradient:
     def dense(self, rows: GradientRows | None = None) -> torch.Tensor:
         """It as a tensor, float32 (rows, D), the gradient `rows` of lookups added."""
         found = torch.empty((self._rows, self._width), dtype=torch.float32, device=self._device)
-        for start, values in self.parts(rows):
+        for start, values in self.chunks(rows):
             found[start : start + len(values)] = values
         return found
 
@@ -251,7 +251,7 @@ class WholeGradient:
     def norm(self, order: float, rows: GradientRows | None = None) -> torch.Tensor:
         """The norm of that order, above 0 or infinite, float32 (), the gradient `rows` of lookups added."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for _, values in self.parts(rows):
+        for _, values in self.chunks(rows):
             size = values.abs_().to(torch.float64)
             if math.isinf(order):
                 total = torch.maximum(total, size.max())

@@ -1,7 +1,7 @@
-"""Tables that a loss uses as a whole: read part by part where that is possible, with a gradient that reaches all rows.
+"""Tables that a loss uses as a whole, with a gradient that reaches all rows; read in chunks where that is possible.
 
-Products with all rows, sums over all elements and norms hold no more of a table, or of its gradient, than a part beside
-what they return. Everything else takes the rows as one tensor, and its gradient is one, as in torch.
+Products with all rows, sums over all elements and norms hold no more than a chunk of a table, or of its gradient,
+beside what they return. Everything else takes the rows as one tensor, and its gradient is one, as in torch.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ class Span:
     ) -> None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
-                "a loss that uses a table as a whole reads it part by part, which a captured step cannot do; run the "
+                "a loss that uses a table as a whole reads it chunk by chunk, which a captured step cannot do; run the "
                 "step eagerly"
             )
         self.rows, self.table, self.start, self.stop = rows, table, start, stop
-        self.parts: list[tuple[int, int]] = list(spans(*shape, device, start, stop))
+        self.chunks: list[tuple[int, int]] = list(spans(*shape, device, start, stop))
         self._kept: torch.Tensor | None = None
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Some of them. Where they are one part, they are read once, and kept for the gradient."""
+        """Some of them. Where they are one chunk, they are read once, and kept for the gradient."""
         if self._kept is not None:
             return self._kept
         found = self.rows.read_rows(self.table, start, stop)
-        if len(self.parts) == 1:
+        if len(self.chunks) == 1:
             self._kept = found
         return found
 
     def whole(self) -> torch.Tensor:
         """All of them, (K, D)."""
-        if len(self.parts) == 1:
+        if len(self.chunks) == 1:
             return self.rows.read_rows(self.table, self.start, self.stop)  # which others may change
         found = self.rows.empty_rows(self.table, self.stop - self.start)
-        for start, stop in self.parts:
+        for start, stop in self.chunks:
             found[start - self.start : stop - self.start] = self.read(start, stop)
         return found
 
@@ -120,7 +120,7 @@ class _Product(torch.autograd.Function):
         out = x.new_empty((len(x), span.stop - span.start), dtype=_product_dtype(x))
         with torch.autocast(x.device.type, enabled=False):  # which has no products into memory that is there
             x = x.to(out.dtype)
-            for start, stop in span.parts:
+            for start, stop in span.chunks:
                 rows = span.read(start, stop).to(out.dtype)
                 torch.mm(x, rows.T, out=out[:, start - span.start : stop - span.start])
         return out
@@ -133,7 +133,7 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             ctx.call.check()
             total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-            for start, stop in span.parts:
+            for start, stop in span.chunks:
                 some = grad[:, start - span.start : stop - span.start]
                 total += some @ span.read(start, stop).to(grad.dtype)
             of_x = total.to(x.dtype)
@@ -160,11 +160,11 @@ def product(x: torch.Tensor, span: Span) -> torch.Tensor:
 class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, leaf: torch.Tensor, span: Span, of_part: Callable[[torch.Tensor], torch.Tensor]
+        ctx: Any, leaf: torch.Tensor, span: Span, of_chunk: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         _begin(ctx, span)
-        ctx.of_part = of_part
-        made = (of_part(span.read(start, stop)) for start, stop in span.parts)
+        ctx.of_chunk = of_chunk
+        made = (of_chunk(span.read(start, stop)) for start, stop in span.chunks)
         return torch.stack([each.sum(dtype=torch.float32) for each in made])
 
     @staticmethod
@@ -173,7 +173,7 @@ class _Reduced(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
         span = ctx.span
         ctx.call.check()
-        _collect(ctx, lambda: ReducedTerm(ctx.call, span.parts, span.read, ctx.of_part, grad))
+        _collect(ctx, lambda: ReducedTerm(ctx.call, span.chunks, span.read, ctx.of_chunk, grad))
         return None, None, None
 
 
@@ -186,18 +186,18 @@ def total(span: Span, function: Callable[[torch.Tensor], torch.Tensor], dtype: t
 def norm(span: Span, order: float, dtype: torch.dtype) -> torch.Tensor:
     """The norm of all elements, of an order above 0 or infinite: () of a dtype."""
 
-    def of_part(rows: torch.Tensor) -> torch.Tensor:
+    def of_chunk(rows: torch.Tensor) -> torch.Tensor:
         size: torch.Tensor = torch.linalg.vector_norm(rows, order, dtype=torch.float32)
         return size
 
-    parts: torch.Tensor = _Reduced.apply(_leaf(), span, of_part)  # type: ignore[no-untyped-call]
-    found: torch.Tensor = torch.linalg.vector_norm(parts, order)
+    chunks: torch.Tensor = _Reduced.apply(_leaf(), span, of_chunk)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = torch.linalg.vector_norm(chunks, order)
     return found.to(dtype)
 
 
 class Elements(torch.Tensor):
     """A `function` of each element of the rows of a `span`, (K, D), until all of them are asked for: a sum of them
-    needs no more than a part."""
+    needs no more than a chunk."""
 
     span: Span | None  # None once all of them are there
     _use: WholeUse
@@ -278,9 +278,9 @@ def _each(given: Any) -> Any:
 
 def elements(func: Callable[..., Any], of: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a function of torch makes of `of`, its first argument, the elements of a table or `Elements`, where that
-    takes no more than a part at a time; else NotImplemented. `of.span` is None where it is not of whole rows."""
+    takes no more than a chunk at a time; else NotImplemented. `of.span` is None where it is not of whole rows."""
     name, span = getattr(func, "__name__", ""), of.span
-    if span is None or not span.parts or "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
+    if span is None or not span.chunks or "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
         return NotImplemented
     name = name.strip("_")
     if isinstance(of, Elements):
