@@ -36,11 +36,11 @@ def made(device, kind, options, *, dtype=torch.float32, capacity=7, storage=None
 
 
 def step(bag, optimizer, number):
-    random = torch.Generator().manual_seed(number)
-    ids = torch.randint(ROWS // 2, (4, 2), generator=random).to(bag.weight.device)  # others are never used
-    grad = torch.randn(4, WIDTH, generator=random).to(bag.weight.device)
+    random = torch.Generator("cpu").manual_seed(number)
+    ids = torch.randint(ROWS // 2, (4, 2), generator=random, device="cpu")  # others are never used
+    grad = torch.randn(4, WIDTH, generator=random, device="cpu").to(bag.weight.device)
     optimizer.zero_grad()
-    bag(ids).backward(grad.to(bag.weight.dtype))
+    bag(ids.to(bag.weight.device)).backward(grad.to(bag.weight.dtype))
     optimizer.step()
 
 
@@ -81,9 +81,9 @@ def test_rows_that_were_read_go_on_with_the_same_bits(device, kind, read, dtype,
 
 @pytest.mark.parametrize("kind", DECAYED)
 @pytest.mark.parametrize("storage", ["host", "file"])
-def test_a_second_read_replays_nothing(kind, storage, tmp_path):
+def test_a_second_read_replays_nothing(device, kind, storage, tmp_path):
     tier = te.File(str(tmp_path / "rows")) if storage == "file" else te.HostMemory()
-    bag, optimizer = made("cpu", *DECAYED[kind], storage=tier)
+    bag, optimizer = made(device, *DECAYED[kind], storage=tier)
     for number in range(20):
         step(bag, optimizer, number)
     first = bag.state_dict()["weight"]
@@ -99,14 +99,14 @@ def test_a_second_read_replays_nothing(kind, storage, tmp_path):
     bag.close()
 
 
-def test_rows_that_were_read_are_kept_by_a_file(tmp_path):
+def test_rows_that_were_read_are_kept_by_a_file(device, tmp_path):
     kind, options = DECAYED["Adagrad"]
-    bag, optimizer = made("cpu", kind, options, storage=te.File(str(tmp_path / "rows")))
+    bag, optimizer = made(device, kind, options, storage=te.File(str(tmp_path / "rows")))
     for number in range(20):
         step(bag, optimizer, number)
     read = bag.state_dict()["weight"]
     bag.close()
-    bag, optimizer = made("cpu", kind, options, storage=te.File(str(tmp_path / "rows")))
+    bag, optimizer = made(device, kind, options, storage=te.File(str(tmp_path / "rows")))
     assert_same_bits(bag.state_dict()["weight"], read)
     assert bag.stats().steps_replayed == 0
     bag.close()

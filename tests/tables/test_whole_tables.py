@@ -126,7 +126,7 @@ def batch(number):
 def assert_equal_models(models):
     ours, theirs = (each.state_dict() for each in models)
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours[name], value.to(ours[name].device), rtol=1e-4, atol=1e-5)
 
 
 def nothing(model, optimizer, number):
@@ -188,6 +188,42 @@ def test_capacity_changes_no_bit(device, loss, kind, dtype):
     assert_same_bits(ends[0], ends[2])
 
 
+@parametrize_pairs(
+    width=[1, 3, 8, 20, 64, 96, 130, 300], kind=["Adam", "SGD momentum decay"], dtype=[torch.float32, torch.bfloat16]
+)
+def test_capacity_changes_no_bit_of_rows_of_any_width(device, width, kind, dtype):
+    ends = []
+    for capacity in (1, 1.0):
+        made, numbers = KINDS[kind]
+        torch.manual_seed(1)
+        model = Model(items=11, width=width).to(dtype)
+        optimizer = made(model.parameters(), **numbers)
+        te.replace_embedding_bags(model, capacity=capacity, optimizer=optimizer, dtype=dtype, seed=0)
+        model.to(device)
+        for number in range(3):
+            optimizer.zero_grad()
+            (model.items.weight.square().sum() + model.items(torch.arange(number + 1)).sum()).backward()
+            optimizer.step()
+        ends.append(list(model.state_dict().values()))
+    assert_same_bits(*ends)
+
+
+def test_no_row_leaves_the_cache_for_a_whole_table(device):
+    models, optimizers = pair("Adam", capacity=7)
+    items = models[0].items
+    items(torch.arange(5)).sum().backward()
+    optimizers[0].step()
+    before = items.stats()
+    for loss in (lambda w: w.square().sum(), lambda w: w.exp().sum(), lambda w: (torch.ones(2, WIDTH) @ w.T).sum()):
+        optimizers[0].zero_grad()
+        loss(items.weight).backward()
+        optimizers[0].step()
+    assert items.stats().evictions == before.evictions
+    with torch.no_grad():
+        items(torch.arange(5))
+    assert items.stats().hits - before.hits == 5
+
+
 def test_what_is_found_in_the_gradient_is_torchs(device):
     models, _ = pair("SGD", capacity=7)
     for model in models:
@@ -234,7 +270,7 @@ def test_a_scaler_and_autocast(device):
             scaler.update()
     ours, theirs = (each.state_dict() for each in models)
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=0.05, atol=0.02)
+        torch.testing.assert_close(ours[name], value.to(ours[name].device), rtol=0.05, atol=0.02)
 
 
 def test_a_loss_that_is_not_finite_is_skipped_by_a_scaler(device):

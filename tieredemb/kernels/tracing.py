@@ -44,7 +44,7 @@ KERNELS = {  # by the range that launches them; for a lookup rows catch up and t
     "sort": ("digits_count", "digits_sort", "bags_place", "segments_find"),  # beside the swap, within the plan
     "lookup": (
         *("bags_pool", "rows_gather", "rows_spread"),
-        *("segments_limit_norm", "segments_catch_up", "rows_read_current"),
+        *("segments_limit_norm", "segments_catch_up", "rows_keep_replayed", "rows_read_current"),
     ),
     "update": (
         *("options_set", "step_begin", "bags_mean_scale", "weights_gradient", "scale_gather", "occurrences_gradient"),

@@ -111,7 +111,7 @@ class DeviceLookup:
         self._draws, self._nearest = draws, no_draws(self._recipe)
         if draws is not None:
             self._update = (*self._update, "-DSTOCHASTIC")
-        self._lanes, self._vector = row.lanes, row.vector
+        self._lanes, self._vector, self._keeps_replayed = row.lanes, row.vector, row.is_float32
         self._columns_fit = not (space.space.column % self._vector).any()
         self._prepare(optimizer, space.device.index)
 
@@ -161,22 +161,52 @@ class DeviceLookup:
         past: torch.Tensor,
         steps: torch.Tensor,
         *,
-        bags: DeviceBags,
+        bag: torch.Tensor,
+        batch: int,
         tables: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of `homes`, (N, D), as a dense optimizer has them at the steps that were taken, and where each lies
-        among them, int32 (N,), `DROPPED` for padding. The rows themselves stay as they are. `past`: see
-        `DeviceHistory` · `steps`: int64 (T,) · `bags`: of the homes · `tables`: as of `update`."""
+        """The rows of `homes`, (N, D), as a dense optimizer has them at the steps that were taken, to `out` if it is
+        given; and where each lies among them, int32 (N,), `DROPPED` for padding. The rows themselves stay as they are,
+        but for what `keep_replayed` does. `past`: see `DeviceHistory` · `steps`: int64 (T,) · `bag`: int32 (N,), of the
+        homes, `batch` of them a feature · `tables`: as of `update`."""
+        self.keep_replayed(hot, overflow, homes, past, steps, bag=bag, batch=batch, tables=tables)
         n = homes.shape[0]
-        rows = torch.empty((n, hot.weight.shape[1]), dtype=hot.weight.dtype, device=hot.weight.device)
+        rows = out
+        if rows is None:
+            rows = torch.empty((n, hot.weight.shape[1]), dtype=hot.weight.dtype, device=hot.weight.device)
         own = torch.empty_like(homes)
         read = kernel(self._recipe, "rows_read_current", *self._update, *overflow.flags)
         read(
-            blocks_for(n * self._lanes, THREADS, MOST_BLOCKS), THREADS, homes, n, bags.bag, max(1, bags.batch),
-            _address(tables), past, steps, hot.weight, hot.state, overflow.weight, overflow.state,
-            _address(overflow.records), rows, own, self._drawn(hot, overflow),
+            blocks_for(n * self._lanes, THREADS, MOST_BLOCKS), THREADS, homes, n, bag, max(1, batch), _address(tables),
+            past, steps, hot.weight, hot.state, overflow.weight, overflow.state, _address(overflow.records), rows, own,
+            self._drawn(hot, overflow),
         )  # fmt: skip
         return rows, own
+
+    def keep_replayed(
+        self,
+        hot: HotTensors,
+        overflow: OverflowRows,
+        homes: torch.Tensor,
+        past: torch.Tensor,
+        steps: torch.Tensor,
+        *,
+        bag: torch.Tensor,
+        batch: int,
+        tables: torch.Tensor | None = None,
+    ) -> None:
+        """Before rows of float32 are read: those that have to take steps one by one, as decay was part of the gradient,
+        stay at the last of these, so that nobody replays them again. Later bits are those of rows that were not read.
+        Rows of 16 bits stay as they are: they would be rounded once more. Arguments as of `read_current`."""
+        if not self._keeps_replayed:
+            return
+        n = homes.shape[0]
+        keep = kernel(self._recipe, "rows_keep_replayed", *self._update, *overflow.flags)
+        keep(
+            blocks_for(n * self._lanes, THREADS, MOST_BLOCKS), THREADS, homes, n, bag, max(1, batch), _address(tables),
+            past, steps, hot.weight, hot.state, overflow.weight, overflow.state, _address(overflow.records), hot.dirty,
+        )  # fmt: skip
 
     def gather(
         self, hot: HotTensors, overflow: OverflowRows, homes: torch.Tensor, out: torch.Tensor | None = None

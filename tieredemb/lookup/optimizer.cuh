@@ -112,6 +112,11 @@ extern "C" __global__ void segments_find(const int *homes, int n, const int *sor
 }
 
 // Where rows live: in slots, or with -DSLOTLESS away from them, where a state ends with the row's score.
+#ifdef SLOTLESS
+constexpr bool MAY_BE_AWAY = true;
+#else
+constexpr bool MAY_BE_AWAY = false;
+#endif
 struct Rows {
     row_t *weight;
     float *state;
@@ -122,15 +127,82 @@ struct Rows {
 struct Place {
     row_t *weight;
     float *state;
+    bool is_away;
 };
 __device__ __forceinline__ Place place_of(const Rows &rows, int home) {
 #ifdef SLOTLESS
     if (home < 0) {
         i64 row = away_row(rows.records, home);
-        return {rows.away_weight + row * WIDTH, rows.away_state + row * (STATE + 1)};
+        return {rows.away_weight + row * WIDTH, rows.away_state + row * (STATE + 1), true};
     }
 #endif
-    return {rows.weight + (i64)home * WIDTH, rows.state + (i64)home * STATE};
+    return {rows.weight + (i64)home * WIDTH, rows.state + (i64)home * STATE, false};
+}
+
+// The words of state that belong to the elements of a lane's unit, in registers: v[n][k] of the k-th element is that of
+// the n-th state tensor.
+struct UnitState {
+    float v[TENSORS > 0 ? TENSORS : 1][VECTOR];
+};
+struct ElementState {
+    UnitState *of;
+    int k;
+    __device__ __forceinline__ float &operator[](int n) const { return of->v[n][k]; }
+};
+
+// Reads those of a lane's s-th unit; all lanes of the row. A lane reads words side by side, which in a slot is a line of
+// the cache. Away each would cross PCIe in a request of its own: there the lanes read side by side, and exchange words.
+__device__ __forceinline__ UnitState state_read(const Place &place, int s, int lane) {
+    UnitState state;
+#pragma unroll
+    for (int n = 0; n < TENSORS; n++) {
+        const float *from = place.state + n * WIDTH + s * LANES * VECTOR;
+        if (MAY_BE_AWAY && place.is_away) {
+            float given[VECTOR];
+#pragma unroll
+            for (int j = 0; j < VECTOR; j++) {
+                const int word = j * LANES + lane;
+                given[j] = s * LANES * VECTOR + word < WIDTH ? from[word] : 0.0f;
+            }
+#pragma unroll
+            for (int k = 0; k < VECTOR; k++) {
+                const int word = lane * VECTOR + k;
+#pragma unroll
+                for (int j = 0; j < VECTOR; j++) {
+                    const float its = __shfl_sync(group_mask(LANES), given[j], word % LANES, LANES);
+                    if (word / LANES == j) state.v[n][k] = its;
+                }
+            }
+        } else if (s * LANES + lane < UNITS) {
+#pragma unroll
+            for (int k = 0; k < VECTOR; k++) state.v[n][k] = from[lane * VECTOR + k];
+        }
+    }
+    return state;
+}
+
+// Writes them, likewise.
+__device__ __forceinline__ void state_write(const Place &place, int s, int lane, const UnitState &state) {
+#pragma unroll
+    for (int n = 0; n < TENSORS; n++) {
+        float *to = place.state + n * WIDTH + s * LANES * VECTOR;
+        if (MAY_BE_AWAY && place.is_away) {
+#pragma unroll
+            for (int j = 0; j < VECTOR; j++) {
+                const int word = j * LANES + lane;
+                float own = 0.0f;
+#pragma unroll
+                for (int k = 0; k < VECTOR; k++) {
+                    const float its = __shfl_sync(group_mask(LANES), state.v[n][k], word / VECTOR, LANES);
+                    if (word % VECTOR == k) own = its;
+                }
+                if (s * LANES * VECTOR + word < WIDTH) to[word] = own;
+            }
+        } else if (s * LANES + lane < UNITS) {
+#pragma unroll
+            for (int k = 0; k < VECTOR; k++) to[lane * VECTOR + k] = state.v[n][k];
+        }
+    }
 }
 
 // What an update reads of a row besides its gradient; asked for early, as it does not depend on it.
@@ -154,14 +226,17 @@ __device__ __forceinline__ void row_update(const Place &place, Row row, float (*
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
         const int unit = s * LANES + lane;
-        if (unit >= UNITS) break;
-        float value[VECTOR];
+        UnitState state = state_read(place, s, lane);
+        if (unit < UNITS) {
+            float value[VECTOR];
 #pragma unroll
-        for (int k = 0; k < VECTOR; k++) {
-            StateInMemory state{place.state + unit * VECTOR + k};
-            value[k] = Recipe::element(to_float(row.weight[s].v[k]), g[s][k], state, row_rate, numbers);
+            for (int k = 0; k < VECTOR; k++) {
+                ElementState of{&state, k};
+                value[k] = Recipe::element(to_float(row.weight[s].v[k]), g[s][k], of, row_rate, numbers);
+            }
+            store_row(place.weight, 0, unit, rounded(value, unit, drawn, drawn.step, DRAW_UPDATE));
         }
-        store_row(place.weight, 0, unit, rounded(value, unit, drawn, drawn.step, DRAW_UPDATE));
+        state_write(place, s, lane, state);
     }
 }
 
@@ -201,18 +276,15 @@ __device__ __forceinline__ void row_take(const Place &place, float (*value)[VECT
                                          const MissedSteps &missed) {
 #pragma unroll
     for (int s = 0; s < STEPS; s++) {
-        const int unit = s * LANES + lane;
-        if (unit >= UNITS) break;
+        UnitState state = state_read(place, s, lane);
+        if (s * LANES + lane < UNITS) {
 #pragma unroll
-        for (int k = 0; k < VECTOR; k++) {
-            const StateInMemory at{place.state + unit * VECTOR + k};
-            StateInRegisters state;
-#pragma unroll
-            for (int n = 0; n < TENSORS; n++) state[n] = at[n];
-            value[s][k] = element_catch_up(value[s][k], state, missed, past);
-#pragma unroll
-            for (int n = 0; n < TENSORS; n++) at[n] = state[n];
+            for (int k = 0; k < VECTOR; k++) {
+                ElementState of{&state, k};
+                value[s][k] = element_catch_up(value[s][k], of, missed, past);
+            }
         }
+        state_write(place, s, lane, state);
     }
     if (lane == 0 && missed.replayed > missed.start)
         atomicAdd(reinterpret_cast<u64 *>(past.marks + MARK_REPLAYED), (u64)(missed.replayed - missed.start));
@@ -282,6 +354,48 @@ extern "C" __global__ void __launch_bounds__(256) segments_catch_up(
                          drawn_of(draws, longs[w].home, longs[w].feature));
 }
 
+// Brings the rows of `homes` (int32 (n,)), of float32, that have to take steps one by one to the last of these, so that
+// nobody takes them again: for who reads alone. A row goes on from there with the bits that it would have had. Arguments
+// as those of `rows_read_current`.
+extern "C" __global__ void __launch_bounds__(256) rows_keep_replayed(
+    const int *homes, i64 n, const int *bag, int batch, const int *tables, const Past *past, const i64 *steps,
+    row_t *weight, float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty) {
+    wait_for_prior_kernel();
+    const Rows rows{weight, state, away_weight, away_state, records};
+    const int lane = threadIdx.x % LANES;
+    for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
+        const int home = homes[i];
+        if (home == DROPPED) continue;
+        const int table = own_of(table_of(IS_APART ? bag[i] / batch : 0, tables));
+        const Past so_far = past[table];
+        const Place place = place_of(rows, home);
+        u32 stands = 0;
+        if (lane == 0) stands = *(volatile u32 *)clock_of(place);
+        stands = __shfl_sync(group_mask(LANES), stands, 0, LANES);
+        const i64 last = stands < so_far.base ? so_far.base : stands;
+        if (last >= steps[table]) continue;
+        const int start = (int)(last - so_far.base), stop = (int)(steps[table] - so_far.base);
+        const i64 until = so_far.base + replayed_until(so_far, start, stop);
+        if (until <= last) continue;
+        u32 found = 0;  // a row may be of several homes: who sets its clock has it
+        if (lane == 0) found = atomicCAS(clock_of(place), stands, (u32)until);
+        if (__shfl_sync(group_mask(LANES), found, 0, LANES) != stands) continue;
+        Row row = row_read(place, lane);
+        float value[STEPS][VECTOR];
+#pragma unroll
+        for (int s = 0; s < STEPS; s++)
+#pragma unroll
+            for (int k = 0; k < VECTOR; k++)
+                if (s * LANES + lane < UNITS) value[s][k] = to_float(row.weight[s].v[k]);
+        row_take(place, value, lane, so_far, missed_by(place, lane, so_far, last, until));
+#pragma unroll
+        for (int s = 0; s < STEPS; s++)
+            if (s * LANES + lane < UNITS)
+                store_row(place.weight, 0, s * LANES + lane, rounded(value[s], s * LANES + lane, {}, 0, DRAW_CATCH_UP));
+        if (lane == 0 && home >= 0) dirty[home] = 1;
+    }
+}
+
 // The weights of the rows of `homes` (int32 (n,)) as they are at the steps that were taken, to `out` (n, D): for who reads
 // alone, which leaves the rows as they lie. Rows that are dropped are zeros. `own`: int32 (n,), where each lies in `out`,
 // or DROPPED · `bag`: of each, `batch` of them a feature · `tables`: see `table_of`.
@@ -302,6 +416,7 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
         const Past so_far = past[table];
         const i64 now = steps[table];
         const Place place = place_of(rows, home);
+        const Row row = row_read(place, lane);
         const i64 last = *clock_of(place) < so_far.base ? so_far.base : *clock_of(place);
         const bool is_behind = last < now;
         MissedSteps replayed{}, missed{};
@@ -316,23 +431,21 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
             const int unit = s * LANES + lane;
-            if (unit >= UNITS) break;
-            row_vector value = load_row(place.weight, 0, unit);
+            row_vector value = row.weight[s];
             if (is_behind) {
+                UnitState state = state_read(place, s, lane);
                 float brought[VECTOR];
 #pragma unroll
                 for (int k = 0; k < VECTOR; k++) {
-                    const StateInMemory at{place.state + unit * VECTOR + k};
-                    StateInRegisters registers;
-#pragma unroll
-                    for (int t = 0; t < TENSORS; t++) registers[t] = at[t];
+                    if (unit >= UNITS) break;
+                    ElementState of{&state, k};
                     brought[k] = to_float(value.v[k]);
-                    if (until > last) brought[k] = element_catch_up(brought[k], registers, replayed, so_far);
-                    if (until < now) brought[k] = element_catch_up(brought[k], registers, missed, so_far);
+                    if (until > last) brought[k] = element_catch_up(brought[k], of, replayed, so_far);
+                    if (until < now) brought[k] = element_catch_up(brought[k], of, missed, so_far);
                 }
-                value = rounded(brought, unit, drawn, (u32)now, DRAW_CATCH_UP);
+                if (unit < UNITS) value = rounded(brought, unit, drawn, (u32)now, DRAW_CATCH_UP);
             }
-            store_row(out, i, unit, value);
+            if (unit < UNITS) store_row(out, i, unit, value);
         }
     }
 }

@@ -41,16 +41,6 @@ constexpr bool IS_DENSE = false;
 #endif
 constexpr int TENSORS = (STATE - IS_DENSE) / WIDTH;
 
-// An element's state where it lies, and in registers.
-struct StateInMemory {
-    float *at;
-    __device__ __forceinline__ float &operator[](int n) const { return at[n * WIDTH]; }
-};
-struct StateInRegisters {
-    float v[TENSORS > 0 ? TENSORS : 1];
-    __device__ __forceinline__ float &operator[](int n) { return v[n]; }
-};
-
 constexpr int NUMBER_WORDS = sizeof(Numbers) / sizeof(float) - 1;  // all but the scale
 __device__ __forceinline__ Numbers numbers_of(const Past &past, int step) {
     Numbers numbers;

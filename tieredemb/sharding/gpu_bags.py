@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from tieredemb.cache.device.plan import NO_OVERFLOW
 from tieredemb.config import features_of
 from tieredemb.errors import InvalidInputError, UnsupportedError
 from tieredemb.kernels.arguments import struct_type
@@ -44,7 +45,7 @@ from tieredemb.sharding.layout import Layout
 from tieredemb.sharding.padding import Padding, each_asked, message
 from tieredemb.step.batch import Batch
 from tieredemb.step.device_call import DeviceCall
-from tieredemb.step.device_group_call import NO_OVERFLOW, ReadRows
+from tieredemb.step.device_group_call import ReadRows
 from tieredemb.step.shallow import shallow_copy
 from tieredemb.tables.config import TableSetConfig
 

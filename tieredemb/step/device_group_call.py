@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from tieredemb.cache.device.plan import Beside, OverflowRows
+from tieredemb.cache.device.plan import NO_OVERFLOW, Beside, OverflowRows
 from tieredemb.config import Mode
 from tieredemb.kernels.constants import DROPPED
 from tieredemb.kernels.inference import no_inference
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tieredemb.lookup.options import LookupOptions
 
 T = TypeVar("T")
-NO_OVERFLOW = OverflowRows(slotless=False, weight=0, state=0, records=None)
 
 
 @dataclass
@@ -204,8 +203,9 @@ class DeviceGroupCall:
         overflow, homes = group.cache.overflow([self.ticket]), self._read
         if group.past is not None and not self._is_caught_up:
             rows, homes = group.lookup.read_current(
-                hot, overflow, homes, group.past, group.device_steps, bags=self.bags, tables=group.tables
-            )
+                hot, overflow, homes, group.past, group.device_steps, bag=self.bags.bag, batch=self.bags.batch,
+                tables=group.tables,
+            )  # fmt: skip
             hot, overflow = ReadRows(rows, hot.state, hot.dirty), NO_OVERFLOW
         return hot, overflow, homes
 

@@ -4,8 +4,7 @@ a table as a whole there."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -18,9 +17,6 @@ from tieredemb.step.gradient_rows import TableRows
 from tieredemb.tables.group import DeviceGroup
 from tieredemb.tables.row_optimizer import RowOptimizer
 from tieredemb.tables.table_set import TableSet
-
-if TYPE_CHECKING:
-    from tieredemb.cache.device.ticket import DeviceTicket
 
 
 class _Begun(NamedTuple):
@@ -59,77 +55,53 @@ def update_rows(
         for some in rounds:
             for each in some:
                 if len(each.ids):
-                    _update(next(its for its in begun if each.table in its.group.space.tables), each)
+                    step = next(step for step in begun if each.table in step.group.space.tables)
+                    _update(step, each, stay=reaches_all)
         for group, given, rate, numbers, _ in begun:
             if group.past is not None:
                 with group.cache.using():
                     group.lookup.end(given, group.device_steps, rate, numbers, group.past)
 
 
-def _update(step: _Begun, rows: TableRows) -> None:
-    """Some rows of a table take the step that was begun."""
+def _update(step: _Begun, rows: TableRows, *, stay: bool) -> None:
+    """Some rows of a table take the step that was begun. `stay`: see `DeviceCache.plan`."""
     group, count = step.group, len(rows.ids)
-    feature, ticket = _planned(group, rows.table, rows.ids)
-    try:
-        with group.cache.using(ticket):
-            hot, overflow = group.cache.hot, group.cache.overflow([ticket])
-            bag = torch.arange(feature * count, (feature + 1) * count, dtype=torch.int32, device=rows.ids.device)
-            segments = group.lookup.segments(ticket.homes, bag, count)
-            segments.work.mul_(step.taken)
-            first = int(group.space.column[feature])
-            grad, argmax = _behind(first, rows.values), None
-            if group.space.mode[feature] == MAX:  # each row wins all of its maxima
-                own = torch.arange(count, dtype=torch.int32, device=rows.ids.device)
-                argmax = _behind(first, own[:, None].expand(rows.values.shape))
-            group.cache.rows_version += 1
-            group.lookup.update(
-                hot, overflow, segments, grad, None, argmax, step.rate, step.numbers, group.past, group.device_steps
-            )
-    finally:
-        ticket.release()
+    with group.rows(_position(group, rows.table), rows.ids, stay=stay) as found:
+        segments = found.segments()
+        segments.work.mul_(step.taken)
+        first = int(group.space.column[found.feature])
+        grad, argmax = _behind(first, rows.values), None
+        if group.space.mode[found.feature] == MAX:  # each row wins all of its maxima
+            own = torch.arange(count, dtype=torch.int32, device=rows.ids.device)
+            argmax = _behind(first, own[:, None].expand(rows.values.shape))
+        group.cache.rows_version += 1
+        group.lookup.update(
+            found.hot, found.overflow, segments, grad, None, argmax, step.rate, step.numbers, group.past,
+            group.device_steps,
+        )  # fmt: skip
+
+
+def _position(group: DeviceGroup, table: int) -> int:
+    """Which of the group's tables it is."""
+    return int(np.flatnonzero(group.space.tables == table)[0])
 
 
 def _behind(first: int, values: torch.Tensor) -> torch.Tensor:
     """`values` (K, D) in memory in which they lie `first` elements behind the beginning of what is returned, as kernels
     look for the columns of a feature."""
+    if first == 0:
+        return values.contiguous()
     room = torch.empty(first + values.numel(), dtype=values.dtype, device=values.device)
     room[first:].view(values.shape).copy_(values)
     return room[: values.numel()].view(values.shape)
 
 
-def _planned(group: DeviceGroup, table: int, ids: torch.Tensor) -> tuple[int, DeviceTicket]:
-    """The first feature of a table, and a batch of its rows `ids`, int64 (K,)."""
-    position = int(np.flatnonzero(group.space.tables == table)[0])
-    feature = int(np.flatnonzero(group.space.table == position)[0])
-    if group.first_slots[position] >= 0:
-        homes = (ids + group.first_slots[position]).to(torch.int32)
-        keys = torch.full_like(ids, -1)
-    else:
-        homes, keys = torch.full_like(ids, -1, dtype=torch.int32), ids + int(group.space.start[position])
-    ticket = group.cache.plan(keys, homes, score=False, ages=False, client=group.device_client)
-    ticket.kept = (keys, homes)
-    return feature, ticket
-
-
-def read_rows(tables: TableSet, table: int, start: int, stop: int) -> torch.Tensor:
-    """The rows `start` … `stop` − 1 of a table as they are at the steps that were taken, (K, D), a copy on the GPU."""
+def read_rows(tables: TableSet, table: int, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The rows `start` … `stop` − 1 of a table as they are at the steps that were taken, (K, D), a copy on the GPU: to
+    `out` if it is given."""
     device = tables.config.device
-    group, _, _ = tables.locate(table)
-    group = cast("DeviceGroup", group)
+    group = cast("DeviceGroup", tables.locate(table)[0])
     with tables.locked(), on_device(device):
         ids = torch.arange(start, stop, device=device)
-        feature, ticket = _planned(group, table, ids)
-        try:
-            with group.cache.using(ticket):
-                hot, overflow = group.cache.hot, group.cache.overflow([ticket])
-                if group.past is None:
-                    return group.lookup.gather(hot, overflow, ticket.homes)
-                count = stop - start
-                bag = torch.arange(feature * count, (feature + 1) * count, dtype=torch.int32, device=device)
-                bags: Any = SimpleNamespace(bag=bag, batch=count)
-                rows, _ = group.lookup.read_current(
-                    hot, overflow, ticket.homes, group.past, group.device_steps, bags=bags, tables=group.tables
-                )
-                return rows
-        finally:
-            ticket.release()
+        with group.rows(_position(group, table), ids, stay=True) as found:
+            return found.weights(out)

@@ -26,7 +26,7 @@ from tieredemb.step.gradient_rows import TableRows
 from tieredemb.step.pending_gradients import PendingGradients
 from tieredemb.step.planned_forwards import PlanExecutor, Planned, PlannedForwards
 from tieredemb.step.table_parameter import TableParameter, bind_all
-from tieredemb.step.whole_gradient import WholeUse
+from tieredemb.step.whole_gradient import WholeUse, spans
 from tieredemb.tables.followed_optimizer import FollowedOptimizer
 from tieredemb.tables.fused_optimizer import FusedOptimizer
 from tieredemb.tables.table_set import TableSet
@@ -393,9 +393,17 @@ class _Rows:
 
         return read_rows(tables, table, start, stop)
 
-    def empty_rows(self, table: int, count: int) -> torch.Tensor:
+    def whole_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
         tables = self._here.tables
-        return tables.empty_weight(table, tables.config.device, count)
+        device, its = tables.config.device, tables.config.tables[table]
+        if device.type == "cpu":
+            return tables.weight(table, start=start, stop=stop)
+        from tieredemb.step.device_row_update import read_rows
+
+        found = tables.empty_weight(table, device, stop - start)
+        for first, last in spans(its.num_embeddings, its.embedding_dim, device, start, stop):
+            read_rows(tables, table, first, last, found[first - start : last - start])
+        return found
 
     @ranged("update")
     def update(self, collected: Collected) -> None:

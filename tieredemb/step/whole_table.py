@@ -27,8 +27,9 @@ class Rows(Protocol):
     def read_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
         """The rows `start` … `stop` − 1 on the table's device, (K, D), a copy. Waits for a GPU over staged tiers."""
 
-    def empty_rows(self, table: int, count: int) -> torch.Tensor:
-        """Room for so many there. Raises `StorageFullError` or `DeviceMemoryError` where memory cannot hold them."""
+    def whole_rows(self, table: int, start: int, stop: int) -> torch.Tensor:
+        """The same of more than a chunk. Raises `StorageFullError` or `DeviceMemoryError` where memory cannot hold
+        them."""
 
 
 class Span:
@@ -57,13 +58,8 @@ class Span:
         return found
 
     def whole(self) -> torch.Tensor:
-        """All of them, (K, D)."""
-        if len(self.chunks) == 1:
-            return self.rows.read_rows(self.table, self.start, self.stop)  # which others may change
-        found = self.rows.empty_rows(self.table, self.stop - self.start)
-        for start, stop in self.chunks:
-            found[start - self.start : stop - self.start] = self.read(start, stop)
-        return found
+        """All of them, (K, D), which others may change."""
+        return self.rows.whole_rows(self.table, self.start, self.stop)
 
 
 def _leaf() -> torch.Tensor:

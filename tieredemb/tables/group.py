@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ from tieredemb.cache.changes import Part
 from tieredemb.cache.host.hot_rows import cache_bytes_per_slot
 from tieredemb.cache.stats import CacheStats
 from tieredemb.config import Capacity, OptimizerConfig, TableConfig, slots_for
-from tieredemb.errors import ConfigError, StorageError, StorageFormatError
+from tieredemb.errors import ConfigError, StorageError, StorageFormatError, StorageFullError
 from tieredemb.kernels.kept_numbers import KeptNumbers
+from tieredemb.kernels.streams import on_device
 from tieredemb.lookup.bags import KeySpace
 from tieredemb.lookup.histories import Histories
 from tieredemb.lookup.history import CopiedRows, History
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from tieredemb.cache.device.cache import DeviceCache
     from tieredemb.cache.host.cache import HostCache
+    from tieredemb.tables.device_rows import DeviceRows
 
 
 class Group(abc.ABC):
@@ -538,6 +541,46 @@ class DeviceGroup(Group):
     def check_steps(self) -> None:
         if self.device_history is not None:
             self.device_history.check()
+
+    def _keep_replayed(self, start: int, stop: int, history: History) -> None:
+        if history.replayed_until == history.base or not self.cache.cold.layout.format.is_float32:
+            return
+        position = int(np.searchsorted(self.space.start, start, "right")) - 1
+        first = int(self.space.start[position])
+        with contextlib.suppress(StorageFullError):  # such rows stay as they are
+            ids = torch.arange(start - first, stop - first, device=self.config.device)
+            with self.rows(position, ids, stay=True) as found:
+                found.keep_replayed()
+
+    @contextlib.contextmanager
+    def rows(self, position: int, ids: torch.Tensor, *, stay: bool) -> Iterator[DeviceRows]:
+        """Finds rows, `ids` int64 (K,) on the device, distinct, of its table at a `position`, and holds them and the
+        cache, as `DeviceCache.using` does. `stay`: see `DeviceCache.plan`. Waits for a GPU over staged tiers alone."""
+        from tieredemb.cache.device.plan import NO_OVERFLOW
+        from tieredemb.tables.device_rows import DeviceRows
+
+        cache, count = self.cache, len(ids)
+        feature = int(np.flatnonzero(self.space.table == position)[0])
+        with on_device(self.config.device):
+            bag = torch.arange(feature * count, (feature + 1) * count, dtype=torch.int32, device=ids.device)
+            if self.first_slots[position] >= 0:
+                homes, keys = (ids + self.first_slots[position]).to(torch.int32), None
+            else:
+                homes = torch.full_like(ids, -1, dtype=torch.int32)
+                keys = ids + int(self.space.start[position])
+            tickets = []
+            if keys is not None:
+                tickets = [cache.plan(keys, homes, score=False, ages=False, client=self.device_client, stay=stay)]
+                tickets[0].kept = (keys, homes)
+            try:
+                with cache.using(*tickets):
+                    overflow = cache.overflow(tickets) if tickets else NO_OVERFLOW
+                    yield DeviceRows(
+                        self.lookup, feature, bag, homes, cache.hot, overflow, self.past, self.device_steps, self.tables
+                    )
+            finally:
+                for ticket in tickets:
+                    ticket.release()
 
     def note_step(self) -> None:
         """A step is about to be launched, of a dense optimizer; see `DeviceHistory.note_step`."""

@@ -131,6 +131,7 @@ class DeviceCache(Cache):
         given: torch.cuda.Event | None = None,
         beside: Beside | None = None,
         ahead: bool = False,
+        stay: bool = False,
     ) -> DeviceTicket:
         """Makes the rows of `keys` (int64 (N,), in range, negative where there is nothing to look up) resident and
         locks them; completes `homes` (int32 (N,)), which comes with −1 for each key, else with the slot of a resident
@@ -143,9 +144,10 @@ class DeviceCache(Cache):
         for. `beside` launches, on the stream that is current when it is called, what needs complete `homes` and may run
         beside the movement of rows. `ahead`: whether other work comes before these rows are used, so that a plan over a
         staged tier need not wait: its transfer is finished by `complete`, or by the next call that would find it
-        pending. A failing storage raises its error and changes no row; the cache stays usable. A transfer that fails
-        later leaves the ticket `failed`. Raises `InvalidInputError`
-        for more ids than a plan can number.
+        pending. `stay`: rows that are missed are used where they are, without a slot, but for those that free slots
+        take: a batch that passes over a whole table drives nobody out. A failing storage raises its error and changes
+        no row; the cache stays usable. A transfer that fails later leaves the ticket `failed`. Raises
+        `InvalidInputError` for more ids than a plan can number.
         """
         with self.plan_lock, self._rows_while_planning, on_device(self.device), marked("plan"):
             self._moves.make_ready()
@@ -166,7 +168,7 @@ class DeviceCache(Cache):
                         self._check_capture()
                 return self._planner.plan(
                     begun, keys, homes, scored=score, ages=ages, client=client, given=given, beside=beside,
-                    ahead=ahead,
+                    ahead=ahead, stay=stay,
                 )  # fmt: skip
             finally:
                 with self.lock:
