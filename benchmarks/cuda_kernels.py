@@ -106,7 +106,7 @@ def victim_records(rate: float) -> list[Record]:
 
     def choose() -> None:
         selection.zero_()
-        select(blocks, 1024, selection, counts, clock, 10, score, last, slots, 1024.0, 1, 0, victims)
+        select(blocks, 1024, selection, counts, clock, score, last, slots, 1024.0, 1, 0, victims)
 
     samples = timed(choose)
     moved = slots * (2 * 8 + 2 * 4 + 8)  # two digits of the score, two of the age, the pass that emits

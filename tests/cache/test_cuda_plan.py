@@ -57,7 +57,7 @@ class Plans:
         self.plan.find(keys, self.homes, self.missed, scored=True, overflow=self.overflow)
 
     def end_in_two(self):
-        self.plan.choose(self.missed, lag=self.lag)
+        self.plan.choose(self.missed)
         self.plan.settle(self.homes, self.missed, self.overflow, commit=True)
 
     def end_in_one(self):

@@ -22,6 +22,7 @@ PLAIN = (
     "hash/slot_map.cu",
     "cache/policy.cu",
     "cache/plan.cu",
+    "cache/device/key_ranges.cu",
     "lookup/bags.cu",
     "lookup/exact_sum.cu",
     "lookup/homes_sort.cu",

@@ -462,7 +462,7 @@ def test_plan_is_launched_as_it_fits(launched, overflow, clients, client):
         plan.find(keys, homes, missed, scored=scored, overflow=overflow)
     plan.place(missed, lag=1)
     plan.publish(homes, missed, overflow)
-    plan.choose(missed, lag=0)
+    plan.choose(missed)
     for commit in (False, True):
         plan.settle(homes, missed, overflow, commit=commit)
     index = {"records_clear", "records_index"}
@@ -492,6 +492,14 @@ def test_rows_are_moved_in_place_by_launches_that_fit(launched):
     transfer.write_back(0, 20, None)
     moves.generate_range(first_key, first_slot, rows)
     assert launched[8:] == ["rows_swap", "rows_generate", "rows_write_back", "rows_write_back", "rows_generate_range"]
+    launched.clear()
+    for _ in range(2):  # what was never written is looked for once
+        homes, overflow = transfer.find_range(10, 25)
+        assert (homes.shape, homes.dtype, overflow.slotless, overflow.by_key) == ((25,), torch.int32, True, True)
+    transfer.restart()
+    transfer.find_range(10, 25)
+    first = ["range_find", "rows_generate", "range_begin"]
+    assert launched == [*first, "range_find", *first]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -117,7 +117,7 @@ def choose_victims(score, last, needed, *, batch, oldest, unit=1024.0, now=None,
     counts[0], counts[2] = needed, slots  # missed, used
     clock = torch.tensor([batch, batch, batch if now is None else now, (oldest << 32) | batch], device=GPU)
     select = Kernel("cache/policy.cu", "victims_select", options(), cooperative=True)
-    select(16, 1024, selection, counts, clock, batch - oldest, score, last, slots, unit, 1, in_parts, victims)
+    select(16, 1024, selection, counts, clock, score, last, slots, unit, 1, in_parts, victims)
     assert counts[1].item() == needed
     return victims[: selection[0].item()].long()
 

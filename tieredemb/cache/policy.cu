@@ -3,18 +3,16 @@
 #include "policy.cuh"
 
 // Makes room for what a plan has missed: as many victims as the slots never used leave wanting. 1,024 threads a block,
-// all blocks resident at once. Slots of the `lag` batches before it are locked. `selection` comes as zeros.
+// all blocks resident at once. `selection` comes as zeros.
 extern "C" __global__ void __launch_bounds__(TOGETHER)
-    victims_select(Selection *selection, Counts *counts, const Clock *clock_at, int lag, const u32 *score,
-                   const int *last_batch, int capacity, float unit, int by_age, int in_parts, int *victims) {
+    victims_select(Selection *selection, Counts *counts, const Clock *clock, const u32 *score, const int *last_batch,
+                   int capacity, float unit, int by_age, int in_parts, int *victims) {
     wait_for_prior_kernel();
-    Clock clock = *clock_at;
-    clock.oldest = clock.stamp - lag;
     const Wanted wanted = slots_wanted(counts, capacity);
     if (thread_index() == 0) {
         counts->needed = wanted.needed;
         counts->room = wanted.room;
     }
     if (wanted.needed)
-        victims_choose(selection, clock, score, last_batch, wanted, unit, by_age, in_parts, victims);
+        victims_choose(selection, *clock, score, last_batch, wanted, unit, by_age, in_parts, victims);
 }

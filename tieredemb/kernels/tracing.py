@@ -37,7 +37,7 @@ KERNELS = {  # by the range that launches them; for a lookup rows catch up and t
         *("owners_find", "firsts_find", "asked_place"),
         *("blocks_begin", "bags_pad", "pieces_find", "firsts_mark", "ids_join"),
         *("plan_begin", "records_clear", "records_index", "keys_find", "victims_select", "missed_settle"),
-        *("missed_place", "homes_count"),
+        *("missed_place", "homes_count", "range_find", "range_begin"),
         *("slot_map_find", "slot_map_insert", "slot_map_erase", "slot_map_rebuild"),
     ),
     "swap": ("missed_tell", "rows_swap", "rows_write_back", "rows_generate", "rows_generate_range"),

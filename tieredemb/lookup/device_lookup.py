@@ -164,13 +164,15 @@ class DeviceLookup:
         bag: torch.Tensor,
         batch: int,
         tables: torch.Tensor | None = None,
+        distinct: bool = False,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of `homes`, (N, D), as a dense optimizer has them at the steps that were taken, to `out` if it is
         given; and where each lies among them, int32 (N,), `DROPPED` for padding. The rows themselves stay as they are,
         but for what `keep_replayed` does. `past`: see `DeviceHistory` · `steps`: int64 (T,) · `bag`: int32 (N,), of the
-        homes, `batch` of them a feature · `tables`: as of `update`."""
-        self.keep_replayed(hot, overflow, homes, past, steps, bag=bag, batch=batch, tables=tables)
+        homes, `batch` of them a feature · `tables`: as of `update` · `distinct`: whether each row has one home."""
+        if not distinct:
+            self.keep_replayed(hot, overflow, homes, past, steps, bag=bag, batch=batch, tables=tables)
         n = homes.shape[0]
         rows = out
         if rows is None:
@@ -179,8 +181,8 @@ class DeviceLookup:
         read = kernel(self._recipe, "rows_read_current", *self._update, *overflow.flags)
         read(
             blocks_for(n * self._lanes, THREADS, MOST_BLOCKS), THREADS, homes, n, bag, max(1, batch), _address(tables),
-            past, steps, hot.weight, hot.state, overflow.weight, overflow.state, _address(overflow.records), rows, own,
-            self._drawn(hot, overflow),
+            past, steps, hot.weight, hot.state, overflow.weight, overflow.state, _address(overflow.records), hot.dirty,
+            distinct and self._keeps_replayed, rows, own, self._drawn(hot, overflow),
         )  # fmt: skip
         return rows, own
 

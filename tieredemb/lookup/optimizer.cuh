@@ -354,6 +354,23 @@ extern "C" __global__ void __launch_bounds__(256) segments_catch_up(
                          drawn_of(draws, longs[w].home, longs[w].feature));
 }
 
+// Has a row that stands at step `last` take the steps until `until`, which it has to take one by one, and stay there.
+__device__ __forceinline__ void row_keep(const Place &place, Row &row, int lane, const Past &past, i64 last, i64 until) {
+    float value[STEPS][VECTOR];
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+#pragma unroll
+        for (int k = 0; k < VECTOR; k++)
+            if (s * LANES + lane < UNITS) value[s][k] = to_float(row.weight[s].v[k]);
+    row_take(place, value, lane, past, missed_by(place, lane, past, last, until));
+#pragma unroll
+    for (int s = 0; s < STEPS; s++)
+        if (s * LANES + lane < UNITS) {
+            row.weight[s] = rounded(value[s], s * LANES + lane, {}, 0, DRAW_CATCH_UP);
+            store_row(place.weight, 0, s * LANES + lane, row.weight[s]);
+        }
+}
+
 // Brings the rows of `homes` (int32 (n,)), of float32, that have to take steps one by one to the last of these, so that
 // nobody takes them again: for who reads alone. A row goes on from there with the bits that it would have had. Arguments
 // as those of `rows_read_current`.
@@ -381,31 +398,21 @@ extern "C" __global__ void __launch_bounds__(256) rows_keep_replayed(
         if (lane == 0) found = atomicCAS(clock_of(place), stands, (u32)until);
         if (__shfl_sync(group_mask(LANES), found, 0, LANES) != stands) continue;
         Row row = row_read(place, lane);
-        float value[STEPS][VECTOR];
-#pragma unroll
-        for (int s = 0; s < STEPS; s++)
-#pragma unroll
-            for (int k = 0; k < VECTOR; k++)
-                if (s * LANES + lane < UNITS) value[s][k] = to_float(row.weight[s].v[k]);
-        row_take(place, value, lane, so_far, missed_by(place, lane, so_far, last, until));
-#pragma unroll
-        for (int s = 0; s < STEPS; s++)
-            if (s * LANES + lane < UNITS)
-                store_row(place.weight, 0, s * LANES + lane, rounded(value[s], s * LANES + lane, {}, 0, DRAW_CATCH_UP));
+        row_keep(place, row, lane, so_far, last, until);
         if (lane == 0 && home >= 0) dirty[home] = 1;
     }
 }
 
 // The weights of the rows of `homes` (int32 (n,)) as they are at the steps that were taken, to `out` (n, D): for who reads
-// alone, which leaves the rows as they lie. Rows that are dropped are zeros. `own`: int32 (n,), where each lies in `out`,
-// or DROPPED · `bag`: of each, `batch` of them a feature · `tables`: see `table_of`.
+// alone, which leaves the rows as they lie; where it `keeps`, but for what `rows_keep_replayed` does, and no two homes are
+// one row's. Rows that are dropped are zeros. `own`: int32 (n,), where each lies in `out`, or DROPPED · `bag`: of each,
+// `batch` of them a feature · `tables`: see `table_of`.
 extern "C" __global__ void __launch_bounds__(256) rows_read_current(
     const int *homes, i64 n, const int *bag, int batch, const int *tables, const Past *past, const i64 *steps,
-    const row_t *weight, const float *state, const row_t *away_weight, const float *away_state, const Record *records,
-    row_t *out, int *own, Draws draws) {
+    row_t *weight, float *state, row_t *away_weight, float *away_state, const Record *records, unsigned char *dirty,
+    int keeps, row_t *out, int *own, Draws draws) {
     wait_for_prior_kernel();
-    const Rows rows{const_cast<row_t *>(weight), const_cast<float *>(state), const_cast<row_t *>(away_weight),
-                    const_cast<float *>(away_state), records};
+    const Rows rows{weight, state, away_weight, away_state, records};
     const int lane = threadIdx.x % LANES;
     for (i64 i = thread_index() / LANES; i < n; i += thread_count() / LANES) {
         const int home = homes[i];
@@ -416,13 +423,22 @@ extern "C" __global__ void __launch_bounds__(256) rows_read_current(
         const Past so_far = past[table];
         const i64 now = steps[table];
         const Place place = place_of(rows, home);
-        const Row row = row_read(place, lane);
-        const i64 last = *clock_of(place) < so_far.base ? so_far.base : *clock_of(place);
-        const bool is_behind = last < now;
+        Row row = row_read(place, lane);
+        i64 last = *clock_of(place) < so_far.base ? so_far.base : *clock_of(place);
         MissedSteps replayed{}, missed{};
         i64 until = last;
-        if (is_behind) {
+        if (last < now)
             until = so_far.base + replayed_until(so_far, (int)(last - so_far.base), (int)(now - so_far.base));
+        if (keeps && until > last) {
+            __syncwarp(group_mask(LANES));
+            row_keep(place, row, lane, so_far, last, until);
+            if (lane == 0) *clock_of(place) = (u32)until;
+            if (lane == 0 && home >= 0) dirty[home] = 1;
+            __syncwarp(group_mask(LANES));
+            last = until;
+        }
+        const bool is_behind = last < now;
+        if (is_behind) {
             if (until > last) replayed = missed_steps(so_far, (int)(last - so_far.base), (int)(until - so_far.base));
             if (until == last) missed = missed_by(place, lane, so_far, last, now);
             else if (until < now) missed = missed_steps(so_far, (int)(until - so_far.base), (int)(now - so_far.base));

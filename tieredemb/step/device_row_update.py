@@ -56,27 +56,32 @@ def update_rows(
             for each in some:
                 if len(each.ids):
                     step = next(step for step in begun if each.table in step.group.space.tables)
-                    _update(step, each, stay=reaches_all)
+                    _update(step, each)
         for group, given, rate, numbers, _ in begun:
             if group.past is not None:
                 with group.cache.using():
                     group.lookup.end(given, group.device_steps, rate, numbers, group.past)
 
 
-def _update(step: _Begun, rows: TableRows, *, stay: bool) -> None:
-    """Some rows of a table take the step that was begun. `stay`: see `DeviceCache.plan`."""
+def _update(step: _Begun, rows: TableRows) -> None:
+    """Some rows of a table take the step that was begun."""
     group, count = step.group, len(rows.ids)
-    with group.rows(_position(group, rows.table), rows.ids, stay=stay) as found:
-        segments = found.segments()
+    position = _position(group, rows.table)
+    # consecutive rows are found where they are, and others planned
+    found = (
+        group.rows(position, rows.ids) if rows.start is None else group.range(position, rows.start, rows.start + count)
+    )
+    with found as there:
+        segments = there.segments()
         segments.work.mul_(step.taken)
-        first = int(group.space.column[found.feature])
+        first = int(group.space.column[there.feature])
         grad, argmax = _behind(first, rows.values), None
-        if group.space.mode[found.feature] == MAX:  # each row wins all of its maxima
+        if group.space.mode[there.feature] == MAX:  # each row wins all of its maxima
             own = torch.arange(count, dtype=torch.int32, device=rows.ids.device)
             argmax = _behind(first, own[:, None].expand(rows.values.shape))
         group.cache.rows_version += 1
         group.lookup.update(
-            found.hot, found.overflow, segments, grad, None, argmax, step.rate, step.numbers, group.past,
+            there.hot, there.overflow, segments, grad, None, argmax, step.rate, step.numbers, group.past,
             group.device_steps,
         )  # fmt: skip
 
@@ -99,9 +104,6 @@ def _behind(first: int, values: torch.Tensor) -> torch.Tensor:
 def read_rows(tables: TableSet, table: int, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """The rows `start` … `stop` − 1 of a table as they are at the steps that were taken, (K, D), a copy on the GPU: to
     `out` if it is given."""
-    device = tables.config.device
     group = cast("DeviceGroup", tables.locate(table)[0])
-    with tables.locked(), on_device(device):
-        ids = torch.arange(start, stop, device=device)
-        with group.rows(_position(group, table), ids, stay=True) as found:
-            return found.weights(out)
+    with tables.locked(), group.range(_position(group, table), start, stop) as found:
+        return found.weights(out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -49,6 +49,10 @@ class GradientRows:
         ids = torch.empty(0, dtype=torch.int64, device=device)
         return cls(ids, torch.empty((0, width), dtype=torch.float32, device=device), rows)
 
+    def sums(self) -> RowSums:
+        """To be added to the gradient of a whole table."""
+        return RowSums(self.ids, self.values)
+
     def with_values(self, values: torch.Tensor) -> GradientRows:
         """Of the same rows."""
         return GradientRows(self.ids, values, self.count)
@@ -83,11 +87,32 @@ class GradientRows:
 
 
 class TableRows(NamedTuple):
-    """The gradient of some rows of table number `table`: `ids` int64 (K,), ascending, `values` float32 (K, D)."""
+    """The gradient of some rows of table number `table`: `ids` int64 (K,), ascending, `values` float32 (K, D). `start`:
+    the first of them, if they are consecutive."""
 
     table: int
     ids: torch.Tensor
     values: torch.Tensor
+    start: int | None = None
+
+
+class RowSums(NamedTuple):
+    """What is to be added to the gradient of a table: `values`, float32 (N, D), of the rows `ids`, int64 (N,), none of
+    them twice; −1 where there is nothing to add. On a CPU they ascend."""
+
+    ids: torch.Tensor
+    values: torch.Tensor
+
+    def add_to(self, found: torch.Tensor, start: int) -> None:
+        """Adds those of the rows from `start` on to `found`, float32 (K, D). Does not synchronise."""
+        if self.ids.device.type == "cpu":
+            low, high = np.searchsorted(self.ids.numpy(), (start, start + len(found))).tolist()
+            found[self.ids[low:high] - start] += self.values[low:high]
+            return
+        place = self.ids - start
+        is_inside = (place >= 0) & (place < len(found))
+        values = torch.where(is_inside[:, None], self.values, -0.0)  # which changes nothing
+        found.index_add_(0, place.clamp_(0, len(found) - 1), values)
 
 
 def union(those: Sequence[GradientRows]) -> torch.Tensor:
@@ -106,11 +131,7 @@ def rows_of_calls(tables: TableSet, collected: Collected) -> list[GradientRows]:
     """The gradient of each table, summed over all occurrences in these calls as their update sums them. Waits for a
     GPU. Raises `IdOutOfRangeError` or `InvalidInputError` for what was wrong with the calls' ids."""
     device = tables.placed.now.config.device
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(
-            "the gradient of a table by row, which a hook, torch.autograd.grad or an operation on its elements needs, "
-            "is found by waiting for the GPU, which a captured step cannot do; capture a step without it"
-        )
+    _check_capture(device)
     found = [GradientRows.empty((table.num_embeddings, table.embedding_dim), device) for table in tables.config.tables]
     collected = sorted(collected, key=lambda pair: pair[0].number)
     if not collected:
@@ -127,6 +148,32 @@ def rows_of_calls(tables: TableSet, collected: Collected) -> list[GradientRows]:
                 its, order = ids[mine := table == position].sort()
                 found[number] = GradientRows(its, values[mine][order], found[number].count)
     return found
+
+
+def sums_of_calls(tables: TableSet, collected: Collected) -> list[RowSums]:
+    """The same, for who adds it to the gradients of whole tables. Does not wait for a GPU. Raises as
+    `rows_of_calls`."""
+    device = tables.placed.now.config.device
+    if device.type == "cpu" or not collected:
+        return [each.sums() for each in rows_of_calls(tables, collected)]
+    _check_capture(device)
+    found: dict[int, RowSums] = {}
+    collected = sorted(collected, key=lambda pair: pair[0].number)
+    tables.check_faults()
+    with torch.no_grad(), tables.placed.now.rows.again():
+        for g, group in enumerate(tables.groups):
+            table, ids, values, is_sum = _occurrences_on_device(cast("DeviceGroup", group), g, collected)
+            for position, number in enumerate(group.space.tables.tolist()):
+                found[number] = RowSums(torch.where(is_sum & (table == position), ids, -1), values)
+    return [found[number] for number in range(len(tables.config.tables))]
+
+
+def _check_capture(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "the gradient of a table by row, which a hook, torch.autograd.grad or an operation on its elements needs, "
+            "is found by waiting for the GPU, which a captured step cannot do; capture a step without it"
+        )
 
 
 Sums = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # int64 (U,), int64 (U,), float32 (U, D): table, row, gradient
@@ -149,6 +196,16 @@ def _sums_on_host(group: HostGroup, g: int, collected: Collected) -> Sums:
 
 
 def _sums_on_device(group: DeviceGroup, g: int, collected: Collected) -> Sums:
+    table, ids, values, is_sum = _occurrences_on_device(group, g, collected)
+    at = torch.nonzero(is_sum).reshape(-1)
+    return table[at], ids[at], values[at]
+
+
+def _occurrences_on_device(
+    group: DeviceGroup, g: int, collected: Collected
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each occurrence its table and row, int64 (N,), and at the first one of each row, bool (N,), the row's
+    gradient, float32 (N, D). Does not synchronise."""
     from tieredemb.lookup.gradient_norm import first_occurrences
     from tieredemb.lookup.gradient_rows import occurrence_sums
     from tieredemb.step.device_update import combined
@@ -157,12 +214,11 @@ def _sums_on_device(group: DeviceGroup, g: int, collected: Collected) -> Sums:
     with on_device(group.config.device), group.cache.using(*tickets):
         first = first_occurrences(batch.homes)
         sums = occurrence_sums(group.lookup, first, batch.bag, batch.samples, batch.grad, batch.scale, batch.argmax)
-        at = torch.nonzero(first == torch.arange(len(first), device=first.device)).reshape(-1)
-        feature = torch.div(batch.bag[at], max(1, batch.samples), rounding_mode="floor").to(torch.int64)
+        feature = torch.div(batch.bag, max(1, batch.samples), rounding_mode="floor").to(torch.int64)
         keys = torch.cat([call.parts[g].bags.keys for call, _ in collected])
-        ids = group.device_space.ids(keys[at], batch.homes[at], feature)
+        ids = group.device_space.ids(keys, batch.homes, feature)
         table = feature if group.device_space.table is None else group.device_space.table[feature]
-        return table, ids, sums[at]
+        return table, ids, sums, first == torch.arange(len(first), device=first.device)
 
 
 # --- operations -------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from tieredemb.errors import BackwardError, InvalidInputError, UnsupportedError,
 from tieredemb.kernels.streams import outside_capture
 from tieredemb.step.call import Collected
 from tieredemb.step.gradient_norms import OverRanks, gradient_norms
-from tieredemb.step.gradient_rows import GradientRows, TableRows, rows_of_calls
+from tieredemb.step.gradient_rows import GradientRows, TableRows, rows_of_calls, sums_of_calls
 from tieredemb.step.owned_gradients import OwnedGradients
 from tieredemb.step.table_gradient import TRACE, Known, TableGradient, of_rows
 from tieredemb.step.whole_gradient import WholeGradient, WholeUse, rows_of
@@ -150,7 +150,7 @@ class PendingGradients:
         """The gradient of each table that is not owned, by row."""
         found = rows_of_calls(self._tables, self._calls)
         for table, whole in self.whole.items():
-            found[table] = whole.by_row(found[table])
+            found[table] = whole.by_row(found[table].sums())
         return found
 
     def _through_hooks(self, collected: Collected) -> dict[int, GradientRows]:
@@ -294,7 +294,7 @@ class PendingGradients:
         numbers = self.values(table) if values is None else values
         rows = rows_of_calls(self._tables, self._calls)[table]
         if table in self.whole:
-            rows = self.whole[table].by_row(rows)
+            rows = self.whole[table].by_row(rows.sums())
         with torch.no_grad():
             scaled = (rows.values * (numbers[1] / TRACE)).masked_fill_(numbers[0] == 0, 0.0)
         return rows.with_values(scaled)
@@ -362,7 +362,7 @@ class PendingGradients:
             norms = gradient_norms(self._tables, self._calls, norm_type, self._over_ranks)
         else:
             norms = torch.zeros(self._count, device=self._tables.config.device)
-        rows = rows_of_calls(self._tables, self._calls) if self.whole else []
+        rows = sums_of_calls(self._tables, self._calls) if self.whole else []
         for table, whole in self.whole.items():
             norms[table].copy_(whole.norm(norm_type, rows[table]))
         return norms
@@ -494,18 +494,22 @@ class PendingGradients:
 
     def _rounds(self) -> Iterator[list[TableRows]]:
         """The gradients of rows, some at a time. What calls have found is found now, the rest when it is asked for."""
-        rows = rows_of_calls(self._tables, self._calls)
-        rows = [self._owned.rows(table) if table in self._owned else rows[table] for table in range(self._count)]
-        whole = dict(self.whole)
-        first = [TableRows(t, each.ids, each.values) for t, each in enumerate(rows) if t not in whole and len(each.ids)]
+        whole, first = dict(self.whole), list[TableRows]()
+        if len(whole) == self._count:
+            sums = sums_of_calls(self._tables, self._calls)
+        else:
+            rows = rows_of_calls(self._tables, self._calls)
+            rows = [self._owned.rows(table) if table in self._owned else rows[table] for table in range(self._count)]
+            first = [TableRows(t, its.ids, its.values) for t, its in enumerate(rows) if t not in whole and len(its.ids)]
+            sums = [each.sums() for each in rows]
 
         def found() -> Iterator[list[TableRows]]:
             if first:
                 yield first
             for table, its in whole.items():
-                for start, values in its.chunks(rows[table]):
+                for start, values in its.chunks(sums[table]):
                     ids = torch.arange(start, start + len(values), device=values.device)
-                    yield [TableRows(table, ids, values)]
+                    yield [TableRows(table, ids, values, start)]
 
         return found()
 

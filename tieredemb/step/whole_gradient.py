@@ -12,12 +12,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 
 from tieredemb.errors import BackwardError
 from tieredemb.step.call import CallContext, Collected
-from tieredemb.step.gradient_rows import GradientRows, rows_of_calls
+from tieredemb.step.gradient_rows import GradientRows, RowSums, rows_of_calls
 from tieredemb.tables.table_set import TableSet
 
 if TYPE_CHECKING:
@@ -201,18 +200,12 @@ class WholeGradient:
         for each in self._terms:
             each.check()
 
-    def chunks(self, rows: GradientRows | None = None) -> Iterator[tuple[int, torch.Tensor]]:
-        """It chunk by chunk, the gradient `rows` of lookups added: the first row, and float32 (K, D). Waits for a GPU
-        where there are such rows."""
-        edges = list(spans(self._rows, self._width, self._device))
-        places = None
-        if rows is not None and len(rows.ids):
-            places = np.searchsorted(rows.ids.cpu().numpy(), [start for start, _ in edges] + [self._rows]).tolist()
-        for i, (start, stop) in enumerate(edges):
+    def chunks(self, rows: RowSums | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        """It chunk by chunk, the gradient `rows` of lookups added: the first row, and float32 (K, D)."""
+        for start, stop in spans(self._rows, self._width, self._device):
             found = self._part(start, stop)
-            if rows is not None and places is not None and places[i] < places[i + 1]:
-                some = slice(places[i], places[i + 1])
-                found[rows.ids[some] - start] += rows.values[some]
+            if rows is not None and len(rows.ids):
+                rows.add_to(found, start)
             yield start, found
 
     def _part(self, start: int, stop: int) -> torch.Tensor:
@@ -236,19 +229,19 @@ class WholeGradient:
     def _zeros(self, rows: int) -> torch.Tensor:
         return torch.zeros((rows, self._width), dtype=torch.float32, device=self._device)
 
-    def dense(self, rows: GradientRows | None = None) -> torch.Tensor:
+    def dense(self, rows: RowSums | None = None) -> torch.Tensor:
         """It as a tensor, float32 (rows, D), the gradient `rows` of lookups added."""
         found = torch.empty((self._rows, self._width), dtype=torch.float32, device=self._device)
         for start, values in self.chunks(rows):
             found[start : start + len(values)] = values
         return found
 
-    def by_row(self, rows: GradientRows | None = None) -> GradientRows:
+    def by_row(self, rows: RowSums | None = None) -> GradientRows:
         """It by row, all of them, the gradient `rows` of lookups added."""
         ids = torch.arange(self._rows, device=self._device)
         return GradientRows(ids, self.dense(rows), self._rows)
 
-    def norm(self, order: float, rows: GradientRows | None = None) -> torch.Tensor:
+    def norm(self, order: float, rows: RowSums | None = None) -> torch.Tensor:
         """The norm of that order, above 0 or infinite, float32 (), the gradient `rows` of lookups added."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for _, values in self.chunks(rows):
@@ -271,5 +264,5 @@ def rows_of(tables: TableSet, collected: Collected) -> list[GradientRows]:
     for use, term in uses:
         whole.setdefault(use.table, WholeGradient.of(tables, use.table)).add(term)
     for table, each in whole.items():
-        found[table] = each.by_row(found[table])
+        found[table] = each.by_row(found[table].sums())
     return found

@@ -34,7 +34,7 @@ class DeviceRows(NamedTuple):
             return self.lookup.gather(self.hot, self.overflow, self.homes, out)
         rows, _ = self.lookup.read_current(
             self.hot, self.overflow, self.homes, self.past, self.steps,
-            bag=self.bag, batch=len(self.homes), tables=self.tables, out=out,
+            bag=self.bag, batch=len(self.homes), tables=self.tables, distinct=True, out=out,
         )  # fmt: skip
         return rows
 

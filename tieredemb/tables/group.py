@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
     from tieredemb.cache.device.cache import DeviceCache
+    from tieredemb.cache.device.plan import OverflowRows
     from tieredemb.cache.host.cache import HostCache
     from tieredemb.tables.device_rows import DeviceRows
 
@@ -547,40 +548,55 @@ class DeviceGroup(Group):
             return
         position = int(np.searchsorted(self.space.start, start, "right")) - 1
         first = int(self.space.start[position])
-        with contextlib.suppress(StorageFullError):  # such rows stay as they are
-            ids = torch.arange(start - first, stop - first, device=self.config.device)
-            with self.rows(position, ids, stay=True) as found:
-                found.keep_replayed()
+        full = contextlib.suppress(StorageFullError)  # such rows stay as they are
+        with full, self.range(position, start - first, stop - first) as found:
+            found.keep_replayed()
 
     @contextlib.contextmanager
-    def rows(self, position: int, ids: torch.Tensor, *, stay: bool) -> Iterator[DeviceRows]:
-        """Finds rows, `ids` int64 (K,) on the device, distinct, of its table at a `position`, and holds them and the
-        cache, as `DeviceCache.using` does. `stay`: see `DeviceCache.plan`. Waits for a GPU over staged tiers alone."""
+    def rows(self, position: int, ids: torch.Tensor) -> Iterator[DeviceRows]:
+        """Plans rows, `ids` int64 (K,) on the device, distinct, of its table at a `position`, and holds them and the
+        cache, as `DeviceCache.using` does. Waits for a GPU over staged tiers alone."""
+        with on_device(self.config.device):
+            first = self.first_slots[position]
+            if first >= 0:
+                keys, homes = torch.full_like(ids, -1), (ids + first).to(torch.int32)
+            else:
+                keys, homes = ids + int(self.space.start[position]), torch.full_like(ids, -1, dtype=torch.int32)
+            ticket = self.cache.plan(keys, homes, score=False, ages=False, client=self.device_client)
+            ticket.kept = (keys, homes)
+            try:
+                with self.cache.using(ticket):
+                    yield self._found(position, homes, self.cache.overflow([ticket]))
+            finally:
+                ticket.release()
+
+    @contextlib.contextmanager
+    def range(self, position: int, start: int, stop: int) -> Iterator[DeviceRows]:
+        """Finds the rows `start` … `stop` − 1 of its table at a `position` where they are, and holds the cache; over
+        staged tiers it plans them, and waits for the GPU."""
         from tieredemb.cache.device.plan import NO_OVERFLOW
+
+        with on_device(self.config.device):
+            first, device = self.first_slots[position], self.config.device
+            if first >= 0:
+                with self.cache.entered():
+                    homes = torch.arange(first + start, first + stop, dtype=torch.int32, device=device)
+                    yield self._found(position, homes, NO_OVERFLOW)
+            elif self.cache.cold.device_readable:
+                with self.cache.in_place(int(self.space.start[position]) + start, stop - start) as (homes, overflow):
+                    yield self._found(position, homes, overflow)
+            else:
+                with self.rows(position, torch.arange(start, stop, device=device)) as found:
+                    yield found
+
+    def _found(self, position: int, homes: torch.Tensor, overflow: OverflowRows) -> DeviceRows:
         from tieredemb.tables.device_rows import DeviceRows
 
-        cache, count = self.cache, len(ids)
-        feature = int(np.flatnonzero(self.space.table == position)[0])
-        with on_device(self.config.device):
-            bag = torch.arange(feature * count, (feature + 1) * count, dtype=torch.int32, device=ids.device)
-            if self.first_slots[position] >= 0:
-                homes, keys = (ids + self.first_slots[position]).to(torch.int32), None
-            else:
-                homes = torch.full_like(ids, -1, dtype=torch.int32)
-                keys = ids + int(self.space.start[position])
-            tickets = []
-            if keys is not None:
-                tickets = [cache.plan(keys, homes, score=False, ages=False, client=self.device_client, stay=stay)]
-                tickets[0].kept = (keys, homes)
-            try:
-                with cache.using(*tickets):
-                    overflow = cache.overflow(tickets) if tickets else NO_OVERFLOW
-                    yield DeviceRows(
-                        self.lookup, feature, bag, homes, cache.hot, overflow, self.past, self.device_steps, self.tables
-                    )
-            finally:
-                for ticket in tickets:
-                    ticket.release()
+        feature, count = int(np.flatnonzero(self.space.table == position)[0]), len(homes)
+        bag = torch.arange(feature * count, (feature + 1) * count, dtype=torch.int32, device=homes.device)
+        return DeviceRows(
+            self.lookup, feature, bag, homes, self.cache.hot, overflow, self.past, self.device_steps, self.tables
+        )
 
     def note_step(self) -> None:
         """A step is about to be launched, of a dense optimizer; see `DeviceHistory.note_step`."""

@@ -131,7 +131,6 @@ class DeviceCache(Cache):
         given: torch.cuda.Event | None = None,
         beside: Beside | None = None,
         ahead: bool = False,
-        stay: bool = False,
     ) -> DeviceTicket:
         """Makes the rows of `keys` (int64 (N,), in range, negative where there is nothing to look up) resident and
         locks them; completes `homes` (int32 (N,)), which comes with −1 for each key, else with the slot of a resident
@@ -144,10 +143,9 @@ class DeviceCache(Cache):
         for. `beside` launches, on the stream that is current when it is called, what needs complete `homes` and may run
         beside the movement of rows. `ahead`: whether other work comes before these rows are used, so that a plan over a
         staged tier need not wait: its transfer is finished by `complete`, or by the next call that would find it
-        pending. `stay`: rows that are missed are used where they are, without a slot, but for those that free slots
-        take: a batch that passes over a whole table drives nobody out. A failing storage raises its error and changes
-        no row; the cache stays usable. A transfer that fails later leaves the ticket `failed`. Raises
-        `InvalidInputError` for more ids than a plan can number.
+        pending. A failing storage raises its error and changes no row; the cache stays usable. A transfer that fails
+        later leaves the ticket `failed`. Raises `InvalidInputError`
+        for more ids than a plan can number.
         """
         with self.plan_lock, self._rows_while_planning, on_device(self.device), marked("plan"):
             self._moves.make_ready()
@@ -168,7 +166,7 @@ class DeviceCache(Cache):
                         self._check_capture()
                 return self._planner.plan(
                     begun, keys, homes, scored=score, ages=ages, client=client, given=given, beside=beside,
-                    ahead=ahead, stay=stay,
+                    ahead=ahead,
                 )  # fmt: skip
             finally:
                 with self.lock:
@@ -430,6 +428,16 @@ class DeviceCache(Cache):
                     self._order.arrive(ticket.ready)
                     ticket.ready = None
             yield
+
+    @contextlib.contextmanager
+    def in_place(self, first: int, rows: int) -> Iterator[tuple[torch.Tensor, OverflowRows]]:
+        """Holds the cache for a call that reads or updates the rows of consecutive keys, those from `first` on, where
+        they are: none gets a slot, and none leaves one. Homes, int32 (`rows`,), and where those are that are in no
+        slot. For cold rows that kernels reach. Does not synchronise."""
+        with self.entered():
+            self._moves.make_ready()
+            self.cold.begin_changes()
+            yield self._transfer.find_range(first, rows)
 
     def hold(self) -> tuple[Hold, torch.cuda.Event]:
         """Where a thread of its own plans ahead: keeps locked what is in flight now, so that nothing moves but what the

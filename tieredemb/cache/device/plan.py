@@ -360,15 +360,13 @@ class DevicePlan:
         again, it does nothing."""
         self._settle(homes, missed, overflow, PUBLISH)
 
-    def choose(self, missed: Missed, *, lag: int) -> None:
-        """Victims that make room for what is missed: their slots, into `missed.chosen`. Those of the `lag` batches
-        before are locked."""
+    def choose(self, missed: Missed) -> None:
+        """Victims that make room for what is missed: their slots, into `missed.chosen`."""
         rows, scoring = self.rows, self.scoring
         select = cooperative_kernel(POLICY, "victims_select")
         select(
             blocks_for(rows.slots, 4 * TOGETHER, self._together), TOGETHER, self.selection, self.counts, self.clock,
-            lag, rows.score, rows.last_batch, rows.slots, scoring.unit, scoring.ties_by_age, self._in_parts,
-            missed.chosen,
+            rows.score, rows.last_batch, rows.slots, scoring.unit, scoring.ties_by_age, self._in_parts, missed.chosen,
         )  # fmt: skip
 
     def settle(self, homes: torch.Tensor, missed: Missed, overflow: OverflowRows, *, commit: bool) -> None:

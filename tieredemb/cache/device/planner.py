@@ -30,7 +30,6 @@ from tieredemb.kernels.streams import current_stream
 from tieredemb.kernels.tracing import marked
 
 LARGE = 1 << 17  # ids of a batch whose sorting, or whose plan's beginning, takes longer than going aside for it (4 µs)
-ALL_LOCKED = 1 << 30  # batches before: no slot was used so long ago that it could change hands
 MOST_IDS = 1 << 28  # of a batch, and half of those in flight: while a plan lasts, homes number claims and records too
 
 
@@ -121,7 +120,6 @@ class Planner:
         given: torch.cuda.Event | None,
         beside: Beside | None,
         ahead: bool,
-        stay: bool,
     ) -> DeviceTicket:
         """Plans the batch that the ledger has begun; see `DeviceCache.plan`."""
         n = keys.shape[0]
@@ -132,16 +130,15 @@ class Planner:
             ticket = self.ticket(begun.number, homes, self.transfer.overflow(False))
             self._count(ticket, scored=scored, ages=ages, client=client, beside=beside)
             return ticket
-        slotless = stay or self.may_lack_slots(n, begun.locked, slotless=begun.slotless)
+        slotless = self.may_lack_slots(n, begun.locked, slotless=begun.slotless)
         if slotless:
             self.transfer.make_room(min(begun.locked + n, self.hot.layout.rows))
         device, lag = self.hot.weight.device, begun.lag
-        locks = ALL_LOCKED if stay else lag
         missed = Missed(n, device) if self.later is None else self.later.missed(n, device, self.order.memory())
         self.transfer.retire(lag)
         self.ledger.count(begun)  # before the device counts it: a batch too many locks more, one too few less
         overflow = self.transfer.overflow(slotless)
-        plan = BatchPlan(homes, missed, slotless, scored, beside, locks)
+        plan = BatchPlan(homes, missed, slotless, scored, beside, lag)
         later = None if self.later is None else self.transfer.later(plan)
         if later is not None:  # on the books before anything changes hands; what never comes to that moves nothing
             ticket = self.ticket(begun.number, homes, overflow)
@@ -152,7 +149,7 @@ class Planner:
         self.launches.find(keys, homes, missed, scored=scored, overflow=overflow, may_arrive=later is not None)
         if later is not None:
             if not later.places_later:
-                later.place(locks)
+                later.place(lag)
                 later.publish()
             return ticket
         if self.recording is not None:

@@ -121,7 +121,7 @@ class Staged(Transfer):
         """Chooses what leaves, reports that and what is missed, to where it is `expected`, by `number`, and sends as
         many of the rows that leave as there is `room` for."""
         launches, missed, report = self._plan, plan.missed, expected.report
-        launches.choose(missed, lag=plan.lag)
+        launches.choose(missed)
         launches.settle(plan.homes, missed, self.overflow(plan.slotless), commit=False)
         self._tell(
             blocks_for(missed.n, 256, MOVE_BLOCKS), 256, launches.missed, launches.room, launches.needed,
