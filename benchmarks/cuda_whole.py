@@ -51,9 +51,7 @@ def _compare(
     turns = {provider: _turn(each, device) for provider, each in trained.items()}
     interleave(turns, [()] * WARM_UP)
     cached = trained[f"tieredemb, capacity {CAPACITIES[-1]:.0%}"]
-    before = cached.stats()
     times = interleave(turns, [()] * rounds)
-    moved = cached.stats() - before
     found = []
     for provider in turns:
         more: dict[str, Any] = {}
@@ -64,13 +62,14 @@ def _compare(
                 more |= barred(at_most(ratio, MOST), quick=quick)
         found.append(measured("step", provider, name, "ms", times.quantiles(provider), scale=1e3 / STEPS, **more))
     if name == SCORES and rate is not None:
-        # a row that is not cached is read twice and updated once
-        requests = moved.rows_overflow / 3 * (2 * READ + UPDATED) + 2 * moved.rows_filled * (UPDATED // 2)
-        milliseconds = 1e3 * sum(times.seconds[f"tieredemb, capacity {CAPACITIES[-1]:.0%}"])
+        done = cached.stats()
+        cold = sizes.items - (done.rows_filled - done.evictions)  # rows that are in no slot
+        requests = cold * (2 * READ + UPDATED)
+        milliseconds = times.quantiles(f"tieredemb, capacity {CAPACITIES[-1]:.0%}").median * 1e3 / STEPS
         share = requests / milliseconds / rate
-        note = f"{requests / 1e6 / rounds / STEPS:.1f} M requests a step; a swap alone makes {rate / 1e3:.0f} M/s"
+        note = f"{cold:,} rows, {requests / 1e6:.1f} M requests a step; a swap alone makes {rate / 1e3:.0f} M/s"
         more = {"note": note} | barred(at_least(share, LEAST), quick=quick)
-        found.append(measured("PCIe's share", "tieredemb", name, "", Quantiles(share, share, share, 1), **more))
+        found.append(measured("step, PCIe's share", "tieredemb", name, "", Quantiles(share, share, share, 1), **more))
     return found
 
 

@@ -69,6 +69,13 @@ REASONS = (
         "where it lies. Where the dense layers compute little, that is most of a step.",
     ),
     Reason(
+        "losses that use whole tables on a GPU",
+        "cuda-whole",
+        r"^step",
+        "Each table is read and updated in chunks of its own, which Python launches; torch launches all tables "
+        "together, and reads weights where they lie. Where the dense layers compute little, that is most of a step.",
+    ),
+    Reason(
         "training of small or jagged tables on the CPU",
         "cpu-shapes",
         r"^step",

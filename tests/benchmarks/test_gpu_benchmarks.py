@@ -50,6 +50,7 @@ def run(name, *args):
         ("tiers", {"W-1.2": 4, "W-1.2, building 0.0 GiB, weights set": 2}),
         ("optimizers", {"W-1.2": 8, "forward": 3, "catch up": 6}),
         ("converted", {"step": 10, "step, prefetch / eager": 2}),
+        ("whole", {"step": 12}),
         ("rounding", {"test AUC": 5}),
         ("sharding", {"step": 12, "misses of a rank / one GPU's": 2}),
         ("shapes", {"step": 4, "HBM of the cache": 2}),
