@@ -164,7 +164,7 @@ def test_kernel_waits_for_the_one_before_it_first(file):
         assert first == "wait_for_prior_kernel();", name
 
 
-@pytest.mark.parametrize("file", [*PLAIN, *BY_ROW, *OPTIMIZERS])
+@pytest.mark.parametrize("file", [*PLAIN, *BY_ROW, *(name for name in OPTIMIZERS if name == of_one_file(name))])
 def test_compiler_moves_no_access_to_memory_before_the_wait(file):
     bodies = whole(file)[1].split(".entry")[1:]
     assert len(bodies) == len(kernels(file))

@@ -283,6 +283,8 @@ def test_lookup_and_update_are_launched_as_they_fit(launched, optimizer, dtype, 
     assert join_edges(torch.zeros(3, dtype=torch.int64), torch.zeros((3, 2), dtype=torch.int64), 3, 10).shape == (7,)
     segments = lookup.segments(homes, bags.bag, bags.batch)
     lookup.limit_norms(hot, overflow, segments, fault, 2.0, 1.5)
+    distinct = lookup.distinct_segments(torch.arange(10, dtype=torch.int32), bags.bag, bags.batch)
+    assert (distinct.order.tolist(), distinct.work.shape) == ([*range(10)], segments.work.shape)
     lookup.set_options(options, asdict(optimizer))
     past = torch.zeros(10, dtype=torch.int64) if optimizer.is_dense else None
     for scaler in (None, torch.ones(())):

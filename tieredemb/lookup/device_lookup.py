@@ -272,20 +272,40 @@ class DeviceLookup:
         """Groups the occurrences by home, into `segments`: `bag` int32 (N,) is that of each, of `batch` bags a
         feature.
         Allocates nothing that outlasts it, so another stream may run it than the one which the memory belongs to."""
-        n = homes.shape[0]
         segments.counted.zero_()
         notes = segments.counted.data_ptr() + 4 * WORK_WORDS
         sort_homes(homes, bag, notes, segments.items, segments.homes, segments.order, segments.sorted_bag)
-        find = kernel(self._recipe, "segments_find", *self._update)
-        find(
-            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.homes, n, segments.sorted_bag, max(1, batch),
-            segments.work, segments.items, segments.longs,
-        )  # fmt: skip
+        self._list(segments, batch)
         return segments
 
     def segments(self, homes: torch.Tensor, bag: torch.Tensor, batch: int) -> Segments:
         """The occurrences by home; see `find_segments`."""
         return self.find_segments(self.new_segments(homes.shape[0], homes.device), homes, bag, batch)
+
+    def distinct_segments(self, homes: torch.Tensor, bag: torch.Tensor, batch: int) -> Segments:
+        """The same of occurrences whose rows are distinct, none of them `DROPPED`: they need not be sorted."""
+        n, device = homes.shape[0], homes.device
+        work = torch.zeros(WORK_WORDS, dtype=torch.int32, device=device)
+        found = Segments(
+            homes=homes,
+            order=torch.arange(n, dtype=torch.int32, device=device),
+            sorted_bag=bag,
+            counted=work,
+            work=work,
+            items=torch.empty((n, 4), dtype=torch.int32, device=device),
+            longs=torch.empty((1, 4), dtype=torch.int32, device=device),
+        )
+        self._list(found, batch)
+        return found
+
+    def _list(self, segments: Segments, batch: int) -> None:
+        """Lists the work on sorted occurrences."""
+        n = segments.homes.shape[0]
+        find = kernel(self._recipe, "segments_find", *self._update)
+        find(
+            blocks_for(n, THREADS, MOST_BLOCKS), THREADS, segments.homes, n, segments.sorted_bag, max(1, batch),
+            segments.work, segments.items, segments.longs,
+        )  # fmt: skip
 
     def update(
         self,

@@ -22,7 +22,7 @@ from tieredemb.tables.table_set import TableSet
 if TYPE_CHECKING:
     import weakref
 
-PART_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}  # of float32 rows: within a CPU's cache; enough for a GPU to be busy
+PART_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}  # of float32 rows: within a CPU's cache; enough for a GPU to be busy
 
 
 def spans(rows: int, width: int, device: torch.device, start: int = 0, stop: int | None = None) -> Iterator[Any]:

@@ -26,7 +26,7 @@ class DeviceRows(NamedTuple):
     tables: torch.Tensor | None
 
     def segments(self) -> Segments:
-        return self.lookup.segments(self.homes, self.bag, len(self.homes))
+        return self.lookup.distinct_segments(self.homes, self.bag, len(self.homes))
 
     def weights(self, out: torch.Tensor | None) -> torch.Tensor:
         """The weights as they are at the steps that were taken, (K, D), to `out` if it is given."""
