@@ -22,13 +22,13 @@ from tieredemb.tables.table_set import TableSet
 if TYPE_CHECKING:
     import weakref
 
-PART_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}  # of float32 rows: within a CPU's cache; enough for a GPU to be busy
+CHUNK_BYTES = {"cpu": 1 << 22, "cuda": 1 << 28}  # of float32 rows: within a CPU's cache; enough for a GPU to be busy
 
 
 def spans(rows: int, width: int, device: torch.device, start: int = 0, stop: int | None = None) -> Iterator[Any]:
     """The rows `start` … `stop` − 1 of a table of shape (rows, D), by default all, in chunks: (first, one after the
     last). Their inner edges are multiples of one number, wherever the first one starts."""
-    stop, size = rows if stop is None else stop, max(1, PART_BYTES[device.type] // (4 * width))
+    stop, size = rows if stop is None else stop, max(1, CHUNK_BYTES[device.type] // (4 * width))
     while start < stop:
         end = min(stop, (start // size + 1) * size)
         yield start, end

@@ -3,8 +3,8 @@
 #include "slot_map.cuh"
 
 // The homes of the keys from `first` on: a slot, or −2 − i under records[i], which is made for the i-th here. Where
-// `untouched` is given, it says of each whether it was never written, and `some` counts those, from zero. `stride`: words of
-// a cold state, which ends with the score.
+// `untouched` is given, it says of each whether it was never written, and `some` counts those, from zero. `stride`:
+// words of a cold state, which ends with the score.
 extern "C" __global__ void range_find(const Cell *cells, i64 n_cells, i64 first, i64 n, int *homes, Record *records,
                                       const word_t *cold_state, i64 stride, unsigned char *untouched, int *some) {
     wait_for_prior_kernel();
