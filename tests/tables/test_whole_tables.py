@@ -382,6 +382,21 @@ def test_a_buffer_that_is_used_again_changes_no_gradient(device):
     assert_equal_models(models)
 
 
+@pytest.mark.parametrize("order", [0.5, 1, 1.5, 2, 3, float("inf")])
+@pytest.mark.parametrize("scale", [1.0, 0.0, 1e30])
+def test_norms_have_the_gradients_of_torchs(device, order, scale):
+    """Also where several elements are the largest, and where the norm is zero or overflows."""
+    models, _ = pair("SGD", capacity=7)
+    for model in models:
+        with torch.no_grad():
+            model.items.weight.mul_(scale)
+            model.items.weight[[3, 9, 30], 2] = 4.0 * scale
+        found = model.items.weight.norm(order)
+        found.backward()
+    ours, theirs = (each.items.weight.grad.to_sparse().to_dense() for each in models)
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
 def test_a_gradient_that_was_given_and_changed_is_refused(device):
     models, optimizers = pair("SGD", capacity=7)
     for use in (lambda w: torch.ones(2, WIDTH) @ w.T, lambda w: w.clone()):
@@ -453,6 +468,18 @@ def test_no_more_than_a_chunk_is_held(loss, capacity):
             if model is ours[0]:
                 assert largest.elements < LARGE * WIDTH
     torch.testing.assert_close(ours.state_dict()["0.weight"], models[1].weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_elements_that_tie_in_several_chunks_share_the_gradient():
+    bag = te.TieredEmbedding(LARGE, WIDTH, optimizer=OPTIM.SGD, capacity=7)
+    with torch.no_grad():
+        bag.weight.zero_()
+        bag.weight[0, :2], bag.weight[LARGE - 1, 5] = 5.0, -5.0
+    bag.follow(OPTIM.SGD(bag.parameters(), lr=0.1))
+    bag.weight.norm(float("inf")).backward()
+    grad = bag.weight.grad.to_sparse().to_dense()
+    torch.testing.assert_close(grad[[0, 0, LARGE - 1], [0, 1, 5]], torch.tensor([1, 1, -1]) / 3)
+    assert grad.count_nonzero() == 3
 
 
 def test_what_needs_all_rows_at_once_is_refused_where_memory_cannot_hold_them(monkeypatch):

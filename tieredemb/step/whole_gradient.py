@@ -156,6 +156,48 @@ class ReducedTerm:
         self._use.check()
 
 
+class NormTerm:
+    """Of the `norm` of an `order`, above 0 or infinite, of all elements of the rows `first` … `stop` − 1, which
+    `read(start, stop)` reads: `grad` is the gradient of the norm, `ties` how many elements are as large as an infinite
+    one; float32 ()."""
+
+    held_bytes = 0
+
+    def __init__(
+        self,
+        use: WholeUse,
+        rows: tuple[int, int],
+        read: Callable[[int, int], torch.Tensor],
+        order: float,
+        norm: torch.Tensor,
+        ties: torch.Tensor | None,
+        grad: torch.Tensor,
+    ) -> None:
+        self.first, self.stop = rows
+        self._use, self._read, self._order, self._norm = use, read, order, norm
+        grad = grad.to(torch.float32)
+        if ties is not None:
+            self._scale = grad / ties
+        else:
+            self._scale = (grad / norm ** (order - 1)).masked_fill(norm == 0, 0.0)
+
+    def chunk(self, start: int, stop: int) -> torch.Tensor:
+        rows, order = self._read(start, stop).detach().to(torch.float32), self._order
+        if order == 2:
+            return rows * self._scale
+        signs = rows.sgn()
+        if math.isinf(order):
+            return signs * (rows.abs() == self._norm) * self._scale
+        if order == 1:
+            return signs * self._scale
+        # of an order below 1 the gradient of a zero is zero, in torch too
+        powers = rows.abs().pow_(order - 1).masked_fill_(rows == 0, 0.0)
+        return signs * powers * self._scale
+
+    def check(self) -> None:
+        self._use.check()
+
+
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
     """Gradients are recorded inside, also amid an operation on a tensor that is implemented in Python."""

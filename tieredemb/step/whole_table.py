@@ -6,6 +6,7 @@ beside what they return. Everything else takes the rows as one tensor, and its g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from tieredemb.errors import UnsupportedError
 from tieredemb.kernels.tracing import untraced
 from tieredemb.step.call import BACKWARDS
-from tieredemb.step.whole_gradient import DenseTerm, ProductTerm, ReducedTerm, Term, WholeUse, spans
+from tieredemb.step.whole_gradient import DenseTerm, NormTerm, ProductTerm, ReducedTerm, Term, WholeUse, spans
 
 
 class Rows(Protocol):
@@ -179,15 +180,37 @@ def total(span: Span, function: Callable[[torch.Tensor], torch.Tensor], dtype: t
     return found
 
 
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, span: Span, order: float) -> torch.Tensor:
+        _begin(ctx, span)
+
+        def of_chunk(rows: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = torch.linalg.vector_norm(rows, order, dtype=torch.float32)
+            return found
+
+        chunks = torch.stack([of_chunk(span.read(start, stop)) for start, stop in span.chunks])
+        ctx.order, ctx.norm = order, of_chunk(chunks)
+        found: torch.Tensor = ctx.norm.clone()  # nobody else's, as the gradient is made of the norm
+        return found
+
+    @staticmethod
+    @untraced
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        span, norm, ties = ctx.span, ctx.norm, None
+        ctx.call.check()
+        if math.isinf(ctx.order):
+            ties = torch.zeros_like(norm)
+            for start, stop in span.chunks:
+                ties += (span.read(start, stop).abs() == norm).sum()
+        _collect(ctx, lambda: NormTerm(ctx.call, (span.start, span.stop), span.read, ctx.order, norm, ties, grad))
+        return None, None, None
+
+
 def norm(span: Span, order: float, dtype: torch.dtype) -> torch.Tensor:
     """The norm of all elements, of an order above 0 or infinite: () of a dtype."""
-
-    def of_chunk(rows: torch.Tensor) -> torch.Tensor:
-        size: torch.Tensor = torch.linalg.vector_norm(rows, order, dtype=torch.float32)
-        return size
-
-    chunks: torch.Tensor = _Reduced.apply(_leaf(), span, of_chunk)  # type: ignore[no-untyped-call]
-    found: torch.Tensor = torch.linalg.vector_norm(chunks, order)
+    found: torch.Tensor = _Norm.apply(_leaf(), span, order)  # type: ignore[no-untyped-call]
     return found.to(dtype)
 
 
